@@ -1,0 +1,175 @@
+"""The layout: over how many ranks each axis of the model and the batch is split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from gspo_megatron.config.problems import problem, suggest
+from gspo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gspo_megatron.config.schema import Config
+
+# Short name -> the key of the parallel section, which is Megatron-Core's own name.
+LAYOUT_KEYS: dict[str, str] = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "cp": "context_parallel_size",
+    "dp": "data_parallel_size",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout in short form; None stands for "not said".
+
+    etp None is 1, vpp None is no interleaving, dp None is whatever the world size leaves.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int | None = None
+    cp: int = 1
+    dp: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """`tp=2,pp=2,ep=2` in any order, spaces allowed. Raises ConfigError with all problems."""
+        sizes, problems = parse_sizes(text, "layout")
+        if problems:
+            raise ConfigError(problems)
+        return cls(**sizes)
+
+    def __str__(self) -> str:
+        """The text that `parse` reads back: only what differs from the defaults, or `tp=1`."""
+        said = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return ",".join(said) or "tp=1"
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the attention weights and one batch: tp * pp * cp."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that hold one copy of all experts: etp * ep * pp."""
+        return (self.etp or 1) * self.ep * self.pp
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of this layout; the smallest possible number where dp is not said."""
+        if self.dp is not None:
+            return self.model_parallel_size * self.dp
+        return math.lcm(self.model_parallel_size, self.expert_parallel_size)
+
+
+@dataclass(frozen=True)
+class ResolvedParallel:
+    """The parallel section with every open size filled in for one world size."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    context_parallel_size: int
+    data_parallel_size: int
+    expert_data_parallel_size: int
+    sequence_parallel: bool
+    world_size: int
+
+    @property
+    def layout(self) -> Layout:
+        """The same in short form, all sizes said."""
+        return Layout(**{short: getattr(self, key) for short, key in LAYOUT_KEYS.items()})
+
+    def __str__(self) -> str:
+        return str(self.layout)
+
+    def group_sizes(self) -> dict[str, int | None]:
+        """The keyword arguments that `initialize_model_parallel` and TransformerConfig share."""
+        return {key: getattr(self, key) for short, key in LAYOUT_KEYS.items() if short != "dp"}
+
+
+def resolve_parallel(config: Config, world_size: int) -> ResolvedParallel:
+    """Concrete sizes for a configuration that passed `check_config` at this world size."""
+    layout = config.layout()
+    assert world_size % layout.model_parallel_size == 0, "check_config comes first"
+    assert world_size % layout.expert_parallel_size == 0, "check_config comes first"
+    return ResolvedParallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp or 1,
+        context_parallel_size=layout.cp,
+        data_parallel_size=world_size // layout.model_parallel_size,
+        expert_data_parallel_size=world_size // layout.expert_parallel_size,
+        sequence_parallel=config.parallel.uses_sequence_parallel(),
+        world_size=world_size,
+    )
+
+
+def apply_layout(config: Config, layout: Layout) -> Config:
+    """The same configuration on another layout; sequence parallelism follows its default again."""
+    sizes = {key: getattr(layout, short) for short, key in LAYOUT_KEYS.items()}
+    sizes |= {"layout": None, "sequence_parallel": None}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})
+
+
+def parse_sizes(text: str, key: str) -> tuple[dict[str, int], list[str]]:
+    """The sizes named in a layout text and what is wrong with it, each problem under `key`."""
+    sizes: dict[str, int] = {}
+    problems: list[str] = []
+    for part in text.split(","):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        if not equals or not name:
+            problems.append(problem(key, text, f"{part!r} is not KEY=SIZE; legal: tp=2,pp=2,ep=2"))
+        elif name not in LAYOUT_KEYS:
+            hint = suggest(name, list(LAYOUT_KEYS))
+            problems.append(problem(key, text, f"unknown key {name}; {hint}"))
+        elif not number.isascii() or not number.isdigit() or int(number) < 1:
+            problems.append(problem(key, text, f"{name} is {number!r}; legal: an integer from 1"))
+        elif name in sizes:
+            problems.append(problem(key, text, f"{name} is given twice; give it once"))
+        else:
+            sizes[name] = int(number)
+    return sizes, problems
+
+
+def expand_layout(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Fill the keys of a raw parallel section from its `layout`.
+
+    A size given both ways with different values is a problem, not a question of precedence.
+    """
+    values = dict(section)
+    text = values.get("layout")
+    if not isinstance(text, str):
+        return values, []  # absent, or of a type that the schema refuses
+    sizes, problems = parse_sizes(text, "parallel.layout")
+    for name, size in sizes.items():
+        key = LAYOUT_KEYS[name]
+        other = values.get(key)
+        if other is None:
+            values[key] = size
+        elif other != size:
+            problems.append(
+                problem(
+                    "parallel.layout",
+                    text,
+                    f"{name} is {size} here and parallel.{key} is {other!r}; name one, or the same",
+                )
+            )
+    return values, problems

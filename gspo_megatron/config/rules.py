@@ -1,0 +1,342 @@
+"""What several keys must satisfy together, checked before any process group exists.
+
+A rule looks at the whole configuration and yields one line a problem. Megatron-Core refuses most of
+these too, but one at a time, on a thousand ranks, minutes after the start.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gspo_megatron.config.parallel import Layout
+from gspo_megatron.config.problems import problem
+from gspo_megatron.config.schema import Config
+from gspo_megatron.config.shape import ModelShape
+from gspo_megatron.errors import ConfigError
+
+# A ratio of whole sequences stays within about 1e-3 of 1: at 0.05 and above nothing is ever clipped
+# and the algorithm is another one. 0.2 is the usual leftover of a token-level configuration.
+WIDE_CLIP = 0.05
+SEQUENCE_RATIO_OBJECTIVES = ("gspo", "gspo_token")
+
+# With one of these Megatron places layers by other arithmetic, and checks it itself.
+_UNEVEN_PIPELINE = (
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the rules look at."""
+
+    config: Config
+    shape: ModelShape
+    layout: Layout
+    world_size: int
+    for_training: bool
+
+
+Rule = Callable[[Plan], Iterator[str]]
+
+
+def check_config(config: Config, world_size: int, for_training: bool = False) -> None:
+    """Raise ConfigError with every problem the configuration has on `world_size` ranks.
+
+    `for_training` adds what only a training run needs, such as prompts.
+    """
+    plan = Plan(config, config.resolved_model(), config.layout(), world_size, for_training)
+    problems = [line for rule in RULES for line in rule(plan)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def world_size_fits(plan: Plan) -> Iterator[str]:
+    layout, world = plan.layout, plan.world_size
+    model, experts = layout.model_parallel_size, layout.expert_parallel_size
+    smallest = replace(layout, dp=None).world_size
+    if world % model:
+        yield (
+            f"world size = {world}: not divisible by tp * pp * cp = {layout.tp} * {layout.pp} * "
+            f"{layout.cp} = {model}; legal: multiples of {smallest}"
+        )
+    if world % experts:
+        yield (
+            f"world size = {world}: not divisible by etp * ep * pp = {layout.etp or 1} * "
+            f"{layout.ep} * {layout.pp} = {experts}, the ranks that hold all experts; "
+            f"legal: multiples of {smallest}"
+        )
+    if layout.dp is not None and layout.dp * model != world:
+        yield problem(
+            "parallel.data_parallel_size",
+            layout.dp,
+            f"with tp * pp * cp = {model} that takes {layout.dp * model} ranks, not {world}; "
+            "legal: null, which takes all ranks",
+        )
+
+
+def tensor_parallel_divides(plan: Plan) -> Iterator[str]:
+    shape, tp = plan.shape, plan.layout.tp
+    key = "parallel.tensor_model_parallel_size"
+    if shape.num_attention_heads % tp:
+        yield problem(key, tp, _must_divide("num_attention_heads", shape.num_attention_heads))
+    groups = shape.num_query_groups
+    if groups % tp and tp % groups:
+        yield problem(
+            key, tp, f"neither divides num_query_groups = {groups} nor is a multiple of it"
+        )
+    if shape.num_attention_heads % groups:
+        yield problem(
+            "model.megatron.num_query_groups",
+            groups,
+            _must_divide("num_attention_heads", shape.num_attention_heads),
+        )
+    if plan.config.parallel.uses_sequence_parallel() and shape.hidden_size % tp:
+        yield problem(key, tp, _must_divide("hidden_size", shape.hidden_size))
+    if shape.has_dense_layers and shape.ffn_hidden_size % tp:
+        yield problem(key, tp, _must_divide("ffn_hidden_size", shape.ffn_hidden_size))
+    shared = shape.moe_shared_expert_intermediate_size
+    if shared is not None and shared % tp:
+        yield problem(key, tp, _must_divide("moe_shared_expert_intermediate_size", shared))
+
+
+def sequence_parallel_fits(plan: Plan) -> Iterator[str]:
+    said = plan.config.parallel.sequence_parallel
+    if said and plan.layout.tp == 1:
+        yield problem(
+            "parallel.sequence_parallel",
+            said,
+            "splits over the tensor-parallel ranks, of which there is one; legal: null, or tp > 1",
+        )
+    if said is False and plan.layout.tp > 1 and plan.shape.num_moe_experts is not None:
+        yield problem(
+            "parallel.sequence_parallel",
+            said,
+            f"experts with tp = {plan.layout.tp} need it, or every token is routed tp times; "
+            "legal: null or true",
+        )
+
+
+def pipeline_divides(plan: Plan) -> Iterator[str]:
+    layout, layers = plan.layout, plan.shape.num_layers
+    if layout.vpp is not None and layout.pp == 1:
+        yield problem(
+            "parallel.virtual_pipeline_model_parallel_size",
+            layout.vpp,
+            "interleaving needs stages; legal: null, or pipeline_model_parallel_size > 1",
+        )
+    elif not any(plan.shape.megatron.get(name) for name in _UNEVEN_PIPELINE):
+        chunks = layout.pp * (layout.vpp or 1)
+        if layers % chunks:
+            sizes = f"{layout.pp}" if layout.vpp is None else f"{layout.pp} * {layout.vpp}"
+            yield problem(
+                "parallel.pipeline_model_parallel_size",
+                layout.pp,
+                f"{layers} layers do not split evenly into {sizes} chunks; "
+                f"legal: pp * vpp that divides {layers}",
+            )
+
+
+def experts_divide(plan: Plan) -> Iterator[str]:
+    shape, layout = plan.shape, plan.layout
+    etp = layout.etp or 1
+    if shape.num_moe_experts is None:
+        for key, size in (("expert_model", layout.ep), ("expert_tensor", etp)):
+            if size > 1:
+                yield problem(
+                    f"parallel.{key}_parallel_size", size, "the model has no experts; legal: 1"
+                )
+        return
+    if shape.num_moe_experts % layout.ep:
+        wrong = _must_divide("num_moe_experts", shape.num_moe_experts)
+        yield problem("parallel.expert_model_parallel_size", layout.ep, wrong)
+    assert shape.moe_ffn_hidden_size is not None
+    if shape.moe_ffn_hidden_size % etp:
+        wrong = _must_divide("moe_ffn_hidden_size", shape.moe_ffn_hidden_size)
+        yield problem("parallel.expert_tensor_parallel_size", etp, wrong)
+
+
+def router_is_sound(plan: Plan) -> Iterator[str]:
+    shape = plan.shape
+    if shape.num_moe_experts is None:
+        given = plan.config.model.megatron.get("moe_ffn_hidden_size")
+        if given is not None:
+            yield problem(
+                "model.megatron.moe_ffn_hidden_size",
+                given,
+                "the model has no experts; leave it out, or set model.megatron.num_moe_experts",
+            )
+        return
+    topk = shape.moe_router_topk
+    assert topk is not None
+    if topk > shape.num_moe_experts:
+        yield problem(
+            "model.megatron.moe_router_topk",
+            topk,
+            f"there are {shape.num_moe_experts} experts; legal: 1 to {shape.num_moe_experts}",
+        )
+    megatron = shape.megatron
+    softmax_after = not megatron.get("moe_router_pre_softmax")
+    scores_softmax = megatron.get("moe_router_score_function", "softmax") == "softmax"
+    if topk == 1 and scores_softmax and softmax_after:
+        yield problem(
+            "model.megatron.moe_router_topk",
+            topk,
+            "a softmax over one expert has no gradient; "
+            "legal: 2 or more, or model.megatron.moe_router_pre_softmax = true",
+        )
+
+
+def dropout_is_off(plan: Plan) -> Iterator[str]:
+    for name in ("hidden_dropout", "attention_dropout"):
+        value = plan.config.model.megatron.get(name)
+        if value:
+            yield problem(
+                f"model.megatron.{name}",
+                value,
+                "old and new policy would differ by noise, and their ratio with it; legal: 0.0",
+            )
+
+
+def backend_is_installed(plan: Plan) -> Iterator[str]:
+    backend = plan.config.model.backend
+    has_transformer_engine = _installed("transformer_engine")
+    if backend == "transformer_engine" and not has_transformer_engine:
+        yield problem(
+            "model.backend",
+            backend,
+            "the package transformer_engine is not installed; legal: torch_native or auto",
+        )
+    for name in ("fp8", "fp4"):
+        value = plan.config.model.megatron.get(name)
+        if value is None:
+            continue
+        if backend == "torch_native" or (backend == "auto" and not has_transformer_engine):
+            yield problem(
+                f"model.megatron.{name}",
+                value,
+                "only the transformer_engine backend has it; legal: null, or that backend",
+            )
+        if plan.config.training.precision != "bf16":
+            yield problem(
+                f"model.megatron.{name}", value, "needs training.precision = bf16; legal: null"
+            )
+
+
+def lengths_fit(plan: Plan) -> Iterator[str]:
+    config = plan.config
+    longest = plan.shape.max_sequence_length
+    response = config.rollout.max_response_tokens
+    prompt = config.data.max_prompt_tokens
+    if response >= longest:
+        yield problem(
+            "rollout.max_response_tokens",
+            response,
+            f"leaves no room for a prompt in max_sequence_length = {longest}; "
+            f"legal: at most {longest - 1}",
+        )
+    elif prompt is not None and prompt + response > longest:
+        yield problem(
+            "data.max_prompt_tokens",
+            prompt,
+            f"with max_response_tokens = {response} that is more than max_sequence_length = "
+            f"{longest}; legal: at most {longest - response}",
+        )
+
+
+def batches_fit(plan: Plan) -> Iterator[str]:
+    rollout, objective = plan.config.rollout, plan.config.objective
+    if rollout.group_size < 2:
+        yield problem(
+            "rollout.group_size",
+            rollout.group_size,
+            f"advantage {objective.advantage} compares the responses of a group; legal: from 2",
+        )
+    sequences = rollout.prompts_per_step * rollout.group_size
+    if objective.mini_batches > sequences:
+        yield problem(
+            "objective.mini_batches",
+            objective.mini_batches,
+            f"a step has prompts_per_step * group_size = {sequences} sequences and each "
+            f"mini-batch needs one; legal: 1 to {sequences}",
+        )
+
+
+def clip_range_is_sane(plan: Plan) -> Iterator[str]:
+    objective = plan.config.objective
+    if objective.name not in SEQUENCE_RATIO_OBJECTIVES or objective.allow_wide_clip:
+        return
+    for key, value in (("clip_low", objective.clip_low), ("clip_high", objective.clip_high)):
+        if value is not None and value >= WIDE_CLIP:
+            yield problem(
+                f"objective.{key}",
+                value,
+                f"{objective.name} clips ratios of whole sequences, which hardly leave 1, so this "
+                f"never clips; legal: below {WIDE_CLIP}, or objective.allow_wide_clip = true",
+            )
+
+
+def learning_rates_agree(plan: Plan) -> Iterator[str]:
+    optimizer = plan.config.optimizer
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        yield problem(
+            "optimizer.min_learning_rate",
+            optimizer.min_learning_rate,
+            f"above the peak; legal: at most learning_rate = {optimizer.learning_rate}",
+        )
+
+
+def prompts_are_given(plan: Plan) -> Iterator[str]:
+    data = plan.config.data
+    if plan.for_training and data.prompts is None:
+        yield problem("data.prompts", None, "needed to train; legal: a .jsonl or .parquet file")
+    interval = plan.config.training.evaluation_interval
+    if interval and data.eval_prompts is None:
+        yield problem(
+            "training.evaluation_interval",
+            interval,
+            "there is nothing to evaluate on; legal: 0, or give data.eval_prompts",
+        )
+
+
+def features_exist(plan: Plan) -> Iterator[str]:
+    unbuilt: tuple[tuple[str, Any, Any], ...] = (
+        ("routing.replay", plan.config.routing.replay, "off"),
+        ("checkpoint.interval", plan.config.checkpoint.interval, 0),
+    )
+    for key, value, only in unbuilt:
+        if value != only:
+            yield problem(key, value, f"not built yet; legal: {only}")
+
+
+def _must_divide(name: str, size: int) -> str:
+    divisors = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
+    return f"does not divide {name} = {size}; legal: {divisors}{' ...' if size > 64 else ''}"
+
+
+RULES: tuple[Rule, ...] = (
+    world_size_fits,
+    tensor_parallel_divides,
+    sequence_parallel_fits,
+    pipeline_divides,
+    experts_divide,
+    router_is_sound,
+    dropout_is_off,
+    backend_is_installed,
+    lengths_fit,
+    batches_fit,
+    clip_range_is_sane,
+    learning_rates_agree,
+    prompts_are_given,
+    features_exist,
+)

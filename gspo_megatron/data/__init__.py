@@ -1,0 +1,1 @@
+"""Prompt files, tokenizers, the order in which prompts are drawn, and packing."""

@@ -1,0 +1,28 @@
+"""Writing files that are either whole or absent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from gspo_megatron.errors import DataError
+
+
+def write_atomically(path: str | Path, content: bytes) -> Path:
+    """Writes `content` to `path`, making its folder; a reader never sees half of it.
+
+    Raises DataError where the folder or the file cannot be written.
+    """
+    path = Path(path)
+    # The process id keeps two writers apart; the same folder makes the replacement atomic.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(content)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return path

@@ -1,0 +1,182 @@
+"""Small tasks with one right answer, which a tiny model learns on a CPU in minutes.
+
+    reversal  cabd>   dbac     3 to 6 letters a-h
+    copy      cabd=   cabd
+    sort      cabd<   abcd
+    addition  37+45=  82       two numbers of 2 digits
+    mixed     reversal and addition, half and half
+
+One character is one token, so a prompt has 4 to 7 tokens and an answer 2 to 6.
+`python -m gspo_megatron.data.toy --help` writes a data set with its tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gspo_megatron.data.files import write_atomically
+from gspo_megatron.data.tokenizers import train_sentencepiece
+from gspo_megatron.errors import DataError, UserError
+
+LETTERS = "abcdefgh"
+LENGTHS = range(3, 7)
+NUMBERS = range(10, 100)
+# With the unknown, padding and end-of-sequence tokens these make 48: divisible by every
+# tensor-parallel size that a small run uses.
+CHARACTERS = string.ascii_lowercase + string.digits + " +-*=<>?."
+VOCAB_SIZE = len(CHARACTERS) + 3
+
+# task -> (the character that ends its prompts, the answer for a letter string)
+LETTER_TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "reversal": (">", lambda letters: letters[::-1]),
+    "copy": ("=", lambda letters: letters),
+    "sort": ("<", lambda letters: "".join(sorted(letters))),
+}
+MIXTURES: dict[str, tuple[str, ...]] = {"mixed": ("reversal", "addition")}
+TASKS = (*LETTER_TASKS, "addition", *MIXTURES)
+
+Row = dict[str, str]  # prompt, answer, task
+
+
+def generate(task: str, train: int, test: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Train and test rows of `task`; no prompt occurs twice, in either or across both.
+
+    Letter strings come in equal numbers of each length as far as there are enough of them. The
+    result depends on the arguments only.
+
+    Raises DataError for an unknown task, a count below 1, or more rows than the task has prompts.
+    """
+    if task not in TASKS:
+        raise DataError(f"task = {task!r}: no such toy task; legal: {', '.join(TASKS)}")
+    for name, count in (("train", train), ("test", test)):
+        if count < 1:
+            raise DataError(f"{name} = {count}: at least 1 row is needed")
+    parts = MIXTURES.get(task, (task,))
+    train_rows: list[Row] = []
+    test_rows: list[Row] = []
+    for part, train_count, test_count in zip(
+        parts, _shares(train, len(parts)), _shares(test, len(parts)), strict=True
+    ):
+        # A string seeds the generator through SHA-512, the same in every Python version.
+        rows = _rows(part, train_count + test_count, random.Random(f"{seed}/{part}"))
+        train_rows += rows[:train_count]
+        test_rows += rows[train_count:]
+    shuffler = random.Random(f"{seed}/{task}/order")
+    shuffler.shuffle(train_rows)
+    shuffler.shuffle(test_rows)
+    return train_rows, test_rows
+
+
+def train_toy_tokenizer(out_prefix: str | Path) -> Path:
+    """Writes `out_prefix`.model, whose pieces are single characters: those of `CHARACTERS`."""
+    return train_sentencepiece([CHARACTERS], VOCAB_SIZE, out_prefix, model_type="char")
+
+
+def write_toy_dataset(
+    out_dir: str | Path, task: str = "mixed", train: int = 4000, test: int = 200, seed: int = 1
+) -> list[Path]:
+    """Writes train.jsonl, test.jsonl and tokenizer.model into `out_dir`; returns their paths.
+
+    The same arguments give the same bytes. Raises DataError as `generate` does, or where the
+    folder cannot be written.
+    """
+    out_dir = Path(out_dir)
+    train_rows, test_rows = generate(task, train, test, seed)
+    return [
+        write_atomically(out_dir / "train.jsonl", _json_lines(train_rows)),
+        write_atomically(out_dir / "test.jsonl", _json_lines(test_rows)),
+        train_toy_tokenizer(out_dir / "tokenizer"),
+    ]
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    """`total` in `parts` whole numbers that differ by one at most, the larger ones first."""
+    return [total // parts + (index < total % parts) for index in range(parts)]
+
+
+def _rows(task: str, count: int, generator: random.Random) -> list[Row]:
+    if task == "addition":
+        return _additions(count, generator)
+    marker, answer = LETTER_TASKS[task]
+    strings = _letter_strings(task, count, generator)
+    return [{"prompt": text + marker, "answer": answer(text), "task": task} for text in strings]
+
+
+def _additions(count: int, generator: random.Random) -> list[Row]:
+    available = len(NUMBERS) ** 2
+    _check_supply("addition", count, available)
+    rows = []
+    for code in generator.sample(range(available), count):
+        left, right = (NUMBERS[digit] for digit in divmod(code, len(NUMBERS)))
+        rows.append({"prompt": f"{left}+{right}=", "answer": f"{left + right}", "task": "addition"})
+    return rows
+
+
+def _letter_strings(task: str, count: int, generator: random.Random) -> list[str]:
+    """`count` different strings in random order, of each length equally many where possible."""
+    _check_supply(task, count, sum(len(LETTERS) ** length for length in LENGTHS))
+    strings: list[str] = []
+    for index, length in enumerate(LENGTHS):
+        # What a short length cannot supply is left to the longer ones.
+        share = -(-(count - len(strings)) // (len(LENGTHS) - index))
+        available = len(LETTERS) ** length
+        for code in generator.sample(range(available), min(share, available)):
+            strings.append(_letters(code, length))
+    generator.shuffle(strings)
+    return strings
+
+
+def _letters(code: int, length: int) -> str:
+    """The `code`-th string of `length` letters: its digits in base len(LETTERS)."""
+    digits = []
+    for _ in range(length):
+        code, digit = divmod(code, len(LETTERS))
+        digits.append(LETTERS[digit])
+    return "".join(digits)
+
+
+def _check_supply(task: str, count: int, available: int) -> None:
+    if count > available:
+        raise DataError(
+            f"task {task!r} has {available} different prompts; {count} were asked for (train and "
+            "test together)"
+        )
+
+
+def _json_lines(rows: Sequence[Row]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code (2 for a user's mistake)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gspo_megatron.data.toy",
+        description="Writes train.jsonl, test.jsonl and tokenizer.model of a toy task.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--task", choices=TASKS, default="mixed", help="which task")
+    parser.add_argument("--train", type=int, default=4000, help="training prompts")
+    parser.add_argument("--test", type=int, default=200, help="test prompts, none of them trained")
+    parser.add_argument("--seed", type=int, default=1, help="other seeds give other prompts")
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write")
+    options = parser.parse_args(arguments)
+    try:
+        paths = write_toy_dataset(
+            options.output, options.task, options.train, options.test, options.seed
+        )
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for path in paths:
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""Errors that a user can mend.
+
+Everything below ends a command with exit code 2 and its message alone, without a traceback; any
+other exception is a defect of ours or a failure of the machine, and is shown whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class UserError(ValueError):
+    """Something in the user's hands is wrong: a config, a file, a reward function."""
+
+
+class ConfigError(UserError):
+    """All that is wrong with a configuration, one line a problem."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        assert problems, "a ConfigError without a problem"
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(UserError):
+    """A prompt file, tokenizer or other input file cannot be used as it is."""
+
+
+class RewardError(UserError):
+    """A reward function raised or returned something that is not a finite number."""

@@ -1,0 +1,133 @@
+"""Self-attention with a key/value cache for decoding, on either layer backend."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+from gspo_megatron.models.core_attention import attend
+
+
+class KeyValueCache:
+    """Keys and values of a batch of sequences that grow token by token, for one pipeline stage.
+
+    Sequences in one batch differ in length: each has its own position, and a query sees the keys up
+    to it. The prompts are written at once (`prefill`), padded on the right; what padding leaves
+    behind lies beyond a sequence's position and is overwritten when the position gets there.
+    """
+
+    def __init__(self, frequencies: Tensor, max_length: int) -> None:
+        """frequencies: rotary angles [positions, 1, 1, dim], as Megatron's RotaryEmbedding gives
+        them; max_length: the positions to make room for."""
+        self._cos, self._sin = frequencies.cos(), frequencies.sin()
+        self._max_length = max_length
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._prefill_length = 0
+        self._positions: Tensor | None = None
+        self._length = 0
+        self._mask: Tensor | None = None
+
+    def start_prefill(self, length: int) -> None:
+        """The next forward pass writes `length` tokens of every sequence from position 0 on."""
+        self._prefill_length, self._positions = length, None
+        self.cos, self.sin = self._cos[:length], self._sin[:length]
+
+    def start_token(self, positions: Tensor, longest: int) -> None:
+        """The next forward pass adds one token a sequence, at `positions` [sequences]; `longest`
+        is one more than the largest of them, known to the caller without a look at the device."""
+        self._positions, self._length = positions, longest
+        self._rows = torch.arange(len(positions), device=positions.device)
+        self._mask = (torch.arange(longest, device=positions.device) <= positions[:, None])[
+            :, None, None
+        ]
+        self.cos = self._cos[positions, 0].unsqueeze(0)  # [1, sequences, 1, dim]
+        self.sin = self._sin[positions, 0].unsqueeze(0)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all sequences but `rows`."""
+        self._layers = {n: (k[rows], v[rows]) for n, (k, v) in self._layers.items()}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[length, sequences, heads, dim] each -> [length, sequences, heads * dim]."""
+        query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
+        if self._positions is None:
+            out = attend(query, key, value, scale, mask=None)
+            shape = (*key.shape[:2], self._max_length, key.shape[3])
+            keys, values = self._layers[layer] = key.new_zeros(shape), key.new_zeros(shape)
+            keys[:, :, : self._prefill_length] = key
+            values[:, :, : self._prefill_length] = value
+        else:
+            keys, values = self._layers[layer]
+            keys[self._rows, :, self._positions] = key[:, :, 0]
+            values[self._rows, :, self._positions] = value[:, :, 0]
+            length = self._length
+            out = attend(query, keys[:, :, :length], values[:, :, :length], scale, mask=self._mask)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class CachedSelfAttention(SelfAttention):
+    """Megatron-Core's SelfAttention; while a cache is attached, its forward decodes with it.
+
+    Megatron-Core's own inference contexts either want CUDA kernels (dynamic batching) or one common
+    position for the whole batch (static batching), and neither starts on a CPU.
+    """
+
+    key_value_cache: KeyValueCache | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        cache = self.key_value_cache
+        if cache is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        query, key, value = self.get_query_key_value_tensors(hidden_states)[:3]
+        query, key = rotate(query, cache.cos, cache.sin), rotate(key, cache.cos, cache.sin)
+        scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
+        return self.linear_proj(cache.attend(self.layer_number, query, key, value, scale))
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding in the half-split form (rotary_interleaved=False), on the first
+    `cos.shape[-1]` channels; the arithmetic of Megatron's `_apply_rotary_pos_emb_bshd`."""
+    channels = cos.shape[-1]
+    turned, rest = states[..., :channels], states[..., channels:]
+    low, high = turned.chunk(2, dim=-1)
+    turned = turned * cos.to(states.dtype) + torch.cat((-high, low), dim=-1) * sin.to(states.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+# What Megatron-Core's modules and configs call the switches of sequence parallelism.
+_SEQUENCE_PARALLEL_SWITCHES = (
+    "sequence_parallel",
+    "scatter_to_sequence_parallel",
+    "reduce_scatter_embeddings",
+)
+
+
+@contextlib.contextmanager
+def decoding(model: torch.nn.Module, cache: KeyValueCache) -> Iterator[None]:
+    """Let the attention layers of `model` use `cache`, and switch off what decoding has no use for:
+    sequence parallelism (one token does not divide by TP)."""
+    modules = list(model.modules())
+    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
+    switched = [
+        (owner, name)
+        for owner in (*modules, *configs.values())
+        for name in _SEQUENCE_PARALLEL_SWITCHES
+        if getattr(owner, name, False)
+    ]
+    attentions = [m for m in modules if isinstance(m, CachedSelfAttention)]
+    for module in attentions:
+        module.key_value_cache = cache
+    for owner, name in switched:
+        setattr(owner, name, False)
+    try:
+        yield
+    finally:
+        for module in attentions:
+            module.key_value_cache = None
+        for owner, name in switched:
+            setattr(owner, name, True)

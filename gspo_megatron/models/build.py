@@ -1,0 +1,120 @@
+"""Build this rank's part of the policy, wrapped in Megatron's DDP, and its optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
+
+from gspo_megatron.config import Config, ResolvedParallel
+from gspo_megatron.models.initialize import initialize_weights
+from gspo_megatron.models.policy import PolicyModel
+from gspo_megatron.models.specs import block_spec, choose_backend
+from gspo_megatron.models.transformer_config import transformer_config
+
+# Rows of the embedding are padded to a multiple of this times TP: matrix units like multiples of 16.
+VOCAB_MULTIPLE = 16
+
+
+@dataclass
+class Policy:
+    """The trained model on this rank: one chunk per virtual pipeline stage."""
+
+    chunks: list[DistributedDataParallel]
+    config: TransformerConfig
+    vocab_size: int
+
+    @property
+    def models(self) -> list[PolicyModel]:
+        """The chunks without their wrappers."""
+        return [unwrap(chunk) for chunk in self.chunks]
+
+    def train(self) -> None:
+        for chunk in self.chunks:
+            chunk.train()
+
+    def eval(self) -> None:
+        for chunk in self.chunks:
+            chunk.eval()
+
+
+def unwrap(module: torch.nn.Module) -> PolicyModel:
+    """The PolicyModel inside DDP and Float16Module."""
+    while not isinstance(module, PolicyModel):
+        module = module.module
+    return module
+
+
+def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) -> Policy:
+    """Build and initialise the rank's chunks. `vocab_size` is the tokenizer's; it is padded here
+    to what TP needs, and the padding never takes part in a softmax."""
+    megatron = transformer_config(config, parallel)
+    shape = config.resolved_model()
+    backend = choose_backend(config.model.backend)
+    step = VOCAB_MULTIPLE * parallel.tensor_model_parallel_size
+    stages = parallel.virtual_pipeline_model_parallel_size
+    ddp = ddp_config(config)
+    chunks = []
+    for stage in range(stages or 1):
+        vp_stage = stage if stages else None
+        model = PolicyModel(
+            true_vocab_size=vocab_size,
+            config=megatron,
+            transformer_layer_spec=block_spec(megatron, backend, vp_stage),
+            vocab_size=-(-vocab_size // step) * step,
+            max_sequence_length=shape.max_sequence_length,
+            pre_process=parallel_state.is_pipeline_first_stage(
+                ignore_virtual=False, vp_stage=vp_stage
+            ),
+            post_process=parallel_state.is_pipeline_last_stage(
+                ignore_virtual=False, vp_stage=vp_stage
+            ),
+            share_embeddings_and_output_weights=shape.tie_embeddings,
+            position_embedding_type="rope",
+            rotary_base=shape.rotary_base,
+            vp_stage=vp_stage,
+        )
+        _aux_losses_count_micro_batches(model)
+        initialize_weights(model, megatron, vocab_size, config.training.seed)
+        model.to(torch.cuda.current_device())
+        wrapped = Float16Module(megatron, model) if megatron.bf16 else model
+        chunks.append(
+            DistributedDataParallel(
+                config=get_model_config(wrapped),
+                ddp_config=ddp,
+                module=wrapped,
+                # only the first chunk's gradients are ready last, and worth overlapping
+                disable_bucketing=stage > 0,
+            )
+        )
+    return Policy(chunks, megatron, vocab_size)
+
+
+def ddp_config(config: Config) -> DistributedDataParallelConfig:
+    """Megatron's DDP settings: fp32 gradients in the distributed optimizer's buffers."""
+    return DistributedDataParallelConfig(
+        **{
+            "grad_reduce_in_fp32": True,
+            "use_distributed_optimizer": True,
+            **config.parallel.ddp,
+        }
+    )
+
+
+def _aux_losses_count_micro_batches(model: PolicyModel) -> None:
+    """Make the routers' aux and z losses a plain mean over micro-batches.
+
+    Under `calculate_per_token_loss` a router multiplies its aux loss by the tokens of its own TP
+    and CP shard, and the division by all tokens that follows makes it TP x CP times too small.
+    Our loss callback counts micro-batches instead of tokens (train.step), so the router has
+    nothing to multiply by, and the aux gradient is the same on every layout.
+    """
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.calculate_per_token_loss = False

@@ -1,0 +1,113 @@
+"""All experts of a rank as one module: the torch_native backend's grouped matmul."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class GroupedExperts(MegatronModule):
+    """Gated or plain two-layer experts over tokens that the dispatcher has sorted by expert.
+
+    Stock SequentialMLP runs a Python loop of small modules per layer; Transformer Engine's grouped
+    linear layers need CUDA. The weights here are stacked by expert, gate and up projection apart,
+    so that every cut (experts over EP, rows over ETP) is a plain slice of one tensor:
+
+        weight1  [local experts, 2 (gate, up) or 1, ffn / ETP, hidden]
+        weight2  [local experts, hidden, ffn / ETP]
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert not config.add_bias_linear, "experts without biases only"
+        assert not config.moe_apply_probs_on_input
+        self.num_local_experts = num_local_experts
+        self.groups = pg_collection
+        self.activation = config.activation_func
+        etp = pg_collection.expt_tp.size()
+        ffn = config.moe_ffn_hidden_size // etp
+        parts = 2 if config.gated_linear_unit else 1
+        kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        shape = (num_local_experts, parts, ffn, config.hidden_size)
+        self.weight1 = torch.nn.Parameter(torch.empty(shape, **kind))
+        shape = (num_local_experts, config.hidden_size, ffn)
+        self.weight2 = torch.nn.Parameter(torch.empty(shape, **kind))
+        # Experts are replicated over fewer ranks than the other weights as soon as EP or ETP
+        # differ from the dense layout; DDP then reduces them over the expert group of their own.
+        replicated_alike = config.expert_model_parallel_size == 1 and (
+            etp == config.tensor_model_parallel_size
+        )
+        for weight, dimension in ((self.weight1, 2), (self.weight2, 2)):
+            weight.allreduce = replicated_alike
+            set_tensor_model_parallel_attributes(
+                tensor=weight, is_parallel=True, dim=dimension, stride=1
+            )
+
+    def forward(
+        self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """tokens [rows, hidden] sorted by expert, probs [rows] -> ([rows, hidden], no bias)."""
+        gate_up = self.weight1.flatten(1, 2)  # [local experts, 2 * ffn, hidden]
+        counts = tokens_per_expert.to(tokens.device)
+        states = grouped_linear(tokens, gate_up, counts)
+        if self.config.gated_linear_unit:
+            gate, up = states.chunk(2, dim=-1)
+            states = self.activation(gate) * up
+        else:
+            states = self.activation(states)
+        # the router's weight goes in before the second projection, as in stock experts
+        states = (states * probs.unsqueeze(-1)).to(tokens.dtype)
+        return grouped_linear(states, self.weight2, counts), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are not delayed here; the pipeline schedules call this regardless."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Each weight as a slice of the global stack of experts, for dist_checkpointing."""
+        ep, etp, expert_dp = self.groups.ep, self.groups.expt_tp, self.groups.expt_dp
+        axis = len(sharded_offsets)
+        result = {}
+        for name, weight in self.named_parameters(recurse=False):
+            key = f"{prefix}{name}"
+            result[key] = ShardedTensor.from_rank_offsets(
+                key,
+                weight,
+                *sharded_offsets,
+                (axis, ep.rank(), ep.size()),
+                (axis + 2, etp.rank(), etp.size()),
+                replica_id=(0, 0, expert_dp.rank()),
+                prepend_axis_num=axis,
+            )
+        return result
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """rows [rows, in] in runs of `counts` [experts] x weight [experts, out, in] -> [rows, out]."""
+    if _grouped_mm_takes(rows, weight):
+        ends = counts.cumsum(0).to(torch.int32)
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    runs = rows.split(counts.tolist())
+    return torch.cat([F.linear(run, w) for run, w in zip(runs, weight.unbind(0), strict=True)])
+
+
+def _grouped_mm_takes(rows: Tensor, weight: Tensor) -> bool:
+    """torch's grouped matmul wants rows of a multiple of 16 bytes, and no float64."""
+    if rows.dtype == torch.float64 or not hasattr(F, "grouped_mm"):
+        return False
+    return all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])

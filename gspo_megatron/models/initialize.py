@@ -1,0 +1,45 @@
+"""Initial weights that do not depend on the layout.
+
+Megatron-Core draws each shard from its rank's generator, so TP1 and TP2 start from different
+models and their curves cannot be compared. Here every global tensor is drawn from a generator
+seeded by (seed, its name), and each rank keeps its slice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gspo_megatron.models.shards import Shard, parameter_shards
+
+# Projections back into the residual stream start smaller, by the number of times they add to it
+# (Megatron-Core's scaled_init_method_normal; GPT-2, section 2.3).
+_RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight", "experts.weight2")
+
+
+@torch.no_grad()
+def initialize_weights(
+    model: torch.nn.Module, config: TransformerConfig, true_vocab_size: int, seed: int
+) -> None:
+    """Draw all matrices of a model chunk; norms and biases keep the ones and zeros they have."""
+    for shard in parameter_shards(model):
+        if shard.data.dim() < 2:
+            continue
+        std = config.init_method_std
+        if any(part in shard.name for part in _RESIDUAL_PROJECTIONS):
+            std /= math.sqrt(2.0 * config.num_layers)
+        shape = list(shard.global_shape)
+        if "word_embeddings" in shard.name or "output_layer" in shard.name:
+            shape[0] = true_vocab_size  # the padding depends on TP, what is drawn must not
+        _fill(shard, shape, std, seed)
+
+
+def _fill(shard: Shard, shape: list[int], std: float, seed: int) -> None:
+    digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    drawn = torch.randn(shape, generator=generator)[shard.slices] * std
+    shard.data.zero_()  # vocabulary padding
+    shard.data[tuple(slice(size) for size in drawn.shape)].copy_(drawn)

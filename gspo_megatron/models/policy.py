@@ -1,0 +1,99 @@
+"""The policy: GPTModel whose last stage ends in log-probabilities instead of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from gspo_megatron.ops.vocab_parallel import logprob_and_entropy
+
+
+@dataclass
+class HeadInputs:
+    """What the log-prob head computes: the rows of the hidden states that predict a response token,
+    and these tokens. It travels through Megatron-Core as the `labels`."""
+
+    rows: Tensor  # [rows] int64, into the flattened [sequence, batch] of this rank's shard
+    targets: Tensor  # [rows] int64, global vocabulary ids
+    temperature: float = 1.0
+    entropy_gradient: bool = False
+
+
+class HiddenStates(ColumnParallelLinear):
+    """GPTModel's output layer, passing the hidden states on: the head multiplies them later, row by
+    row where a response token is predicted, so that logits never exist for a whole micro-batch."""
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """[sequence / TP under sequence parallelism, batch, hidden] -> whole sequence."""
+        if self.sequence_parallel:
+            # each TP rank's part of the vocabulary adds to the gradient: reduce-scatter them
+            return gather_from_sequence_parallel_region(
+                input_, tensor_parallel_output_grad=True, group=self.tp_group
+            ), None
+        if self.tp_group.size() > 1:
+            return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
+        return input_, None
+
+
+class PolicyModel(GPTModel):
+    """Stock GPTModel; with `labels=HeadInputs` its last stage returns [2, rows]: the targets'
+    log-probs and the entropies. Without labels it returns hidden states [batch, sequence, hidden].
+    """
+
+    def __init__(self, *, true_vocab_size: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.true_vocab_size = true_vocab_size
+        if self.post_process:
+            # same parameters, same checkpoint keys, another forward
+            assert type(self.output_layer) is ColumnParallelLinear
+            self.output_layer.__class__ = HiddenStates
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[padded vocabulary / TP, hidden], the embedding's where they are tied."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def compute_language_model_loss(self, labels: HeadInputs, logits: Tensor) -> Tensor:
+        """Called by GPTModel with what the output layer returned: hidden states [s, b, hidden]."""
+        group = self.pg_collection.tp
+        weight = self.head_weight
+        hidden = logits.flatten(0, 1)[labels.rows].to(weight.dtype)
+        parallel = group.size() > 1
+        return torch.stack(
+            logprob_and_entropy(
+                hidden,
+                weight,
+                labels.targets,
+                temperature=labels.temperature,
+                process_group=group if parallel else None,
+                vocab_start=group.rank() * weight.shape[0],
+                vocab_size=self.true_vocab_size,
+                entropy_gradient=labels.entropy_gradient,
+            )
+        )
+
+    @torch.no_grad()
+    def next_token_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [sequences, hidden] -> logits [sequences, vocabulary] fp32, all TP shards joined
+        (decoding looks at one position a sequence, so this stays small)."""
+        group = self.pg_collection.tp
+        weight = self.head_weight
+        logits = hidden.to(weight.dtype) @ weight.t()
+        if group.size() > 1:
+            shards = logits.new_empty((group.size(), *logits.shape))
+            torch.distributed.all_gather_into_tensor(shards, logits.contiguous(), group=group)
+            logits = shards.transpose(0, 1).flatten(1)
+        return logits[:, : self.true_vocab_size].float()

@@ -1,0 +1,57 @@
+"""From our configuration to Megatron-Core's TransformerConfig."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gspo_megatron.config import Config, ResolvedParallel
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def transformer_config(config: Config, parallel: ResolvedParallel) -> TransformerConfig:
+    """The TransformerConfig of a checked configuration on a resolved layout."""
+    shape = config.resolved_model()
+    dtype = DTYPES[config.training.precision]
+    values: dict[str, Any] = {
+        **parallel.group_sizes(),
+        "sequence_parallel": parallel.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # The loss callback hands Megatron a sum and a count, never a mean of means.
+        "calculate_per_token_loss": True,
+        # Micro-batches are packed to a token budget: their lengths differ.
+        "variable_seq_lengths": True,
+        # Weights come from models.initialize, the same on every layout, or from a checkpoint.
+        "perform_initialization": False,
+        # Fusions that need apex, Transformer Engine or torch.compile; TE layers bring their own.
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "moe_grouped_gemm": shape.num_moe_experts is not None,
+        **_recompute(config.training.recompute),
+        **shape.megatron,
+    }
+    values["activation_func"] = ACTIVATIONS[values.get("activation_func", "silu")]
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    return TransformerConfig(**{name: value for name, value in values.items() if name in known})
+
+
+def _recompute(mode: str) -> dict[str, Any]:
+    if mode == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if mode == "selective":
+        return {"recompute_granularity": "selective"}
+    return {}

@@ -1,0 +1,70 @@
+"""Advantages of responses relative to their group, the other responses to the same prompt.
+
+`rewards` and `group_index` are [num_sequences] with whole groups in any order; group numbers need
+not be consecutive. The result is float32 [num_sequences], computed in float64.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# Rewards that are equal but for float32 rounding have no spread; dividing by what rounding left
+# over would make advantages of +-1 out of nothing.
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
+
+
+def group_mean_std(
+    rewards: Tensor, group_index: Tensor, std: Literal["sample", "population"] = "sample"
+) -> Tensor:
+    """(reward - mean of the group) / standard deviation of the group (GSPO paper, eq. 6).
+
+    `std` "sample" divides by size - 1 (rewards 0.8, 0.4, 0.6 give 1, -1, 0), "population" by size
+    (1.22, -1.22, 0). No epsilon is added. A group without spread has advantages of exactly 0.
+    """
+    assert std in ("sample", "population"), f"std {std!r}"
+    groups, sizes, has_spread = _groups(rewards, group_index)
+    centred = _centre(rewards, groups, sizes)
+    squares = _sum(centred.square(), groups, len(sizes))
+    degrees = sizes - 1 if std == "sample" else sizes
+    deviation = (squares / degrees.clamp_min(1)).sqrt()
+    # Groups without spread are left out below; 1 keeps the division free of 0/0.
+    deviation = deviation.where(has_spread, 1.0)
+    return (centred / deviation[groups]).where(has_spread[groups], 0.0).float()
+
+
+def group_mean(rewards: Tensor, group_index: Tensor) -> Tensor:
+    """reward - mean of the group (Dr. GRPO, arXiv 2503.20783); exactly 0 without spread."""
+    groups, sizes, has_spread = _groups(rewards, group_index)
+    return _centre(rewards, groups, sizes).where(has_spread[groups], 0.0).float()
+
+
+def zero_spread_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
+    """[2] float64: how many groups have no spread, and thus no gradient, of how many groups."""
+    _, sizes, has_spread = _groups(rewards, group_index)
+    return torch.stack([(~has_spread).sum().double(), sizes.new_tensor(len(sizes))])
+
+
+def _groups(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Consecutive group number of each sequence; size and whether there is a spread, by group."""
+    assert rewards.dim() == 1 and rewards.shape == group_index.shape, (
+        f"rewards {tuple(rewards.shape)}, group_index {tuple(group_index.shape)}"
+    )
+    numbers, groups, sizes = group_index.unique(return_inverse=True, return_counts=True)
+    rewards = rewards.double()
+    extremes = rewards.new_empty(len(numbers))
+    highest = extremes.scatter_reduce(0, groups, rewards, "amax", include_self=False)
+    lowest = extremes.scatter_reduce(0, groups, rewards, "amin", include_self=False)
+    magnitude = torch.maximum(highest.abs(), lowest.abs())
+    return groups, sizes.double(), highest - lowest > _ROUNDING * magnitude
+
+
+def _centre(rewards: Tensor, groups: Tensor, sizes: Tensor) -> Tensor:
+    rewards = rewards.double()
+    return rewards - (_sum(rewards, groups, len(sizes)) / sizes)[groups]
+
+
+def _sum(values: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    return values.new_zeros(num_groups).index_add(0, groups, values)

@@ -1,0 +1,109 @@
+"""Figures of a micro-batch as sums that add up over ranks: the same on every layout. All detached.
+
+A mean is a pair [numerator, denominator] in float64, in which counts stay exact. Figures of whole
+sequences are zeros but on the primary shard, figures of tokens are those of the shard's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.objectives.ratios import MAX_LOG_RATIO, exponentiate
+from gspo_megatron.objectives.rules import Clipped
+from gspo_megatron.ops.segments import segment_sum
+from gspo_megatron.types import LossInputs
+
+_CLIP_NAMES = ("binding", "outside", "low", "high")
+
+
+def pair(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
+    """[2] float64 on the device of whichever is a tensor."""
+    tensors = [value for value in (numerator, denominator) if isinstance(value, Tensor)]
+    device = tensors[0].device if tensors else None
+    return torch.stack(
+        [
+            torch.as_tensor(value, dtype=torch.float64, device=device).detach()
+            for value in (numerator, denominator)
+        ]
+    )
+
+
+def policy_metrics(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:
+    """Means over the masked tokens: the entropy if given, and two estimates of KL(old, current).
+
+    With D = log pi - log pi_old of the token, k1 is -D and k3 is exp(D) - 1 - D.
+    """
+    masked = inputs.mask > 0
+    tokens = masked.sum()
+    log_ratio = log_ratio.detach()
+    k3 = torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio
+    means = {"kl/k1": pair(-log_ratio.sum(dtype=torch.float64), tokens)}
+    means["kl/k3"] = pair(k3.sum(dtype=torch.float64), tokens)
+    if inputs.entropy is not None:
+        entropy = inputs.entropy.detach().where(masked, 0.0)
+        means["policy/entropy"] = pair(entropy.sum(dtype=torch.float64), tokens)
+    return means
+
+
+def ratio_values(
+    inputs: LossInputs, log_ratio: Tensor, sequence_log_ratio: Tensor
+) -> dict[str, Tensor]:
+    """The ratios themselves, of whatever level the objective works with.
+
+    "ratio/sequence" is the geometric mean of a sequence's token ratios, [num_sequences] on the
+    primary shard and empty elsewhere; "ratio/token" is [masked tokens of this shard].
+    """
+    sequence = exponentiate(sequence_log_ratio.detach())
+    return {
+        "ratio/sequence": sequence if inputs.is_primary_shard else sequence[:0],
+        "ratio/token": exponentiate(log_ratio.detach())[inputs.mask > 0],
+    }
+
+
+def sequence_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Tensor]:
+    """Clip fractions of an objective that clips whole sequences, fields of [num_sequences].
+
+    "clip/sequence/...": share of the sequences that have masked tokens. "clip/token/...": share of
+    the masked tokens that are in such sequences, the figure of the GSPO paper. In both
+    binding: the clip changes the surrogate and cuts the gradient off, at the lower bound (low) or
+    the upper one (high); outside: the ratio is out of the range, whatever the sign of the
+    advantage. Sequences with an advantage of 0 are in the denominators and never binding.
+    """
+    lengths = inputs.sequence_lengths.double() * float(inputs.is_primary_shard)
+    present = (lengths > 0).double()
+    flags = _flags(clipped).double()
+    return {
+        **_fractions("clip/sequence", (flags * present).sum(-1), present.sum()),
+        **_fractions("clip/token", (flags * lengths).sum(-1), lengths.sum()),
+    }
+
+
+def token_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Tensor]:
+    """Clip fractions of an objective that clips tokens, fields of [tokens].
+
+    "clip/token/...": share of the masked tokens. "clip/sequence/...": share of the sequences with
+    masked tokens in which that is so for one token at least, so that low and high may both count
+    for a sequence. The words mean what they mean in `sequence_clip_metrics`.
+    """
+    masked = inputs.mask > 0
+    flags = (_flags(clipped) & masked).double()  # [4, tokens]
+    counts = segment_sum(flags, inputs.sequence_index, len(inputs.advantages))
+    anywhere = inputs.sum_over_shards(counts) > 0  # [4, num_sequences]
+    present = (inputs.sequence_lengths > 0) & inputs.is_primary_shard
+    return {
+        **_fractions("clip/sequence", (anywhere & present).sum(-1), present.sum()),
+        **_fractions("clip/token", flags.sum(-1), masked.sum()),
+    }
+
+
+def _flags(clipped: Clipped) -> Tensor:
+    """[4, ...] bool, in the order of _CLIP_NAMES."""
+    return torch.stack([clipped.low | clipped.high, clipped.outside, clipped.low, clipped.high])
+
+
+def _fractions(prefix: str, numerators: Tensor, denominator: Tensor) -> dict[str, Tensor]:
+    return {
+        f"{prefix}/{name}": pair(numerator, denominator)
+        for name, numerator in zip(_CLIP_NAMES, numerators, strict=True)
+    }

@@ -1,0 +1,144 @@
+"""What a run ran on: versions, processors, commit, job. Written once as environment.json."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gspo_megatron
+
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "numpy",
+    "transformers",
+    "sentencepiece",
+    "vllm",
+    "flash-attn",
+)
+_SLURM_VARIABLES = {
+    "job_id": "SLURM_JOB_ID",
+    "job_name": "SLURM_JOB_NAME",
+    "nodes": "SLURM_JOB_NUM_NODES",
+    "node_list": "SLURM_JOB_NODELIST",
+    "restarts": "SLURM_RESTART_COUNT",
+}
+_GIT_TIMEOUT_SECONDS = 10
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, processors, commit, world size and Slurm job of this process.
+
+    What does not apply is None: no GPU, no git checkout, no Slurm job, a package not installed.
+    """
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": sys.argv,
+        "host": platform.node(),
+        "system": platform.platform(),
+        "versions": {
+            "gspo-megatron": gspo_megatron.__version__,
+            "python": platform.python_version(),
+            **{package: _version(package) for package in _PACKAGES},
+        },
+        "cpu": {"name": _cpu_name(), "count": os.cpu_count()},
+        "gpu": _gpus(),
+        "git": _git_state(Path(__file__).resolve()),
+        "world_size": _world_size(),
+        "slurm": _slurm_job(),
+    }
+
+
+def write_environment(run_dir: str | Path) -> Path:
+    """Write environment.json into a run folder and return its path."""
+    path = Path(run_dir) / "environment.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str | None:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or None
+
+
+def _gpus() -> dict[str, Any] | None:
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    count = torch.cuda.device_count()
+    return {
+        "names": [torch.cuda.get_device_name(index) for index in range(count)],
+        "memory_bytes": [
+            torch.cuda.get_device_properties(index).total_memory for index in range(count)
+        ],
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _git_state(source: Path) -> dict[str, Any] | None:
+    """Commit of the checkout that `source` belongs to; None when it is an installed copy."""
+    # An installed copy may lie in a virtual environment inside some other repository, whose
+    # commit says nothing about this code: so the file itself must be tracked.
+    if _git(source, "ls-files", "--error-unmatch", source.name) is None:
+        return None
+    commit = _git(source, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git(source, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "modified": bool(changes)}
+
+
+def _git(source: Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(source.parent), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def _world_size() -> int:
+    for variable in ("WORLD_SIZE", "SLURM_NTASKS"):
+        value = os.environ.get(variable, "")
+        if value.isdigit():
+            return int(value)
+    return 1
+
+
+def _slurm_job() -> dict[str, str] | None:
+    job = {
+        name: os.environ[variable]
+        for name, variable in _SLURM_VARIABLES.items()
+        if variable in os.environ
+    }
+    return job or None

@@ -1,0 +1,88 @@
+"""Process groups: torch.distributed and Megatron's parallel_state, set up and taken down."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from gspo_megatron.config.parallel import ResolvedParallel
+from gspo_megatron.platform.devices import collective_backend, select_device, set_seeds
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands in the layout."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """On the pipeline stage that ends in the log-prob head."""
+        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the data-parallel replicas, context-parallel ranks counted apart."""
+        return parallel_state.get_data_parallel_rank(with_context_parallel=True)
+
+    @property
+    def data_size(self) -> int:
+        return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+    @property
+    def is_model_replica_source(self) -> bool:
+        """The one rank of a model replica (TP x PP) whose word counts: last stage, first TP rank."""
+        return self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def start_processes(timeout_minutes: float = 30.0) -> Ranks:
+    """Join torch.distributed with the rendezvous in the environment (RANK, WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT), as torchrun and our own launcher set it; alone without it."""
+    device = select_device()
+    if not dist.is_initialized():
+        os.environ.setdefault("RANK", "0")
+        os.environ.setdefault("WORLD_SIZE", "1")
+        alone = os.environ["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in os.environ
+        # A single process needs no port: two runs on one machine cannot collide.
+        store = dist.HashStore() if alone else None
+        dist.init_process_group(
+            backend=collective_backend(device),
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=datetime.timedelta(minutes=timeout_minutes),
+        )
+    return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+def set_up_model_parallel(parallel: ResolvedParallel, seed: int) -> None:
+    """Build Megatron's process groups for a checked layout, and seed its RNG tracker."""
+    parallel_state.initialize_model_parallel(
+        create_gloo_process_groups=False, **parallel.group_sizes()
+    )
+    set_seeds(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def tear_down_model_parallel() -> None:
+    """Destroy Megatron's groups, so that the same processes can build another layout."""
+    parallel_state.destroy_model_parallel()
+
+
+def stop_processes() -> None:
+    """Leave torch.distributed; harmless when it never started."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

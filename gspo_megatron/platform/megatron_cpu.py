@@ -1,0 +1,172 @@
+"""Stock Megatron-Core on a machine without CUDA: every substitution in one place.
+
+Megatron-Core allocates on 'cuda', synchronises streams and compares tensor type names in a few
+dozen places. None of it is essential to the mathematics; with the stand-ins below the unchanged
+package runs over gloo on CPU tensors, in the same code path as on GPUs. Where CUDA is available
+`install` does nothing.
+
+No stand-in sits on the path of an ordinary tensor operation: a global TorchFunctionMode, the
+obvious way to redirect device arguments, costs 1 to 2 microseconds on every torch call. Instead
+the tensor factories are wrapped (a dictionary look-up when no device is given).
+
+tests/unit/platform/test_megatron_cpu.py holds each substitution against the installed
+Megatron-Core and fails when an upgrade makes one superfluous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+# Factories that megatron.core calls with device='cuda' or torch.cuda.current_device().
+FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like")
+
+# DistributedOptimizer sorts parameters by these names.
+_CUDA_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float64: "torch.cuda.DoubleTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+
+_installed = False
+
+
+class InertStream:
+    """Stands in for a CUDA stream or event: CPU work is already in order when a call returns."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def _same(self, *_args: Any, **_kwargs: Any) -> InertStream:
+        return self
+
+    record_event = wait_event = wait_stream = synchronize = record = wait = query = _same
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InertStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def is_needed() -> bool:
+    """True on machines where Megatron-Core's CUDA calls cannot be served by CUDA."""
+    return not torch.cuda.is_available()
+
+
+def install() -> None:
+    """Make `megatron.core` importable and runnable on CPU; once, and only without CUDA."""
+    global _installed
+    if _installed or not is_needed():
+        return
+    _installed = True
+    _redirect_factories()
+    _redirect_tensor_methods()
+    _still_cuda_runtime()
+    _redirect_random_state()
+    with _without_torch_compile():
+        import megatron.core  # noqa: F401  (its import decorates functions with torch.compile)
+        import megatron.core.transformer.moe.moe_layer  # noqa: F401
+    _adapt_megatron()
+
+
+def _is_cuda(device: Any) -> bool:
+    if device is None or device is CPU:
+        return False
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) or getattr(device, "type", None) == "cuda"
+
+
+def _on_cpu(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _redirect_factories() -> None:
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _redirect_tensor_methods() -> None:
+    native_type = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return _CUDA_TYPE_NAMES.get(self.dtype) or native_type(self)
+        return native_type(self, dtype, *args, **kwargs)
+
+    torch.Tensor.type = type_name
+    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self
+    torch.Tensor.record_stream = lambda self, *_args: None
+
+
+def _still_cuda_runtime() -> None:
+    cuda = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.set_device = lambda *_args: None
+    cuda.synchronize = lambda *_args, **_kwargs: None
+    cuda.Stream = cuda.Event = InertStream
+    cuda.current_stream = cuda.default_stream = InertStream
+    cuda.stream = lambda *_args: contextlib.nullcontext()
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_args, **_kwargs: None
+
+
+def _redirect_random_state() -> None:
+    """Megatron's RNG tracker forks 'the CUDA generator': here the CPU's default one."""
+    cuda = torch.cuda
+    cuda.get_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
+    cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    cuda.manual_seed = cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def _without_torch_compile():
+    """Megatron-Core compiles its small fused functions; on CPU that costs start-up and wins
+    nothing, and merely decorating with torch.compile imports dynamo (2 s a rank)."""
+    native = torch.compile
+
+    def passthrough(model: Any = None, **_kwargs: Any) -> Any:
+        return (lambda function: function) if model is None else model
+
+    torch.compile = passthrough
+    try:
+        yield
+    finally:
+        torch.compile = native
+
+
+def _adapt_megatron() -> None:
+    from megatron.core.tensor_parallel import random as tracker
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    tracker._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    tracker._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # 0.16 reads the name when moe_router_dtype is set; None means 'no Transformer Engine'.
+        moe_utils.te_general_gemm = None
+
+    native_move = moe_utils.maybe_move_tensor_to_cpu
+
+    def move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # A CPU tensor would stay a tensor, and all_to_all_single wants a list of ints.
+        if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:
+            return tensor.tolist()
+        return native_move(tensor, as_numpy=as_numpy, record_stream=record_stream)
+
+    moe_utils.maybe_move_tensor_to_cpu = move_tensor_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = move_tensor_to_cpu

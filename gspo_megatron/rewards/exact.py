@@ -1,0 +1,20 @@
+"""1 for the right answer and 0 for any other."""
+
+from __future__ import annotations
+
+from gspo_megatron.rewards.registry import register
+from gspo_megatron.types import Sample
+
+
+@register("exact_match")
+def exact_match(sample: Sample, strip: bool = True, ignore_case: bool = False) -> float:
+    """1.0 if the response is the answer, else 0.0.
+
+    `strip` leaves out white space around both; `ignore_case` takes "A" for "a".
+    """
+    response, answer = sample.response, sample.answer
+    if strip:
+        response, answer = response.strip(), answer.strip()
+    if ignore_case:
+        response, answer = response.casefold(), answer.casefold()
+    return float(response == answer)

@@ -1,0 +1,55 @@
+"""What the training loop asks of a rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gspo_megatron.types import RolloutBatch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn. Temperature 0 is greedy decoding, whose log-probs are at 1."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Prompts of this rank and how many responses to draw for each.
+
+    Responses are numbered over all ranks: response j of the prompt with group index g is sample
+    g * responses_per_prompt + j, which together with the seed decides all of its randomness.
+    """
+
+    prompts: Sequence[Sequence[int]]  # token ids
+    group_index: Sequence[int]  # the prompts' numbers in the step, over all ranks
+    responses_per_prompt: int = 1
+
+    def sample_indices(self) -> list[int]:
+        """[prompts * responses], in the order in which the engine returns them."""
+        per_prompt = self.responses_per_prompt
+        return [g * per_prompt + j for g in self.group_index for j in range(per_prompt)]
+
+
+class RolloutEngine(Protocol):
+    """Draws responses with the policy's current weights."""
+
+    def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
+        """All responses of this rank's requests, in the order of `Requests.sample_indices`.
+
+        Every rank calls it at the same time, also one without requests. The same (seed, sample
+        index) draws the same response from the same weights on any layout, up to rounding.
+        """
+        ...
+
+    def update_weights(self) -> None:
+        """Take over the weights of the policy after an optimizer step."""
+        ...
+

@@ -1,0 +1,276 @@
+"""Rollouts by the training model itself, on whatever layout it is sharded.
+
+No second copy of the weights, no transfer: after an optimizer step the next token is already drawn
+from the new policy. Data-parallel (and context-parallel) ranks draw different responses; the ranks
+of a model replica (TP x PP) work on the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from gspo_megatron.models.attention import KeyValueCache, decoding
+from gspo_megatron.models.build import Policy
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.pipeline import PipelineForward
+from gspo_megatron.rollout.sampling import draw, uniforms
+from gspo_megatron.types import RolloutBatch
+
+# How many tokens are drawn between two looks at which sequences have ended. A look costs a device
+# synchronisation (and, with experts over several ranks, a collective); a token too many costs
+# one decoding step.
+LOOK_EVERY = 4
+
+
+@dataclass
+class _Responses:
+    """The responses of one batch as they grow; rows are the batch's sequences."""
+
+    tokens: Tensor  # [sequences, max_tokens] int64
+    logprobs: Tensor  # [sequences, max_tokens] float32
+    lengths: Tensor  # [sequences] int64, the end-of-sequence token included
+    ended: Tensor  # [sequences] bool
+
+
+class MegatronEngine:
+    """The rollout engine `megatron`."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        pad_id: int,
+        eos_id: int,
+        batch_size: int | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """batch_size: prompts' responses decoded together on a rank (None: all at once); decode:
+        token ids to text, needed for stop strings."""
+        self.policy = policy
+        self.pad_id, self.eos_id = pad_id, eos_id
+        self.batch_size = batch_size
+        self.decode = decode
+        self.device = torch.device(torch.cuda.current_device())
+        self.pipeline = PipelineForward(policy)
+        self.replica = parallel_state.get_model_parallel_group()
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        # the last stage's first TP rank draws for the whole replica
+        self.source = dist.get_process_group_ranks(self.replica)[-tp]
+        self.lockstep = parallel_state.get_expert_model_parallel_world_size() > 1
+
+    def update_weights(self) -> None:
+        """Nothing to do: the engine decodes with the trained weights themselves."""
+
+    @torch.no_grad()
+    def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
+        """See RolloutEngine.generate."""
+        self.policy.eval()
+        per_prompt = requests.responses_per_prompt
+        samples = torch.tensor(requests.sample_indices(), dtype=torch.long, device=self.device)
+        prompts = [tuple(p) for p in requests.prompts]
+        size = max(1, (self.batch_size or len(samples) or 1) // per_prompt)
+        starts = range(0, self._agreed_maximum(len(prompts)), size)
+        batches = []
+        for start in starts:
+            chosen = prompts[start : start + size]
+            rows = slice(start * per_prompt, (start + len(chosen)) * per_prompt)
+            batches.append(self._batch(chosen, per_prompt, samples[rows], sampling, seed))
+        self.policy.train()
+        return _join(prompts, per_prompt, samples, requests, batches, self.device)
+
+    def _agreed_maximum(self, value: int) -> int:
+        """Experts on other ranks need every rank to take part in every forward pass."""
+        if not self.lockstep:
+            return value
+        agreed = torch.tensor([value], device=self.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        return int(agreed)
+
+    def _batch(
+        self,
+        prompts: list[tuple[int, ...]],
+        per_prompt: int,
+        samples: Tensor,
+        sampling: Sampling,
+        seed: int,
+    ) -> _Responses:
+        """Responses to `prompts`; a rank without any decodes one token row for the others' sake."""
+        real = len(prompts) * per_prompt
+        if not prompts:
+            prompts = [(self.pad_id,)]
+            samples = samples.new_zeros(per_prompt)
+        rows = len(prompts) * per_prompt
+        responses = _Responses(
+            tokens=torch.full((rows, sampling.max_tokens), self.pad_id, device=self.device),
+            logprobs=torch.zeros((rows, sampling.max_tokens), device=self.device),
+            lengths=torch.full((rows,), sampling.max_tokens, device=self.device),
+            ended=torch.arange(rows, device=self.device) >= real,
+        )
+        noise = uniforms(seed, samples, sampling.max_tokens)
+        prompt_lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        cache = self._cache(int(prompt_lengths.max()) + sampling.max_tokens)
+        with _decoding_all(self.policy, cache):
+            hidden = self._prefill(prompts, prompt_lengths, cache)
+            if per_prompt > 1:  # a group's responses share the work on their prompt
+                cache.keep(
+                    torch.arange(len(prompts), device=self.device).repeat_interleave(per_prompt)
+                )
+                prompt_lengths = prompt_lengths.repeat_interleave(per_prompt)
+                hidden = hidden.repeat_interleave(per_prompt, 0) if hidden is not None else None
+            self._decode(hidden, prompt_lengths, noise, cache, responses, sampling)
+        return _Responses(*(value[:real] for value in vars(responses).values()))
+
+    def _cache(self, max_length: int) -> KeyValueCache:
+        frequencies = self.policy.models[0].rotary_pos_emb(max_length)
+        if isinstance(frequencies, tuple):
+            frequencies = frequencies[0]
+        return KeyValueCache(frequencies, max_length)
+
+    def _prefill(
+        self, prompts: list[tuple[int, ...]], lengths: Tensor, cache: KeyValueCache
+    ) -> Tensor | None:
+        """Fill the cache with the prompts; the last stage gets their last hidden states."""
+        longest = max(len(p) for p in prompts)
+        ids = torch.full((len(prompts), longest), self.pad_id, device=self.device)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
+        cache.start_prefill(longest)
+        positions = torch.arange(longest, device=self.device).expand_as(ids)
+        hidden = self.pipeline(ids, positions)
+        if hidden is None:
+            return None
+        return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+
+    def _decode(
+        self,
+        hidden: Tensor | None,
+        positions: Tensor,
+        noise: Tensor,
+        cache: KeyValueCache,
+        responses: _Responses,
+        sampling: Sampling,
+    ) -> None:
+        """Draw token after token until every sequence has ended, here and on the ranks that need
+        this one. Sequences that have ended leave the batch when they are more than half of it."""
+        active = torch.arange(len(positions), device=self.device)  # rows of `responses`
+        longest = int(positions.max())
+        for step in range(sampling.max_tokens):
+            tokens, logprobs = self._draw(hidden, sampling, noise[active, step])
+            self._record(step, active, tokens, logprobs, responses, sampling)
+            if step + 1 == sampling.max_tokens:
+                return
+            if step % LOOK_EVERY == LOOK_EVERY - 1:
+                going = (~responses.ended[active]).nonzero()[:, 0]
+                if self._agreed_maximum(len(going)) == 0:
+                    return
+                if 2 * len(going) <= len(active):
+                    rows = going if len(going) else going.new_zeros(1)
+                    cache.keep(rows)
+                    active, tokens, positions = active[rows], tokens[rows], positions[rows]
+            longest += 1
+            cache.start_token(positions, longest)
+            hidden = self.pipeline(tokens[:, None], positions[:, None])
+            hidden = hidden[:, 0] if hidden is not None else None
+            positions = positions + 1
+
+    def _draw(
+        self, hidden: Tensor | None, sampling: Sampling, uniform: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The next token of each sequence and its log-prob, the same on the whole replica."""
+        drawn = torch.empty((2, len(uniform)), dtype=torch.float64, device=self.device)
+        if hidden is not None:
+            logits = self.policy.models[-1].next_token_logits(hidden)
+            tokens, logprobs = draw(logits, sampling, uniform)
+            drawn[0], drawn[1] = tokens, logprobs  # exact: token ids are far below 2^53
+        if self.replica.size() > 1:
+            dist.broadcast(drawn, src=self.source, group=self.replica)
+        return drawn[0].long(), drawn[1].float()
+
+    def _record(
+        self,
+        step: int,
+        active: Tensor,
+        tokens: Tensor,
+        logprobs: Tensor,
+        responses: _Responses,
+        sampling: Sampling,
+    ) -> None:
+        running = ~responses.ended[active]
+        responses.tokens[active, step] = torch.where(running, tokens, self.pad_id)
+        responses.logprobs[active, step] = torch.where(running, logprobs, 0.0)
+        stops = tokens == self.eos_id
+        if sampling.stop:
+            stops = stops | self._hits_stop_string(step, active, responses, sampling.stop)
+        ends = running & stops
+        responses.lengths[active] = torch.where(ends, step + 1, responses.lengths[active])
+        responses.ended[active] = ~running | ends
+
+    def _hits_stop_string(
+        self, step: int, active: Tensor, responses: _Responses, stop: tuple[str, ...]
+    ) -> Tensor:
+        """Whether each sequence's text now contains a stop string. A stop string lies within the
+        last tokens, but one token's text may depend on those before: decode a short tail."""
+        assert self.decode is not None, "stop strings need the tokenizer"
+        tail = max(len(text) for text in stop) + 8
+        rows = responses.tokens[active, max(0, step + 1 - tail) : step + 1].tolist()
+        texts = [self.decode(row) for row in rows]
+        hits = [any(text in decoded for text in stop) for decoded in texts]
+        return torch.tensor(hits, dtype=torch.bool, device=self.device)
+
+
+class _decoding_all:
+    """`decoding` on every chunk of a policy with one cache."""
+
+    def __init__(self, policy: Policy, cache: KeyValueCache) -> None:
+        self._contexts = [decoding(model, cache) for model in policy.models]
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        for context in self._contexts:
+            context.__exit__(*error)
+
+
+def _join(
+    prompts: list[tuple[int, ...]],
+    per_prompt: int,
+    samples: Tensor,
+    requests: Requests,
+    batches: list[_Responses],
+    device: torch.device,
+) -> RolloutBatch:
+    """Flatten batches of padded responses into one RolloutBatch."""
+
+    def column(name: str, empty: Tensor) -> Tensor:
+        return torch.cat([getattr(b, name) for b in batches]) if batches else empty
+
+    lengths = column("lengths", samples.new_zeros(0))
+    ended = column("ended", samples.new_zeros(0, dtype=torch.bool))
+    kept = [b.tokens for b in batches]
+    prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.long, device=device)
+    sequences: list[Tensor] = []
+    logprobs: list[Tensor] = []
+    host_lengths = lengths.tolist()
+    rows = [(t, p) for b, t in zip(batches, kept, strict=True) for t, p in zip(t, b.logprobs)]
+    for number, (tokens, row_logprobs) in enumerate(rows):
+        prompt = torch.tensor(prompts[number // per_prompt], dtype=torch.long, device=device)
+        sequences += [prompt, tokens[: host_lengths[number]]]
+        logprobs.append(row_logprobs[: host_lengths[number]])
+    groups = torch.tensor(list(requests.group_index), dtype=torch.long, device=device)
+    return RolloutBatch(
+        tokens=torch.cat(sequences) if sequences else samples.new_zeros(0),
+        prompt_lengths=prompt_lengths.repeat_interleave(per_prompt),
+        response_lengths=lengths,
+        logprobs=torch.cat(logprobs) if logprobs else torch.zeros(0, device=device),
+        truncated=~ended,
+        sample_index=samples,
+        group_index=groups.repeat_interleave(per_prompt),
+    )

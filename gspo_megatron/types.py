@@ -1,0 +1,90 @@
+"""The records that travel between the layers. No torch at import, no behaviour.
+
+Sequences travel flat: one tensor of tokens and one of lengths, never a Python object per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a prompt file."""
+
+    text: str
+    answer: str
+    source: str  # "file:line", for error messages
+    fields: dict[str, Any] = field(default_factory=dict)  # all other fields of the line, kept
+    token_ids: tuple[int, ...] = ()  # filled in by data.encode
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a reward function sees of one response."""
+
+    prompt: str
+    answer: str
+    response: str  # decoded without the end-of-sequence token
+    truncated: bool  # the response hit the length limit before it ended
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RolloutBatch:
+    """Responses with their prompts, flat; sequence i is prompt then response.
+
+    `logprobs` are those of the sampling distribution's policy as the engine evaluated it (mu), at
+    the rollout temperature, one for each response token.
+    """
+
+    tokens: Tensor  # [sum(prompt_lengths + response_lengths)] int64
+    prompt_lengths: Tensor  # [num_sequences] int64
+    response_lengths: Tensor  # [num_sequences] int64
+    logprobs: Tensor  # [sum(response_lengths)] float32
+    truncated: Tensor  # [num_sequences] bool
+    sample_index: Tensor  # [num_sequences] int64, unique in the step over all ranks
+    group_index: Tensor  # [num_sequences] int64, the prompt's number in the step
+
+
+@dataclass
+class LossInputs:
+    """One micro-batch as one rank holds it; the objective sees neither process groups nor Megatron.
+
+    A sequence may be cut over several ranks (context parallelism). Every such rank holds all
+    [num_sequences] vectors whole, and the tokens of its own shard.
+    """
+
+    logprobs: Tensor  # [tokens] float32, carries the gradient
+    old_logprobs: Tensor  # [tokens] float32, the anchor of the importance ratio
+    mask: Tensor  # [tokens] float32, 1 on response tokens that count
+    sequence_index: Tensor  # [tokens] int64, which sequence of the micro-batch
+    advantages: Tensor  # [num_sequences] float32
+    sequence_lengths: Tensor  # [num_sequences] float32, masked tokens over all shards
+    global_num_sequences: int  # in the optimizer mini-batch, over all ranks and micro-batches
+    global_num_tokens: int  # masked response tokens in the optimizer mini-batch, likewise
+    sum_over_shards: Callable[[Tensor], Tensor]  # [num_sequences] summed over a sequence's ranks
+    is_primary_shard: bool  # True on exactly one of the ranks that share these sequences
+    entropy: Tensor | None = None  # [tokens] float32
+    token_advantages: Tensor | None = None  # [tokens] float32, where they differ in a sequence
+
+
+@dataclass
+class LossOutputs:
+    """What an objective returns.
+
+    The gradients of `loss`, summed over all ranks and micro-batches of the mini-batch, are the
+    gradient of the objective: the mean is already taken with the global counts. `means` holds
+    [numerator, denominator] pairs and `values` one-dimensional tensors; both are filled on the
+    primary shard for per-sequence figures and on every shard for per-token ones, so that plain
+    sums and concatenations over all ranks count everything once.
+    """
+
+    loss: Tensor  # scalar
+    means: dict[str, Tensor]  # name -> [2]: numerator, denominator
+    values: dict[str, Tensor]  # "ratio/sequence" [num_sequences], "ratio/token" [masked tokens]

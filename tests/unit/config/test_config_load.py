@@ -1,0 +1,322 @@
+"""Loading: file, overrides, schema problems, YAML round trip."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gspo_megatron.config import Config, load_config, parse_config, to_yaml
+from gspo_megatron.errors import ConfigError
+
+MINIMAL = "data: {tokenizer: letters.model}\n"
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value.problems
+
+
+def test_a_file_with_only_a_tokenizer_gets_all_defaults(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL))
+    assert config.data.tokenizer == "letters.model"
+    assert (config.model.preset, config.objective.name) == ("tiny", "gspo")
+    assert config.objective.old_logprobs == "recompute"
+    assert (config.rollout.group_size, config.rollout.prompts_per_step) == (8, 16)
+    assert config.training.precision == "bf16"
+    assert config.training.warm_start.steps == 0
+
+
+def test_sections_whose_keys_are_all_commented_out_are_defaults(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL + "training:\nparallel:\n"))
+    assert config == load_config(write(tmp_path, MINIMAL))
+
+
+def test_run_folder_is_named_after_the_file_unless_given(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL, "my_run.yaml")
+    assert load_config(path).logging.dir == "runs/my_run"
+    assert load_config(path, ["logging.dir=elsewhere"]).logging.dir == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("training:\n  steps: 3\n bad: x\n", ":3:2: not valid YAML"),
+        ("training:\n\tsteps: 3\n", ":2:1: not valid YAML"),
+        ("a: 1\n---\nb: 2\n", ":2:1: not valid YAML"),
+        ("? [a]\n: 1\n", ":1:3: not valid YAML"),
+        ("a: \x01", "not valid YAML"),
+        ("# nothing but a comment\n", "empty"),
+        ("[1, 2]\n", "must be a mapping of sections"),
+        ("just words\n", "must be a mapping of sections"),
+    ],
+)
+def test_unusable_files_are_refused_with_their_place(tmp_path: Path, text: str, where: str) -> None:
+    path = write(tmp_path, text)
+    (line,) = problems_of(path)
+    assert line.startswith(str(path))
+    assert where in line
+
+
+def test_missing_file_folder_and_binary_file_are_refused(tmp_path: Path) -> None:
+    assert "no such configuration file" in problems_of(tmp_path / "absent.yaml")[0]
+    assert "cannot be read" in problems_of(tmp_path)[0]
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\xd0")
+    assert "not a text file" in problems_of(tmp_path / "binary")[0]
+
+
+def test_bad_overrides_are_reported_beside_a_bad_file(tmp_path: Path) -> None:
+    assert len(problems_of(tmp_path / "absent.yaml", "nonsense", "a.b=[1")) == 3
+
+
+def test_every_duplicate_key_is_reported_with_both_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "training:\n  steps: 3\n  steps: 4\ndata: {}\n")
+    lines = problems_of(path)
+    assert sorted(lines) == [
+        f"{path}:4:3: steps appears twice, first on line 3",
+        f"{path}:5:1: data appears twice, first on line 1",
+    ]
+
+
+def test_anchors_and_merge_keys_work_and_are_no_duplicates(tmp_path: Path) -> None:
+    text = "data: {tokenizer: t}\nreward: {options: {a: &x {k: 1, l: 2}, b: {<<: *x, k: 3}}}\n"
+    assert load_config(write(tmp_path, text)).reward.options == {
+        "a": {"k": 1, "l": 2},
+        "b": {"k": 3, "l": 2},
+    }
+
+
+def test_scalars_are_read_as_people_mean_them(tmp_path: Path) -> None:
+    text = MINIMAL + (
+        "routing: {replay: off}\n"  # YAML 1.1 would make it false
+        "optimizer: {learning_rate: 1e-4}\n"  # and this a string
+        "reward: {options: {time: 12:30:00, answer: yes, day: 2024-01-02, mode: 017, x: -2.5}}\n"
+    )
+    config = load_config(write(tmp_path, text))
+    assert config.routing.replay == "off"
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.reward.options == {
+        "time": "12:30:00",
+        "answer": "yes",
+        "day": "2024-01-02",
+        "mode": "017",
+        "x": -2.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "expected"),
+    [
+        (["training.steps=7"], "training.steps", 7),
+        (["training.warm_start.steps=10"], "training.warm_start.steps", 10),
+        (["model.megatron.num_layers=8"], "model.megatron", {"num_layers": 8}),
+        (["rollout.stop=['a', \"\\n\"]"], "rollout.stop", ["a", "\n"]),
+        (["objective.clip_low=3e-4"], "objective.clip_low", 3e-4),
+        (["objective.clip_low="], "objective.clip_low", None),
+        (["data.prompts=a=b.jsonl"], "data.prompts", "a=b.jsonl"),
+        (["training.steps=1", "training.steps=2"], "training.steps", 2),
+        (["training.warm_start={steps: 3}"], "training.warm_start.steps", 3),
+        (["reward.import_path=pkg.rewards:mine"], "reward.import_path", "pkg.rewards:mine"),
+        (["parallel.layout=tp=2,pp=2"], "parallel.pipeline_model_parallel_size", 2),
+    ],
+)
+def test_overrides_reach_any_depth(
+    tmp_path: Path, overrides: list[str], path: str, expected: object
+) -> None:
+    value: object = load_config(write(tmp_path, MINIMAL), overrides)
+    for part in path.split("."):
+        value = getattr(value, part)
+    assert value == expected
+
+
+@pytest.mark.parametrize(
+    "override", ["training.steps", "steps=3", "=3", "training.=3", ".steps=3", "model={preset: x}"]
+)
+def test_overrides_of_another_form_are_refused(tmp_path: Path, override: str) -> None:
+    (line,) = problems_of(write(tmp_path, MINIMAL), override)
+    assert line == f"override {override!r}: not of the form section.key=value"
+
+
+def test_an_override_below_a_scalar_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "training: {steps: 5}\n")
+    (line,) = problems_of(path, "training.steps.more=1")
+    assert "training.steps is 5, which has no keys below it" in line
+
+
+def test_all_schema_and_override_problems_are_reported_at_once(tmp_path: Path) -> None:
+    text = """
+trianing: {steps: 5}
+model: {preset: tinny, megatron: [1]}
+data: {prompts: p.jsonl}
+rollout: {temperature: 0.0, group_size: "8", stop: [a, 3]}
+objective: {name: gsop, clip_low: 1.0}
+training: {learning_rate: 1.0, warm_start: {stepz: 1}}
+parallel: 4
+"""
+    lines = problems_of(write(tmp_path, text), "training.seed=-1", "training.steps.x", "a.b=[")
+    assert sorted(re.split(r"[ :]", line)[0] for line in lines) == sorted(
+        [
+            "override",  # training.steps.x
+            "override",  # a.b=[
+            "trianing",
+            "model.preset",
+            "model.megatron",
+            "data.tokenizer",
+            "rollout.temperature",
+            "rollout.group_size",
+            "rollout.stop[1]",
+            "objective.name",
+            "objective.clip_low",
+            "training.learning_rate",
+            "training.seed",
+            "training.warm_start.stepz",
+            "parallel",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("trianing.steps=1", "trianing: unknown section; did you mean training?"),
+        ("training.stpes=5", "training.stpes = 5: unknown key; did you mean steps?"),
+        (
+            "training.clip_grad=1.0",
+            "training.clip_grad = 1.0: unknown key; did you mean optimizer.clip_grad?",
+        ),
+        ("routing.xyz=1", "routing.xyz = 1: unknown key; legal: replay"),
+        (
+            "objective.name=gsop",
+            "objective.name = 'gsop': unknown value; did you mean gspo? "
+            "legal: gspo, gspo_token, grpo",
+        ),
+        (
+            "training.precision=fp64",
+            "training.precision = 'fp64': unknown value; legal: fp32, bf16",
+        ),
+        ("training.steps=many", "training.steps = 'many': must be a valid integer"),
+        ("training.steps=true", "training.steps = true: must be a valid integer"),
+        ("training.steps=1.5", "training.steps = 1.5: must be a valid integer"),
+        ("training.steps=0", "training.steps = 0: must be greater than or equal to 1"),
+        ("optimizer.learning_rate=.nan", "optimizer.learning_rate = nan: must be a finite number"),
+        ("optimizer.beta1=1.0", "optimizer.beta1 = 1.0: must be less than 1"),
+        ("data.shuffle=1", "data.shuffle = 1: must be a valid boolean"),
+        ("data.prompts=", None),
+        ("data.prompts=''", "data.prompts = '': must have at least 1 character"),
+        (
+            "reward.import_path=no_colon",
+            "reward.import_path = 'no_colon': malformed; "
+            "a function of your own, package.module:function; replaces name",
+        ),
+        (
+            "training.warm_start=5",
+            "training.warm_start = 5: must be a mapping of keys, as in `key: value`",
+        ),
+        (
+            "logging.trackers=[tensorbord]",
+            "logging.trackers[0] = 'tensorbord': unknown value; "
+            "did you mean tensorboard? legal: tensorboard, wandb, mlflow",
+        ),
+    ],
+)
+def test_each_problem_is_one_line_with_key_value_and_what_is_legal(
+    tmp_path: Path, override: str, line: str | None
+) -> None:
+    path = write(tmp_path, MINIMAL)
+    if line is None:
+        load_config(path, [override])
+    else:
+        assert problems_of(path, override) == [line]
+
+
+def test_missing_tokenizer_is_reported_by_its_key(tmp_path: Path) -> None:
+    (line,) = problems_of(write(tmp_path, "training: {steps: 1}\n"))
+    assert line.startswith("data.tokenizer: required and missing; a sentencepiece .model file")
+
+
+def test_keys_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    lines = problems_of(write(tmp_path, "1: x\n" + MINIMAL + "model: {2: y}\n"))
+    assert lines == ["model[2]: a key must be text", "1: a key must be text"]
+
+
+def test_long_values_are_cut_in_messages(tmp_path: Path) -> None:
+    (line,) = problems_of(write(tmp_path, MINIMAL), "training.steps=" + "x" * 500)
+    assert len(line) < 160
+
+
+def test_yaml_round_trip_keeps_everything(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path, MINIMAL),
+        [
+            "parallel.layout=tp=2,pp=2,ep=2",
+            "model.megatron={num_layers: 8, layernorm_epsilon: 1e-6}",
+            'rollout.stop=["\\n", "off", "1e-6", "null", "é", "12:30"]',
+            "optimizer.learning_rate=1e-6",
+            "reward.options={strict: true, note: 'yes'}",
+            "logging.trackers=[tensorboard]",
+        ],
+    )
+    again = load_config(write(tmp_path, to_yaml(config), "other.yaml"))
+    assert again == config
+    assert to_yaml(again) == to_yaml(config)
+
+
+def test_written_yaml_means_the_same_to_other_readers(tmp_path: Path) -> None:
+    config = parse_config({"data": {"tokenizer": "t"}, "rollout": {"stop": ["1e-6", "yes"]}})
+    # A reader of YAML 1.1, in which a bare `off` is false.
+    assert yaml.safe_load(to_yaml(config)) == config.model_dump()
+
+
+def test_every_key_has_a_description() -> None:
+    def walk(model: type) -> None:
+        for name, field in model.model_fields.items():  # type: ignore[attr-defined]
+            if hasattr(field.annotation, "model_fields"):
+                walk(field.annotation)
+            else:
+                assert field.description, f"{model.__name__}.{name}"
+
+    walk(Config)
+
+
+def test_config_imports_neither_torch_nor_megatron(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "model: {megatron: {num_layers: 8}}\n")
+    code = (
+        "import sys, gspo_megatron.config as c\n"
+        f"c.check_config(c.load_config({str(path)!r}), 1)\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'megatron')])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_loading_and_checking_takes_less_than_half_a_second(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "model: {megatron: {num_layers: 8}}\n")
+    start = time.process_time()  # CPU time: other work on the machine does not count
+    load_config(path)
+    assert time.process_time() - start < 0.5
+
+
+def test_configuration_cannot_be_changed_in_place() -> None:
+    config = parse_config({"data": {"tokenizer": "t"}})
+    with pytest.raises(ValueError, match="frozen"):
+        config.training.steps = 3
+
+
+def test_parsing_leaves_the_given_values_alone() -> None:
+    values = {"data": {"tokenizer": "t"}, "parallel": {"layout": "tp=2"}}
+    parse_config(values, ["parallel.layout=tp=4", "data.prompts=p"])
+    assert values == {"data": {"tokenizer": "t"}, "parallel": {"layout": "tp=2"}}

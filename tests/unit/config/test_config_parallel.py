@@ -1,0 +1,167 @@
+"""Layouts: text form, the parallel section, resolved sizes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from pydantic import ValidationError
+
+from gspo_megatron.config import (
+    Config,
+    Layout,
+    apply_layout,
+    check_config,
+    parse_config,
+    resolve_parallel,
+)
+from gspo_megatron.errors import ConfigError
+
+
+def config_with(*overrides: str) -> Config:
+    return parse_config({"data": {"tokenizer": "t"}}, overrides)
+
+
+def test_layout_parses_any_order_with_spaces() -> None:
+    assert Layout.parse("ep=2, tp=4 ,pp=2") == Layout(tp=4, pp=2, ep=2)
+    assert Layout.parse("tp=1") == Layout()
+    full = Layout(tp=1, pp=2, vpp=3, ep=4, etp=5, cp=6, dp=7)
+    assert Layout.parse("tp=1,pp=2,vpp=3,ep=4,etp=5,cp=6,dp=7") == full
+
+
+def test_layout_text_round_trips_for_every_combination() -> None:
+    choices = itertools.product((1, 2), (1, 4), (None, 1, 2), (1, 8), (None, 1), (1, 2), (None, 3))
+    for tp, pp, vpp, ep, etp, cp, dp in choices:
+        layout = Layout(tp, pp, vpp, ep, etp, cp, dp)
+        assert Layout.parse(str(layout)) == layout
+
+
+def test_layout_reports_all_its_problems() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Layout.parse("tp=0,xp=2,pp,ep=two,cp=2,cp=2,dp=-1,=3")
+    text = "layout = 'tp=0,xp=2,pp,ep=two,cp=2,cp=2,dp=-1,=3': "
+    wrong = [line.removeprefix(text) for line in caught.value.problems]
+    assert [line.split(";")[0] for line in wrong] == [
+        "tp is '0'",
+        "unknown key xp",
+        "'pp' is not KEY=SIZE",
+        "ep is 'two'",
+        "cp is given twice",
+        "dp is '-1'",
+        "'=3' is not KEY=SIZE",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", " ", ",", "tp=2,", "tp", "tp=2;pp=2", "tp=2.0", "tp=²"])
+def test_malformed_layouts_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Layout.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size"),
+    [
+        ("tp=1", 1),
+        ("tp=2,pp=3,cp=5", 30),
+        ("tp=2,pp=2,ep=2", 4),  # experts share the tensor-parallel ranks
+        ("ep=4", 4),  # dense ranks are data-parallel, experts need four of them
+        ("tp=2,ep=3", 6),  # smallest number that both 2 and 3 divide
+        ("tp=2,pp=2,ep=4,etp=2", 16),
+        ("tp=2,pp=2,vpp=2", 4),
+        ("tp=2,dp=3", 6),
+    ],
+)
+def test_world_size_is_the_smallest_that_holds_weights_and_experts(
+    text: str, world_size: int
+) -> None:
+    assert Layout.parse(text).world_size == world_size
+    assert config_with(f"parallel.layout={text}").world_size_hint() == world_size
+
+
+def test_layout_fills_the_keys_of_the_parallel_section() -> None:
+    parallel = config_with("parallel.layout=tp=2,pp=3,vpp=2,ep=4,etp=2,cp=5,dp=6").parallel
+    assert parallel.tensor_model_parallel_size == 2
+    assert parallel.pipeline_model_parallel_size == 3
+    assert parallel.virtual_pipeline_model_parallel_size == 2
+    assert parallel.expert_model_parallel_size == 4
+    assert parallel.expert_tensor_parallel_size == 2
+    assert parallel.context_parallel_size == 5
+    assert parallel.data_parallel_size == 6
+
+
+def test_a_size_may_be_named_both_ways_with_the_same_value() -> None:
+    config = config_with(
+        "parallel.layout=tp=2",
+        "parallel.tensor_model_parallel_size=2",
+        "parallel.pipeline_model_parallel_size=2",
+    )
+    assert config.layout() == Layout(tp=2, pp=2)
+
+
+def test_a_size_named_both_ways_with_different_values_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_with(
+            "parallel.layout=tp=2,pp=2",
+            "parallel.tensor_model_parallel_size=4",
+            "parallel.pipeline_model_parallel_size=8",
+            "parallel.cp=2",
+        )
+    first, second, third = caught.value.problems
+    assert "tp is 2 here and parallel.tensor_model_parallel_size is 4" in first
+    assert "pp is 2 here and parallel.pipeline_model_parallel_size is 8" in second
+    assert third.startswith("parallel.cp = 2: unknown key")
+
+
+def test_layout_is_expanded_without_the_loader_too() -> None:
+    config = Config(data={"tokenizer": "t"}, parallel={"layout": "tp=2"})
+    assert config.parallel.tensor_model_parallel_size == 2
+    with pytest.raises(ValidationError, match="unknown key xp"):
+        Config(data={"tokenizer": "t"}, parallel={"layout": "xp=2"})
+
+
+def test_resolved_sizes_are_concrete() -> None:
+    config = config_with("parallel.layout=tp=2,pp=2,ep=4")
+    check_config(config, 16)
+    resolved = resolve_parallel(config, 16)
+    assert resolved.data_parallel_size == 4  # 16 / (2 * 2)
+    assert resolved.expert_tensor_parallel_size == 1
+    assert resolved.expert_data_parallel_size == 2  # 16 / (1 * 4 * 2)
+    assert resolved.sequence_parallel is True
+    assert resolved.virtual_pipeline_model_parallel_size is None
+    assert resolved.layout == Layout(tp=2, pp=2, ep=4, etp=1, cp=1, dp=4)
+    assert str(resolved) == "tp=2,pp=2,ep=4,etp=1,dp=4"
+
+
+def test_group_sizes_are_megatron_keyword_arguments_without_data_parallel() -> None:
+    resolved = resolve_parallel(config_with("parallel.layout=tp=2,cp=2"), 8)
+    assert resolved.group_sizes() == {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "context_parallel_size": 2,
+    }
+
+
+def test_sequence_parallel_follows_tensor_parallel_unless_said() -> None:
+    assert not resolve_parallel(config_with(), 1).sequence_parallel
+    assert resolve_parallel(config_with("parallel.layout=tp=2"), 2).sequence_parallel
+    off = config_with("parallel.layout=tp=2", "parallel.sequence_parallel=false")
+    assert not resolve_parallel(off, 2).sequence_parallel
+
+
+def test_apply_layout_replaces_all_sizes_and_nothing_else() -> None:
+    config = config_with(
+        "parallel.layout=tp=2,pp=2,dp=3",
+        "parallel.sequence_parallel=true",
+        "parallel.ddp.bucket_size=1000",
+        "training.seed=9",
+    )
+    moved = apply_layout(config, Layout(ep=2, cp=2))
+    assert moved.layout() == Layout(ep=2, cp=2)
+    assert moved.parallel.layout is None
+    assert not moved.parallel.uses_sequence_parallel()
+    assert moved.parallel.ddp == {"bucket_size": 1000}
+    assert moved.training == config.training
+    assert config.layout() == Layout(tp=2, pp=2, dp=3)

@@ -1,0 +1,223 @@
+"""Cross-field rules: what each refuses, what it says, what it lets pass."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any
+
+import pytest
+
+from gspo_megatron.config import (
+    Config,
+    ResolvedParallel,
+    check_config,
+    parse_config,
+    resolve_parallel,
+)
+from gspo_megatron.errors import ConfigError
+
+
+def config_with(*overrides: str) -> Config:
+    return parse_config({"data": {"tokenizer": "t", "prompts": "p.jsonl"}}, overrides)
+
+
+def problems_of(world_size: int, *overrides: str, for_training: bool = False) -> list[str]:
+    try:
+        check_config(config_with(*overrides), world_size, for_training)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def pretend_installed(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    real = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        if name == "transformer_engine":
+            return object() if name in modules else None
+        return real(name, package)
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+
+
+def test_defaults_pass_on_any_world_size() -> None:
+    for world_size in (1, 2, 3, 8, 1000):
+        assert problems_of(world_size, for_training=True) == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (8, ["parallel.layout=tp=2,pp=2,ep=2"]),
+        (4, ["parallel.layout=tp=2,pp=2,ep=2"]),
+        (2, ["parallel.layout=pp=2,vpp=2"]),
+        (4, ["parallel.layout=tp=4"]),  # two query groups on four ranks: each is held twice
+        (4, ["parallel.layout=ep=2,etp=2"]),
+        (8, ["parallel.layout=cp=2,dp=4"]),
+        (1024, ["model.preset=qwen3-235b-a22b", "parallel.layout=tp=4,pp=2,ep=16,cp=2"]),
+        (2, ["parallel.layout=tp=2", "model.megatron.num_moe_experts=null",
+             "parallel.sequence_parallel=false"]),
+        (2, ["parallel.layout=tp=2", "model.megatron.ffn_hidden_size=255"]),  # no dense layer
+        (3, ["parallel.layout=pp=3", "model.megatron.num_layers_in_first_pipeline_stage=2"]),
+        (1, ["objective.clip_low=0.2", "objective.clip_high=0.27", "objective.name=grpo"]),
+        (1, ["objective.clip_high=0.2", "objective.allow_wide_clip=true"]),
+        (1, ["objective.clip_low=0.049"]),
+        (1, ["objective.mini_batches=128"]),
+        (1, ["data.max_prompt_tokens=96"]),
+        (1, ["model.megatron.moe_router_topk=1", "model.megatron.moe_router_pre_softmax=true"]),
+        (1, ["training.evaluation_interval=5", "data.eval_prompts=e.jsonl"]),
+    ],
+)  # fmt: skip
+def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> None:
+    assert problems_of(world_size, *overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "start", "wrong"),
+    [
+        (6, ["parallel.layout=tp=2,pp=2"], "world size = 6",
+         "not divisible by tp * pp * cp = 2 * 2 * 1 = 4; legal: multiples of 4"),
+        (3, ["parallel.layout=ep=2"], "world size = 3",
+         "not divisible by etp * ep * pp = 1 * 2 * 1 = 2"),
+        (8, ["parallel.layout=tp=2,dp=2"], "parallel.data_parallel_size = 2",
+         "that takes 4 ranks, not 8; legal: null"),
+        (8, ["parallel.layout=tp=8"], "parallel.tensor_model_parallel_size = 8",
+         "does not divide num_attention_heads = 4; legal: 1, 2, 4"),
+        (3, ["parallel.layout=tp=3", "model.megatron.num_attention_heads=6",
+             "model.megatron.hidden_size=96"],
+         "parallel.tensor_model_parallel_size = 3",
+         "neither divides num_query_groups = 2 nor is a multiple of it"),
+        (1, ["model.megatron.num_query_groups=3"], "model.megatron.num_query_groups = 3",
+         "does not divide num_attention_heads = 4; legal: 1, 2, 4"),
+        (4, ["parallel.layout=tp=4", "model.megatron.hidden_size=66"],
+         "parallel.tensor_model_parallel_size = 4", "does not divide hidden_size = 66"),
+        (2, ["parallel.layout=tp=2", "model.megatron.num_moe_experts=null",
+             "model.megatron.ffn_hidden_size=255"],
+         "parallel.tensor_model_parallel_size = 2", "does not divide ffn_hidden_size = 255"),
+        (2, ["parallel.layout=tp=2", "model.megatron.moe_shared_expert_intermediate_size=33"],
+         "parallel.tensor_model_parallel_size = 2",
+         "does not divide moe_shared_expert_intermediate_size = 33"),
+        (1, ["parallel.sequence_parallel=true"], "parallel.sequence_parallel = true",
+         "legal: null, or tp > 1"),
+        (2, ["parallel.layout=tp=2", "parallel.sequence_parallel=false"],
+         "parallel.sequence_parallel = false", "experts with tp = 2 need it"),
+        (1, ["parallel.layout=vpp=2"], "parallel.virtual_pipeline_model_parallel_size = 2",
+         "interleaving needs stages"),
+        (3, ["parallel.layout=pp=3"], "parallel.pipeline_model_parallel_size = 3",
+         "4 layers do not split evenly into 3 chunks"),
+        (2, ["parallel.layout=pp=2,vpp=4"], "parallel.pipeline_model_parallel_size = 2",
+         "4 layers do not split evenly into 2 * 4 chunks"),
+        (3, ["parallel.layout=ep=3"], "parallel.expert_model_parallel_size = 3",
+         "does not divide num_moe_experts = 8; legal: 1, 2, 4, 8"),
+        (3, ["parallel.layout=etp=3"], "parallel.expert_tensor_parallel_size = 3",
+         "does not divide moe_ffn_hidden_size = 64"),
+        (2, ["parallel.layout=ep=2", "model.megatron.num_moe_experts=null"],
+         "parallel.expert_model_parallel_size = 2", "the model has no experts; legal: 1"),
+        (2, ["parallel.layout=etp=2", "model.megatron.num_moe_experts=null"],
+         "parallel.expert_tensor_parallel_size = 2", "the model has no experts; legal: 1"),
+        (1, ["model.megatron={num_moe_experts: null, moe_ffn_hidden_size: 64}"],
+         "model.megatron.moe_ffn_hidden_size = 64", "the model has no experts"),
+        (1, ["model.megatron.moe_router_topk=9"], "model.megatron.moe_router_topk = 9",
+         "there are 8 experts; legal: 1 to 8"),
+        (1, ["model.megatron.moe_router_topk=1"], "model.megatron.moe_router_topk = 1",
+         "has no gradient"),
+        (1, ["model.megatron.hidden_dropout=0.1"], "model.megatron.hidden_dropout = 0.1",
+         "legal: 0.0"),
+        (1, ["model.backend=torch_native", "model.megatron.fp8=e4m3"],
+         "model.megatron.fp8 = 'e4m3'", "only the transformer_engine backend has it"),
+        (1, ["rollout.max_response_tokens=128"], "rollout.max_response_tokens = 128",
+         "leaves no room for a prompt in max_sequence_length = 128; legal: at most 127"),
+        (1, ["data.max_prompt_tokens=97"], "data.max_prompt_tokens = 97", "legal: at most 96"),
+        (1, ["rollout.group_size=1"], "rollout.group_size = 1", "legal: from 2"),
+        (1, ["objective.mini_batches=129"], "objective.mini_batches = 129", "legal: 1 to 128"),
+        (1, ["objective.clip_low=0.05"], "objective.clip_low = 0.05",
+         "gspo clips ratios of whole sequences"),
+        (1, ["objective.name=gspo_token", "objective.clip_high=0.2"],
+         "objective.clip_high = 0.2", "or objective.allow_wide_clip = true"),
+        (1, ["optimizer.min_learning_rate=1e-3"], "optimizer.min_learning_rate = 0.001",
+         "legal: at most learning_rate = 1e-06"),
+        (1, ["training.evaluation_interval=5"], "training.evaluation_interval = 5",
+         "give data.eval_prompts"),
+        (1, ["routing.replay=r2"], "routing.replay = 'r2'", "not built yet; legal: off"),
+        (1, ["checkpoint.interval=5"], "checkpoint.interval = 5", "not built yet; legal: 0"),
+    ],
+)  # fmt: skip
+def test_each_rule_refuses_with_key_value_and_what_is_legal(
+    world_size: int, overrides: list[str], start: str, wrong: str
+) -> None:
+    (line,) = problems_of(world_size, *overrides)
+    assert line.startswith(f"{start}: ")
+    assert wrong in line
+
+
+def test_all_problems_of_a_hopeless_configuration_come_at_once() -> None:
+    lines = problems_of(
+        16,
+        "parallel.layout=tp=3,pp=3,ep=3,etp=5,cp=2,dp=7",
+        "routing.replay=r3",
+        "objective.mini_batches=1000",
+        "objective.clip_low=0.2",
+        "rollout.group_size=1",
+        "data.prompts=",
+        for_training=True,
+    )
+    keys = {line.split(" =")[0] for line in lines}
+    assert keys == {
+        "world size",
+        "parallel.data_parallel_size",
+        "parallel.tensor_model_parallel_size",
+        "parallel.pipeline_model_parallel_size",
+        "parallel.expert_model_parallel_size",
+        "parallel.expert_tensor_parallel_size",
+        "routing.replay",
+        "objective.mini_batches",
+        "objective.clip_low",
+        "rollout.group_size",
+        "data.prompts",
+    }
+
+
+def test_prompts_are_only_needed_to_train() -> None:
+    assert problems_of(1, "data.prompts=") == []
+    (line,) = problems_of(1, "data.prompts=", for_training=True)
+    assert line == "data.prompts = null: needed to train; legal: a .jsonl or .parquet file"
+
+
+def test_transformer_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_installed(monkeypatch)
+    (line,) = problems_of(1, "model.backend=transformer_engine")
+    assert "transformer_engine is not installed; legal: torch_native or auto" in line
+    pretend_installed(monkeypatch, "transformer_engine")
+    assert problems_of(1, "model.backend=transformer_engine") == []
+
+
+def test_fp8_needs_transformer_engine_and_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_installed(monkeypatch)
+    assert len(problems_of(1, "model.megatron.fp8=hybrid")) == 1
+    pretend_installed(monkeypatch, "transformer_engine")
+    assert problems_of(1, "model.megatron.fp8=hybrid") == []
+    (line,) = problems_of(1, "model.megatron.fp8=hybrid", "training.precision=fp32")
+    assert "needs training.precision = bf16" in line
+
+
+def test_every_layout_that_passes_resolves_and_multiplies_out() -> None:
+    """Over all small layouts: the rules accept exactly those whose groups tile the world."""
+    accepted = 0
+    sizes = itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 8), (1, 2), (1, 2), (1, 2, 4, 8, 12))
+    for tp, pp, ep, etp, cp, world in sizes:
+        text = f"tp={tp},pp={pp},ep={ep},etp={etp},cp={cp}"
+        legal = pp != 3 and world % (tp * pp * cp) == 0 and world % (etp * ep * pp) == 0
+        config = config_with(f"parallel.layout={text}")
+        try:
+            check_config(config, world)
+        except ConfigError:
+            assert not legal, text
+            continue
+        assert legal, text
+        accepted += 1
+        resolved = resolve_parallel(config, world)
+        assert isinstance(resolved, ResolvedParallel)
+        assert tp * pp * cp * resolved.data_parallel_size == world
+        assert etp * ep * pp * resolved.expert_data_parallel_size == world
+    assert accepted > 50

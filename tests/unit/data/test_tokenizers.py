@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
+from gspo_megatron.data.toy import CHARACTERS, VOCAB_SIZE, train_toy_tokenizer
+from gspo_megatron.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_toy_tokenizer(tmp_path_factory.mktemp("toy") / "tokenizer")
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+def test_every_character_of_the_toy_alphabet_is_one_token(toy_model: Path) -> None:
+    tokenizer = load_tokenizer(toy_model)
+    ids = [tokenizer.encode(character) for character in CHARACTERS]
+    assert all(len(each) == 1 for each in ids)
+    distinct = {each[0] for each in ids}
+    assert len(distinct) == len(CHARACTERS)
+    assert distinct.isdisjoint({0, tokenizer.eos_id, tokenizer.pad_id})
+    assert tokenizer.vocab_size == VOCAB_SIZE == 48
+
+
+def test_toy_special_tokens_are_distinct_and_decode_to_nothing(toy_model: Path) -> None:
+    tokenizer = load_tokenizer(str(toy_model))
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (1, 2, None)
+    ids = tokenizer.encode("ab")
+    assert tokenizer.decode([*ids, tokenizer.eos_id, tokenizer.pad_id]) == "ab"
+    assert tokenizer.name == str(toy_model)
+
+
+def test_toy_round_trip_is_exact_for_any_text_with_spaces_anywhere(toy_model: Path) -> None:
+    tokenizer = load_tokenizer(toy_model)
+    generator = random.Random(7)
+    texts = ["", " ", "  ab  c ", "37+45=", "cabd>", " a", "a "]
+    texts += ["".join(generator.choices(CHARACTERS + "    ", k=n)) for n in range(1, 60)]
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
+        # Tokenizing in pieces is the same: no prefix, nothing merged.
+        assert ids == [i for character in text for i in tokenizer.encode(character)]
+
+
+def test_toy_tokenizer_is_the_same_file_every_time(toy_model: Path, tmp_path: Path) -> None:
+    again = train_toy_tokenizer(tmp_path / "again")
+    assert again.read_bytes() == toy_model.read_bytes()
+
+
+def test_sentencepiece_has_no_chat_template(toy_model: Path) -> None:
+    with pytest.raises(DataError, match="a sentencepiece model has no chat template"):
+        load_tokenizer(toy_model).apply_chat_template([{"role": "user", "content": "a"}])
+
+
+def test_trained_bpe_merges_and_still_round_trips(tmp_path: Path) -> None:
+    lines = ["low lower lowest  new newer newest"] * 20
+    path = train_sentencepiece(lines, 40, tmp_path / "sub" / "bpe", model_type="bpe")
+    assert path == tmp_path / "sub" / "bpe.model"
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.encode(" lower  newest ")
+    assert len(ids) < len(" lower  newest ")
+    assert tokenizer.decode(ids) == " lower  newest "
+    assert [entry.name for entry in path.parent.iterdir()] == ["bpe.model"]
+
+
+@pytest.mark.parametrize(("lines", "size", "kind"), [([], 10, "char"), (["abc"], 1, "bpe")])
+def test_impossible_training_is_a_data_error(
+    tmp_path: Path, lines: list[str], size: int, kind: str
+) -> None:
+    with pytest.raises(DataError, match="sentencepiece could not train"):
+        train_sentencepiece(lines, size, tmp_path / "t", model_type=kind)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_tokenizer(tmp_path: Path) -> None:
+    message = refusal(tmp_path / "none.model")
+    assert "no such tokenizer; give a sentencepiece .model file or a Hugging Face" in message
+
+
+@pytest.mark.parametrize("length", [0, 1, 200, 5000])
+def test_damaged_sentencepiece_file(
+    tmp_path: Path, length: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(random.Random(length).randbytes(length))
+    assert "give a sentencepiece .model file" in refusal(path)
+    assert capfd.readouterr().err == ""
+
+
+def test_truncated_sentencepiece_file(tmp_path: Path, toy_model: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(toy_model.read_bytes()[:101])
+    refusal(path)
+
+
+def test_sentencepiece_without_an_end_token_is_refused(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["abc"]),
+        model_prefix=str(tmp_path / "t"),
+        vocab_size=5,
+        model_type="char",
+        hard_vocab_limit=False,
+        bos_id=-1,
+        eos_id=-1,
+        minloglevel=2,
+    )
+    assert "no end-of-sequence token" in refusal(tmp_path / "t.model")
+
+
+def test_padding_falls_back_on_the_end_token(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["abc"]),
+        model_prefix=str(tmp_path / "t"),
+        vocab_size=8,
+        model_type="char",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    tokenizer = load_tokenizer(tmp_path / "t.model")
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
+
+
+# --- Hugging Face folders -------------------------------------------------------------------------
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def build_folder(folder: Path, bos_in_front: bool = False, **config: object) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    pieces = ["<unk>", "<s>", "<pad>", "<eos>", *"abcdefgh 0123456789+=<>istunr"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>")
+    )
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    if bos_in_front:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "model_max_length": 4,
+        **config,
+    }
+    settings = {key: value for key, value in settings.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_folder_encodes_without_special_tokens_and_round_trips(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(build_folder(tmp_path / "hf"))
+    text = "  ab  c 37+45= "
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.decode([*ids, tokenizer.eos_id, tokenizer.pad_id]) == text
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.bos_id) == (3, 2, None)
+    assert tokenizer.vocab_size == max(max(ids) + 1, 33) == 33
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""  # not even for a text longer than model_max_length
+
+
+def test_bos_is_taken_from_what_the_tokenizer_does(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(build_folder(tmp_path / "hf", bos_in_front=True))
+    assert tokenizer.bos_id == 1
+    assert 1 not in tokenizer.encode("ab")
+
+
+def test_folder_padding_falls_back_on_the_end_token(tmp_path: Path) -> None:
+    assert load_tokenizer(build_folder(tmp_path / "hf", pad_token=None)).pad_id == 3
+
+
+def test_folder_without_an_end_token_is_refused(tmp_path: Path) -> None:
+    assert "set eos_token" in refusal(build_folder(tmp_path / "hf", eos_token=None))
+
+
+def test_chat_template_opens_the_answer(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(build_folder(tmp_path / "hf", chat_template=CHAT_TEMPLATE))
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])
+    assert rendered == "<user>ab<assistant>"
+    with pytest.raises(DataError, match="the chat template failed: no such role"):
+        tokenizer.apply_chat_template([{"role": "bad", "content": "ab"}])
+
+
+def test_folder_without_a_chat_template_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no chat template"):
+        load_tokenizer(build_folder(tmp_path / "hf")).apply_chat_template([])
+
+
+def test_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    assert "a folder without tokenizer.json" in refusal(tmp_path)
+
+
+def test_folder_with_a_sentencepiece_file_points_at_it(tmp_path: Path, toy_model: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(toy_model.read_bytes())
+    assert f"name the file {tmp_path / 'tokenizer.model'}" in refusal(tmp_path)
+
+
+def test_tokenizer_json_points_at_its_folder(tmp_path: Path) -> None:
+    folder = build_folder(tmp_path / "hf")
+    assert f"name its folder, {folder}" in refusal(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xe2\x28\xa1 random"])
+def test_damaged_folder_is_refused(tmp_path: Path, content: bytes) -> None:
+    folder = build_folder(tmp_path / "hf")
+    (folder / "tokenizer.json").write_bytes(content)
+    assert "or damaged" in refusal(folder)
+
+
+def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
+    folder = build_folder(
+        tmp_path / "hf",
+        tokenizer_class="Custom",
+        auto_map={"AutoTokenizer": ["code.Custom", "code.Custom"]},
+    )
+    marker = tmp_path / "ran"
+    (folder / "code.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    # Whether transformers falls back on tokenizer.json or refuses is its choice.
+    with contextlib.suppress(DataError):
+        load_tokenizer(folder)
+    assert not marker.exists()

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.data.prompts import load_prompts
+from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.data.toy import TASKS, generate, main, write_toy_dataset
+from gspo_megatron.errors import DataError
+
+
+def solve(prompt: str) -> str:
+    """The right answer, worked out from the prompt alone and not as the generator does."""
+    if match := re.fullmatch(r"(\d\d)\+(\d\d)=", prompt):
+        assert min(map(int, match.groups())) >= 10
+        return str(int(match[1]) + int(match[2]))
+    match = re.fullmatch(r"([a-h]{3,6})([>=<])", prompt)
+    assert match, prompt
+    letters = list(match[1])
+    if match[2] == ">":
+        letters.reverse()
+    elif match[2] == "<":
+        letters.sort()
+    return "".join(letters)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_are_right_and_prompts_distinct(task: str) -> None:
+    train, test = generate(task, 301, 51, seed=2)
+    assert (len(train), len(test)) == (301, 51)
+    rows = train + test
+    assert len({row["prompt"] for row in rows}) == len(rows)
+    assert all(row["answer"] == solve(row["prompt"]) for row in rows)
+    assert all(set(row) == {"prompt", "answer", "task"} for row in rows)
+
+
+def test_each_task_has_prompts_of_its_own() -> None:
+    endings = {"reversal": ">", "copy": "=", "sort": "<"}
+    for task, ending in endings.items():
+        train, _ = generate(task, 50, 1, seed=1)
+        assert {row["prompt"][-1] for row in train} == {ending}
+        assert {row["task"] for row in train} == {task}
+
+
+def test_mixed_is_half_reversal_and_half_addition_in_both_files() -> None:
+    train, test = generate("mixed", 101, 40, seed=5)
+    assert Counter(row["task"] for row in train) == {"reversal": 51, "addition": 50}
+    assert Counter(row["task"] for row in test) == {"reversal": 20, "addition": 20}
+    # Shuffled, not one after the other.
+    assert len({row["task"] for row in train[:20]}) == 2
+
+
+def test_lengths_are_even_as_long_as_strings_last() -> None:
+    train, test = generate("copy", 300, 100, seed=3)
+    assert Counter(len(row["answer"]) for row in train + test) == dict.fromkeys((3, 4, 5, 6), 100)
+    train, test = generate("copy", 3900, 100, seed=3)
+    # 8^3 = 512 strings of three letters are all there are; the others share what is left.
+    counts = Counter(len(row["answer"]) for row in train + test)
+    assert counts == {3: 512, 4: 1163, 5: 1163, 6: 1162}
+
+
+def test_same_arguments_give_the_same_rows_and_other_seeds_others() -> None:
+    assert generate("mixed", 40, 8, seed=1) == generate("mixed", 40, 8, seed=1)
+    assert generate("mixed", 40, 8, seed=1) != generate("mixed", 40, 8, seed=2)
+
+
+def test_a_task_can_be_used_up_but_not_overdrawn() -> None:
+    train, test = generate("addition", 8000, 100, seed=1)
+    assert len({row["prompt"] for row in train + test}) == 90 * 90
+    with pytest.raises(DataError, match="'addition' has 8100 different prompts; 8101 were asked"):
+        generate("addition", 8000, 101, seed=1)
+    with pytest.raises(DataError, match="'sort' has 299520 different prompts; 300001"):
+        generate("sort", 300_000, 1, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("task", "train", "test", "named"),
+    [("rot13", 1, 1, "legal: reversal, copy"), ("sort", 0, 1, "train = 0"), ("sort", 1, -1, "-1")],
+)
+def test_bad_arguments_are_refused(task: str, train: int, test: int, named: str) -> None:
+    with pytest.raises(DataError, match=named):
+        generate(task, train, test, seed=1)
+
+
+def test_data_set_is_readable_by_the_package_and_short_in_tokens(tmp_path: Path) -> None:
+    paths = write_toy_dataset(tmp_path / "toy", "mixed", 64, 16, seed=1)
+    assert [path.name for path in paths] == ["train.jsonl", "test.jsonl", "tokenizer.model"]
+    assert sorted(entry.name for entry in (tmp_path / "toy").iterdir()) == sorted(
+        path.name for path in paths
+    )
+    tokenizer = load_tokenizer(paths[2])
+    prompts = load_prompts(paths[0]) + load_prompts(paths[1])
+    assert len(prompts) == 80
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt.text + prompt.answer)
+        assert tokenizer.decode(ids) == prompt.text + prompt.answer
+        assert 0 not in ids
+        assert len(tokenizer.encode(prompt.text)) <= 8
+        assert prompt.answer == solve(prompt.text)
+        assert prompt.fields["task"] in ("reversal", "addition")
+
+
+def test_command_line_writes_the_same_files_again(tmp_path: Path) -> None:
+    arguments = ["--task", "sort", "--train", "20", "--test", "5", "--seed", "3", "-o"]
+    command = [sys.executable, "-m", "gspo_megatron.data.toy", *arguments, str(tmp_path / "a")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        str(tmp_path / "a" / name) for name in ("train.jsonl", "test.jsonl", "tokenizer.model")
+    ]
+    first = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    assert main([*arguments, str(tmp_path / "a")]) == 0
+    assert main([*arguments, str(tmp_path / "b")]) == 0
+    for folder in ("a", "b"):
+        again = {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+        assert again == first
+
+
+def test_command_line_ends_with_two_and_one_line_on_a_users_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--task", "addition", "--train", "9000", "-o", str(tmp_path / "a")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "file").write_text("")
+    assert main(["--train", "5", "--test", "5", "-o", str(tmp_path / "file")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_torch_is_not_imported() -> None:
+    code = (
+        "import sys, gspo_megatron.rewards, gspo_megatron.data.toy, gspo_megatron.data.prompts, "
+        "gspo_megatron.data.encode, gspo_megatron.data.loader; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.observe import environment
+from gspo_megatron.observe.environment import describe_environment, write_environment
+
+
+@pytest.fixture(autouse=True)
+def outside_of_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_versions_are_those_installed_and_none_where_not() -> None:
+    versions = describe_environment()["versions"]
+    assert versions["python"] == platform.python_version()
+    assert versions["numpy"] == importlib.metadata.version("numpy")
+    assert {"torch", "megatron-core", "transformer-engine"} <= set(versions)
+
+
+def test_the_world_size_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert describe_environment()["world_size"] == 1
+    monkeypatch.setenv("SLURM_NTASKS", "16")
+    assert describe_environment()["world_size"] == 16
+    monkeypatch.setenv("WORLD_SIZE", "8")  # torchrun inside a Slurm job
+    assert describe_environment()["world_size"] == 8
+
+
+def test_the_slurm_job_is_told_only_inside_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert describe_environment()["slurm"] is None
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    assert describe_environment()["slurm"] == {"job_id": "4711"}
+
+
+def test_it_is_written_as_json_into_the_run_folder(tmp_path: Path) -> None:
+    path = write_environment(tmp_path / "run")
+    assert path == tmp_path / "run" / "environment.json"
+    assert json.loads(path.read_text())["world_size"] == 1
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_commit_is_that_of_a_checkout_and_not_of_a_repository_around_it(
+    tmp_path: Path,
+) -> None:
+    tracked, installed = tmp_path / "tracked.py", tmp_path / "installed.py"
+    tracked.write_text("1\n")
+    installed.write_text("1\n")
+    assert environment._git_state(tracked) is None
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "tracked.py")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert environment._git_state(tracked) == {"commit": commit, "modified": False}
+    assert environment._git_state(installed) is None
+    tracked.write_text("2\n")
+    assert environment._git_state(tracked) == {"commit": commit, "modified": True}
+
+
+def test_a_machine_without_git_has_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_environment()["git"] is None

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import io
+import math
+import re
+
+import pytest
+
+from gspo_megatron.observe.progress import Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class BrokenTerminal(Terminal):
+    """Breaks in the way given, once it has been asked whether it is a terminal."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def write(self, text: str) -> int:
+        raise self._error
+
+    def flush(self) -> None:
+        raise self._error
+
+
+def run_plain(steps: int, seconds: float, stream: io.StringIO | None = None) -> list[str]:
+    clock, stream = Clock(), stream or io.StringIO()
+    with Progress(steps, "RL", stream, clock=clock) as progress:
+        for step in range(1, steps + 1):
+            clock.now += seconds
+            progress.update(step, {"reward/mean": step / steps})
+    return stream.getvalue().splitlines()
+
+
+def test_slow_steps_each_get_a_line_with_all_figures() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress(10, "RL", stream, clock=clock) as progress:
+        clock.now += 3
+        figures = {"reward/mean": 0.25, "loss": -1.2e-4, "grad_norm": 0.3}
+        progress.update(1, {**figures, "clip/token/binding": 0.125, "evaluation/accuracy": 0.5})
+        clock.now += 5
+        progress.update(2, figures)
+    first, second = stream.getvalue().splitlines()
+    assert first == (
+        "RL   1/10  reward 0.250  accuracy 0.500  loss -0.000120  grad norm 0.300  "
+        "clipped 12.5%  3.00 s/step  ETA 27 s"
+    )
+    # The accuracy stays that of the last evaluation; the pace is over both steps.
+    assert second == (
+        "RL   2/10  reward 0.250  accuracy 0.500  loss -0.000120  grad norm 0.300  "
+        "4.00 s/step  ETA 32 s"
+    )
+
+
+def test_fast_steps_are_throttled_to_a_line_in_two_seconds_and_the_last() -> None:
+    shown = [int(line.split("/")[0].split()[1]) for line in run_plain(100, 0.125)]
+    assert shown == [1, 17, 33, 49, 65, 81, 97, 100]
+
+
+def test_the_last_line_tells_how_long_it_took() -> None:
+    assert run_plain(4, 30.0)[-1].endswith("took 2:00")
+
+
+def test_a_phase_that_ends_early_still_shows_its_last_step() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with pytest.raises(RuntimeError), Progress(10, "RL", stream, clock=clock) as progress:
+        for step in (1, 2, 3):
+            clock.now += 0.1
+            progress.update(step, {"loss": 1.0})
+        raise RuntimeError
+    assert [line.split("/")[0] for line in stream.getvalue().splitlines()] == ["RL   1", "RL   3"]
+
+
+def test_a_resumed_phase_counts_only_its_own_steps_for_the_pace() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress(100, "RL", stream, initial_step=50, clock=clock) as progress:
+        clock.now += 2
+        progress.update(51, {})
+    assert "2.00 s/step  ETA 1:38" in stream.getvalue()
+
+
+def test_the_pace_follows_a_change_of_speed() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress(1000, "RL", stream, clock=clock) as progress:
+        for step in range(1, 61):
+            clock.now += 10 if step <= 30 else 2
+            progress.update(step, {})
+    assert "2.00 s/step" in stream.getvalue().splitlines()[-1]
+
+
+def test_a_loss_that_is_not_finite_is_told() -> None:
+    for loss in (math.nan, None):
+        stream = io.StringIO()
+        with Progress(2, "RL", stream) as progress:
+            progress.update(1, {"loss": loss})
+        assert "loss not finite" in stream.getvalue()
+
+
+def test_notes_stay_between_the_lines() -> None:
+    stream = io.StringIO()
+    with Progress(1, "RL", stream) as progress:
+        progress.note("saved [step 1] in a/b")
+    assert stream.getvalue() == "saved [step 1] in a/b\n"
+
+
+def test_a_rank_that_does_not_print_shows_nothing() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        with Progress(3, "RL", stream, enabled=False) as progress:
+            progress.update(1, {"reward/mean": 1.0})
+            progress.note("text")
+        assert stream.getvalue() == ""
+
+
+def test_a_terminal_gets_a_bar_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    terminal = Terminal()
+    with Progress(4, "Warm start", terminal) as progress:
+        progress.note("a [note]")
+        progress.update(4, {"reward/mean": 0.5, "evaluation/accuracy": 0.75})
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert "a [note]" in text and "Warm start" in text and "━" in text
+    assert "4/4" in text and "reward 0.500" in text and "accuracy 0.750" in text
+    assert "\x1b[?25h" in terminal.getvalue()  # the cursor is shown again
+
+
+@pytest.mark.parametrize("term", ["dumb", ""])
+def test_a_terminal_that_cannot_redraw_gets_lines(
+    term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    terminal = Terminal()
+    with Progress(1, "RL", terminal) as progress:
+        progress.update(1, {"loss": 0.5})
+    assert "\x1b" not in terminal.getvalue() and "loss 0.500" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(), ValueError("I/O operation on closed file"), OSError(28, "full")]
+)
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_broken_stream_does_not_stop_the_run(
+    error: Exception, term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    with Progress(2, "RL", BrokenTerminal(error)) as progress:
+        progress.update(1, {"loss": 0.5})
+        progress.note("text")
+        progress.update(2, {"loss": 0.5})
+
+
+def test_a_stream_closed_in_the_middle_does_not_stop_the_run() -> None:
+    stream = io.StringIO()
+    with Progress(2, "RL", stream) as progress:
+        progress.update(1, {})
+        stream.close()
+        progress.update(2, {})
+
+
+def test_no_stderr_at_all_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    with Progress(1, "RL") as progress:
+        progress.update(1, {})
+
+
+def test_figures_that_cannot_be_shown_do_not_stop_the_run() -> None:
+    with Progress(1, "RL", io.StringIO()) as progress:
+        progress.update(1, {"loss": "high"})
+
+
+def test_an_encoding_without_the_characters_gets_replacements() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    with Progress(1, "Übung", stream) as progress:
+        progress.update(1, {"loss": 1.0})
+    assert raw.getvalue().startswith(b"?bung  1/1  loss 1.00")

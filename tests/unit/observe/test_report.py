@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import io
+import re
+import statistics
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.observe import formats, report
+from gspo_megatron.observe.records import read_metrics
+from gspo_megatron.observe.report import finish_run, summary_table, write_report
+from gspo_megatron.observe.sinks import MetricsWriter
+from gspo_megatron.observe.summary import summarize, wall_seconds
+
+RunMaker = Callable[..., Path]
+
+
+class Page(HTMLParser):
+    """The cells of all tables, and whatever the page would load from elsewhere."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.sources: list[str] = []
+        self._in_cell = False
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "td":
+            self.cells.append("")
+            self._in_cell = True
+        self.sources.extend(value or "" for name, value in attrs if name in ("src", "href"))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_cell = self._in_cell and tag != "td"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_cell:
+            self.cells[-1] += data
+
+
+def test_the_report_of_one_run_is_one_file_with_everything_inside(make_run: RunMaker) -> None:
+    run_dir = make_run("run", warm_start=2)
+    (run_dir / "config.resolved.yaml").write_text("model:\n  preset: <tiny>\n")
+    path = write_report([run_dir], run_dir)
+    assert path == run_dir / "report.html"
+    page = Page(path)
+    assert len(page.sources) == 6
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert "preset: &lt;tiny&gt;" in path.read_text()
+
+
+def test_a_report_elsewhere_leaves_the_run_as_it_was(make_run: RunMaker, tmp_path: Path) -> None:
+    run_dir = make_run("run")
+    before = sorted(run_dir.rglob("*"))
+    write_report([run_dir], tmp_path / "out")
+    assert sorted(run_dir.rglob("*")) == before
+    assert (tmp_path / "out" / "plots" / "learning.png").is_file()
+
+
+def test_text_from_a_run_is_shown_and_never_interpreted(make_run: RunMaker) -> None:
+    run_dir = make_run("run", steps=2)
+    page = Page(write_report([run_dir], run_dir))
+    assert "<b>1</b>" in page.cells and "&seven" in page.cells
+
+
+def test_of_many_samples_the_first_and_the_last_are_shown(make_run: RunMaker) -> None:
+    run_dir = make_run("run", steps=40)
+    cells = Page(write_report([run_dir], run_dir)).cells
+    prompts = [int(cell[3:-4]) for cell in cells if re.fullmatch(r"<b>\d+</b>", cell)]
+    assert prompts == [1, 2, 3, 4, 5, 6, 35, 36, 37, 38, 39, 40]
+
+
+def test_seeds_are_shown_as_mean_and_spread(make_run: RunMaker, tmp_path: Path) -> None:
+    bonuses = (0.0, 0.03, 0.09)
+    runs = [make_run(f"gspo_seed{seed}", bonus=bonus) for seed, bonus in enumerate(bonuses)]
+    runs.append(make_run("grpo", bonus=0.2))
+    path = write_report(runs, tmp_path / "out")
+    page = Page(path)
+    last = [0.6 + bonus for bonus in bonuses]
+    expected = f"{statistics.fmean(last):.3f} ± {statistics.stdev(last):.3f}"
+    assert page.cells[:4] == ["gspo", "3", expected, expected]
+    assert page.cells[9:12] == ["grpo", "1", "0.800"]
+    assert len(page.sources) == 1
+    assert not list((tmp_path / "out").glob("*.png"))
+
+
+def test_runs_that_are_no_repetitions_get_no_table_over_seeds(
+    make_run: RunMaker, tmp_path: Path
+) -> None:
+    path = write_report([make_run("a"), make_run("b")], tmp_path / "out")
+    assert "Over seeds" not in path.read_text()
+    assert Page(path).cells[0] == "a"
+
+
+def test_a_figure_that_only_some_seeds_have_is_not_averaged(
+    make_run: RunMaker, tmp_path: Path
+) -> None:
+    runs = [make_run("x_seed1", steps=1), make_run("x_seed2", steps=2)]  # evaluated at step 2
+    cells = Page(write_report(runs, tmp_path / "out")).cells
+    assert cells[4] == "not in all runs"
+
+
+def test_a_run_without_a_single_step_still_has_a_report(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path).close()
+    assert Page(write_report([tmp_path], tmp_path)).cells[0] == "reward"
+    assert "0 steps" in summary_table(tmp_path)
+
+
+def test_what_is_no_run_and_where_no_report_can_go_is_told(
+    make_run: RunMaker, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="not the folder of a run"):
+        write_report([tmp_path / "nowhere"], tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be a folder"):
+        write_report([make_run("run")], tmp_path / "file")
+
+
+def test_first_last_and_best_are_those_of_the_rl_phase(make_run: RunMaker) -> None:
+    run_dir = make_run("run", steps=4, warm_start=5)
+    with MetricsWriter(run_dir) as writer:
+        writer.write({"step": 5, "reward/mean": 0.3, "loss": float("nan"), "grad_norm": 9.0})
+    rows = {row.name: row for row in summarize(read_metrics(run_dir))}
+    reward = rows["reward"]
+    assert (reward.first, reward.last, reward.best, reward.best_step) == (0.1, 0.3, 0.4, 4)
+    accuracy = rows["held-out accuracy"]
+    assert accuracy.first == pytest.approx(0.15) and accuracy.best_step == 4
+    assert rows["loss"].best == -1e-4 and rows["loss"].not_finite == 1
+    assert rows["gradient norm"].best == 1.5
+    assert rows["clip fraction"].best is None and rows["clip fraction"].last == 0.1
+
+
+def test_wall_time_is_the_sum_over_all_phases() -> None:
+    records = [
+        {"phase": "warm_start", "step": 1, "perf/step_seconds": 1.5},
+        {"step": 1, "perf/step_seconds": 2.0},
+        {"step": 2, "perf/step_seconds": None},
+    ]
+    assert wall_seconds(records) == 3.5
+    assert wall_seconds([{"step": 1}]) is None
+
+
+def test_the_summary_table_is_plain_text(make_run: RunMaker) -> None:
+    text = summary_table(make_run("run", warm_start=3))
+    assert "\x1b" not in text
+    assert text.splitlines()[0] == "run: 6 steps after a warm start of 3"
+    row = next(line.split() for line in text.splitlines() if "reward" in line)
+    assert row == ["reward", "0.100", "0.600", "0.600", "6"]
+    assert re.search(r"wall time\s+12 s", text)
+
+
+def test_finishing_a_run_leaves_plots_and_report_and_says_where(make_run: RunMaker) -> None:
+    run_dir = make_run("a_run_whose_name_is_longer_than_a_line_of_a_terminal_" + "x" * 60)
+    stream = io.StringIO()
+    finish_run(run_dir, stream)
+    assert (run_dir / "plots" / "learning.png").is_file()
+    assert f"run     {run_dir}\n" in stream.getvalue()
+    assert f"report  {run_dir / 'report.html'}\n" in stream.getvalue()
+    assert "held-out accuracy" in stream.getvalue()
+
+
+def test_finishing_without_plots_prints_the_summary_alone(make_run: RunMaker) -> None:
+    run_dir, stream = make_run("run"), io.StringIO()
+    finish_run(run_dir, stream, plots=False)
+    assert not (run_dir / "plots").exists() and "report" not in stream.getvalue()
+    assert "reward" in stream.getvalue()
+
+
+def test_a_plot_that_fails_does_not_make_the_run_fail(
+    make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(run_dir: Path, out_dir: Path) -> None:
+        raise MemoryError("no room for a picture")
+
+    monkeypatch.setattr(report, "plot_run", fail)
+    stream = io.StringIO()
+    finish_run(make_run("run"), stream)
+    assert "report  not written: MemoryError: no room for a picture" in stream.getvalue()
+    assert "reward" in stream.getvalue()
+
+
+def test_finishing_with_a_closed_stdout_still_writes_the_report(make_run: RunMaker) -> None:
+    run_dir, stream = make_run("run"), io.StringIO()
+    stream.close()
+    finish_run(run_dir, stream)
+    assert (run_dir / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0.0, "0"),
+        (float("nan"), "not finite"),
+        (0.000653, "0.000653"),
+        (1.5e-6, "1.50e-06"),
+        (0.5, "0.500"),
+        (12.345, "12.3"),
+        (999.7, "1000"),
+        (5041.7, "5,042"),
+        (2.5e7, "2.50e+07"),
+    ],
+)
+def test_numbers_have_three_significant_digits(value: float | None, text: str) -> None:
+    assert formats.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0.40 s"), (59.4, "59 s"), (61, "1:01"), (3725, "1:02:05"), (356580, "4d 03:03")],
+)
+def test_durations_are_written_for_people(seconds: float, text: str) -> None:
+    assert formats.duration(seconds) == text

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_megatron.errors import UserError
+from gspo_megatron.observe.trackers import TrackerSet, open_trackers, tracked_numbers
+
+
+class Recorder:
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.logged: list[tuple[int, Mapping[str, Any]]] = []
+        self.closed = False
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self.fails:
+            raise ConnectionError("gone")
+        self.logged.append((step, metrics))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    module = types.ModuleType(name)
+    for member, value in members.items():
+        setattr(module, member, value)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_no_tracker_is_a_tracker_too(tmp_path: Path) -> None:
+    trackers = open_trackers([], tmp_path)
+    trackers.log(1, {"step": 1})
+    trackers.close()
+
+
+def test_unknown_trackers_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"neptune: unknown; choose from tensorboard, wandb, mlf"):
+        open_trackers(["wandb", "neptune"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "module"),
+    [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow")],
+)
+def test_a_missing_package_is_named_with_its_remedy(
+    tracker: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # makes its import fail
+    with pytest.raises(UserError, match=f"logging.trackers = {tracker}: .*pip install {tracker}"):
+        open_trackers([tracker], tmp_path)
+
+
+def test_a_tracker_that_fails_is_dropped_and_the_others_stay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    good, bad = Recorder(), Recorder(fails=True)
+    trackers = TrackerSet({"bad": bad, "good": good})
+    with caplog.at_level(logging.WARNING):
+        trackers.log(1, {"step": 1, "loss": np.float32(0.5)})
+        trackers.log(2, {"step": 2, "loss": 0.25})
+    trackers.close()
+    assert [metrics["loss"] for _, metrics in good.logged] == [0.5, 0.25]
+    assert good.closed and not bad.closed
+    assert [record.getMessage() for record in caplog.records] == [
+        "tracker bad failed and is no longer used"
+    ]
+
+
+def test_only_finite_numbers_are_tracked_and_the_warm_start_under_its_own_names() -> None:
+    record = {"phase": "rl", "step": 3, "loss": 0.5, "lr": None, "x": float("nan")}
+    assert tracked_numbers(record) == {"loss": 0.5}
+    warm = {**record, "phase": "warm_start"}
+    assert tracked_numbers(warm) == {"warm_start/loss": 0.5}
+    assert tracked_numbers(warm, keep_step=True) == {"warm_start/loss": 0.5, "warm_start/step": 3}
+
+
+def test_tensorboard_gets_each_figure_at_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class SummaryWriter:
+        def __init__(self, log_dir: str) -> None:
+            calls.append(("open", log_dir))
+
+        def add_scalar(self, name: str, value: float, global_step: int) -> None:
+            calls.append((name, value, global_step))
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None:
+            calls.append(("close",))
+
+    fake_module(monkeypatch, "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
+    trackers = open_trackers(["tensorboard"], tmp_path)
+    trackers.log(4, {"step": 4, "reward/mean": 0.5})
+    trackers.close()
+    assert calls == [
+        ("open", str(tmp_path / "tensorboard")),
+        ("reward/mean", 0.5, 4),
+        ("close",),
+    ]
+
+
+def test_a_resumed_run_goes_on_in_its_wandb_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str | None] = []
+
+    class WandbRun:
+        id = "abc123"
+
+        def define_metric(self, name: str, step_metric: str) -> None: ...
+
+        def log(self, metrics: dict[str, float]) -> None: ...
+
+        def finish(self) -> None: ...
+
+    def init(**arguments: Any) -> WandbRun:
+        opened.append(arguments["id"])
+        return WandbRun()
+
+    fake_module(monkeypatch, "wandb", init=init)
+    for _ in range(2):
+        open_trackers(["wandb"], tmp_path, {"model": {}}).close()
+    assert opened == [None, "abc123"]

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import importlib
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gspo_megatron.errors import DataError, RewardError
+from gspo_megatron.rewards import Reward, get_reward, register, score
+from gspo_megatron.types import Sample
+
+SAMPLE = Sample(prompt="ab>", answer="ba", response="b\nb", truncated=False)
+SHOWN = r"prompt 'ab>', response 'b\nb'"
+
+MODULE = """
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nowhere import Unknown
+
+CONSTANT = 3
+
+def constant(sample, value: float = 0.5, *, label: str, times: int = 1, on: bool = True):
+    return value * times
+
+def anything(sample, **options):
+    return len(options)
+
+def gather(*arguments, scale: int = 1):
+    return scale
+
+def odd_hint(sample, value: Unknown = 1):
+    return value
+
+def no_sample():
+    return 1.0
+
+def only_keywords(*, sample):
+    return 1.0
+
+def fails(sample):
+    return {}["key"]
+
+class Judge:
+    def __call__(self, sample, bonus: int = 0):
+        return 1 + bonus
+
+judge = Judge()
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's module in the current directory, which is not on the search path."""
+    name = "users_reward_module"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / "broken_reward_module.py").write_text("x = 1\nraise KeyError('oh')\n")
+    (tmp_path / "needy_reward_module.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "wrong_reward_module.py").write_text("def f(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    importlib.invalidate_caches()
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+def refusal(*arguments: object) -> list[str]:
+    with pytest.raises(RewardError) as caught:
+        get_reward(*arguments)
+    return str(caught.value).splitlines()
+
+
+def test_unknown_name_lists_the_legal_ones() -> None:
+    (line,) = refusal("exact")
+    assert line == (
+        "reward.name = exact: no such reward; legal: exact_match, math, per_character, or give "
+        "your own with reward.import_path"
+    )
+
+
+def test_two_rewards_cannot_share_a_name() -> None:
+    with pytest.raises(AssertionError, match="two rewards named 'exact_match'"):
+        register("exact_match")(lambda sample: 1.0)
+
+
+def test_options_reach_the_function(module: str) -> None:
+    reward = get_reward("exact_match", f"{module}:constant", {"label": "a", "value": 2, "times": 3})
+    assert score(reward, SAMPLE) == 6.0
+    assert reward.name == f"{module}:constant"
+    assert score(get_reward("", f"{module}:anything", {"a": 1, "b": []}), SAMPLE) == 2.0
+    assert score(get_reward("", f"{module}:gather", {"scale": 4}), SAMPLE) == 4.0
+    assert score(get_reward("", f"{module}:odd_hint", {"value": 4}), SAMPLE) == 4.0
+    assert score(get_reward("", f"{module}:judge", {"bonus": 2}), SAMPLE) == 3.0
+
+
+def test_all_bad_options_are_named_at_once(module: str) -> None:
+    path = f"{module}:constant"
+    options = {"valu": 1, "times": 1.5, "on": 1, "value": True}
+    assert refusal("", path, options) == [
+        f"reward.options.valu = 1: {path} has no such option; legal: value, label, times, on",
+        "reward.options.times = 1.5: wrong type; int is wanted",
+        "reward.options.on = 1: wrong type; bool is wanted",
+        "reward.options.value = True: wrong type; float is wanted",
+        f"reward.options.label: missing; {path} needs it",
+    ]
+
+
+def test_options_of_a_reward_without_any() -> None:
+    assert refusal("per_character", None, {"scale": 1}) == [
+        "reward.options.scale = 1: per_character has no such option; it takes none"
+    ]
+
+
+def test_the_sample_itself_is_not_an_option(module: str) -> None:
+    (line,) = refusal("", f"{module}:anything", {"sample": 1})
+    assert line == f"reward.options.sample: not an option of {module}:anything but what it judges"
+
+
+@pytest.mark.parametrize("function", ["no_sample", "only_keywords"])
+def test_a_function_without_a_sample_is_refused(module: str, function: str) -> None:
+    assert "takes no sample as its first argument" in refusal("", f"{module}:{function}")[0]
+
+
+@pytest.mark.parametrize("path", ["module", "module.function", ":f", "m:", ".m:f", "m.:f"])
+def test_malformed_import_paths_say_how_to_write_them(path: str) -> None:
+    assert refusal("", path) == [
+        f"reward.import_path = {path}: write it as package.module:function"
+    ]
+
+
+def test_missing_module_is_named_with_where_it_was_sought(module: str, tmp_path: Path) -> None:
+    (line,) = refusal("", "no_such_module_here.sub:f")
+    assert line.endswith(
+        f"no module named no_such_module_here, neither installed nor in {tmp_path}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("broken_reward_module", "failed: KeyError: 'oh' (broken_reward_module.py:2)"),
+        ("needy_reward_module", "failed: No module named 'not_installed_anywhere'"),
+        ("wrong_reward_module", "failed: SyntaxError: "),
+    ],
+)
+def test_a_module_that_fails_to_import_says_why(module: str, name: str, expected: str) -> None:
+    (line,) = refusal("", f"{name}:f")
+    assert expected in line
+
+
+def test_missing_function_names_the_nearest(module: str) -> None:
+    assert refusal("", f"{module}:constnt")[0].endswith("no function constnt; it has: constant")
+    assert "no function CONSTANT" in refusal("", f"{module}:CONSTANT")[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, 1.0),
+        (False, 0.0),
+        (3, 3.0),
+        (-0.25, -0.25),
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0),
+        (np.bool_(True), 1.0),
+        (Fraction(1, 4), 0.25),
+    ],
+)
+def test_numbers_and_booleans_are_scores(value: object, expected: float) -> None:
+    result = score(lambda sample: value, SAMPLE)
+    assert type(result) is float
+    assert result == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (float("nan"), "nan; a finite number is wanted"),
+        (float("-inf"), "-inf; a finite number is wanted"),
+        (np.float32("inf"), "a finite number is wanted"),
+        (10**400, "a finite number is wanted"),
+        (None, "None of type NoneType; a number is wanted"),
+        ("1.0", "'1.0' of type str; a number is wanted"),
+        ([1.0], "[1.0] of type list; a number is wanted"),
+        (1j, "1j of type complex; a number is wanted"),
+    ],
+)
+def test_anything_else_is_refused_with_reward_prompt_and_response(
+    value: object, expected: str
+) -> None:
+    with pytest.raises(RewardError) as caught:
+        score(Reward("mine", lambda sample: value), SAMPLE)
+    message = str(caught.value)
+    assert message.startswith("reward 'mine' returned ")
+    assert expected in message
+    assert message.endswith(SHOWN)
+
+
+def test_an_exception_is_named_with_its_place(module: str, tmp_path: Path) -> None:
+    reward = get_reward("", f"{module}:fails")
+    line = MODULE.splitlines().index('    return {}["key"]') + 1
+    with pytest.raises(RewardError) as caught:
+        score(reward, SAMPLE)
+    assert str(caught.value) == (
+        f"reward '{module}:fails' raised KeyError: 'key' ({module}.py:{line}); {SHOWN}"
+    )
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_user_error_passes_unchanged() -> None:
+    def refuse(sample: Sample) -> float:
+        raise DataError("the file of test cases is missing")
+
+    with pytest.raises(DataError, match=r"^the file of test cases is missing$"):
+        score(refuse, SAMPLE)
+
+
+def test_plain_functions_are_named_and_long_texts_cut() -> None:
+    def wrong(sample: Sample) -> float:
+        return float("nan")
+
+    long = Sample(prompt="p" * 10_000, answer="", response="", truncated=True)
+    with pytest.raises(RewardError) as caught:
+        score(wrong, long)
+    assert "wrong' returned nan" in str(caught.value)
+    assert len(str(caught.value)) < 500
