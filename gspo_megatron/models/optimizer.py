@@ -41,10 +41,10 @@ class Trainer:
         return float(grad_norm), float(used)
 
 
-def build_trainer(
-    policy: Policy, section: OptimizerSection, schedule: Schedule, precision: torch.dtype
-) -> Trainer:
-    """The distributed optimizer over a policy's chunks."""
+def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule) -> Trainer:
+    """The distributed optimizer over a policy's chunks, with DDP's view of how it is sharded."""
+    precision = policy.config.params_dtype
+    ddp = policy.chunks[0].ddp_config
     config = OptimizerConfig(
         **{
             "optimizer": "adam",
@@ -57,7 +57,8 @@ def build_trainer(
             "clip_grad": section.clip_grad,
             "bf16": precision is torch.bfloat16,
             "params_dtype": precision,
-            "use_distributed_optimizer": True,
+            "use_distributed_optimizer": ddp.use_distributed_optimizer,
+            "overlap_param_gather": ddp.overlap_param_gather,
             **section.megatron,
         }
     )

@@ -93,7 +93,8 @@ class PolicyModel(GPTModel):
         weight = self.head_weight
         logits = hidden.to(weight.dtype) @ weight.t()
         if group.size() > 1:
-            shards = logits.new_empty((group.size(), *logits.shape))
+            rows, columns = logits.shape
+            shards = logits.new_empty((group.size() * rows, columns))
             torch.distributed.all_gather_into_tensor(shards, logits.contiguous(), group=group)
-            logits = shards.transpose(0, 1).flatten(1)
+            logits = shards.view(-1, rows, columns).transpose(0, 1).flatten(1)
         return logits[:, : self.true_vocab_size].float()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_megatron.config import Config, ResolvedParallel
@@ -41,6 +42,8 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         **shape.megatron,
     }
     values["activation_func"] = ACTIVATIONS[values.get("activation_func", "silu")]
+    if isinstance(values.get("attention_backend"), str):
+        values["attention_backend"] = AttnBackend[values["attention_backend"]]
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     return TransformerConfig(**{name: value for name, value in values.items() if name in known})
 

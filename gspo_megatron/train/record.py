@@ -1,0 +1,76 @@
+"""The run folder: what a run writes down, on its main rank only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.config import Config, to_yaml
+from gspo_megatron.data.files import write_atomically
+from gspo_megatron.observe.environment import write_environment
+from gspo_megatron.observe.progress import Progress
+from gspo_megatron.observe.records import METRICS_FILE
+from gspo_megatron.observe.report import finish_run
+from gspo_megatron.observe.sinks import MetricsWriter, SampleWriter
+from gspo_megatron.observe.trackers import open_trackers
+from gspo_megatron.types import Sample
+
+
+class RunRecord:
+    """Metrics, samples, trackers and the progress display; inert on all ranks but the main one."""
+
+    def __init__(self, config: Config, is_main: bool) -> None:
+        self.is_main = is_main
+        self.folder = Path(str(config.logging.dir))
+        self.plots = config.logging.plots
+        if not is_main:
+            return
+        self._keep_earlier_run()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / "config.resolved.yaml", to_yaml(config).encode())
+        write_environment(self.folder)
+        self._metrics = MetricsWriter(self.folder)
+        self._samples = SampleWriter(self.folder)
+        self._trackers = open_trackers(
+            config.logging.trackers, self.folder, config.model_dump(mode="json")
+        )
+
+    def progress(self, total: int, title: str) -> Progress:
+        """A progress display of one phase."""
+        return Progress(total, title, enabled=self.is_main)
+
+    def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """One step's figures."""
+        if self.is_main:
+            self._metrics.write({"phase": phase, "step": step, **metrics})
+            self._trackers.log(step, {"phase": phase, **metrics})
+
+    def write_samples(self, step: int, samples: Sequence[Sample], rewards: Sequence[float]) -> None:
+        """Some responses with their rewards."""
+        if self.is_main:
+            self._samples.write(step, samples, rewards)
+
+    def finish(self) -> None:
+        """Close the files; draw the plots and print the table and the run's path."""
+        if not self.is_main:
+            return
+        self.close()
+        finish_run(self.folder, plots=self.plots)
+
+    def close(self) -> None:
+        """Close the files, whatever happened."""
+        if self.is_main:
+            self._metrics.close()
+            self._samples.close()
+            self._trackers.close()
+
+    def _keep_earlier_run(self) -> None:
+        """A second run of the same name does not mix with the first, nor erase it."""
+        if not (self.folder / METRICS_FILE).exists():
+            return
+        number = 1
+        while (kept := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
+            number += 1
+        self.folder.rename(kept)
+        print(f"{self.folder} holds an earlier run; it is now {kept}", flush=True)

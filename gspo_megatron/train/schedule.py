@@ -1,0 +1,160 @@
+"""Micro-batches through Megatron's own pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from gspo_megatron.data.packing import PackedBatch, pack
+from gspo_megatron.models.build import Policy, unwrap
+from gspo_megatron.models.policy import HeadInputs
+
+
+@dataclass
+class MicroBatch:
+    """A packed micro-batch on the device, with what Megatron-Core wants to know of it. It is built
+    once and serves the log-prob pass and the training pass, attention plan included."""
+
+    packed: PackedBatch
+    sequences: PackedSeqParams
+    head: HeadInputs
+
+
+# logprobs [rows], entropies [rows], micro-batch -> loss (scalar), figures
+LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Any]]
+
+
+class MicroBatchBuilder:
+    """Packs sequences for this rank's layout."""
+
+    def __init__(self, policy: Policy, pad_id: int, temperature: float) -> None:
+        config = policy.config
+        self.pad_id, self.temperature = pad_id, temperature
+        self.cp_size = config.context_parallel_size
+        self.cp_rank = parallel_state.get_context_parallel_rank()
+        self.multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.device = torch.device(torch.cuda.current_device())
+
+    def build(
+        self,
+        members: Sequence[int],
+        tokens: Sequence[Tensor],
+        response_lengths: Sequence[int],
+        response_offsets: Sequence[int],
+    ) -> MicroBatch:
+        """See data.packing.pack."""
+        packed = pack(
+            tokens,
+            response_lengths,
+            response_offsets,
+            members,
+            pad_id=self.pad_id,
+            context_parallel_size=self.cp_size,
+            context_parallel_rank=self.cp_rank,
+            multiple=self.multiple,
+        ).to(self.device)
+        sequences = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=packed.boundaries,
+            cu_seqlens_kv=packed.boundaries,
+            cu_seqlens_q_padded=packed.boundaries,
+            cu_seqlens_kv_padded=packed.boundaries,
+            max_seqlen_q=packed.longest,
+            max_seqlen_kv=packed.longest,
+        )
+        head = HeadInputs(packed.token_rows, packed.targets, self.temperature)
+        return MicroBatch(packed, sequences, head)
+
+
+def forward_backward(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    loss_function: LossFunction,
+    total_micro_batches: int,
+) -> list[Any]:
+    """Accumulate the gradients of the sum of `loss_function` over all ranks and micro-batches.
+
+    `loss_function` returns this rank's summand of the mini-batch loss (any mean is already in it).
+    Megatron divides the summed gradients by the 'number of tokens' that the callback counts; it
+    counts micro-batches here and the loss is multiplied by their number, so that the loss comes out
+    as it went in and the routers' aux and z losses as their mean over the micro-batches.
+
+    Returns the figures of each micro-batch on the last pipeline stage, an empty list elsewhere.
+    """
+    counts_here = parallel_state.get_context_parallel_rank() == 0
+
+    def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+        value, figures = loss_function(micro_batch, output[0], output[1])
+        count = torch.tensor(int(counts_here), dtype=torch.int, device=output.device)
+        return value * total_micro_batches, count, figures
+
+    return _run(policy, micro_batches, loss, forward_only=False)
+
+
+@torch.no_grad()
+def response_logprobs(
+    policy: Policy, micro_batches: Sequence[MicroBatch]
+) -> list[tuple[Tensor, Tensor]]:
+    """Log-probs and entropies of the response tokens, forward only, per micro-batch [rows] each on
+    the last pipeline stage; an empty list elsewhere."""
+
+    def collect(_: MicroBatch, output: Tensor, non_loss_data: bool = True) -> Any:
+        return output[0], output[1]
+
+    policy.eval()
+    collected = _run(policy, micro_batches, collect, forward_only=True)
+    policy.train()
+    return collected
+
+
+def _run(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    callback: Callable[..., Any],
+    forward_only: bool,
+) -> list[Any]:
+    def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+        micro_batch = next(iterator)
+        packed = micro_batch.packed
+        output = model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            attention_mask=None,
+            labels=micro_batch.head,
+            packed_seq_params=micro_batch.sequences,
+            padding_mask=_local_padding_mask(model, packed.padding_mask),
+        )
+        return output, partial(callback, micro_batch)
+
+    chunks = policy.chunks
+    iterators = [iter(micro_batches) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(micro_batches),
+        # lengths vary and travel with the activations; this is only an upper bound
+        seq_length=max(m.packed.input_ids.shape[1] for m in micro_batches)
+        * policy.config.context_parallel_size,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _local_padding_mask(model: torch.nn.Module, mask: Tensor | None) -> Tensor | None:
+    """The routers leave padding out of their losses. GPTModel cuts the mask for sequence
+    parallelism on the stage that embeds tokens; on the others it has to come cut."""
+    policy = unwrap(model)
+    if mask is None or policy.pre_process or not policy.config.sequence_parallel:
+        return mask
+    group = policy.pg_collection.tp
+    return mask.chunk(group.size(), dim=1)[group.rank()]

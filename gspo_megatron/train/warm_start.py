@@ -1,0 +1,85 @@
+"""Supervised warm start: a few steps on prompt and answer, so that rewards start above zero."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.optimizer import Trainer, zero_gradients
+from gspo_megatron.train.metrics import StepFigures, share_with_all_stages
+from gspo_megatron.train.plan import plan_step
+from gspo_megatron.train.schedule import MicroBatch, MicroBatchBuilder, forward_backward
+
+
+class SupervisedUpdater:
+    """Next-token cross-entropy on the answers: the mean over all answer tokens of a batch."""
+
+    def __init__(
+        self, policy: Policy, trainer: Trainer, builder: MicroBatchBuilder, token_budget: int
+    ) -> None:
+        self.policy, self.trainer, self.builder = policy, trainer, builder
+        self.token_budget = token_budget
+        self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+
+    def update(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> dict[str, float]:
+        """One optimizer update on the whole batch, which every rank passes alike."""
+        start = time.perf_counter()
+        lengths = [len(p) + len(a) for p, a in zip(prompts, answers, strict=True)]
+        plan = plan_step(
+            lengths,
+            [len(a) for a in answers],
+            mini_batches=1,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            token_budget=self.token_budget,
+            micro_batch_multiple=micro_batch_multiple(self.policy),
+        )[0]
+        rank = parallel_state.get_data_parallel_rank()
+        batches = list(self._micro_batches(plan.of_rank(rank), prompts, answers))
+        figures = StepFigures(self.builder.device)
+
+        def loss(_: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict]:
+            total = -logprobs.sum()
+            count = torch.tensor(float(logprobs.numel()), device=total.device)
+            means = {"loss": (total, count), "policy/entropy": (entropies.sum(), count)}
+            means = {name: torch.stack(pair).detach() for name, pair in means.items()}
+            return total / plan.num_response_tokens, means
+
+        zero_gradients(self.policy.chunks, self.trainer.optimizer)
+        total = plan.micro_batches_per_rank * len(plan.micro_batches)
+        for means in forward_backward(self.policy, batches, loss, total):
+            figures.add_means(means)
+        norm, rate = self.trainer.update()
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        reduced = figures.reduce(self.data_group) if is_last else None
+        metrics = share_with_all_stages(reduced, self.pipeline_group)
+        seconds = time.perf_counter() - start
+        return metrics | {"grad_norm": norm, "lr": rate, "perf/step_seconds": seconds}
+
+    def _micro_batches(
+        self,
+        members: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+    ) -> Iterator[MicroBatch]:
+        for numbers in members:
+            tokens = [torch.tensor([*prompts[n], *answers[n]]) for n in numbers]
+            responses = [len(answers[n]) for n in numbers]
+            yield self.builder.build(range(len(numbers)), tokens, responses, [0] * len(numbers))
+
+
+def micro_batch_multiple(policy: Policy) -> int:
+    """Interleaved pipeline schedules want a multiple of the pipeline's size."""
+    config = policy.config
+    if config.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return config.pipeline_model_parallel_size
+
+
