@@ -1,4 +1,4 @@
-"""Sequences into micro-batches: packed end to end up to a token budget, cut for context parallelism.
+"""Sequences into micro-batches: packed end to end up to a token budget, cut for CP ranks.
 
 A micro-batch is one row of tokens [1, tokens] with the boundaries of its sequences (Megatron's THD
 layout). Every rank of a model replica builds the same plan; a context-parallel rank then takes its

@@ -25,7 +25,10 @@ def initialize_weights(
     model: torch.nn.Module, config: TransformerConfig, true_vocab_size: int, seed: int
 ) -> None:
     """Draw all matrices of a model chunk; norms and biases keep the ones and zeros they have."""
-    for shard in parameter_shards(model):
+    shards = list(parameter_shards(model))
+    covered = sum(shard.data.numel() for shard in shards)
+    assert covered == sum(p.numel() for p in model.parameters()), "a parameter without a global name"
+    for shard in shards:
         if shard.data.dim() < 2:
             continue
         std = config.init_method_std

@@ -7,7 +7,7 @@ tests and conversion all go through it. It reads Megatron-Core's own sharded_sta
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -19,6 +19,7 @@ class Shard:
     """A local view into a parameter, and where it lies in the global tensor called `name`."""
 
     name: str
+    parameter: torch.nn.Parameter
     data: Tensor  # a view: writing to it writes to the parameter
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -31,31 +32,44 @@ class Shard:
             for start, size in zip(self.offset, self.data.shape, strict=True)
         )
 
+    def view(self, like_parameter: Tensor) -> Tensor:
+        """The same piece of another tensor of the parameter's shape, such as its gradient."""
+        assert like_parameter.shape == self.parameter.shape and like_parameter.is_contiguous()
+        start = self.data.storage_offset() - self.parameter.storage_offset()
+        return like_parameter.as_strided(
+            self.data.shape, self.data.stride(), like_parameter.storage_offset() + start
+        )
+
 
 def parameter_shards(model: torch.nn.Module) -> Iterator[Shard]:
     """All parameters of one (unwrapped) model chunk on this rank, stacks of experts one by one."""
-    parameters = {id(p.data): p for p in model.parameters()}
-    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    assert parameters
+    parameters = {p.data_ptr(): p for p in model.parameters()}
     for entry in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values():
+        if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
+            continue  # Transformer Engine's extra state
+        parameter = parameters.get(entry.data.data_ptr())
+        if parameter is None:
+            continue  # buffers, such as the expert bias
         pieces = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
         for piece in pieces:
-            if not isinstance(piece, ShardedTensor) or piece.data is None:
-                continue  # Transformer Engine's extra state
-            if piece.data.untyped_storage().data_ptr() not in storages:
-                continue  # buffers, such as the expert bias
-            yield from _shards(piece)
+            yield from _shards(piece, parameter)
 
 
-def _shards(piece: ShardedTensor) -> Iterator[Shard]:
+def _shards(piece: ShardedTensor, parameter: torch.nn.Parameter) -> Iterator[Shard]:
     """Axes that number layers or experts become part of the name."""
     data = piece.data.detach()
     prepended = piece.prepend_axis_num
     name = piece.key + "".join(f"[{index}]" for index in piece.global_offset[:prepended])
-    shape, offset = piece.global_shape[prepended:], piece.global_offset[prepended:]
+    shape, offset = tuple(piece.global_shape[prepended:]), tuple(piece.global_offset[prepended:])
+    whole = Shard(name, parameter, data, shape, offset)
     if data.dim() < 3:
-        yield Shard(name, data, tuple(shape), tuple(offset))
+        yield whole
         return
     for index in range(data.shape[0]):
-        expert = f"{name}[{offset[0] + index}]"
-        yield Shard(expert, data[index], tuple(shape[1:]), tuple(offset[1:]))
+        yield replace(
+            whole,
+            name=f"{name}[{offset[0] + index}]",
+            data=data[index],
+            global_shape=shape[1:],
+            offset=offset[1:],
+        )

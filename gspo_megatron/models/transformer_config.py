@@ -30,8 +30,12 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         "calculate_per_token_loss": True,
         # Micro-batches are packed to a token budget: their lengths differ.
         "variable_seq_lengths": True,
-        # Weights come from models.initialize, the same on every layout, or from a checkpoint.
-        "perform_initialization": False,
+        # Weights come from models.initialize, the same on every layout, or from a checkpoint. Not
+        # by perform_initialization=False: Megatron-Core would then not mark which weights are cut
+        # over TP, and the gradient norm would count some of them on one rank only.
+        "init_method": leave_as_it_is,
+        "output_layer_init_method": leave_as_it_is,
+        "embedding_init_method": leave_as_it_is,
         # Fusions that need apex, Transformer Engine or torch.compile; TE layers bring their own.
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
@@ -46,6 +50,11 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         values["attention_backend"] = AttnBackend[values["attention_backend"]]
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     return TransformerConfig(**{name: value for name, value in values.items() if name in known})
+
+
+def leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    """An initialisation method that draws nothing."""
+    return weight
 
 
 def _recompute(mode: str) -> dict[str, Any]:

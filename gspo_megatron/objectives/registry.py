@@ -68,7 +68,7 @@ def objective_names() -> list[str]:
 
 
 def get_objective(name: str) -> Objective:
-    """The objective registered under `name`; ConfigError, with the nearest names, if there is none."""
+    """The objective registered under `name`; ConfigError, naming the nearest, if there is none."""
     if name not in _OBJECTIVES:
         nearest = difflib.get_close_matches(name, _OBJECTIVES)
         hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from typing import Any, TextIO
 
@@ -44,10 +45,8 @@ class SafeStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        try:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             self._stream.flush()
-        except (OSError, ValueError, AttributeError):
-            pass
 
     def close(self) -> None:
         """Leave the wrapped stream open: it belongs to whoever opened it."""

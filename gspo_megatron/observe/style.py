@@ -59,7 +59,7 @@ STYLE = {
 
 
 def panel_grid(count: int, title: str, columns: int = 3) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` small panels; call it and draw inside `matplotlib.rc_context(STYLE)`."""
+    """A figure of `count` small panels; call it and draw inside `matplotlib.rc_context(STYLE)`."""
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     figure = Figure(

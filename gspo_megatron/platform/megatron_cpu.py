@@ -55,6 +55,13 @@ class InertStream:
         return 0
 
 
+class Splits(list):
+    """Split sizes as ints, for callers that expect a numpy array of them."""
+
+    def tolist(self) -> list:
+        return list(self)
+
+
 def is_needed() -> bool:
     """True on machines where Megatron-Core's CUDA calls cannot be served by CUDA."""
     return not torch.cuda.is_available()
@@ -151,6 +158,7 @@ def _without_torch_compile():
 
 
 def _adapt_megatron() -> None:
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as tracker
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -165,8 +173,46 @@ def _adapt_megatron() -> None:
     def move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         # A CPU tensor would stay a tensor, and all_to_all_single wants a list of ints.
         if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:
-            return tensor.tolist()
+            return Splits(tensor.tolist())
         return native_move(tensor, as_numpy=as_numpy, record_stream=record_stream)
 
     moe_utils.maybe_move_tensor_to_cpu = move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = move_tensor_to_cpu
+
+    mappings._gather_along_first_dim = _uneven(mappings._gather_along_first_dim, _gather_uneven)
+    mappings._reduce_scatter_along_first_dim = _uneven(
+        mappings._reduce_scatter_along_first_dim, _reduce_scatter_uneven
+    )
+
+
+def _uneven(native: Any, substitute: Any) -> Any:
+    """Gloo gathers and scatters equal shares only; expert tensor parallelism has unequal ones."""
+
+    @functools.wraps(native)
+    def collective(
+        input_: torch.Tensor, group: Any = None, split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        for name in ("input_split_sizes", "output_split_sizes"):
+            split_sizes = kwargs.pop(name, split_sizes)
+        if split_sizes is None or group.size() == 1 or len(set(split_sizes)) == 1:
+            return native(input_, group, split_sizes, *args, **kwargs)
+        return substitute(input_, group, list(split_sizes))
+
+    return collective
+
+
+def _gather_uneven(input_: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """Pad to the largest share, gather, cut."""
+    most = max(sizes)
+    padded = input_.new_zeros((most, *input_.shape[1:]))
+    padded[: len(input_)] = input_
+    shares = input_.new_empty((most * len(sizes), *input_.shape[1:]))
+    torch.distributed.all_gather_into_tensor(shares, padded, group=group)
+    return torch.cat([s[:n] for s, n in zip(shares.split(most), sizes, strict=True)])
+
+
+def _reduce_scatter_uneven(input_: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """Sum everything, keep this rank's share."""
+    total = input_.clone()
+    torch.distributed.all_reduce(total, group=group)
+    return total.split(sizes)[group.rank()].contiguous()

@@ -1,0 +1,60 @@
+# Every target does its own set-up, into .venv, from the pins in requirements/.
+# PYTHON=python3.12 picks the interpreter (3.10 to 3.13). Without it: that of .venv, or python3.11,
+# or python3.
+
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?=
+BIN := $(abspath $(VENV))/bin
+
+# Tests use processes, not threads, for parallelism; more threads than cores only cost time.
+TEST_ENV := OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH"
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
+
+# $(call pytest,FOLDER,OPTIONS): the tests of a folder, if there is one. pytest's exit status 5 says
+# that no test of the folder is selected, as where all of them are marked `full`.
+define pytest
+if [ -d $(1) ]; then \
+    echo "== $(1)"; \
+    $(PYTEST) $(2) $(1) || { status=$$?; [ $$status -eq 5 ] || exit $$status; }; \
+fi
+endef
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full lint format clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup:  ## make or update .venv from the pinned requirements
+	@requirements/install.sh $(VENV) $(PYTHON)
+
+demo: setup  ## train a tiny Mixture-of-Experts model on this machine, in minutes
+	@PATH="$(BIN):$$PATH" bash examples/tiny_cpu/run.sh
+
+test: lint  ## what CI runs: lint, and all tests that take seconds
+	@$(call pytest,tests/unit,-n 2)
+	@$(call pytest,tests/parallel)
+	@$(call pytest,tests/slurm)
+	@$(call pytest,tests/e2e,-n 2)
+
+test-full: lint  ## the above, with the tests that take minutes and those that need a GPU
+	@$(call pytest,tests/unit,-n 2 -m '')
+	@$(call pytest,tests/parallel,-m '')
+	@$(call pytest,tests/gpu,-m '')
+	@$(call pytest,tests/slurm,-m '')
+	@$(call pytest,tests/e2e,-n 2 -m '')
+
+lint: setup  ## ruff, the layers of the package, size limits
+	@$(BIN)/ruff check --quiet --output-format concise
+	@output=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$output"; exit 1; }
+	@$(BIN)/python tools/lint_sizes.py
+	@echo "lint: ok"
+
+format: setup  ## sort imports and format
+	@$(BIN)/ruff check --quiet --fix --exit-zero
+	@$(BIN)/ruff format
+
+clean:  ## remove .venv, caches and build outputs; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

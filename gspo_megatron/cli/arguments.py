@@ -1,0 +1,43 @@
+"""What the commands' parsers share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+# What argparse calls the object that `add_subparsers` returns; it has no public name.
+Commands = Any
+
+
+def new_parser(
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    help_text: str,
+    list_name: str | None = None,
+) -> argparse.ArgumentParser:
+    """Add the command `name`; `list_name` is the argument that takes any number of words."""
+    parser = commands.add_parser(
+        name, help=help_text, description=help_text[0].upper() + help_text[1:], allow_abbrev=False
+    )
+    parser.set_defaults(run=run, parser=parser, list_name=list_name)
+    return parser
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """CONFIG.yaml and its overrides, as `train` and `check` take them."""
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the configuration file")
+    parser.add_argument(
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        help="a value that replaces the file's, as in rollout.group_size=16",
+    )
+
+
+def positive(text: str) -> int:
+    """An argument that counts something. Raises argparse's error for anything below 1."""
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1")
+    return int(text)

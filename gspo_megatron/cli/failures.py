@@ -1,0 +1,72 @@
+"""How a failure travels from the rank that had it to the person who reads about it.
+
+A rank that our launcher started hands its message to the launcher instead of printing it: when
+one rank fails all others fail of broken connections, and only the launcher can tell which message
+is worth reading.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+
+from gspo_megatron.cli import ranks
+from gspo_megatron.errors import UserError
+
+USER_ERROR = 2
+DEFECT = 1
+
+# What torch's stores and collectives say when a peer is gone: gloo, c10d's TCPStore, NCCL.
+_LOST_CONNECTION = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted|lost)|broken pipe|gloo/transport"
+    r"|timed out|(wait|socket) ?timeout|failed to (recv|send)|(recv|send)(Value|Bytes|Vector)"
+    r"|Dist(Network|Store|Backend)Error|nccl(Remote|System)Error|remote process exited"
+    r"|communicator was aborted",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank tells of its end: `text` is all of it, `summary` one line."""
+
+    is_user_error: bool
+    text: str
+    summary: str
+
+
+def tell_failure(error: Exception) -> int:
+    """Print an error, or hand it to the launcher of this rank; returns the exit code."""
+    if isinstance(error, UserError):
+        failure = Failure(True, str(error), str(error))
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip("\n")
+        summary = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+        failure = Failure(False, text, summary)
+    descriptor = ranks.failure_descriptor()
+    if descriptor is None:
+        print(failure.text, file=sys.stderr)
+    else:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(failure), file)
+    return USER_ERROR if failure.is_user_error else DEFECT
+
+
+def parse_failure(text: str) -> Failure | None:
+    """What `tell_failure` wrote; None where the rank died before it had written it all."""
+    try:
+        return Failure(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+
+
+def is_lost_connection(output: str) -> bool:
+    """Whether a traceback ends in the kind of error that another rank's death causes."""
+    _, _, last_traceback = output.rpartition("Traceback (most recent call last)")
+    # Indented lines quote code, which may well speak of connections.
+    told = [line for line in last_traceback.splitlines() if not line[:1].isspace()]
+    return _LOST_CONNECTION.search("\n".join(told)) is not None

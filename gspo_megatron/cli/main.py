@@ -1,0 +1,52 @@
+"""The entry point: parses the command line, runs one command, turns errors into exit codes.
+
+0: done. 2: something the user can mend, told by its message alone. 1: anything else, with its
+traceback. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import gspo_megatron
+from gspo_megatron.cli import check, doctor, report, train
+from gspo_megatron.cli.failures import tell_failure
+from gspo_megatron.cli.ranks import join_launcher
+
+COMMANDS = (train, check, report, doctor)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `gspo-megatron ARGV...` and return its exit code.
+
+    As with any argparse program, `--help` and a malformed command line raise SystemExit.
+    """
+    join_launcher()
+    arguments = parse(argv)
+    try:
+        return arguments.run(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return tell_failure(error)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line; `run` in it is the command's function. Raises SystemExit."""
+    parser = argparse.ArgumentParser(
+        prog="gspo-megatron", description=gspo_megatron.__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=gspo_megatron.__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    arguments, extra = parser.parse_known_args(argv)
+    # argparse fills a list of positionals once: `train a.yaml --nproc 2 training.steps=5` leaves
+    # the last one over, where anybody would expect it to be an override like any other.
+    unknown = [text for text in extra if text.startswith("-") or arguments.list_name is None]
+    if unknown:
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if extra:
+        getattr(arguments, arguments.list_name).extend(extra)
+    return arguments

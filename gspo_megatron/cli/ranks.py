@@ -1,0 +1,139 @@
+"""What the environment says about this process's place among the ranks of a run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
+
+from gspo_megatron.errors import UserError
+
+# Set by our launcher for the ranks that it starts.
+LAUNCHER_PID = "GSPO_PARENT_PID"
+FAILURE_DESCRIPTOR = "GSPO_FAILURE_FD"
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SCONTROL_TIMEOUT_SECONDS = 60
+
+_failure_descriptor: int | None = None
+
+
+def join_launcher() -> None:
+    """In a rank that our launcher started: die with it, and keep its line for failures.
+
+    To be called early. A launcher that is killed outright cannot end its ranks, so Linux is asked
+    to. Harmless in any other process. Raises SystemExit where the launcher is gone already.
+    """
+    global _failure_descriptor
+    # Removed, because what this process starts itself is no rank of that launcher.
+    launcher = os.environ.pop(LAUNCHER_PID, None)
+    descriptor = os.environ.pop(FAILURE_DESCRIPTOR, None)
+    if descriptor is not None:
+        _failure_descriptor = int(descriptor)
+        os.set_inheritable(_failure_descriptor, False)
+    if launcher is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(launcher):  # it died before the request was in place
+        raise SystemExit("the launcher of this rank is gone")
+
+
+def failure_descriptor() -> int | None:
+    """The file descriptor on which the launcher takes this rank's failure, once; else None."""
+    global _failure_descriptor
+    descriptor, _failure_descriptor = _failure_descriptor, None
+    return descriptor
+
+
+def world_size_of_rank(environ: Mapping[str, str]) -> int | None:
+    """The number of ranks where this process is one of them by torchrun's variables, else None.
+
+    Raises UserError where the variables are incomplete or make no sense.
+    """
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
+    if not given:
+        return None
+    if len(given) == 1:
+        raise UserError(
+            f"{given[0]} = {environ[given[0]]}: of RANK and WORLD_SIZE only this one is set in the "
+            "environment; set both, as torchrun does, or neither"
+        )
+    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    if rank >= world_size:
+        raise UserError(f"RANK = {rank}: beyond WORLD_SIZE = {world_size}; legal: below it")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if missing and world_size > 1:
+        raise UserError(
+            f"WORLD_SIZE = {world_size}: {' and '.join(missing)} must be set too, for the ranks to "
+            "find each other"
+        )
+    return world_size
+
+
+def is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether this process is one of several tasks that srun started.
+
+    A batch script, too, has SLURM_PROCID and the job's SLURM_NTASKS, but runs once, whatever the
+    number of tasks; only srun's processes have a step number.
+    """
+    needed = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID")
+    return all(name in environ for name in needed) and _integer(environ, "SLURM_NTASKS") > 1
+
+
+def adopt_slurm_task(
+    environ: MutableMapping[str, str], first_host: Callable[[str], str] | None = None
+) -> None:
+    """Give a task of srun torchrun's variables, where RANK is not set already.
+
+    The ranks meet on the first node of the step unless MASTER_ADDR is set, at a port that follows
+    from the job's number unless MASTER_PORT is set. `first_host` finds the first name in a Slurm
+    node list; it asks scontrol unless given.
+
+    Raises UserError where scontrol is needed and fails.
+    """
+    if "RANK" in environ or not is_slurm_task(environ):
+        return
+    environ["RANK"] = environ["SLURM_PROCID"]
+    environ["WORLD_SIZE"] = environ["SLURM_NTASKS"]
+    if "SLURM_LOCALID" in environ:
+        environ.setdefault("LOCAL_RANK", environ["SLURM_LOCALID"])
+    if not environ.get("MASTER_ADDR"):
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        environ["MASTER_ADDR"] = (first_host or _first_host)(nodes)
+    if not environ.get("MASTER_PORT"):
+        # Every rank must find the same port by itself, and two jobs on a node different ones.
+        environ["MASTER_PORT"] = str(20000 + _integer(environ, "SLURM_JOB_ID") % 20000)
+
+
+def _first_host(nodes: str) -> str:
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_SCONTROL_TIMEOUT_SECONDS
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        raise UserError(
+            f"MASTER_ADDR is not set, and `{' '.join(command)}` failed: {said}; "
+            "set MASTER_ADDR to the first node of the job"
+        ) from error
+    hosts = result.stdout.split()
+    if not hosts:
+        raise UserError(
+            f"MASTER_ADDR is not set, and Slurm names no node in {nodes!r}; "
+            "set MASTER_ADDR to the first node of the job"
+        )
+    return hosts[0]
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise UserError(f"{name} is not set in the environment, and is needed")
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"{name} = {text!r} in the environment: not an integer from 0")
+    return int(text)

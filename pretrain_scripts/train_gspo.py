@@ -1,0 +1,14 @@
+"""GSPO training as an entry file for launchers that want one.
+
+torchrun --nproc-per-node 8 pretrain_scripts/train_gspo.py CONFIG.yaml [section.key=value ...]
+srun --ntasks-per-node 8 python pretrain_scripts/train_gspo.py CONFIG.yaml [section.key=value ...]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gspo_megatron.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Makes the virtual environment from the pins of this folder, one line a stage:
+#
+#     install.sh VENV [PYTHON]
+#
+# PYTHON is an interpreter of Python 3.10 to 3.13. Without it: the one VENV was made with, or
+# python3.11, or python3. Does nothing when VENV is up to date; makes VENV anew when it is of
+# another Python version; brings it up to date when the pins or setup.py changed.
+set -euo pipefail
+
+venv=$1
+python=${2:-}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case $venv in
+/*) place=$venv ;;
+*) place=$PWD/$venv ;;
+esac
+
+fail() {
+    echo "install: $*" >&2
+    exit 1
+}
+
+version_of() { # INTERPRETER: prints "3.11", fails when there is no such interpreter
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
+# pyenv puts a python3.12 on the PATH that runs only where that version is selected. One asked for
+# by name is wanted all the same.
+from_pyenv() { # NAME, as python3.12
+    local name
+    command -v pyenv >/dev/null || return 1
+    name=$(pyenv versions --bare 2>/dev/null | grep -E "^${1#python}\.[0-9]+$" | tail -n 1) || return 1
+    echo "$(pyenv root)/versions/$name/bin/python"
+}
+
+choose_python() {
+    if [ -n "$python" ]; then
+        local asked=$python
+        version_of "$asked" >/dev/null || python=$(from_pyenv "$asked") ||
+            fail "PYTHON=$asked does not run; name an interpreter of Python 3.10 to 3.13"
+    elif version_of "$venv/bin/python" >/dev/null; then
+        # The interpreter behind it, which survives when it is made anew.
+        python=$("$venv/bin/python" -c 'import os, sys; print(os.path.realpath(sys.executable))')
+    elif version_of python3.11 >/dev/null; then
+        python=python3.11
+    else
+        python=python3
+    fi
+    version=$(version_of "$python") ||
+        fail "no Python found; name one: make setup PYTHON=/path/to/python3.11"
+    case $version in
+    3.10) pins=requirements/cpu-py310.txt ;;
+    3.11) pins=requirements/cpu-py311.txt ;;
+    3.12 | 3.13) pins=requirements/cpu-py312.txt ;;
+    *) fail "$python is Python $version; this project needs 3.10 to 3.13 (make setup PYTHON=python3.11)" ;;
+    esac
+}
+
+quiet_pip() {
+    "$venv/bin/python" -m pip "$1" -qq --disable-pip-version-check --no-input "${@:2}"
+}
+
+make_venv() {
+    # Of no use: one whose making was interrupted, so that it lacks pip, and one that was moved with
+    # its folder, since its scripts name their own place.
+    local made_at
+    made_at=$(cat "$venv"/.stamp-* 2>/dev/null || true)
+    if [ "$(version_of "$venv/bin/python" || true)" = "$version" ] &&
+        "$venv/bin/python" -c 'import pip' 2>/dev/null &&
+        { [ -z "$made_at" ] || [ "$made_at" = "$place" ]; }; then
+        echo "updating $venv (Python $version)"
+    else
+        echo "creating $venv with Python $version"
+        rm -rf "$venv"
+        "$python" -m venv "$venv" || fail "cannot make $venv: is the venv module of $python installed?"
+    fi
+    rm -f "$venv"/.stamp-*
+}
+
+choose_python
+torch=$(grep -E '^torch==' "$pins")
+cuda_pins=requirements/cuda-torch-${torch#torch==}.txt
+sum=$(cat "$pins" "$cuda_pins" setup.py requirements/install.sh | cksum | cut -d ' ' -f 1)
+stamp=$venv/.stamp-$version-$sum
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$place" ]; then
+    exit 0
+fi
+
+make_venv
+# torch comes first and by its version alone, with the other pins as constraints only: the build that
+# pip finds for this platform decides on the CUDA packages, and nothing after it brings them.
+echo "installing $torch (200 MB for a CPU build, 5 GB for a CUDA build) ..."
+quiet_pip install --constraint "$pins" --constraint "$cuda_pins" "$torch"
+echo "installing the pinned requirements of $pins (about 1 minute) ..."
+quiet_pip install --requirement "$pins"
+echo "installing gspo-megatron (editable)"
+quiet_pip install --no-deps --no-build-isolation --editable .
+echo "$place" >"$stamp"
+echo "$venv is ready after $SECONDS s"

@@ -1,0 +1,32 @@
+"""Every test sees the same environment, on a laptop, in CI and inside a Slurm job."""
+
+from __future__ import annotations
+
+import os
+import re
+
+# Set at import, before any test module imports torch, matplotlib or a tokenizer library.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that downloads is a bug
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+# What torchrun, srun and sbatch set: the tests that need such variables set them themselves.
+# SLURM_CONF stays: it says where a cluster's settings are, not that this is a job.
+_LAUNCHER = re.compile(
+    r"(RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|(LOCAL|GROUP|TORCHELASTIC|PMIX?)_.*|SLURM_(?!CONF$).*)"
+)
+for _name in filter(_LAUNCHER.fullmatch, list(os.environ)):
+    del os.environ[_name]
+
+import pytest  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where there is no GPU."""
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests:
+        return
+    import torch  # a second that a run without such tests does not pay
+
+    if not torch.cuda.is_available():
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -1,0 +1,451 @@
+"""The launcher on real processes: every rank ends with the first that fails, and none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+import gspo_megatron
+
+ROOT = Path(gspo_megatron.__file__).parents[1]
+PATIENCE = 30.0  # seconds until a test gives up, on a machine that is busy with others
+
+LAUNCHER = """
+import sys
+from gspo_megatron.cli.failures import tell_failure
+from gspo_megatron.cli.launch import launch
+world_size, grace_seconds, settle_seconds, *command = sys.argv[1:]
+try:
+    code = launch(
+        command,
+        int(world_size),
+        grace_seconds=float(grace_seconds),
+        settle_seconds=float(settle_seconds),
+    )
+except Exception as error:
+    code = tell_failure(error)
+sys.exit(code)
+"""
+
+# What the ranks' scripts begin with. `say` lets the test wait for a rank; `block` never returns.
+PREAMBLE = """
+import os, signal, sys, threading
+from pathlib import Path
+from gspo_megatron.cli.failures import tell_failure
+from gspo_megatron.cli.ranks import join_launcher
+from gspo_megatron.errors import UserError
+rank = int(os.environ["RANK"])
+def say(word):
+    Path(sys.argv[1], f"{word}-{rank}").touch()
+def block():
+    threading.Event().wait()
+def await_word(word, of):
+    while not Path(sys.argv[1], f"{word}-{of}").exists():
+        threading.Event().wait(0.01)
+"""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+@dataclass
+class Launch:
+    """A running launcher whose ranks can be found by the folder that is their argument."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    started: float = field(default_factory=time.monotonic)
+
+    def await_word(self, word: str, *ranks: int) -> None:
+        paths = [self.folder / f"{word}-{rank}" for rank in ranks]
+        wait_until(lambda: all(path.exists() for path in paths))
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr, once it has ended."""
+        out, err = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, out, err
+
+    def survivors(self) -> list[str]:
+        """The command lines of processes that have the folder for an argument."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            words = process.info["cmdline"] or []
+            if str(self.folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(words))
+        return found
+
+
+Start = Callable[..., Launch]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts the launcher on a script; `grace` and `settle` are short unless they matter."""
+    launched: list[Launch] = []
+
+    def begin(
+        script: str, world_size: int, grace: float = 5.0, settle: float = 0.3, **environ: str
+    ) -> Launch:
+        path = tmp_path / "rank.py"
+        path.write_text(PREAMBLE + textwrap.dedent(script))
+        limits = [str(world_size), str(grace), str(settle)]
+        clean = {name: text for name, text in os.environ.items() if name != "MASTER_PORT"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, *limits, sys.executable, str(path), str(tmp_path)],
+            env={**clean, "PYTHONPATH": str(ROOT), **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        launched.append(Launch(tmp_path, process))
+        return launched[-1]
+
+    yield begin
+    for launch in launched:
+        if launch.process.poll() is None:
+            launch.process.send_signal(signal.SIGTERM)
+            launch.end()
+
+
+def test_ranks_that_end_well_end_the_launcher_with_0(start: Start) -> None:
+    launch = start(
+        """
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        print(*(os.environ[name] for name in names))
+        """,
+        3,
+    )
+    assert launch.end() == (0, "0 0 3 3 127.0.0.1\n", "")
+
+
+def test_all_ranks_are_told_the_same_port_and_rank_0_can_listen_there(start: Start) -> None:
+    launch = start(
+        """
+        import socket
+        address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+        if rank == 0:
+            with socket.create_server(address) as server:
+                say("listening")
+                for _ in range(2):
+                    server.accept()[0].close()
+        else:
+            await_word("listening", 0)
+            socket.create_connection(address).close()
+        """,
+        3,
+    )
+    assert launch.end() == (0, "", "")
+
+
+def test_one_death_ends_all_ranks_and_names_the_cause(start: Start) -> None:
+    launch = start(
+        """
+        if rank != 2:
+            say("blocked")
+            block()
+        await_word("blocked", 0)
+        await_word("blocked", 1)
+        print("about to fail")
+        raise KeyError("expert 7")
+        """,
+        3,
+    )
+    code, out, err = launch.end()
+    lines = err.splitlines()
+    assert (code, out) == (1, "")
+    assert lines[0] == "[rank 2] about to fail"
+    assert "[rank 2] KeyError: 'expert 7'" in lines
+    assert lines[-1] == "rank 2 of 3 ended with exit code 1"
+    assert launch.survivors() == []
+
+
+def test_a_rank_killed_by_a_signal_is_told_by_its_name(start: Start) -> None:
+    launch = start(
+        """
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        block()
+        """,
+        2,
+    )
+    code, _, err = launch.end()
+    assert code == 128 + signal.SIGKILL
+    assert err.splitlines()[-1].startswith("rank 1 of 2 was killed by SIGKILL")
+    assert launch.survivors() == []
+
+
+def test_a_rank_that_will_not_end_is_killed_after_the_grace(start: Start) -> None:
+    launch = start(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        say("deaf")
+        if rank == 1:
+            await_word("deaf", 0)
+            sys.exit(3)
+        block()
+        """,
+        2,
+        grace=0.2,
+    )
+    code, _, err = launch.end()
+    assert (code, err) == (3, "rank 1 of 2 ended with exit code 3\n")
+    assert launch.survivors() == []
+
+
+def test_children_of_a_failed_rank_end_with_it(start: Start) -> None:
+    launch = start(
+        """
+        import subprocess
+        if rank == 1:
+            wait = "import sys, threading; threading.Event().wait()"
+            subprocess.Popen([sys.executable, "-c", wait, sys.argv[1]])
+            sys.exit(3)
+        """,
+        2,
+    )
+    assert launch.end()[0] == 3
+    wait_until(lambda: launch.survivors() == [])
+
+
+def test_a_lost_connection_is_not_taken_for_the_cause(start: Start) -> None:
+    launch = start(
+        """
+        join_launcher()
+        if rank == 0:
+            try:
+                raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+            except RuntimeError as error:
+                code = tell_failure(error)
+            say("lost")
+            sys.exit(code)
+        await_word("lost", 0)
+        try:
+            raise ValueError("bad shape")
+        except ValueError as error:
+            sys.exit(tell_failure(error))
+        """,
+        2,
+        settle=PATIENCE,  # not waited for: both end by themselves
+    )
+    code, out, err = launch.end()
+    lines = err.splitlines()
+    assert (code, out) == (1, "")
+    assert "[rank 1] ValueError: bad shape" in lines
+    assert "Connection closed" not in err
+    assert lines[-2] == "failed too, and not shown: rank 0"
+    assert lines[-1] == "rank 1 of 2 ended with exit code 1: ValueError: bad shape"
+
+
+def test_a_user_error_is_told_once_and_alone(start: Start) -> None:
+    launch = start(
+        """
+        join_launcher()
+        print("a warning of some library", file=sys.stderr) if rank else None
+        sys.exit(tell_failure(UserError("prompts.jsonl:3: the prompt is empty\\nand more")))
+        """,
+        3,
+    )
+    assert launch.end() == (2, "", "prompts.jsonl:3: the prompt is empty\nand more\n")
+
+
+def test_a_user_error_ends_the_others_without_settling(start: Start) -> None:
+    launch = start(
+        """
+        join_launcher()
+        say("ready")
+        if rank == 1:
+            await_word("ready", 0)
+            sys.exit(tell_failure(UserError("wrong")))
+        block()
+        """,
+        2,
+        settle=2 * PATIENCE,
+    )
+    assert launch.end() == (2, "", "wrong\n")
+
+
+def test_only_the_last_lines_of_a_rank_are_kept(start: Start) -> None:
+    launch = start(
+        """
+        if rank == 1:
+            for number in range(10_000):
+                print("line", number)
+            print("x" * 100_000)
+            sys.exit(5)
+        """,
+        2,
+    )
+    code, out, err = launch.end()
+    lines = err.splitlines()
+    assert (code, out) == (5, "")
+    assert len(lines) == 201  # of rank 1, and what the launcher says
+    assert "[rank 1] line 9999" in lines
+    assert max(map(len, lines)) < 10_000
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_all_ranks(start: Start, signum: signal.Signals) -> None:
+    launch = start(
+        """
+        def stop(signum, frame):
+            say(signal.Signals(signum).name)
+            sys.exit(0)
+        signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGTERM, stop)
+        say("ready")
+        block()
+        """,
+        3,
+    )
+    launch.await_word("ready", 0, 1, 2)
+    launch.process.send_signal(signum)
+    assert launch.end() == (128 + signum, "", "")
+    launch.await_word(signum.name, 0, 1, 2)
+    assert launch.survivors() == []
+
+
+def test_ctrl_c_reaches_a_rank_once_through_the_launcher(start: Start) -> None:
+    launch = start(
+        """
+        say(f"alone-{os.getsid(0) == os.getpid()}")
+        say("ready")
+        block()
+        """,
+        2,
+    )
+    launch.await_word("ready", 0, 1)
+    launch.await_word("alone-True", 0, 1)  # out of reach of the terminal's process group
+    launch.process.send_signal(signal.SIGINT)
+    assert launch.end()[0] == 130
+    assert launch.survivors() == []
+
+
+def test_a_second_signal_does_not_wait_for_the_grace(start: Start) -> None:
+    launch = start(
+        """
+        signal.signal(signal.SIGINT, lambda *_: say("asked"))
+        say("ready")
+        while True:
+            block()
+        """,
+        2,
+        grace=2 * PATIENCE,
+    )
+    launch.await_word("ready", 0, 1)
+    launch.process.send_signal(signal.SIGINT)
+    launch.await_word("asked", 0, 1)
+    launch.process.send_signal(signal.SIGINT)
+    assert launch.end()[0] == 130
+    assert launch.survivors() == []
+
+
+def test_ranks_die_with_a_launcher_that_is_killed(start: Start) -> None:
+    launch = start(
+        """
+        join_launcher()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        say("ready")
+        block()
+        """,
+        3,
+    )
+    launch.await_word("ready", 0, 1, 2)
+    assert len(launch.survivors()) == 4
+    launch.process.kill()
+    wait_until(lambda: launch.survivors() == [])
+
+
+def test_a_rank_does_not_outlive_a_launcher_that_was_killed_before_it_joined(start: Start) -> None:
+    launch = start(
+        """
+        say("starting")
+        await_word("go", 0)
+        join_launcher()
+        say("joined")
+        """,
+        2,
+    )
+    launch.await_word("starting", 0, 1)
+    launch.process.kill()
+    launch.process.wait(timeout=PATIENCE)
+    (launch.folder / "go-0").touch()
+    wait_until(lambda: launch.survivors() == [])
+    assert not list(launch.folder.glob("joined-*"))
+
+
+def test_sigusr1_is_passed_on_and_harmless_before_a_rank_is_ready(start: Start) -> None:
+    launch = start(
+        """
+        say("deaf")  # what an ordinary program does before it has a handler
+        await_word("go", 0)
+        received = threading.Event()
+        signal.signal(signal.SIGUSR1, lambda *_: received.set())
+        say("ready")
+        received.wait()
+        """,
+        2,
+    )
+    launch.await_word("deaf", 0, 1)
+    launch.process.send_signal(signal.SIGUSR1)
+    (launch.folder / "go-0").touch()
+    launch.await_word("ready", 0, 1)
+    launch.process.send_signal(signal.SIGUSR1)
+    assert launch.end() == (0, "", "")
+
+
+def test_a_port_in_use_is_named(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        code, out, err = start("say('started')", 2, MASTER_PORT=port).end()
+    assert (code, out) == (2, "")
+    assert f"MASTER_PORT = {port}" in err
+    assert "Traceback" not in err
+
+
+# A stand-in for the training itself, so that the whole command runs without Megatron-Core.
+TRAIN = """
+import os, sys, types
+import gspo_megatron
+from gspo_megatron.errors import RewardError
+run = types.ModuleType("gspo_megatron.train.run")
+def run_training(config):
+    if os.environ["RANK"] == "1":
+        raise RewardError(f"no reward at seed {config.training.seed}")
+    raise ConnectionResetError("Connection reset by peer")
+run.run_training = run_training
+sys.modules["gspo_megatron.train"] = types.ModuleType("gspo_megatron.train")
+sys.modules["gspo_megatron.train.run"] = run
+"""
+
+
+def test_the_train_command_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(TRAIN)  # imported by every interpreter
+    config = tmp_path / "tiny.yaml"
+    config.write_text("data: {tokenizer: t.model, prompts: p.jsonl}\n")
+    words = ["train", str(config), "training.seed=11", "--nproc", "2"]
+    outer = ("RANK", "WORLD_SIZE", "MASTER_PORT", "SLURM_STEP_ID")
+    clean = {name: text for name, text in os.environ.items() if name not in outer}
+    result = subprocess.run(
+        [sys.executable, "-m", "gspo_megatron", *words],
+        env={**clean, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "no reward at seed 11\n"

@@ -1,0 +1,45 @@
+"""A small run's input files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.data.tokenizers import train_sentencepiece
+
+ConfigWriter = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _no_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The tests may themselves run under srun or torchrun; what is set meanwhile is undone."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_JOB_ID")
+    for name in (*names, *slurm):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    yield
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A character-level tokenizer of the letters a to h."""
+    prefix = tmp_path_factory.mktemp("tokenizer") / "letters"
+    return train_sentencepiece(["abcdefgh", "hgfedcba"], 64, prefix, "char")
+
+
+@pytest.fixture
+def write_config(tmp_path: Path, tokenizer: Path) -> ConfigWriter:
+    """Writes config.yaml and the prompts that it names; returns the file's path."""
+
+    def write(prompts: tuple[str, ...] = ("abc", "hgfed")) -> Path:
+        rows = [json.dumps({"prompt": text, "answer": text[::-1]}) for text in prompts]
+        (tmp_path / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+        path = tmp_path / "config.yaml"
+        path.write_text(f"data: {{tokenizer: {tokenizer}, prompts: {tmp_path}/prompts.jsonl}}\n")
+        return path
+
+    return write

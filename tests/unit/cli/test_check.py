@@ -1,0 +1,114 @@
+"""What `check` finds in a configuration and its files, and what it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.cli.main import main
+from gspo_megatron.cli.parameters import count_parameters
+from gspo_megatron.config import ModelShape, load_config
+
+ConfigWriter = Callable[..., Path]
+
+
+def shape_of(path: Path, *overrides: str) -> ModelShape:
+    return load_config(path, overrides).resolved_model()
+
+
+def test_a_sound_configuration_is_summed_up(
+    write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(("abc", "hgfed", "a"))
+    assert main(["check", str(path), "--world-size", "4", "parallel.layout=tp=2"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["layout"] == "tp=2 on 4 ranks, dp=2"
+    assert lines["model"].startswith("tiny: 4 layers of 64, 2 of 8 experts, ")
+    assert lines["prompts"] == "3 in data.prompts"
+    assert lines["lengths"].startswith("prompts of at most 5 tokens (96 allowed)")
+    assert lines["run"] == "100 steps into runs/config"
+
+
+def test_problems_of_all_parts_are_told_at_once(
+    write_config: ConfigWriter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [
+        "rollout.group_size=1",
+        "reward.name=exakt",
+        "data.tokenizer=missing.model",
+        f"data.eval_prompts={tmp_path}/none.jsonl",
+    ]
+    assert main(["check", str(write_config()), *overrides]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "rollout.group_size = 1",
+        "reward.name = exakt",
+        "missing.model",
+        f"{tmp_path}/none.jsonl",
+    ]
+
+
+def test_prompts_that_are_too_long_are_named_by_line(
+    write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(("abc", "abcdefgh", "ab", "hgfedcb"))
+    assert main(["check", str(path), "data.max_prompt_tokens=6"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1] for line in lines] == ["2", "4"]
+    assert "8 tokens; at most 6" in lines[0]
+
+
+def test_answers_of_the_warm_start_must_fit_too(
+    write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["model.max_sequence_length=10", "rollout.max_response_tokens=2"]
+    words = ["check", str(write_config(("abcd", "abcde"))), *sizes]
+    assert main(words) == 0
+    assert main([*words, "training.warm_start.steps=1"]) == 2
+    assert "prompts.jsonl:2: prompt and answer have 11 tokens" in capsys.readouterr().err
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
+    write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(write_config()), "model.vocab_size=5"]) == 2
+    assert "model.vocab_size = 5: the tokenizer" in capsys.readouterr().err
+
+
+# The published counts, https://huggingface.co/Qwen: all, and what one token passes ("3.3B active",
+# "22B active").
+@pytest.mark.parametrize(
+    ("preset", "total", "active_billions"),
+    [("qwen3-30b-a3b", 30_532_122_624, 3.3), ("qwen3-235b-a22b", 235_093_634_560, 22.2)],
+)
+def test_parameters_of_published_models(
+    write_config: ConfigWriter, preset: str, total: int, active_billions: float
+) -> None:
+    shape = shape_of(write_config(), f"model.preset={preset}")
+    counted = count_parameters(shape, shape.vocab_size or 0)
+    assert counted is not None
+    assert counted[0] == total
+    assert counted[1] / 1e9 == pytest.approx(active_billions, abs=0.1)
+
+
+def test_parameters_of_a_small_model_counted_by_hand(write_config: ConfigWriter) -> None:
+    # 2 layers of 8: 2 heads and 1 group of 4 wide; layer 0 has 3 experts of 5, layer 1 an MLP of 7.
+    sizes = (
+        "num_layers: 2, hidden_size: 8, num_attention_heads: 2, num_query_groups: 1, "
+        "kv_channels: 4, num_moe_experts: 3, moe_ffn_hidden_size: 5, ffn_hidden_size: 7, "
+        "moe_router_topk: 2, moe_layer_freq: 2"
+    )
+    shape = shape_of(write_config(), f"model.megatron={{{sizes}}}", "model.tie_embeddings=true")
+    attention = 8 * 8 + 8 * 8 + 8 * 8  # query; key and value; output
+    norms = 8 + 8 + 4 + 4
+    expert, mlp, router = 3 * 8 * 5, 3 * 8 * 7, 8 * 3
+    outside = 11 * 8 + 8  # tied embedding of 11, final norm
+    always = outside + 2 * (attention + norms) + router + mlp
+    assert count_parameters(shape, 11) == (always + 3 * expert, always + 2 * expert)
+
+
+def test_parameters_beyond_the_formula_are_not_guessed(write_config: ConfigWriter) -> None:
+    shape = shape_of(write_config(), "model.megatron.add_qkv_bias=true")
+    assert count_parameters(shape, 11) is None

@@ -1,0 +1,69 @@
+"""Which error caused a failure, and which are only its consequence."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+
+from gspo_megatron.cli import failures, ranks
+from gspo_megatron.errors import RewardError
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    g()\n'
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by "
+        "peer [127.0.0.1]:41873",
+        "RuntimeError: [/gloo/transport/tcp/buffer.cc:72] Timed out waiting 1800000ms for recv",
+        "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+        "torch.distributed.DistBackendError: NCCL error in: x.cpp:77, ncclRemoteError: A call "
+        "failed possibly due to a network error or a remote process exiting prematurely.",
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+    ],
+)
+def test_errors_of_a_lost_peer_are_known(told: str) -> None:
+    assert failures.is_lost_connection(TRACEBACK + told)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "ValueError: shapes do not match",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "    pool.connection_closed()\nKeyError: 'connection'",
+    ],
+)
+def test_other_errors_are_not_taken_for_them(told: str) -> None:
+    assert not failures.is_lost_connection(TRACEBACK + told)
+
+
+def test_the_last_traceback_counts() -> None:
+    lost = TRACEBACK + "ConnectionResetError: Connection reset by peer\n"
+    assert not failures.is_lost_connection(lost + TRACEBACK + "ValueError: bad")
+    assert failures.is_lost_connection(TRACEBACK + "ValueError: bad\n" + lost)
+
+
+def test_a_launched_rank_hands_its_failure_over_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = RewardError("reward is NaN\non prompt 'é'")
+    with tempfile.TemporaryFile() as file:
+        # tell_failure closes what it is given
+        monkeypatch.setattr(ranks, "_failure_descriptor", os.dup(file.fileno()))
+        assert failures.tell_failure(error) == 2
+        file.seek(0)
+        failure = failures.parse_failure(file.read().decode())
+    assert failure == failures.Failure(True, str(error), str(error))
+    assert capsys.readouterr().err == ""
+    assert failures.tell_failure(error) == 2
+    assert capsys.readouterr().err == f"{error}\n"
+
+
+def test_half_a_report_is_none() -> None:
+    assert failures.parse_failure("") is None
+    assert failures.parse_failure('{"is_user_error": true, "te') is None
+    assert failures.parse_failure("[]") is None

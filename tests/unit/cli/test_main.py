@@ -1,0 +1,126 @@
+"""The command line: what is accepted, and which exit code and message a mistake ends in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gspo_megatron
+from gspo_megatron.cli import report
+from gspo_megatron.cli.main import main, parse
+from gspo_megatron.errors import ConfigError
+
+ROOT = Path(gspo_megatron.__file__).parents[1]
+
+
+def test_overrides_may_stand_before_and_after_options_and_keep_their_order() -> None:
+    words = ["train", "a.yaml", "training.steps=1", "--nproc", "2", "training.steps=2", "x.y=-1"]
+    arguments = parse(words)
+    assert arguments.config == "a.yaml"
+    assert arguments.overrides == ["training.steps=1", "training.steps=2", "x.y=-1"]
+    assert arguments.nproc == 2
+    assert parse(["train", "--nproc", "3", "a.yaml"]).overrides == []
+
+
+def test_runs_of_a_report_may_follow_its_output() -> None:
+    arguments = parse(["report", "one", "-o", "out", "two", "three"])
+    assert (arguments.runs, arguments.output) == (["one", "two", "three"], "out")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train", "a.yaml", "--nprocs", "2"], "unrecognized arguments: --nprocs"),
+        (["train", "a.yaml", "--nproc", "0"], "'0' is not an integer from 1"),
+        (["train", "a.yaml", "--nproc", "two"], "'two' is not an integer from 1"),
+        (["train"], "CONFIG.yaml"),
+        (["doctor", "now"], "unrecognized arguments: now"),
+        (["report", "run"], "--output"),
+        (["verify", "a.yaml"], "verify"),
+        ([], "COMMAND"),
+    ],
+)
+def test_malformed_command_lines_exit_with_2_and_say_why(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_help_names_the_commands_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("train", "check", "report", "doctor"))
+    assert not any(name in text for name in ("verify", "convert", "ablate"))
+
+
+@pytest.mark.parametrize("module", ["gspo_megatron.cli.main", "gspo_megatron.cli.launch"])
+def test_parsing_and_launching_import_nothing_heavy(module: str) -> None:
+    heavy = "{'torch', 'megatron', 'pydantic', 'rich', 'numpy', 'transformers'}"
+    script = f"import sys, {module}; sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_all_problems_of_a_configuration_are_told_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "bad.yaml"
+    config.write_text("data: {tokenizer: t.model}\nrollout: {group_sise: 4, top_k: -1}\n")
+    assert main(["train", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert "group_sise" in error
+    assert "top_k" in error
+    assert "Traceback" not in error
+
+
+def test_a_user_error_ends_with_its_message_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "run", _raising(ConfigError(["a.b = 1: wrong", "c.d = 2: too"])))
+    assert main(["report", "run", "-o", "out"]) == 2
+    assert capsys.readouterr() == ("", "a.b = 1: wrong\nc.d = 2: too\n")
+
+
+def test_any_other_error_ends_with_its_traceback_and_the_cause_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "run", _raising(RuntimeError("the disk is on fire")))
+    assert main(["report", "run", "-o", "out"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "RuntimeError: the disk is on fire"
+
+
+def test_an_interrupt_ends_quietly_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "run", _raising(KeyboardInterrupt()))
+    assert main(["report", "run", "-o", "out"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_report_prints_the_path_of_what_it_wrote(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gspo_megatron.observe import report as writer
+
+    monkeypatch.setattr(writer, "write_report", lambda runs, out: Path(out, "-".join(runs)))
+    assert main(["report", "one", "two", "-o", "out"]) == 0
+    assert capsys.readouterr().out == "out/one-two\n"
+
+
+def _raising(error: BaseException):
+    def run(_arguments: object) -> int:
+        raise error
+
+    return run

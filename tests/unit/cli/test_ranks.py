@@ -1,0 +1,91 @@
+"""What the environment says about this process's place among the ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from gspo_megatron.cli.ranks import adopt_slurm_task, is_slurm_task, world_size_of_rank
+from gspo_megatron.errors import UserError
+
+# What srun gave the third task of `--nodes=2 --ntasks-per-node=2` (Slurm 22.05).
+SLURM_TASK = {
+    "SLURM_JOB_ID": "45123",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[07-08]",
+    "SLURM_JOB_NODELIST": "node[06-08]",
+}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
+
+
+def test_an_ordinary_process_is_no_rank() -> None:
+    assert world_size_of_rank({}) is None
+    assert world_size_of_rank({"MASTER_PORT": "1234", "LOCAL_RANK": "0"}) is None
+
+
+def test_torchrun_names_the_world_size() -> None:
+    assert world_size_of_rank(TORCHRUN) == 2
+    assert world_size_of_rank({"RANK": "0", "WORLD_SIZE": "1"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"RANK": None}, "WORLD_SIZE = 2: of RANK and WORLD_SIZE only this one"),
+        ({"WORLD_SIZE": None}, "RANK = 1: of RANK and WORLD_SIZE only this one"),
+        ({"RANK": "2"}, "RANK = 2: beyond WORLD_SIZE = 2"),
+        ({"RANK": "first"}, "RANK = 'first' in the environment: not an integer"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE = '-2' in the environment: not an integer"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT must be set"),
+    ],
+)
+def test_an_incomplete_or_senseless_environment_is_refused(
+    changes: dict[str, str | None], told: str
+) -> None:
+    environ = {name: text for name, text in {**TORCHRUN, **changes}.items() if text is not None}
+    with pytest.raises(UserError, match=told):
+        world_size_of_rank(environ)
+
+
+def test_a_task_of_srun_gets_the_variables_of_torchrun() -> None:
+    environ = dict(SLURM_TASK)
+    adopt_slurm_task(environ, first_host=lambda nodes: f"first of {nodes}")
+    added = {name: text for name, text in environ.items() if name not in SLURM_TASK}
+    assert added == {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "first of node[07-08]",
+        "MASTER_PORT": "25123",  # 20000 + 45123 % 20000
+    }
+    assert world_size_of_rank(environ) == 4
+
+
+def test_an_address_that_is_set_needs_no_scontrol() -> None:
+    def scontrol(nodes: str) -> str:
+        raise AssertionError(f"asked for {nodes}")
+
+    environ = {**SLURM_TASK, "MASTER_ADDR": "node06", "MASTER_PORT": "777"}
+    adopt_slurm_task(environ, first_host=scontrol)
+    assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("node06", "777")
+
+
+def test_torchrun_inside_a_task_of_srun_wins() -> None:
+    environ = {**SLURM_TASK, **TORCHRUN}
+    adopt_slurm_task(environ)
+    assert environ == {**SLURM_TASK, **TORCHRUN}
+
+
+def test_a_batch_script_and_a_single_task_are_no_ranks() -> None:
+    batch = {name: text for name, text in SLURM_TASK.items() if "STEP" not in name}
+    assert not is_slurm_task(batch)  # it runs once, whatever the number of tasks
+    assert not is_slurm_task({**SLURM_TASK, "SLURM_NTASKS": "1"})
+    assert is_slurm_task(SLURM_TASK)
+
+
+def test_without_scontrol_the_message_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match=r"(?s)scontrol show hostnames node.*set MASTER_ADDR"):
+        adopt_slurm_task(dict(SLURM_TASK))

@@ -1,0 +1,127 @@
+"""How `train` decides what this process is: a rank, the only one, or the launcher."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+import gspo_megatron
+from gspo_megatron.cli import launch as launcher
+from gspo_megatron.cli.main import main
+from gspo_megatron.cli.train import decide_world_size
+from gspo_megatron.config import Config, load_config, parse_config
+from gspo_megatron.errors import UserError
+
+Calls = list[tuple[object, ...]]
+ConfigWriter = Callable[..., Path]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What `train` did: ("train", config) in this process, or ("launch", command, world size)."""
+    made: Calls = []
+    run = types.ModuleType("gspo_megatron.train.run")
+    run.run_training = lambda config: made.append(("train", config))  # type: ignore[attr-defined]
+    # The real package imports Megatron-Core, which these tests do not need.
+    monkeypatch.setitem(sys.modules, "gspo_megatron.train", types.ModuleType("gspo_megatron.train"))
+    monkeypatch.setitem(sys.modules, "gspo_megatron.train.run", run)
+
+    def launch(command: Sequence[str], world_size: int) -> int:
+        made.append(("launch", list(command), world_size))
+        return 7
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    return made
+
+
+@pytest.fixture
+def config(write_config: ConfigWriter) -> Config:
+    return load_config(write_config())
+
+
+def with_layout(config: Config, layout: str) -> Config:
+    return parse_config(config.model_dump(exclude_unset=True), [f"parallel.layout={layout}"])
+
+
+def test_one_rank_trains_in_this_process(write_config: ConfigWriter, calls: Calls) -> None:
+    path = write_config()
+    assert main(["train", str(path), "training.steps=3"]) == 0
+    assert calls == [("train", load_config(path, ["training.steps=3"]))]
+
+
+def test_several_ranks_are_launched_with_the_same_arguments(
+    write_config: ConfigWriter, calls: Calls
+) -> None:
+    path = write_config()
+    words = ["train", str(path), "parallel.layout=tp=2,pp=2", "training.steps=3"]
+    assert main(words) == 7
+    assert calls == [("launch", [sys.executable, "-m", "gspo_megatron", *words], 4)]
+
+
+def test_nproc_says_how_many_are_launched(write_config: ConfigWriter, calls: Calls) -> None:
+    path = write_config()
+    assert main(["train", str(path), "--nproc", "2"]) == 7
+    assert calls == [("launch", [sys.executable, "-m", "gspo_megatron", "train", str(path)], 2)]
+
+
+def test_a_rank_trains_and_launches_nothing(
+    write_config: ConfigWriter, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "a")):
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    path = write_config()
+    assert main(["train", str(path), "parallel.layout=tp=2", "--nproc", "4"]) == 0
+    assert calls == [("train", load_config(path, ["parallel.layout=tp=2"]))]
+
+
+def test_a_world_size_that_does_not_fit_is_refused_before_anything_starts(
+    write_config: ConfigWriter, calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(write_config()), "parallel.layout=tp=2", "rollout.group_size=1"]
+    assert main([*words, "--nproc", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "world size = 3: not divisible" in error
+    assert "rollout.group_size = 1" in error
+    assert calls == []
+
+
+def test_the_entry_file_is_the_same_command(
+    write_config: ConfigWriter, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import runpy
+
+    script = Path(gspo_megatron.__file__).parents[1] / "pretrain_scripts" / "train_gspo.py"
+    path = write_config()
+    monkeypatch.setattr(sys, "argv", [str(script), str(path), "training.steps=3"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(script), run_name="__main__")
+    assert caught.value.code == 0
+    assert calls == [("train", load_config(path, ["training.steps=3"]))]
+
+
+def test_the_layout_decides_unless_told_otherwise(config: Config) -> None:
+    assert decide_world_size(config, None, None) == 1
+    assert decide_world_size(with_layout(config, "tp=2,pp=2,dp=2"), None, None) == 8
+    assert decide_world_size(with_layout(config, "tp=2"), 6, None) == 6
+    assert decide_world_size(with_layout(config, "tp=2"), None, 6) == 6
+    assert decide_world_size(config, 6, 6) == 6
+
+
+def test_nproc_that_contradicts_the_ranks_there_are_is_refused(config: Config) -> None:
+    with pytest.raises(UserError, match="--nproc 2: this process is already one of 4 ranks"):
+        decide_world_size(config, 2, 4)
+
+
+def test_a_layout_for_a_cluster_is_not_started_on_one_machine_by_mistake(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = with_layout(config, "pp=4,ep=8,dp=64")
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    with pytest.raises(UserError, match="takes 256 ranks.*--nproc 256"):
+        decide_world_size(big, None, None)
+    assert decide_world_size(big, 256, None) == 256

@@ -1,0 +1,126 @@
+"""What the import-linter contracts in pyproject.toml cannot say about the architecture."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "gspo_megatron"
+OUTSIDE = {"tests", "tools", "examples", "pretrain_scripts"}
+MAY_IMPORT_MEGATRON = (
+    "platform/",
+    "models/",
+    "routing/",
+    "checkpoint/",
+    "train/",
+    "rollout/megatron.py",
+    "rollout/pipeline.py",
+)
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of each import of a file, those inside functions included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # `from a import b` may import the module a.b.
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def imports_of(name: str, files: list[Path]) -> list[str]:
+    """`file:line` of each import of a module or of what is inside it."""
+    return [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in files
+        for line, module in imported_modules(path)
+        if f"{module}.".startswith(f"{name}.")
+    ]
+
+
+def modules_of(*names: str) -> list[str]:
+    """Dotted names of all modules of packages of ours."""
+    files = [path for name in names for path in python_files(f"gspo_megatron/{name}")]
+    dotted = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    return sorted(name.removesuffix(".__init__") for name in dotted)
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("package", ["config", "data", "rewards"])
+def test_package_imports_without_torch_and_megatron(package: str) -> None:
+    modules = [name for name in modules_of(package) if name != "gspo_megatron.data.packing"]
+    assert len(modules) > 3
+    code = (
+        "import importlib, sys\n"
+        "sys.modules['torch'] = sys.modules['megatron'] = None  # an import of them now raises\n"
+        f"for name in {['gspo_megatron.types', 'gspo_megatron.errors', *modules]}:\n"
+        "    importlib.import_module(name)\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_check_for_imports_sees_torch() -> None:
+    done = run_python("import sys; sys.modules['torch'] = None; import gspo_megatron.ops.segments")
+    assert done.returncode != 0
+    assert "torch" in done.stderr
+
+
+@pytest.mark.parametrize("folder", sorted(OUTSIDE))
+def test_package_imports_nothing_of_the_repository_outside_it(folder: str) -> None:
+    assert imports_of(folder, python_files("gspo_megatron")) == []
+
+
+def test_nothing_imports_megatron_training() -> None:
+    files = python_files("gspo_megatron", *OUTSIDE)
+    assert imports_of("megatron.training", files) == []
+
+
+def test_only_the_modules_meant_to_import_megatron_core_do() -> None:
+    others = [
+        path
+        for path in python_files("gspo_megatron")
+        if not path.relative_to(PACKAGE).as_posix().startswith(MAY_IMPORT_MEGATRON)
+    ]
+    assert imports_of("megatron", others) == []
+    assert imports_of("megatron", python_files("gspo_megatron"))  # the check sees those that may
+
+
+def test_every_package_has_an_init_file() -> None:
+    # setuptools leaves a folder without one out of the installed package.
+    folders = {path.parent for path in python_files("gspo_megatron")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def pins_of(path: Path) -> dict[str, str]:
+    lines = [line for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
+    pattern = re.compile(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*")
+    assert [line for line in lines if not pattern.fullmatch(line)] == []
+    assert lines
+    return dict(line.lower().split("==") for line in lines)
+
+
+@pytest.mark.parametrize("version", ["310", "311", "312"])
+def test_requirements_are_names_with_exact_versions(version: str) -> None:
+    pins = pins_of(ROOT / "requirements" / f"cpu-py{version}.txt")
+    assert {"torch", "megatron-core", "pytest", "ruff"} <= pins.keys()
+    assert "apex" not in pins  # on the package indices that name is not NVIDIA's
+    cuda_pins = pins_of(ROOT / "requirements" / f"cuda-torch-{pins['torch']}.txt")
+    assert {"triton", "nvidia-nccl-cu13"} <= cuda_pins.keys()
+    assert not pins.keys() & cuda_pins.keys()

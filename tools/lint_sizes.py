@@ -1,0 +1,51 @@
+"""Size limits of the code: 400 lines a file, 80 lines a function.
+
+    python tools/lint_sizes.py [FOLDER …]
+
+Prints each offender as `file:line: what` and exits 1 when there is one.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+FOLDERS = ("gspo_megatron", "tools", "tests", "examples", "pretrain_scripts")
+
+
+def oversized(path: Path) -> Iterator[str]:
+    """One line for each limit that a Python file exceeds."""
+    text = path.read_text(encoding="utf-8")
+    lines = len(text.splitlines())
+    if lines > MAX_FILE_LINES:
+        yield f"{path}:1: {lines} lines; a file has at most {MAX_FILE_LINES}"
+    for node in ast.walk(ast.parse(text, filename=str(path))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            length = node.end_lineno - node.lineno + 1  # docstring included, decorators not
+            if length > MAX_FUNCTION_LINES:
+                yield (
+                    f"{path}:{node.lineno}: {node.name} has {length} lines; "
+                    f"a function has at most {MAX_FUNCTION_LINES}"
+                )
+
+
+def main(arguments: Sequence[str]) -> int:
+    folders = [Path(name) for name in arguments or FOLDERS]
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if arguments and missing:  # of the default folders, some may not be there
+        print(f"no such folder: {', '.join(missing)}", file=sys.stderr)
+        return 2
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    problems = [line for path in files for line in oversized(path)]
+    for line in problems:
+        print(line)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
