@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gspo_megatron.cli.failures import USER_ERROR, Failure, is_lost_connection, parse_failure
 from gspo_megatron.cli.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
@@ -65,11 +65,11 @@ def launch(
         finally:
             for rank in ranks:
                 rank.kill()
-    if supervisor.failed or supervisor.interrupted_by:
-        _restore_cursor()
-    if supervisor.failed:
-        return _tell(supervisor.failed, world_size)
-    return 128 + supervisor.interrupted_by if supervisor.interrupted_by else 0
+        if supervisor.failed or supervisor.interrupted_by:
+            _restore_cursor()
+        if supervisor.failed:
+            return _tell(supervisor.failed, world_size)
+        return 128 + supervisor.interrupted_by if supervisor.interrupted_by else 0
 
 
 class _Rank:
@@ -246,7 +246,9 @@ class _Supervisor:
 
 
 @contextlib.contextmanager
-def _signals_to(events: queue.SimpleQueue[_Rank | signal.Signals]) -> Iterator:
+def _signals_to(
+    events: queue.SimpleQueue[_Rank | signal.Signals],
+) -> Iterator[Callable[[], object]]:
     """Turn signals to this process into events; yields a function to call once the ranks started.
 
     Ranks inherit that SIGUSR1 is ignored: one that arrives before a rank is ready for it must not

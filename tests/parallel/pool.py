@@ -1,0 +1,163 @@
+"""Real gloo processes that run test functions on many layouts, one after another.
+
+The workers are forked from one server that has imported Megatron-Core once, and live for the whole
+test session; each task is a new torch.distributed world over the first ranks of them. No port is
+fixed: the rendezvous is a store in the pytest process, on a port that the system picks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch.distributed as dist
+
+TASK_TIMEOUT = 120.0  # seconds; a task takes 1 to 5 on an idle machine
+_GRACE = 3.0  # seconds for the other ranks to tell what they saw when one has failed
+_PRELOAD = [
+    "__main__",
+    "gspo_megatron.train.parity",
+    "gspo_megatron.rollout.megatron",
+]
+
+
+class RankError(AssertionError):
+    """A task failed on a rank; the message holds the rank and its traceback."""
+
+
+class Pool:
+    """Workers, started when a task first needs them."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
+        self._workers: list[tuple[ForkServerProcess, Connection]] = []
+        self._tasks = 0
+        self._store: dist.TCPStore | None = None
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *,
+        timeout: float = TASK_TIMEOUT,
+        **arguments: Any,
+    ) -> Any:
+        """Call `function(**arguments)` on ranks 0 to world_size - 1; returns what rank 0 returned.
+
+        `function` belongs to a module that can be imported, and starts and stops torch.distributed
+        by itself only if it wants another world: the default group is there. Raises RankError with
+        the traceback of the rank that failed first, or with the ranks that ran out of time; either
+        ends all workers, and the next task gets new ones.
+        """
+        try:
+            connections = self._start(world_size)
+            self._tasks += 1
+            assert self._store is not None
+            for rank, connection in enumerate(connections):
+                task = (rank, world_size, self._store.port, self._tasks, timeout)
+                connection.send((task, function, arguments))
+            return self._results(connections, time.monotonic() + timeout)[0]
+        except BaseException:  # an interrupt too must not leave ranks waiting for each other
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all workers; harmless when there are none."""
+        for process, connection in self._workers:
+            process.kill()
+            connection.close()
+        for process, _ in self._workers:
+            process.join()
+        self._workers, self._store = [], None
+
+    def _start(self, count: int) -> list[Connection]:
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        while len(self._workers) < count:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        return [connection for _, connection in self._workers[:count]]
+
+    def _results(self, connections: list[Connection], deadline: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        waiting = dict(zip(connections, range(len(connections))))
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    succeeded, value = connection.recv()
+                except EOFError:
+                    succeeded, value = False, "the process died"
+                if succeeded:
+                    results[rank] = value
+                else:
+                    failures.append(f"rank {rank} of {len(connections)}: {value}")
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        if failures:
+            # the first is the cause, what follows are mostly ranks that lost their peer
+            raise RankError("\n".join([failures[0], *(f.splitlines()[-1] for f in failures[1:])]))
+        if waiting:
+            raise RankError(f"no answer in time from ranks {sorted(waiting.values())}")
+        return [results[rank] for rank in range(len(connections))]
+
+
+def _serve(connection: Connection) -> None:
+    """The worker's main loop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pytest process decides what an interrupt is
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    while True:
+        try:
+            task, function, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            with _world(*task):
+                answer = (True, function(**arguments))
+        except BaseException:  # whatever it is, the test has to hear of it
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+
+
+def _die_with_parent() -> None:
+    """A rank that waits in a collective for a peer would outlive a killed pytest by minutes."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _world(rank: int, world_size: int, port: int, task: int, timeout: float) -> Any:
+    from gspo_megatron.platform.groups import stop_processes
+
+    limit = datetime.timedelta(seconds=timeout)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"task-{task}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=limit,
+    )
+    yield
+    stop_processes()

@@ -1,0 +1,45 @@
+"""`train` as a program: launcher, ranks and the way of an error from a rank to the terminal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gspo_megatron
+
+ROOT = Path(gspo_megatron.__file__).parents[1]
+
+# A stand-in for the training itself, so that the whole command runs without Megatron-Core.
+TRAIN = """
+import os, sys, threading, types
+import gspo_megatron
+from gspo_megatron.errors import RewardError
+run = types.ModuleType("gspo_megatron.train.run")
+def run_training(config):
+    if os.environ["RANK"] == "1":
+        raise RewardError(f"no reward at seed {config.training.seed}")
+    threading.Event().wait()  # as in a collective that the other rank never joins
+run.run_training = run_training
+sys.modules["gspo_megatron.train"] = types.ModuleType("gspo_megatron.train")
+sys.modules["gspo_megatron.train.run"] = run
+"""
+
+
+def test_the_train_command_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(TRAIN)  # imported by every interpreter
+    config = tmp_path / "tiny.yaml"
+    config.write_text("data: {tokenizer: t.model, prompts: p.jsonl}\n")
+    words = ["train", str(config), "training.seed=11", "--nproc", "2"]
+    outer = ("RANK", "WORLD_SIZE", "MASTER_PORT", "SLURM_STEP_ID")
+    clean = {name: text for name, text in os.environ.items() if name not in outer}
+    result = subprocess.run(
+        [sys.executable, "-m", "gspo_megatron", *words],
+        env={**clean, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "no reward at seed 11\n"

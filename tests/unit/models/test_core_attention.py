@@ -1,0 +1,221 @@
+"""The torch_native attention against a softmax over one query at a time, in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from gspo_megatron.models.core_attention import TorchCoreAttention, plan_attention
+
+DIM = 8
+TOLERANCES = {
+    torch.float64: 1e-12,  # rounding of sums over a few dozen terms of size 1
+    torch.float32: 2e-5,  # the same, 2^-24 instead of 2^-53, and gradients of size 10
+}
+
+
+class Group:
+    """Stands in for a context-parallel process group."""
+
+    def __init__(self, size: int = 1, rank: int = 0) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def attention(group: Group | None = None, scale: float | None = None) -> TorchCoreAttention:
+    config = SimpleNamespace(attention_dropout=0.0, kv_channels=DIM)
+    groups = SimpleNamespace(cp=group or Group())
+    return TorchCoreAttention(config, 1, None, "self", softmax_scale=scale, pg_collection=groups)
+
+
+def packed_params(boundaries: list[int]) -> PackedSeqParams:
+    ends = torch.tensor(boundaries, dtype=torch.int32)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+
+
+def random_states(seed: int, tokens: int, heads: int, groups: int) -> tuple[Tensor, ...]:
+    """query [tokens, heads, dim], key and value [tokens, groups, dim], in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(tokens, n, DIM, generator=generator, dtype=torch.float64, requires_grad=True)
+        for n in (heads, groups, groups)
+    )
+
+
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: list[int], scale: float = DIM**-0.5
+) -> Tensor:
+    """[tokens, heads * dim], one sequence, query and head at a time."""
+    heads, per_group = query.shape[1], query.shape[1] // key.shape[1]
+    rows = []
+    for start, end in zip(boundaries, boundaries[1:]):
+        for token in range(start, end):
+            seen = slice(start, token + 1)
+            outputs = []
+            for head in range(heads):
+                group = head // per_group
+                scores = scale * (key[seen, group] @ query[token, head])
+                weights = torch.exp(scores - scores.max())
+                outputs.append((weights / weights.sum()) @ value[seen, group])
+            rows.append(torch.cat(outputs))
+    return torch.stack(rows)
+
+
+def random_boundaries(seed: int, unit: int = 1) -> list[int]:
+    source = random.Random(seed)
+    boundaries = [0]
+    for _ in range(source.randint(1, 9)):
+        length = source.choice([1, source.randint(1, 5), source.randint(1, 24)])
+        boundaries.append(boundaries[-1] + unit * length)
+    return boundaries
+
+
+def assert_same_with_gradients(
+    output: Tensor, expected: Tensor, states: tuple[Tensor, ...], tolerance: float
+) -> None:
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    got = torch.autograd.grad((output.double() * weights).sum(), states)
+    wanted = torch.autograd.grad((expected * weights).sum(), states)
+    for gradient, by_hand in zip(got, wanted, strict=True):
+        torch.testing.assert_close(gradient, by_hand, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_attention_with_gradients(
+    seed: int, heads: int, groups: int, dtype: torch.dtype
+) -> None:
+    boundaries = random_boundaries(seed)
+    states = random_states(seed, boundaries[-1], heads, groups)
+    output = attention()(*(s.to(dtype) for s in states), packed_seq_params=packed_params(boundaries))
+    assert output.dtype == dtype
+    expected = reference(*states, boundaries)
+    assert_same_with_gradients(output, expected, states, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
+def test_padded_attention_with_gradients(heads: int, groups: int, dtype: torch.dtype) -> None:
+    length, batch = 7, 3
+    states = random_states(5, batch * length, heads, groups)
+    # [batch * length, ...] -> [length, batch, ...], as Megatron-Core lays out unpacked batches
+    turned = tuple(s.to(dtype).unflatten(0, (batch, length)).transpose(0, 1) for s in states)
+    output = attention()(*turned)
+    assert output.shape == (length, batch, heads * DIM)
+    expected = reference(*states, [n * length for n in range(batch + 1)])
+    output = output.transpose(0, 1).flatten(0, 1)
+    assert_same_with_gradients(output, expected, states, TOLERANCES[dtype])
+
+
+def test_a_softmax_scale_of_its_own() -> None:
+    states = random_states(6, 9, 2, 2)
+    output = attention(scale=0.9)(*states, packed_seq_params=packed_params([0, 4, 9]))
+    torch.testing.assert_close(output, reference(*states, [0, 4, 9], scale=0.9))
+
+
+def test_sequences_do_not_see_each_other() -> None:
+    query, key, value = (s.detach() for s in random_states(7, 12, 2, 2))
+    module = attention()
+    before = module(query, key, value, packed_seq_params=packed_params([0, 5, 12]))
+    changed_key, changed_value = key.clone(), value.clone()
+    changed_key[5:] += 1.0
+    changed_value[5:] -= 3.0
+    after = module(
+        query, changed_key, changed_value, packed_seq_params=packed_params([0, 5, 12])
+    )
+    assert torch.equal(before[:5], after[:5])
+    assert not torch.isclose(before[5:], after[5:]).all()
+
+
+def test_an_empty_sequence_between_others_is_skipped() -> None:
+    boundaries = [0, 3, 3, 8, 8]
+    states = random_states(8, 8, 2, 1)
+    output = attention()(*states, packed_seq_params=packed_params(boundaries))
+    torch.testing.assert_close(output, reference(*states, boundaries))
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_context_parallel_shards_join_to_the_whole(
+    cp: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The gather is by hand here; tests of several processes run the real one.
+    boundaries = random_boundaries(9, unit=2 * cp) if packed else [0, 6 * cp]
+    states = tuple(s.detach() for s in random_states(9, boundaries[-1], 4, 2))
+    shards = [zigzag_rows(boundaries, cp, rank) for rank in range(cp)]
+    expected = reference(*states, boundaries)
+
+    def gather(_: TorchCoreAttention, local: Tensor) -> Tensor:
+        whole = states[1] if torch.equal(local.flatten(), states[1][rows].flatten()) else states[2]
+        return torch.cat([whole[shard] for shard in shards]).view(-1, *local.shape[1:])
+
+    monkeypatch.setattr(TorchCoreAttention, "_gather", gather)
+    for rank, rows in enumerate(shards):
+        module = attention(Group(cp, rank))
+        local = tuple(s[rows] for s in states)
+        if packed:
+            output = module(*local, packed_seq_params=packed_params(boundaries))
+        else:
+            output = module(*(s[:, None] for s in local))[:, 0]
+        torch.testing.assert_close(output, expected[rows])
+
+
+def zigzag_rows(boundaries: list[int], cp: int, rank: int) -> Tensor:
+    """The rows of a CP rank: of each sequence in 2 CP chunks the ones number r and 2 CP - 1 - r."""
+    pieces = []
+    for start, end in zip(boundaries, boundaries[1:]):
+        chunk = (end - start) // (2 * cp)
+        for number in (rank, 2 * cp - 1 - rank):
+            pieces += range(start + number * chunk, start + (number + 1) * chunk)
+    return torch.tensor(pieces)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_plan_holds_every_token_once_in_few_well_filled_blocks(seed: int) -> None:
+    source = random.Random(seed)
+    lengths = [source.randint(1, 60) for _ in range(source.randint(1, 30))]
+    boundaries = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    tokens = boundaries[-1]
+    plan = plan_attention(packed_params(boundaries), Group(), torch.device("cpu"))
+
+    joined = torch.cat([block.query_rows.flatten() for block in plan.blocks])
+    assert joined[plan.restore].tolist() == list(range(tokens))
+    real = joined[joined < tokens]
+    assert sorted(real.tolist()) == list(range(tokens))
+    assert set(joined[joined >= tokens].tolist()) <= {tokens}  # the row of zeros
+    for block in plan.blocks:
+        assert torch.equal(block.query_rows, block.key_rows) and block.query_positions is None
+        padding = (block.query_rows == tokens).sum(1)
+        assert 2 * int(padding.max()) <= block.query_rows.shape[1]
+    # each block starts below half of the longest of the one before
+    assert len(plan.blocks) <= math.log2(max(lengths)) + 1
+
+
+def test_the_plan_is_made_once_a_micro_batch() -> None:
+    packed = packed_params([0, 3, 7])
+    states = random_states(1, 7, 2, 2)
+    attention()(*states, packed_seq_params=packed)
+    plan = packed.attention_plan
+    attention()(*states, packed_seq_params=packed)
+    assert packed.attention_plan is plan
+
+
+def test_padded_boundaries_are_the_ones_that_count() -> None:
+    packed = packed_params([0, 3, 7])
+    packed.cu_seqlens_q_padded = torch.tensor([0, 4, 8], dtype=torch.int32)
+    plan = plan_attention(packed, Group(), torch.device("cpu"))
+    assert len(plan.restore) == 8

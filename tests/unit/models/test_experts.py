@@ -1,0 +1,113 @@
+"""Grouped experts against a loop over tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gspo_megatron.models.experts import GroupedExperts, grouped_linear
+from tests.unit.models.one_rank import tiny_policy
+
+# relative to the largest entry: rounding of a dot product of 20 to 64 terms
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+COUNTS = {
+    "ragged": [3, 1, 7, 2],
+    "empty experts": [0, 5, 0, 0, 4, 0],
+    "one expert": [6],
+    "one row": [0, 1, 0],
+    "no rows": [0, 0, 0],
+}
+SHAPES = {"aligned": (16, 24), "unaligned": (5, 7), "in unaligned": (6, 8)}
+
+
+def random_case(
+    counts: list[int], shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(counts) + shape[0])
+    inside, outside = shape
+    rows = torch.randn(sum(counts), inside, generator=generator).to(dtype)
+    weight = torch.randn(len(counts), outside, inside, generator=generator).to(dtype)
+    return rows.requires_grad_(), weight.requires_grad_()
+
+
+def by_row(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """One row and expert at a time, in float64."""
+    expert_of_row = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    products = [
+        weight[expert].double() @ row.double() for row, expert in zip(rows, expert_of_row)
+    ]
+    return torch.stack(products) if products else rows.new_zeros(0, weight.shape[1]).double()
+
+
+def assert_near(value: Tensor, expected: Tensor, tolerance: float) -> None:
+    scale = float(expected.detach().abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(value.double(), expected, atol=tolerance * scale, rtol=0.0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_grouped_linear_and_its_gradients(
+    counts: list[int], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    rows, weight = random_case(counts, shape, dtype)
+    output = grouped_linear(rows, weight, torch.tensor(counts))
+    assert output.dtype == dtype and output.shape == (sum(counts), shape[1])
+    expected = by_row(rows, weight, counts)
+    tolerance = TOLERANCES[dtype]
+    assert_near(output, expected, tolerance)
+
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    got = torch.autograd.grad((output * weights).sum(), (rows, weight))
+    expected_gradients = (
+        torch.zeros_like(rows).double(),
+        torch.zeros_like(weight).double(),
+    )
+    if sum(counts):
+        total = (expected * weights.double()).sum()
+        expected_gradients = tuple(
+            gradient.double() for gradient in torch.autograd.grad(total, (rows, weight))
+        )
+    for gradient, by_hand in zip(got, expected_gradients, strict=True):
+        assert_near(gradient, by_hand, tolerance)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("gated", "activation"), [(True, F.silu), (False, F.gelu)])
+def test_experts_as_a_loop_over_tokens(
+    one_rank: None, precision: str, gated: bool, activation: object
+) -> None:
+    policy = tiny_policy(
+        model={
+            "megatron": {
+                "num_layers": 1,
+                "gated_linear_unit": gated,
+                "activation_func": "silu" if gated else "gelu",
+                "init_method_std": 0.3,  # outputs of size 1
+            }
+        },
+        training={"precision": precision},
+    )
+    experts = policy.models[0].decoder.layers[0].mlp.experts
+    assert type(experts) is GroupedExperts
+    counts = torch.tensor([3, 0, 2, 4, 0, 1, 1, 5])
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randn(int(counts.sum()), 64, generator=generator).to(experts.weight1.dtype)
+    probs = torch.rand(len(tokens), generator=generator)
+    with torch.no_grad():
+        output, bias = experts(tokens, counts, probs)
+    assert bias is None and output.dtype == tokens.dtype
+
+    expert_of_row = torch.arange(8).repeat_interleave(counts).tolist()
+    expected = []
+    for token, expert, prob in zip(tokens.double(), expert_of_row, probs.double(), strict=True):
+        projections = [w.double() @ token for w in experts.weight1[expert].detach()]
+        states = activation(projections[0])
+        if gated:
+            states = states * projections[1]
+        expected.append(experts.weight2[expert].detach().double() @ states * prob)
+    # bf16: three roundings on the way to the second product
+    tolerance = {"fp32": 1e-5, "bf16": 2e-2}[precision]
+    assert_near(output, torch.stack(expected), tolerance)

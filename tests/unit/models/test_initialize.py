@@ -1,0 +1,148 @@
+"""Weights as pieces of global tensors, and their values as a function of seed and name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.initialize import initialize_weights
+from gspo_megatron.models.shards import Shard, parameter_shards
+from tests.unit.models.one_rank import VOCABULARY, tiny_policy
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+SHAPES = {
+    "experts": {},
+    "shared expert": {"moe_shared_expert_intermediate_size": 32},
+    "dense": {"num_moe_experts": None, "moe_aux_loss_coeff": 0.0, "ffn_hidden_size": 96},
+    "some dense layers": {"moe_layer_freq": [0, 1], "ffn_hidden_size": 96},
+    "layer norm and biases": {"normalization": "LayerNorm", "add_qkv_bias": True},
+}
+
+
+def policy_of(name: str, seed: int = 1, **model: object) -> Policy:
+    return tiny_policy(
+        model={"megatron": SHAPES[name], **model}, training={"seed": seed}
+    )
+
+
+def shards_of(policy: Policy) -> dict[str, Shard]:
+    shards = list(parameter_shards(policy.models[0]))
+    names = [shard.name for shard in shards]
+    assert len(set(names)) == len(names)
+    return dict(zip(names, shards, strict=True))
+
+
+def values_of(policy: Policy) -> dict[str, Tensor]:
+    return {name: shard.data.clone() for name, shard in shards_of(policy).items()}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards_cover_every_parameter_once_under_unique_names(name: str, tied: bool) -> None:
+    policy = policy_of(name, tie_embeddings=tied)
+    parameters = list(policy.models[0].parameters())
+    counts = {id(p): torch.zeros_like(p) for p in parameters}
+    for shard in shards_of(policy).values():
+        # on one rank every shard is the whole
+        assert shard.slices == tuple(slice(0, size) for size in shard.global_shape)
+        shard.view(counts[id(shard.parameter)]).add_(1.0)
+        assert shard.data.data_ptr() >= shard.parameter.data_ptr()
+    for count in counts.values():
+        assert count.unique().tolist() == [1.0]
+
+
+def test_a_view_is_the_same_piece_of_a_tensor_of_the_parameters_shape() -> None:
+    policy = policy_of("experts")
+    for shard in shards_of(policy).values():
+        assert torch.equal(shard.view(shard.parameter.detach().clone()), shard.data)
+
+
+def test_names_number_layers_and_experts() -> None:
+    shards = shards_of(policy_of("experts"))
+    stacked = [name for name in shards if "experts.weight1" in name]
+    assert len(stacked) == 2 * 8  # layers x experts
+    assert all(shards[name].data.dim() == 3 for name in stacked) or all(
+        shards[name].data.dim() == 2 for name in stacked
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_same_seed_gives_the_same_weights_whatever_ran_before(name: str) -> None:
+    torch.manual_seed(1)
+    first = values_of(policy_of(name))
+    torch.manual_seed(99)
+    torch.randn(17)
+    second = values_of(policy_of(name))
+    other_seed = values_of(policy_of(name, seed=2))
+    assert first.keys() == second.keys() == other_seed.keys()
+    for key, value in first.items():
+        assert torch.equal(value, second[key]), key
+        if value.dim() >= 2:
+            assert not torch.isclose(value[:VOCABULARY], other_seed[key][:VOCABULARY]).any(1).all()
+
+
+def test_weights_do_not_depend_on_what_else_is_in_the_model() -> None:
+    small = values_of(policy_of("experts"))
+    deep = values_of(tiny_policy(model={"megatron": {"num_layers": 3}}))
+    dense = values_of(policy_of("some dense layers"))
+    compared = 0
+    for name, value in small.items():
+        residual = "linear_proj" in name or "fc2" in name or "weight2" in name
+        if not residual:  # those are scaled by the number of layers
+            assert torch.equal(value, deep[name]), name
+        if name in dense:
+            assert torch.equal(value, dense[name]), name
+            compared += 1
+    assert compared > 10
+
+
+def test_every_matrix_is_drawn_apart() -> None:
+    drawn = [value for value in values_of(policy_of("experts")).values() if value.dim() >= 2]
+    starts = {tuple(value.flatten()[:4].tolist()) for value in drawn}
+    assert len(starts) == len(drawn)
+
+
+def test_spread_is_that_of_the_configuration() -> None:
+    values = values_of(tiny_policy(model={"megatron": {"init_method_std": 0.05}}))
+    for name, value in values.items():
+        if value.dim() < 2:
+            continue
+        value = value[:VOCABULARY] if "embedding" in name or "output" in name else value
+        residual = "linear_proj" in name or "weight2" in name
+        expected = 0.05 / math.sqrt(2 * 2) if residual else 0.05  # two layers
+        # standard error of a standard deviation of n draws, five of them
+        error = 5.0 / math.sqrt(2 * value.numel())
+        assert float(value.std()) == pytest.approx(expected, rel=error), name
+
+
+def test_norms_start_at_one_and_biases_at_zero() -> None:
+    for name, value in values_of(policy_of("layer norm and biases")).items():
+        if value.dim() < 2:
+            expected = 0.0 if name.split("[")[0].endswith("bias") else 1.0
+            assert value.unique().tolist() == [expected], name
+
+
+def test_vocabulary_padding_is_zero_and_does_not_shift_the_rest() -> None:
+    policy = tiny_policy(vocab_size=37)
+    model = policy.models[0]
+    for weight in (model.embedding.word_embeddings.weight, model.output_layer.weight):
+        assert weight.shape[0] == 48
+        assert weight[37:].abs().max() == 0.0 and weight[:37].abs().min() > 0.0
+    before = model.output_layer.weight.detach()[:37].clone()
+    # the padding of TP = 4 would make it 64 rows
+    wide = tiny_policy(vocab_size=64)
+    initialize_weights(wide.models[0], wide.config, true_vocab_size=37, seed=1)
+    assert torch.equal(wide.models[0].output_layer.weight[:37], before)
+    assert wide.models[0].output_layer.weight[37:].abs().max() == 0.0
+
+
+def test_bf16_weights_are_the_fp32_ones_rounded() -> None:
+    full = values_of(policy_of("experts"))
+    rounded = tiny_policy(training={"precision": "bf16"})
+    for name, shard in shards_of(rounded).items():
+        assert torch.equal(shard.data, full[name].bfloat16()), name

@@ -1,0 +1,155 @@
+"""The log-prob head on the real model, and how it treats the vocabulary's padding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.core_attention import TorchCoreAttention
+from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.models.specs import choose_backend
+from gspo_megatron.train.schedule import MicroBatch, MicroBatchBuilder
+from tests.unit.models.one_rank import (
+    PAD,
+    VOCABULARY,
+    hidden_states,
+    micro_batch,
+    random_sequences,
+    tiny_policy,
+)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+LENGTHS = [(3, 5), (1, 1), (9, 2), (2, 13), (4, 1)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def policy(request: pytest.FixtureRequest, one_rank: None) -> Policy:
+    # Weights large enough for distributions that are far from uniform.
+    return tiny_policy(
+        model={"tie_embeddings": request.param, "megatron": {"init_method_std": 0.2}}
+    )
+
+
+def head_outputs(policy: Policy, batch: MicroBatch) -> Tensor:
+    """[2, rows]: log-probs and entropies."""
+    packed = batch.packed
+    return policy.models[0](
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        attention_mask=None,
+        labels=batch.head,
+        packed_seq_params=batch.sequences,
+        padding_mask=packed.padding_mask,
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_packed_logprobs_are_those_of_each_sequence_alone(
+    policy: Policy, temperature: float, multiple: int
+) -> None:
+    sequences = random_sequences(3, LENGTHS)
+    builder = MicroBatchBuilder(policy, PAD, temperature)
+    builder.multiple = multiple
+    batch = micro_batch(builder, sequences)
+    model = policy.models[0]
+    with torch.no_grad():
+        logprobs, entropies = head_outputs(policy, batch)
+        expected_logprobs, expected_entropies = [], []
+        for prompt, response in sequences:
+            hidden = hidden_states(policy, prompt + response)[len(prompt) - 1 : -1]
+            logits = model.next_token_logits(hidden).double() / temperature
+            rows = torch.log_softmax(logits, dim=-1)
+            expected_logprobs.append(rows.gather(1, torch.tensor(response)[:, None])[:, 0])
+            expected_entropies.append(-(rows.exp() * rows).sum(-1))
+    assert logprobs.dtype == torch.float32
+    # fp32 sums of 64 terms of size 1 through two layers
+    kind = {"atol": 2e-5, "rtol": 1e-5}
+    torch.testing.assert_close(logprobs.double(), torch.cat(expected_logprobs), **kind)
+    torch.testing.assert_close(entropies.double(), torch.cat(expected_entropies), **kind)
+
+
+def test_next_token_logits_are_hidden_times_the_head_without_padding(policy: Policy) -> None:
+    model = policy.models[0]
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    logits = model.next_token_logits(hidden)
+    assert logits.shape == (5, VOCABULARY) and logits.dtype == torch.float32
+    expected = hidden.double() @ model.head_weight.detach()[:VOCABULARY].double().t()
+    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_true_vocabulary_has_all_of_the_probability(policy: Policy) -> None:
+    model = policy.models[0]
+    hidden = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(2))
+    labels = HeadInputs(
+        torch.zeros(VOCABULARY, dtype=torch.long), torch.arange(VOCABULARY), temperature=0.8
+    )
+    with torch.no_grad():
+        # Padding that would win if it took part.
+        model.head_weight[VOCABULARY:] = 10.0 * hidden[0, 0]
+        try:
+            logprobs, entropies = model.compute_language_model_loss(labels, hidden)
+        finally:
+            model.head_weight[VOCABULARY:] = 0.0
+    assert float(logprobs.double().exp().sum()) == pytest.approx(1.0, abs=1e-5)
+    entropy = -(logprobs.exp() * logprobs).sum()
+    torch.testing.assert_close(entropies, entropy.expand(VOCABULARY), atol=1e-5, rtol=1e-5)
+
+
+def test_padding_gets_no_gradient_from_the_head(policy: Policy) -> None:
+    batch = micro_batch(MicroBatchBuilder(policy, PAD, 1.0), random_sequences(4, LENGTHS))
+    weight = policy.models[0].head_weight
+    (gradient,) = torch.autograd.grad(head_outputs(policy, batch)[0].sum(), weight)
+    assert gradient[VOCABULARY:].abs().max() == 0.0
+    assert gradient[:VOCABULARY].abs().max() > 0.0
+
+
+def test_full_gradient_of_the_head_is_that_of_a_plain_log_softmax(policy: Policy) -> None:
+    sequences = random_sequences(5, LENGTHS)
+    batch = micro_batch(MicroBatchBuilder(policy, PAD, 0.7), sequences)
+    model = policy.models[0]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    got = torch.autograd.grad(head_outputs(policy, batch)[0].sum(), parameters)
+    total = torch.zeros(())
+    for prompt, response in sequences:
+        hidden = hidden_states(policy, prompt + response)[len(prompt) - 1 : -1]
+        logits = hidden @ model.head_weight[:VOCABULARY].t() / 0.7
+        rows = torch.log_softmax(logits, dim=-1)
+        total = total + rows.gather(1, torch.tensor(response)[:, None]).sum()
+    expected = torch.autograd.grad(total, parameters)
+    for gradient, by_hand in zip(got, expected, strict=True):
+        scale = float(by_hand.abs().max())
+        torch.testing.assert_close(gradient, by_hand, atol=1e-4 * scale + 1e-6, rtol=0.0)
+
+
+def test_layers_are_our_torch_modules(policy: Policy) -> None:
+    cores = [m for m in policy.models[0].modules() if isinstance(m, TorchCoreAttention)]
+    assert len(cores) == policy.config.num_layers
+    assert policy.config.gradient_accumulation_fusion is False
+
+
+def test_train_and_eval_reach_every_chunk(policy: Policy) -> None:
+    policy.eval()
+    assert not any(m.training for m in policy.models[0].modules())
+    policy.train()
+    assert all(m.training for m in policy.models[0].modules())
+
+
+def test_a_missing_backend_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = "gspo_megatron.models.specs.importlib.util.find_spec"
+    monkeypatch.setattr(find, lambda _: None)
+    assert choose_backend("auto") == choose_backend("torch_native") == "torch_native"
+    with pytest.raises(ValueError, match="the package transformer-engine is missing"):
+        choose_backend("transformer_engine")
+    monkeypatch.setattr(find, lambda _: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_backend("auto") == "torch_native"
+    with pytest.raises(ValueError, match="a CUDA device is missing"):
+        choose_backend("transformer_engine")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_backend("auto") == "transformer_engine"
