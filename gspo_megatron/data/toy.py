@@ -3,10 +3,10 @@
     reversal  cabd>   dbac     3 to 6 letters a-h
     copy      cabd=   cabd
     sort      cabd<   abcd
-    addition  37+45=  82       two numbers of 2 digits
+    addition  37+45=  082      two numbers of 2 digits, the sum in 3
     mixed     reversal and addition, half and half
 
-One character is one token, so a prompt has 4 to 7 tokens and an answer 2 to 6.
+One character is one token, so a prompt has 4 to 7 tokens and an answer 3 to 6.
 `python -m gspo_megatron.data.toy --help` writes a data set with its tokenizer.
 """
 
@@ -39,6 +39,9 @@ LETTER_TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
     "sort": ("<", lambda letters: "".join(sorted(letters))),
 }
 MIXTURES: dict[str, tuple[str, ...]] = {"mixed": ("reversal", "addition")}
+# A tiny model learns to reverse long before it learns to add. In the supervised rows of `mixed`
+# addition has this share, so that both stand at about 40% when reinforcement learning takes over.
+SUPERVISED_ADDITION_SHARE = 0.85
 TASKS = (*LETTER_TASKS, "addition", *MIXTURES)
 
 Row = dict[str, str]  # prompt, answer, task
@@ -73,6 +76,23 @@ def generate(task: str, train: int, test: int, seed: int) -> tuple[list[Row], li
     return train_rows, test_rows
 
 
+def supervised_rows(train_rows: Sequence[Row]) -> list[Row]:
+    """The training rows for a supervised warm start, in their order: all additions, and of the
+    other tasks only what leaves additions their share. All rows where there is but one task."""
+    additions = sum(row["task"] == "addition" for row in train_rows)
+    if additions in (0, len(train_rows)):
+        return list(train_rows)
+    room = round(additions * (1 / SUPERVISED_ADDITION_SHARE - 1))
+    rows = []
+    for row in train_rows:
+        if row["task"] == "addition":
+            rows.append(row)
+        elif room > 0:
+            rows.append(row)
+            room -= 1
+    return rows
+
+
 def train_toy_tokenizer(out_prefix: str | Path) -> Path:
     """Writes `out_prefix`.model, whose pieces are single characters: those of `CHARACTERS`."""
     return train_sentencepiece([CHARACTERS], VOCAB_SIZE, out_prefix, model_type="char")
@@ -81,7 +101,7 @@ def train_toy_tokenizer(out_prefix: str | Path) -> Path:
 def write_toy_dataset(
     out_dir: str | Path, task: str = "mixed", train: int = 4000, test: int = 200, seed: int = 1
 ) -> list[Path]:
-    """Writes train.jsonl, test.jsonl and tokenizer.model into `out_dir`; returns their paths.
+    """Writes train.jsonl, supervised.jsonl, test.jsonl and tokenizer.model; returns their paths.
 
     The same arguments give the same bytes. Raises DataError as `generate` does, or where the
     folder cannot be written.
@@ -90,6 +110,7 @@ def write_toy_dataset(
     train_rows, test_rows = generate(task, train, test, seed)
     return [
         write_atomically(out_dir / "train.jsonl", _json_lines(train_rows)),
+        write_atomically(out_dir / "supervised.jsonl", _json_lines(supervised_rows(train_rows))),
         write_atomically(out_dir / "test.jsonl", _json_lines(test_rows)),
         train_toy_tokenizer(out_dir / "tokenizer"),
     ]
@@ -114,7 +135,7 @@ def _additions(count: int, generator: random.Random) -> list[Row]:
     rows = []
     for code in generator.sample(range(available), count):
         left, right = (NUMBERS[digit] for digit in divmod(code, len(NUMBERS)))
-        rows.append({"prompt": f"{left}+{right}=", "answer": f"{left + right}", "task": "addition"})
+        rows.append({"prompt": f"{left}+{right}=", "answer": f"{left + right:03d}", "task": "addition"})
     return rows
 
 
@@ -157,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code (2 for a user's mistake)."""
     parser = argparse.ArgumentParser(
         prog="python -m gspo_megatron.data.toy",
-        description="Writes train.jsonl, test.jsonl and tokenizer.model of a toy task.",
+        description="Writes the prompts of a toy task, for training, warm start and test, and a tokenizer.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--task", choices=TASKS, default="mixed", help="which task")

@@ -9,7 +9,7 @@ from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
-from gspo_megatron.rewards.registry import get_reward
+from gspo_megatron.rewards.registry import Reward, get_reward
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.train.experience import ExperienceCollector
 from gspo_megatron.train.loop import Job, Prompts, ReinforcementLoop, warm_start
@@ -28,37 +28,41 @@ def run_training(config: Config) -> None:
     tokenizer = load_tokenizer(config.data.tokenizer)
     prompts = read_prompts(config, tokenizer)
     reward = get_reward(config.reward.name, config.reward.import_path, config.reward.options)
+    try:
+        job = assemble(config, tokenizer, prompts, reward)
+        try:
+            warm_start(job)
+            ReinforcementLoop(job).run()
+            job.record.finish()
+        finally:
+            job.record.close()
+    finally:
+        stop_processes()
+
+
+def assemble(config: Config, tokenizer: Tokenizer, prompts: Prompts, reward: Reward) -> Job:
+    """Join the other ranks and build this rank's part of everything."""
     ranks = start_processes()
     parallel = resolve_parallel(config, ranks.world_size)
     set_up_model_parallel(parallel, config.training.seed)
-    record = RunRecord(config, ranks.is_main)
-    try:
-        policy = build_policy(config, parallel, vocab_size(config, tokenizer))
-        engine = MegatronEngine(
-            policy,
-            pad_id=tokenizer.pad_id,
-            eos_id=tokenizer.eos_id,
-            batch_size=config.rollout.batch_size,
-            decode=tokenizer.decode,
-        )
-        job = Job(
-            config=config,
-            policy=policy,
-            tokenizer=tokenizer,
-            prompts=prompts,
-            engine=engine,
-            collector=ExperienceCollector(
-                engine, tokenizer, reward, config.objective, ranks.device
-            ),
-            builder=MicroBatchBuilder(policy, tokenizer.pad_id, config.rollout.temperature),
-            record=record,
-        )
-        warm_start(job)
-        ReinforcementLoop(job).run()
-        record.finish()
-    finally:
-        record.close()
-        stop_processes()
+    policy = build_policy(config, parallel, vocab_size(config, tokenizer))
+    engine = MegatronEngine(
+        policy,
+        pad_id=tokenizer.pad_id,
+        eos_id=tokenizer.eos_id,
+        batch_size=config.rollout.batch_size,
+        decode=tokenizer.decode,
+    )
+    return Job(
+        config=config,
+        policy=policy,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        engine=engine,
+        collector=ExperienceCollector(engine, tokenizer, reward, config.objective, ranks.device),
+        builder=MicroBatchBuilder(policy, tokenizer.pad_id, config.rollout.temperature),
+        record=RunRecord(config, ranks.is_main),
+    )
 
 
 def read_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:

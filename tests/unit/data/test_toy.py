@@ -10,7 +10,7 @@ import pytest
 
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.data.tokenizers import load_tokenizer
-from gspo_megatron.data.toy import TASKS, generate, main, write_toy_dataset
+from gspo_megatron.data.toy import TASKS, generate, main, supervised_rows, write_toy_dataset
 from gspo_megatron.errors import DataError
 
 
@@ -18,7 +18,7 @@ def solve(prompt: str) -> str:
     """The right answer, worked out from the prompt alone and not as the generator does."""
     if match := re.fullmatch(r"(\d\d)\+(\d\d)=", prompt):
         assert min(map(int, match.groups())) >= 10
-        return str(int(match[1]) + int(match[2]))
+        return str(int(match[1]) + int(match[2])).zfill(3)
     match = re.fullmatch(r"([a-h]{3,6})([>=<])", prompt)
     assert match, prompt
     letters = list(match[1])
@@ -55,6 +55,18 @@ def test_mixed_is_half_reversal_and_half_addition_in_both_files() -> None:
     assert len({row["task"] for row in train[:20]}) == 2
 
 
+def test_supervised_rows_are_mostly_additions_of_the_training_file() -> None:
+    train, _ = generate("mixed", 800, 1, seed=4)
+    rows = supervised_rows(train)
+    counts = Counter(row["task"] for row in rows)
+    assert counts["addition"] == 400
+    assert counts["addition"] / len(rows) == pytest.approx(0.85, abs=0.005)
+    order = [train.index(row) for row in rows]
+    assert order == sorted(order)
+    copies, _ = generate("copy", 30, 1, seed=4)
+    assert supervised_rows(copies) == copies
+
+
 def test_lengths_are_even_as_long_as_strings_last() -> None:
     train, test = generate("copy", 300, 100, seed=3)
     assert Counter(len(row["answer"]) for row in train + test) == dict.fromkeys((3, 4, 5, 6), 100)
@@ -89,12 +101,13 @@ def test_bad_arguments_are_refused(task: str, train: int, test: int, named: str)
 
 def test_data_set_is_readable_by_the_package_and_short_in_tokens(tmp_path: Path) -> None:
     paths = write_toy_dataset(tmp_path / "toy", "mixed", 64, 16, seed=1)
-    assert [path.name for path in paths] == ["train.jsonl", "test.jsonl", "tokenizer.model"]
+    names = [path.name for path in paths]
+    assert names == ["train.jsonl", "supervised.jsonl", "test.jsonl", "tokenizer.model"]
     assert sorted(entry.name for entry in (tmp_path / "toy").iterdir()) == sorted(
         path.name for path in paths
     )
-    tokenizer = load_tokenizer(paths[2])
-    prompts = load_prompts(paths[0]) + load_prompts(paths[1])
+    tokenizer = load_tokenizer(paths[3])
+    prompts = load_prompts(paths[0]) + load_prompts(paths[2])
     assert len(prompts) == 80
     for prompt in prompts:
         ids = tokenizer.encode(prompt.text + prompt.answer)
@@ -111,7 +124,8 @@ def test_command_line_writes_the_same_files_again(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        str(tmp_path / "a" / name) for name in ("train.jsonl", "test.jsonl", "tokenizer.model")
+        str(tmp_path / "a" / name)
+        for name in ("train.jsonl", "supervised.jsonl", "test.jsonl", "tokenizer.model")
     ]
     first = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert main([*arguments, str(tmp_path / "a")]) == 0

@@ -101,7 +101,9 @@ def test_packed_attention_with_gradients(
 ) -> None:
     boundaries = random_boundaries(seed)
     states = random_states(seed, boundaries[-1], heads, groups)
-    output = attention()(*(s.to(dtype) for s in states), packed_seq_params=packed_params(boundaries))
+    output = attention()(
+        *(s.to(dtype) for s in states), packed_seq_params=packed_params(boundaries)
+    )
     assert output.dtype == dtype
     expected = reference(*states, boundaries)
     assert_same_with_gradients(output, expected, states, TOLERANCES[dtype])
@@ -134,9 +136,7 @@ def test_sequences_do_not_see_each_other() -> None:
     changed_key, changed_value = key.clone(), value.clone()
     changed_key[5:] += 1.0
     changed_value[5:] -= 3.0
-    after = module(
-        query, changed_key, changed_value, packed_seq_params=packed_params([0, 5, 12])
-    )
+    after = module(query, changed_key, changed_value, packed_seq_params=packed_params([0, 5, 12]))
     assert torch.equal(before[:5], after[:5])
     assert not torch.isclose(before[5:], after[5:]).all()
 

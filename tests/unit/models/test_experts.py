@@ -35,9 +35,7 @@ def random_case(
 def by_row(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     """One row and expert at a time, in float64."""
     expert_of_row = [expert for expert, count in enumerate(counts) for _ in range(count)]
-    products = [
-        weight[expert].double() @ row.double() for row, expert in zip(rows, expert_of_row)
-    ]
+    products = [weight[expert].double() @ row.double() for row, expert in zip(rows, expert_of_row)]
     return torch.stack(products) if products else rows.new_zeros(0, weight.shape[1]).double()
 
 

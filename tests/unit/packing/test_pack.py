@@ -119,9 +119,7 @@ def test_context_parallel_shards_hold_everything_once(cp: int, multiple: int, se
     batch = random_batch(100 + seed)
     members = random.Random(seed).sample(range(7), 4)
     shards = [
-        batch.pack(
-            members, multiple=multiple, context_parallel_size=cp, context_parallel_rank=rank
-        )
+        batch.pack(members, multiple=multiple, context_parallel_size=cp, context_parallel_rank=rank)
         for rank in range(cp)
     ]
     together = sorted(p for shard in shards for p in predictions_of(shard))

@@ -1,0 +1,314 @@
+"""One policy update on a fixed batch, whatever the layout, with its whole gradient on rank 0.
+
+The loss and the gradient of a step do not depend on how the model and the batch are sharded. The
+`verify` command and the tests run this on several layouts and compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.models.build import Policy, build_policy
+from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
+from gspo_megatron.models.shards import Shard, parameter_shards
+from gspo_megatron.objectives import get_objective
+from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
+from gspo_megatron.train.exchange import Sequences, StepIndex, exchange, index_step
+from gspo_megatron.train.plan import MiniBatch, plan_step
+from gspo_megatron.train.schedule import MicroBatchBuilder, response_logprobs
+from gspo_megatron.train.step import PolicyUpdater
+from gspo_megatron.types import RolloutBatch
+
+_PAD_ID = 0
+
+
+@dataclass(frozen=True)
+class SyntheticBatch:
+    """Sequences of a step, the same on every rank."""
+
+    tokens: list[Tensor]  # [length] int64 each, prompt and response
+    response_lengths: list[int]
+    advantages: list[float]
+    log_ratios: list[Tensor]  # [response] float32 each: what log pi - log pi_old shall be
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the batch is cut into micro-batches, apart from the layout.
+
+    The routers' auxiliary losses are means over micro-batches and not linear in their tokens: only
+    equal micro-batches have equal gradients. `replicas` is a multiple of each compared layout's
+    data-parallel size; a data rank trains on the micro-batches of several of them.
+    """
+
+    replicas: int = 1
+    token_budget: int = 4096
+    multiple: int = 1  # of micro-batches per replica: pp for interleaved schedules
+
+
+@dataclass
+class StepResult:
+    """What a policy update computed. The gradients are on rank 0 only."""
+
+    metrics: dict[str, float]  # with loss and grad_norm
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # whole parameters, float32, cpu
+    replica_error: float = 0.0  # largest relative difference between copies of a gradient
+
+
+def synthetic_batch(
+    objective: ObjectiveSection,
+    vocab_size: int,
+    *,
+    num_sequences: int = 13,
+    longest: int = 24,
+    seed: int = 1,
+) -> SyntheticBatch:
+    """Ragged random sequences whose ratios lie inside and outside the objective's clip range, on
+    both sides and with advantages of both signs, never near a bound.
+
+    The advantages are not centred: the loss of a centred batch is a difference of nearly equal
+    numbers, and rounding alone would be a large part of it.
+    """
+    assert longest >= 4
+    generator = torch.Generator().manual_seed(seed)
+    preset = get_objective(objective.name)
+    clip = preset.parameters(clip_low=objective.clip_low, clip_high=objective.clip_high)
+    low, high = math.log1p(-clip["clip_low"]), math.log1p(clip["clip_high"])
+    levels = torch.tensor([2.5 * low, 0.5 * low, 0.5 * high, 2.5 * high])
+    batch = SyntheticBatch([], [], [], [])
+    for number in range(num_sequences):
+        length = int(torch.randint(2, longest + 1, (), generator=generator))
+        response = int(torch.randint(1, length, (), generator=generator))
+        if preset.ratio_level == "sequence":
+            noise = 0.02 * torch.randn(response, generator=generator)
+            log_ratios = levels[number % 4] + noise - noise.mean()
+        else:
+            log_ratios = levels[torch.randint(0, 4, (response,), generator=generator)]
+        size = 0.5 + float(torch.rand((), generator=generator))
+        positive = number // 4 % 2 == 0
+        batch.tokens.append(torch.randint(0, vocab_size, (length,), generator=generator))
+        batch.response_lengths.append(response)
+        batch.log_ratios.append(log_ratios)
+        batch.advantages.append(2.0 * size if positive else -size)
+    return batch
+
+
+def first_update(
+    config: Config, vocab_size: int, batch: SyntheticBatch, cut: Cut | None = None
+) -> StepResult:
+    """Build the policy on the running processes and update it once on `batch`, by the code of a
+    training step from the exchange of sequences on. All ranks call it; the configuration has passed
+    `check_config`. The groups it builds are gone when it returns.
+    """
+    cut = cut or Cut(token_budget=config.training.micro_batch_tokens)
+    parallel = resolve_parallel(config, dist.get_world_size())
+    set_up_model_parallel(parallel, config.training.seed)
+    policy = build_policy(config, parallel, vocab_size)
+    rate = config.optimizer.learning_rate
+    trainer = build_trainer(policy, config.optimizer, Schedule(rate, rate, 0, 1, "constant"))
+    recorder = _Recorder(trainer.optimizer, trainer.scheduler, policy)
+    builder = MicroBatchBuilder(policy, _PAD_ID, config.rollout.temperature)
+    plan = _plan(batch, cut, parallel.data_parallel_size)
+    sequences, index = _receive(batch, plan, parallel.context_parallel_size, builder.device)
+    _set_old_logprobs(policy, builder, plan, sequences, index)
+    section = config.objective.model_copy(update={"old_logprobs": "rollout"})
+    update = PolicyUpdater(policy, recorder, builder, section).update(sequences, index, [plan])
+    tear_down_model_parallel()
+    return StepResult(update.metrics, recorder.gradients, recorder.replica_error)
+
+
+def compare(
+    reference: Mapping[str, Tensor], other: Mapping[str, Tensor]
+) -> list[tuple[str, float]]:
+    """Relative error ||other - reference|| / ||reference|| of every gradient, largest first."""
+    assert reference.keys() == other.keys(), reference.keys() ^ other.keys()
+    errors = [(name, relative_error(other[name], value)) for name, value in reference.items()]
+    return sorted(errors, key=lambda pair: -pair[1])
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """||value - reference|| / ||reference||; infinite where a gradient ought to vanish, or is not
+    a number."""
+    value, reference = value.double(), reference.double()
+    difference, size = float((value - reference).norm()), float(reference.norm())
+    if difference == 0.0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference) else math.inf
+
+
+def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
+    """All gradients, reduced already, as whole tensors on rank 0 (nothing elsewhere), vocabulary
+    padding cut off; and the largest relative difference between two ranks' copies of one."""
+    _complete_shards(policy)
+    mine = [shard for model in policy.models for shard in parameter_shards(model)]
+    listed = [(s.name, s.global_shape, s.offset, tuple(s.data.shape)) for s in mine]
+    rank = dist.get_rank()
+    catalogue: list = [None] * dist.get_world_size()
+    dist.gather_object(listed, catalogue if rank == 0 else None, dst=0)
+    if rank != 0:
+        for shard in mine:
+            dist.send(_gradient(shard), dst=0)
+        return {}, 0.0
+    assembly = _Assembly(policy.vocab_size)
+    for source, pieces in enumerate(catalogue):
+        for number, (name, shape, offset, size) in enumerate(pieces):
+            if source == 0:
+                piece = _gradient(mine[number])
+            else:
+                piece = torch.empty(size, device=mine[0].data.device)
+                dist.recv(piece, src=source)
+            assembly.add(name, shape, offset, piece.cpu())
+    assembly.check_complete()
+    return assembly.tensors, assembly.replica_error
+
+
+@dataclass
+class _Recorder(Trainer):
+    """Keeps the gradients that the optimizer is about to apply."""
+
+    policy: Policy
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    replica_error: float = 0.0
+
+    def update(self) -> tuple[float, float]:
+        self.gradients, self.replica_error = gather_gradients(self.policy)
+        return super().update()
+
+
+class _Assembly:
+    """Whole tensors from shards; what arrives twice is compared."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.tensors: dict[str, Tensor] = {}
+        self.replica_error = 0.0
+        self._seen: dict[str, set[tuple[int, ...]]] = {}
+        self._missing: dict[str, int] = {}  # elements
+
+    def add(
+        self, name: str, global_shape: Sequence[int], offset: Sequence[int], piece: Tensor
+    ) -> None:
+        shape = list(global_shape)
+        if "word_embeddings" in name or "output_layer" in name:
+            shape[0] = self.vocab_size  # the padding depends on TP
+        if name not in self.tensors:
+            self.tensors[name] = torch.zeros(shape)
+            self._seen[name], self._missing[name] = set(), self.tensors[name].numel()
+        slices = tuple(slice(start, start + n) for start, n in zip(offset, piece.shape))
+        place = self.tensors[name][slices]
+        piece = piece[tuple(slice(n) for n in place.shape)]
+        if tuple(offset) in self._seen[name]:
+            self.replica_error = max(self.replica_error, relative_error(piece, place))
+            return
+        place.copy_(piece)
+        self._seen[name].add(tuple(offset))
+        self._missing[name] -= piece.numel()
+
+    def check_complete(self) -> None:
+        gaps = [name for name, missing in self._missing.items() if missing]
+        assert not gaps, f"no rank holds all of {gaps}"
+
+
+def _gradient(shard: Shard) -> Tensor:
+    return shard.view(shard.parameter.main_grad).float().contiguous()
+
+
+def _complete_shards(policy: Policy) -> None:
+    """Under the distributed optimizer a data rank holds the sum of its own share of a gradient
+    buffer only: fetch the others' shares."""
+    for chunk in policy.chunks:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            group = bucket_group.intra_distributed_optimizer_instance_group
+            for bucket in bucket_group.buckets:
+                shares = bucket.grad_data.chunk(group.size())
+                gathered = torch.empty_like(bucket.grad_data)
+                dist.all_gather_into_tensor(gathered, shares[group.rank()].clone(), group=group)
+                bucket.grad_data.copy_(gathered)
+
+
+def _plan(batch: SyntheticBatch, cut: Cut, data_parallel_size: int) -> MiniBatch:
+    assert cut.replicas % data_parallel_size == 0
+    plan = plan_step(
+        [len(t) for t in batch.tokens],
+        batch.response_lengths,
+        mini_batches=1,
+        data_parallel_size=cut.replicas,
+        token_budget=cut.token_budget,
+        micro_batch_multiple=cut.multiple,
+    )[0]
+    share = cut.replicas // data_parallel_size
+    joined = tuple(
+        tuple(m for replica in plan.micro_batches[start : start + share] for m in replica)
+        for start in range(0, cut.replicas, share)
+    )
+    return MiniBatch(joined, plan.num_sequences, plan.num_response_tokens)
+
+
+def _receive(
+    batch: SyntheticBatch, plan: MiniBatch, cp_size: int, device: torch.device
+) -> tuple[Sequences, StepIndex]:
+    """Pairs of sequences start on the data ranks in turn, as if sampled there."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    mine = [n for n in range(len(batch.tokens)) if n // 2 % group.size() == group.rank()]
+
+    def join(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+        return (torch.cat([tensors[n] for n in mine]) if mine else like[:0]).to(device)
+
+    numbers = torch.tensor(mine, dtype=torch.long, device=device)
+    lengths = torch.tensor([len(t) for t in batch.tokens], device=device)[numbers]
+    responses = torch.tensor(batch.response_lengths, device=device)[numbers]
+    rollout = RolloutBatch(
+        tokens=join(batch.tokens, batch.tokens[0]),
+        prompt_lengths=lengths - responses,
+        response_lengths=responses,
+        logprobs=join(batch.log_ratios, batch.log_ratios[0]),
+        truncated=torch.zeros_like(numbers, dtype=torch.bool),
+        sample_index=numbers,
+        group_index=numbers // 2,
+    )
+    index = index_step(rollout, group)
+    owner = {
+        number: rank
+        for rank, micro_batches in enumerate(plan.micro_batches)
+        for members in micro_batches
+        for number in members
+    }
+    destinations = [
+        range(owner[n] * cp_size, (owner[n] + 1) * cp_size) for n in range(len(batch.tokens))
+    ]
+    advantages = torch.tensor(batch.advantages, device=device)[numbers]
+    return exchange(rollout, advantages, index, destinations, group), index
+
+
+def _set_old_logprobs(
+    policy: Policy,
+    builder: MicroBatchBuilder,
+    plan: MiniBatch,
+    sequences: Sequences,
+    index: StepIndex,
+) -> None:
+    """Turn the wanted log-ratios, which came as the rollout's log-probs, into those log-probs: the
+    policy's own minus the log-ratio. Only the last pipeline stage reads them."""
+    batches = [
+        builder.build(
+            range(len(members)),
+            [sequences.tokens[n] for n in members],
+            [index.response_lengths[n] for n in members],
+            [sequences.offsets[n] for n in members],
+        )
+        for members in plan.of_rank(parallel_state.get_data_parallel_rank())
+    ]
+    for micro_batch, (logprobs, _) in zip(batches, response_logprobs(policy, batches)):
+        rows = micro_batch.packed.response_index
+        sequences.logprobs[rows] = logprobs - sequences.logprobs[rows]

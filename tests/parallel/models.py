@@ -1,0 +1,53 @@
+"""The models of these tests: tiny, with sizes that hide no mistake by being equal or round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gspo_megatron.config import Config, check_config
+from gspo_megatron.config.load import parse_config
+from gspo_megatron.config.parallel import Layout
+
+VOCAB_SIZE = 45
+
+ODD_MOE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "kv_channels": 16,  # heads * channels is 64, not the hidden size
+    "num_query_groups": 2,
+    "ffn_hidden_size": 72,
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 40,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": 0.001,
+    # far from uniform: routes, log-probs and gradients of an untrained model say little
+    "init_method_std": 0.15,
+}
+
+
+def odd_moe(
+    layout: str,
+    objective: dict[str, Any] | None = None,
+    *,
+    tie_embeddings: bool = False,
+    sequence_parallel: bool | None = None,
+    **megatron: Any,
+) -> Config:
+    """The configuration of the tiny MoE on a layout such as "tp=2,ep=2", in fp32; further arguments
+    are fields of TransformerConfig."""
+    config = parse_config(
+        {
+            "model": {"megatron": {**ODD_MOE, **megatron}, "tie_embeddings": tie_embeddings},
+            "parallel": {"layout": layout, "sequence_parallel": sequence_parallel},
+            "data": {"tokenizer": "none"},
+            "objective": objective or {},
+            "optimizer": {"learning_rate": 1e-3},
+            "training": {"precision": "fp32"},
+        }
+    )
+    check_config(config, Layout.parse(layout).world_size)
+    return config

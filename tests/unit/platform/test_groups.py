@@ -1,0 +1,81 @@
+"""Joining and leaving torch.distributed on a single process; devices and seeds."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from gspo_megatron.config import resolve_parallel
+from gspo_megatron.platform import devices
+from gspo_megatron.platform.groups import (
+    set_up_model_parallel,
+    start_processes,
+    stop_processes,
+    tear_down_model_parallel,
+)
+from tests.unit.models.one_rank import one_rank_groups, tiny_config
+
+
+def test_alone_without_a_rendezvous() -> None:
+    before = dict(os.environ)
+    with one_rank_groups():
+        ranks = start_processes()  # a second time joins nothing
+        assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
+        assert ranks.is_last_stage and ranks.is_model_replica_source
+        assert (ranks.data_rank, ranks.data_size) == (0, 1)
+        assert ranks.device == devices.select_device()
+        values = torch.tensor([1.0, 2.0], device=ranks.device)
+        dist.all_reduce(values)
+        assert values.tolist() == [1.0, 2.0]
+    assert not dist.is_initialized() and not parallel_state.is_initialized()
+    assert dict(os.environ) == before
+    stop_processes()  # harmless when nothing runs
+
+
+def test_one_layout_after_another() -> None:
+    config = tiny_config()
+    with one_rank_groups():
+        for _ in range(2):
+            tear_down_model_parallel()
+            assert not parallel_state.is_initialized()
+            set_up_model_parallel(resolve_parallel(config, 1), seed=3)
+            assert parallel_state.get_tensor_model_parallel_world_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, 0),
+        ({"LOCAL_RANK": "3"}, 3),
+        ({"SLURM_LOCALID": "5"}, 5),
+        ({"LOCAL_RANK": "3", "SLURM_LOCALID": "5"}, 3),
+    ],
+)
+def test_local_rank(
+    variables: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert devices.local_rank() == expected
+
+
+def test_backends() -> None:
+    assert devices.collective_backend(torch.device("cpu")) == "gloo"
+    assert devices.collective_backend(torch.device("cuda", 1)) == "nccl"
+
+
+def test_seeds_reach_every_generator() -> None:
+    seed = (3 << 32) + 17  # larger than numpy takes
+    drawn = []
+    for _ in range(2):
+        devices.set_seeds(seed)
+        drawn.append((random.random(), float(numpy.random.rand()), float(torch.rand(()))))
+    assert drawn[0] == drawn[1]

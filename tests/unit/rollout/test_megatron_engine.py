@@ -1,0 +1,255 @@
+"""Rollouts by the real model on one rank, against full forward passes without any cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from gspo_megatron.models.build import Policy
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.train.schedule import MicroBatchBuilder, response_logprobs
+from gspo_megatron.types import RolloutBatch
+from tests.unit.models.one_rank import (
+    PAD,
+    VOCABULARY,
+    hidden_states,
+    random_sequences,
+    tiny_policy,
+)
+
+NEVER = -1  # an end-of-sequence id that is not in the vocabulary
+PROMPTS = [prompt for prompt, _ in random_sequences(8, [(3, 0), (9, 0), (1, 0), (6, 0), (4, 0)])]
+
+
+@pytest.fixture(scope="module")
+def policy(one_rank: None) -> Policy:
+    # Weights large enough for distributions that are far from uniform.
+    return tiny_policy(model={"megatron": {"init_method_std": 0.15}})
+
+
+@dataclass
+class Response:
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    truncated: bool
+
+
+def responses_of(batch: RolloutBatch) -> list[Response]:
+    """The flat batch as a list; checks that lengths and flat tensors agree."""
+    prompt_lengths, lengths = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
+    assert batch.tokens.numel() == sum(prompt_lengths) + sum(lengths)
+    assert batch.logprobs.numel() == sum(lengths) and batch.logprobs.dtype == torch.float32
+    tokens, logprobs = batch.tokens.tolist(), batch.logprobs.tolist()
+    result = []
+    for prompt, length, cut in zip(prompt_lengths, lengths, batch.truncated.tolist(), strict=True):
+        result.append(
+            Response(tokens[:prompt], tokens[prompt : prompt + length], logprobs[:length], cut)
+        )
+        tokens, logprobs = tokens[prompt + length :], logprobs[length:]
+    return result
+
+
+def generate(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    *,
+    per_prompt: int = 1,
+    max_tokens: int = 12,
+    seed: int = 5,
+    eos_id: int = NEVER,
+    batch_size: int | None = None,
+    groups: Sequence[int] | None = None,
+    **sampling: Any,
+) -> RolloutBatch:
+    engine = MegatronEngine(
+        policy, pad_id=PAD, eos_id=eos_id, batch_size=batch_size, decode=letters
+    )
+    requests = Requests(prompts, groups or range(len(prompts)), per_prompt)
+    return engine.generate(requests, Sampling(max_tokens, **sampling), seed)
+
+
+def letters(ids: Sequence[int]) -> str:
+    return "".join(chr(ord("A") + i) for i in ids)
+
+
+def test_greedy_decoding_is_the_argmax_of_the_full_forward_pass(policy: Policy) -> None:
+    responses = responses_of(generate(policy, temperature=0.0))
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        assert response.prompt == prompt and len(response.tokens) == 12
+        ids = list(prompt)
+        for token, logprob in zip(response.tokens, response.logprobs, strict=True):
+            with torch.no_grad():
+                logits = policy.models[0].next_token_logits(hidden_states(policy, ids)[-1:])[0]
+            assert token == int(logits.argmax())
+            expected = float(torch.log_softmax(logits.double(), -1)[token])
+            assert logprob == pytest.approx(expected, abs=1e-5)  # fp32 sums in another order
+            ids.append(token)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("per_prompt", [1, 3])
+def test_mu_is_the_trainers_logprob(policy: Policy, temperature: float, per_prompt: int) -> None:
+    batch = generate(policy, per_prompt=per_prompt, temperature=temperature, eos_id=11)
+    lengths = batch.response_lengths.tolist()
+    tokens = list(batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist()))
+    offsets = [sum(lengths[:n]) for n in range(len(lengths))]
+    builder = MicroBatchBuilder(policy, PAD, temperature)
+    # two micro-batches, out of order
+    members = [list(range(1, len(lengths), 2)), list(range(0, len(lengths), 2))]
+    micro_batches = [builder.build(m, tokens, lengths, offsets) for m in members]
+    for micro_batch, (trained, _) in zip(
+        micro_batches, response_logprobs(policy, micro_batches), strict=True
+    ):
+        sampled = batch.logprobs[micro_batch.packed.response_index]
+        # both in fp32: what is left is the order of sums
+        torch.testing.assert_close(trained, sampled, atol=1e-5, rtol=0.0)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("per_prompt", [1, 2])
+def test_the_batch_size_changes_nothing(policy: Policy, batch_size: int, per_prompt: int) -> None:
+    together = generate(policy, per_prompt=per_prompt, eos_id=11)
+    apart = generate(policy, per_prompt=per_prompt, eos_id=11, batch_size=batch_size)
+    for name, value in vars(together).items():
+        if name == "logprobs":
+            torch.testing.assert_close(getattr(apart, name), value, atol=1e-5, rtol=0.0)
+        else:
+            assert torch.equal(getattr(apart, name), value), name
+
+
+def test_a_sample_is_the_same_among_other_prompts(policy: Policy) -> None:
+    everything = responses_of(generate(policy, per_prompt=2))
+    alone = responses_of(generate(policy, PROMPTS[3:4], groups=[3], per_prompt=2))
+    assert [r.tokens for r in alone] == [r.tokens for r in everything[6:8]]
+
+
+def test_a_groups_responses_differ_and_repeat_with_their_seed(policy: Policy) -> None:
+    batch = generate(policy, per_prompt=4)
+    responses = responses_of(batch)
+    assert batch.sample_index.tolist() == list(range(20))
+    assert batch.group_index.tolist() == [n // 4 for n in range(20)]
+    for group in range(5):
+        members = responses[4 * group : 4 * group + 4]
+        assert len({tuple(r.tokens) for r in members}) == 4
+        assert all(r.prompt == PROMPTS[group] for r in members)
+    assert torch.equal(generate(policy, per_prompt=4).tokens, batch.tokens)
+    assert not torch.equal(generate(policy, per_prompt=4, seed=6).tokens, batch.tokens)
+
+
+def test_prompts_are_numbered_by_their_group_index(policy: Policy) -> None:
+    batch = generate(policy, groups=[7, 2, 40, 3, 11], per_prompt=2, max_tokens=2)
+    assert batch.group_index.tolist() == [7, 7, 2, 2, 40, 40, 3, 3, 11, 11]
+    assert batch.sample_index.tolist() == [14, 15, 4, 5, 80, 81, 6, 7, 22, 23]
+
+
+@pytest.mark.parametrize("eos_id", [2, 11, 30])
+def test_the_end_of_sequence_ends_a_response_and_is_part_of_it(policy: Policy, eos_id: int) -> None:
+    options = {"per_prompt": 6, "max_tokens": 23}
+    endless = responses_of(generate(policy, **options))
+    ending = responses_of(generate(policy, eos_id=eos_id, **options))
+    assert all(r.truncated and len(r.tokens) == 23 for r in endless)
+    for whole, cut in zip(endless, ending, strict=True):
+        ends = eos_id in whole.tokens
+        length = whole.tokens.index(eos_id) + 1 if ends else 23
+        assert cut.tokens == whole.tokens[:length]
+        assert cut.logprobs == pytest.approx(whole.logprobs[:length], abs=1e-5)
+        assert cut.truncated is not ends
+    lengths = {len(r.tokens) for r in ending}
+    assert len(lengths) > 3 and 23 in lengths  # the case is not a trivial one
+
+
+def test_an_end_at_the_last_position_is_no_truncation(policy: Policy) -> None:
+    (endless,) = responses_of(generate(policy, PROMPTS[:1], max_tokens=5))
+    last = endless.tokens[-1]
+    assert last not in endless.tokens[:-1]
+    (response,) = responses_of(generate(policy, PROMPTS[:1], max_tokens=5, eos_id=last))
+    assert response.tokens == endless.tokens and response.truncated is False
+
+
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(policy: Policy) -> None:
+    options = {"per_prompt": 6, "max_tokens": 20}
+    endless = responses_of(generate(policy, **options))
+    pair = letters(endless[4].tokens[7:9])  # occurs at least there
+    single = letters(endless[9].tokens[3:4])
+    ended = 0
+    for stop in ((pair,), (pair, single)):
+        stopped = responses_of(generate(policy, stop=stop, **options))
+        for whole, cut in zip(endless, stopped, strict=True):
+            text = letters(whole.tokens)
+            ends = [text.index(s) + len(s) for s in stop if s in text]
+            length = min(ends, default=20)
+            assert cut.tokens == whole.tokens[:length]
+            assert cut.truncated is not bool(ends)
+            ended += bool(ends)
+    assert 2 <= ended < 60
+
+
+def test_one_token(policy: Policy) -> None:
+    batch = generate(policy, per_prompt=3, max_tokens=1)
+    assert batch.response_lengths.tolist() == [1] * 15
+    assert batch.truncated.all()
+    longer = responses_of(generate(policy, per_prompt=3, max_tokens=6))
+    assert [r.tokens for r in responses_of(batch)] == [r.tokens[:1] for r in longer]
+
+
+def test_no_requests(policy: Policy) -> None:
+    batch = generate(policy, [], per_prompt=4)
+    for name, value in vars(batch).items():
+        assert value.numel() == 0, name
+    filled = generate(policy, max_tokens=2)
+    for name, value in vars(batch).items():
+        assert value.dtype == getattr(filled, name).dtype, name
+
+
+def test_tokens_come_from_the_true_vocabulary_only(policy: Policy) -> None:
+    batch = generate(policy, per_prompt=20, max_tokens=20, temperature=5.0)
+    assert set(batch.tokens.tolist()) == set(range(VOCABULARY))
+
+
+def test_top_k_holds_at_every_step(policy: Policy) -> None:
+    for response in responses_of(generate(policy, per_prompt=2, top_k=2, temperature=1.5)):
+        with torch.no_grad():
+            hidden = hidden_states(policy, response.prompt + response.tokens)
+            logits = policy.models[0].next_token_logits(hidden[len(response.prompt) - 1 : -1])
+        likeliest = logits.topk(2).indices.tolist()
+        assert all(t in allowed for t, allowed in zip(response.tokens, likeliest, strict=True))
+
+
+def test_the_engine_follows_the_policys_weights_and_leaves_it_in_training_mode(
+    one_rank: None,
+) -> None:
+    policy = tiny_policy(model={"megatron": {"init_method_std": 0.15}})
+    engine = MegatronEngine(policy, pad_id=PAD, eos_id=NEVER)
+    requests, greedy = Requests(PROMPTS, range(5)), Sampling(6, 0.0)
+    before = engine.generate(requests, greedy, 1)
+    weight = policy.models[0].head_weight
+    with torch.no_grad():
+        weight[:VOCABULARY] = weight[:VOCABULARY].flip(0)
+    engine.update_weights()
+    after = engine.generate(requests, greedy, 1)
+    assert after.tokens[3] == VOCABULARY - 1 - before.tokens[3]  # the first drawn token
+    assert all(module.training for module in policy.models[0].modules())
+    assert not after.logprobs.requires_grad
+
+
+def test_bf16_rollouts_come_close_to_bf16_training(one_rank: None) -> None:
+    policy = tiny_policy(
+        model={"megatron": {"init_method_std": 0.15}}, training={"precision": "bf16"}
+    )
+    batch = generate(policy, per_prompt=2)
+    lengths = batch.response_lengths.tolist()
+    tokens = list(batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist()))
+    offsets = [sum(lengths[:n]) for n in range(len(lengths))]
+    micro_batch = MicroBatchBuilder(policy, PAD, 1.0).build(
+        range(len(lengths)), tokens, lengths, offsets
+    )
+    ((trained, _),) = response_logprobs(policy, [micro_batch])
+    # 2^-8 of logits of size 5, give or take an expert that rounding exchanges for another
+    difference = (trained - batch.logprobs).abs()
+    assert float(difference.median()) < 0.05

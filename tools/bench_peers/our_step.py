@@ -1,0 +1,178 @@
+"""Generated tokens per second of this package over whole RL steps: our half of the benchmark.
+
+The same shapes and workload as trl_step.py, on the same code path as `gspo-megatron train`: one
+rank, the package's own ReinforcementLoop. Prints one JSON line; `--profile` prints where the time
+goes instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from trl_step import ROUTER_AUX_LOSS_COEF, RESPONSES_PER_STEP, SHAPES, TOKENS_PER_STEP, WORKLOAD
+
+
+class WordTokenizer:
+    """Ids without words. The end-of-sequence id is outside the vocabulary, so that every response
+    has its full length; a response's text is its ids, which the reward reads back."""
+
+    name = "benchmark"
+    bos_id = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.eos_id, self.pad_id = vocab_size, vocab_size, 0
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+    def apply_chat_template(self, messages: Any) -> str:
+        raise AssertionError("the benchmark has no chat")
+
+
+def even_share(sample: Any) -> float:
+    """Reward: the share of even token ids, so that every group has a spread at no cost."""
+    ids = sample.response.split()
+    assert len(ids) == WORKLOAD["response_tokens"], len(ids)
+    return sum(int(word) % 2 == 0 for word in ids) / len(ids)
+
+
+def configuration(size: str, steps: int, folder: str) -> Any:
+    """The run's Config: GSPO at the paper's clip range, fp32, no warm start, no evaluation."""
+    from gspo_megatron.config import parse_config
+
+    shape = SHAPES[size]
+    return parse_config(
+        {
+            "model": {
+                "preset": "tiny",
+                "vocab_size": shape["vocab_size"],
+                "megatron": {
+                    "num_layers": shape["num_layers"],
+                    "hidden_size": shape["hidden_size"],
+                    "num_attention_heads": shape["num_attention_heads"],
+                    "num_query_groups": shape["num_query_groups"],
+                    "kv_channels": shape["head_dim"],
+                    "num_moe_experts": shape["num_experts"],
+                    "moe_router_topk": shape["top_k"],
+                    "moe_ffn_hidden_size": shape["moe_intermediate_size"],
+                    "moe_aux_loss_coeff": ROUTER_AUX_LOSS_COEF,
+                },
+            },
+            "data": {"prompts": "made here", "tokenizer": "made here"},
+            "rollout": {
+                "group_size": WORKLOAD["group_size"],
+                "prompts_per_step": WORKLOAD["prompts_per_step"],
+                "max_response_tokens": WORKLOAD["response_tokens"],
+            },
+            "objective": {"name": "gspo", "mini_batches": WORKLOAD["mini_batches"]},
+            "optimizer": {"learning_rate": 1e-6, "weight_decay": 0.1},
+            "training": {"steps": steps, "seed": WORKLOAD["seed"], "precision": "fp32"},
+            "logging": {"dir": folder, "samples_per_step": 0},
+        }
+    )
+
+
+def build_loop(size: str, steps: int, folder: str) -> Any:
+    """The package's loop on random prompts."""
+    import torch
+
+    from gspo_megatron.config import check_config
+    from gspo_megatron.rewards.registry import Reward
+    from gspo_megatron.train.loop import Prompts, ReinforcementLoop
+    from gspo_megatron.train.run import assemble
+    from gspo_megatron.types import Prompt
+
+    torch.set_num_threads(WORKLOAD["threads"])
+    config = configuration(size, steps, folder)
+    check_config(config, world_size=1, for_training=True)
+    tokenizer = WordTokenizer(SHAPES[size]["vocab_size"])
+    generator = random.Random(WORKLOAD["seed"])
+    prompts = []
+    for number in range(WORKLOAD["prompts_per_step"] * steps):
+        ids = tuple(
+            generator.randrange(tokenizer.vocab_size) for _ in range(WORKLOAD["prompt_tokens"])
+        )
+        prompts.append(Prompt(tokenizer.decode(ids), "", f"benchmark:{number}", token_ids=ids))
+    job = assemble(config, tokenizer, Prompts(prompts, [], []), Reward("even_share", even_share))
+    return ReinforcementLoop(job)
+
+
+def measure(size: str, steps: int) -> dict[str, Any]:
+    """Median seconds a step and its parts over `steps` steps after the warm-up."""
+    warmup = WORKLOAD["warmup_steps"]
+    with tempfile.TemporaryDirectory() as folder:
+        loop = build_loop(size, warmup + steps, folder)
+        records = [loop.step(number + 1) for number in range(warmup + steps)][warmup:]
+
+    def median(key: str) -> float:
+        return statistics.median(record[key] for record in records)
+
+    parts = {name: median(f"perf/{name}_seconds") for name in PARTS}
+    assert all(record["response/length_mean"] == WORKLOAD["response_tokens"] for record in records)
+    return {
+        "peer": "gspo-megatron",
+        "size": size,
+        "steps": steps,
+        "tokens_per_second": round(TOKENS_PER_STEP / parts["step"], 1),
+        "seconds": {name: round(value, 4) for name, value in parts.items()},
+    }
+
+
+PARTS = ("step", "rollout", "logprob", "train", "sync")
+
+
+def profile(size: str, steps: int) -> None:
+    """Print the operators and the Python functions that take the most time of their own."""
+    import cProfile
+    import pstats
+
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        loop = build_loop(size, 6 + 2 * steps, folder)
+        for number in range(3):
+            loop.step(number + 1)
+        with torch.profiler.profile() as operators:
+            for number in range(steps):
+                loop.step(number + 4)
+        functions = cProfile.Profile()
+        functions.enable()
+        for number in range(steps):
+            loop.step(number + 4 + steps)
+        functions.disable()
+    print(f"{RESPONSES_PER_STEP} responses, {steps} steps, operators by own time:")
+    print(operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
+    pstats.Stats(functions).sort_stats("tottime").print_stats(35)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=sorted(SHAPES), default="small")
+    parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error("--steps must be at least 1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(WORKLOAD["threads"]))
+    if arguments.profile:
+        profile(arguments.size, arguments.steps)
+    else:
+        print(json.dumps(measure(arguments.size, arguments.steps)))
+
+
+if __name__ == "__main__":
+    main()
