@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 from collections.abc import Iterator
 
@@ -23,6 +22,7 @@ _NOISE = (
     r".*\.grad attribute of a Tensor that is not a leaf.*",  # the distributed optimizer's shards
     r".*torch\.distributed\.\w+ is deprecated.*|.*`torch\.distributed\.\w+` is deprecated.*",
     r".*GPTModel.*deprecated.*",
+    r".*experimental and still under active development.*",
     r".*torch\.cuda\.amp\.custom_[fb]wd.*",
 )
 
@@ -30,11 +30,10 @@ _NOISE = (
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
     """Hold back every warning while Megatron-Core is imported, then only the known noise."""
-    os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")
+    for name in ("megatron", "torch.distributed.distributed_c10d", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
     for pattern in _NOISE:
         warnings.filterwarnings("ignore", message=pattern)
-    for name in ("megatron", "torch.distributed.distributed_c10d", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)

@@ -138,6 +138,7 @@ def test_a_dense_model_without_sequence_parallelism(run: Run) -> None:
     dense = {
         "num_moe_experts": None,
         "moe_layer_freq": 1,
+        "moe_ffn_hidden_size": None,
         "moe_shared_expert_intermediate_size": None,
         "sequence_parallel": False,
     }

@@ -1,0 +1,73 @@
+"""A toy data set and a small configuration for runs of the real command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gspo_megatron.data.toy import write_toy_dataset
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with train.jsonl, test.jsonl and tokenizer.model."""
+    folder = tmp_path_factory.mktemp("toy")
+    write_toy_dataset(folder, "mixed", train=64, test=8, seed=1)
+    return folder
+
+
+@pytest.fixture
+def config_file(toy: Path, tmp_path: Path) -> Path:
+    """The smallest run worth the name: one rank, two supervised and two RL steps."""
+    config = {
+        "data": {
+            "prompts": str(toy / "train.jsonl"),
+            "eval_prompts": str(toy / "test.jsonl"),
+            "tokenizer": str(toy / "tokenizer.model"),
+        },
+        "rollout": {"group_size": 4, "prompts_per_step": 4, "max_response_tokens": 6},
+        "reward": {"name": "per_character"},
+        "objective": {"name": "gspo", "mini_batches": 2},
+        "training": {
+            "steps": 2,
+            "precision": "fp32",
+            "warm_start": {"steps": 2, "batch_size": 8},
+        },
+        "logging": {"dir": str(tmp_path / "run")},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def command_environment() -> dict[str, str]:
+    """The environment without anything that would make the command a rank of another job."""
+    hidden = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def gspo() -> Command:
+    """Run `gspo-megatron` with the arguments given, and wait for it."""
+
+    def run(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+        words: Sequence[str] = [str(argument) for argument in arguments]
+        return subprocess.run(
+            [sys.executable, "-m", "gspo_megatron", *words],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env=command_environment() | environ,
+            check=False,
+        )
+
+    return run

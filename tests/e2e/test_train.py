@@ -1,0 +1,106 @@
+"""The real command on real ranks, from a prompt file to a run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import Command, command_environment
+
+# Every RL step writes these (docs of the run folder).
+KEYS = (
+    "step reward/mean reward/std reward/zero_spread_groups loss grad_norm lr "
+    "ratio/sequence/min ratio/sequence/p01 ratio/sequence/p50 ratio/sequence/p99 ratio/sequence/max "
+    "ratio/token/min ratio/token/p01 ratio/token/p50 ratio/token/p99 ratio/token/max "
+    "ratio/noise_floor clip/sequence/binding clip/sequence/outside clip/sequence/low "
+    "clip/sequence/high clip/token/binding clip/token/outside clip/token/low clip/token/high "
+    "policy/entropy kl/k1 kl/k3 mismatch/abs_mean mismatch/k1 mismatch/k3 mismatch/over_ln2 "
+    "mismatch/max response/length_mean response/truncated perf/step_seconds perf/rollout_seconds "
+    "perf/logprob_seconds perf/train_seconds perf/sync_seconds perf/tokens_per_second "
+    "perf/peak_memory_bytes"
+).split()
+
+
+def rl_records(run: Path) -> list[dict]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["phase"] == "rl" and r["step"] > 0]
+
+
+def test_a_run_leaves_the_whole_run_folder(gspo: Command, config_file: Path) -> None:
+    result = gspo("train", config_file)
+    assert result.returncode == 0, result.stderr[-3000:]
+    run = config_file.parent / "run"
+    records = rl_records(run)
+    assert [r["step"] for r in records] == [1, 2]
+    assert not [key for key in KEYS if key not in records[0]]
+    assert all(r["mismatch/max"] < 1e-4 for r in records)  # engine and trainer agree in fp32
+    for name in ("config.resolved.yaml", "environment.json", "samples.jsonl", "report.html"):
+        assert (run / name).stat().st_size > 0, name
+    assert list((run / "plots").glob("*.png"))
+    assert str(run) in result.stdout
+    assert "Warning" not in result.stderr
+
+
+@pytest.mark.parametrize("layout", ["dp=2,ep=2", "tp=2,pp=2,ep=2"])
+def test_one_key_changes_the_layout_and_not_the_first_step(
+    gspo: Command, config_file: Path, layout: str
+) -> None:
+    """Same weights, same prompts, same samples: the first step's loss and gradient norm differ by
+    the rounding of fp32 sums (1e-5). Aux loss off: it depends on how tokens fall into
+    micro-batches, and data parallelism changes that."""
+    settings = (
+        "training.warm_start.steps=0",
+        "training.steps=1",
+        "objective.mini_batches=1",
+        "model.megatron.moe_aux_loss_coeff=0.0",
+        "logging.plots=false",
+    )
+    runs = []
+    for number, extra in enumerate(([], [f"parallel.layout={layout}"])):
+        run = config_file.parent / f"run{number}"
+        result = gspo("train", config_file, *settings, f"logging.dir={run}", *extra)
+        assert result.returncode == 0, result.stderr[-3000:]
+        runs.append(rl_records(run)[0])
+    one, sharded = runs
+    for key in ("reward/mean", "grad_norm", "policy/entropy", "response/length_mean"):
+        assert sharded[key] == pytest.approx(one[key], rel=1e-5), key
+    # on-policy, the loss is minus the mean advantage, nearly zero: compared absolutely
+    assert sharded["loss"] == pytest.approx(one["loss"], abs=1e-6)
+
+
+def test_ctrl_c_ends_every_rank(config_file: Path) -> None:
+    marker = f"training.seed={os.getpid() * 1000 + int(time.time()) % 1000}"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "gspo_megatron",
+            "train",
+            str(config_file),
+            "parallel.layout=dp=2",
+            "training.steps=10000",
+            marker,
+        ],
+        env=command_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    metrics = config_file.parent / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and '"rl"' in metrics.read_text()):
+        assert process.poll() is None, "the run ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if marker in (p.info["cmdline"] or [])]
+    assert left == []
