@@ -74,6 +74,21 @@ def split_evenly(lengths: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(members) for members in groups]
 
 
+def level(lengths: Sequence[int], bins: Sequence[list[int]], count: int) -> list[list[int]]:
+    """`bins` of sequence numbers made into `count` of them, by halving the heaviest again and
+    again; empty ones where nothing is left to halve. No bin gets heavier than it was."""
+    bins = list(bins)
+    while len(bins) < count:
+        divisible = [members for members in bins if len(members) > 1]
+        if not divisible:
+            return bins + [[] for _ in range(count - len(bins))]
+        heaviest = max(divisible, key=lambda members: sum(lengths[i] for i in members))
+        bins.remove(heaviest)
+        halves = split_evenly([lengths[i] for i in heaviest], 2)
+        bins += [[heaviest[i] for i in half] for half in halves]
+    return bins
+
+
 def pack(
     tokens: Sequence[Tensor],
     response_lengths: Sequence[int],

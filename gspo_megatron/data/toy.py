@@ -135,7 +135,8 @@ def _additions(count: int, generator: random.Random) -> list[Row]:
     rows = []
     for code in generator.sample(range(available), count):
         left, right = (NUMBERS[digit] for digit in divmod(code, len(NUMBERS)))
-        rows.append({"prompt": f"{left}+{right}=", "answer": f"{left + right:03d}", "task": "addition"})
+        answer = f"{left + right:03d}"
+        rows.append({"prompt": f"{left}+{right}=", "answer": answer, "task": "addition"})
     return rows
 
 
@@ -178,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code (2 for a user's mistake)."""
     parser = argparse.ArgumentParser(
         prog="python -m gspo_megatron.data.toy",
-        description="Writes the prompts of a toy task, for training, warm start and test, and a tokenizer.",
+        description="Writes prompts of a toy task (training, warm start, test) and a tokenizer.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--task", choices=TASKS, default="mixed", help="which task")

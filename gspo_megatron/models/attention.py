@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,10 +108,10 @@ _SEQUENCE_PARALLEL_SWITCHES = (
 
 
 @contextlib.contextmanager
-def decoding(model: torch.nn.Module, cache: KeyValueCache) -> Iterator[None]:
-    """Let the attention layers of `model` use `cache`, and switch off what decoding has no use for:
-    sequence parallelism (one token does not divide by TP)."""
-    modules = list(model.modules())
+def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterator[None]:
+    """Let the attention layers of a policy's chunks use `cache`, and switch off what decoding has
+    no use for: sequence parallelism (one token does not divide by TP)."""
+    modules = [module for model in models for module in model.modules()]
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     switched = [
         (owner, name)

@@ -18,7 +18,7 @@ from gspo_megatron.models.policy import PolicyModel
 from gspo_megatron.models.specs import block_spec, choose_backend
 from gspo_megatron.models.transformer_config import transformer_config
 
-# Rows of the embedding are padded to a multiple of this times TP: matrix units like multiples of 16.
+# The embedding is padded to a multiple of this times TP: matrix units like multiples of 16.
 VOCAB_MULTIPLE = 16
 
 

@@ -27,7 +27,9 @@ def initialize_weights(
     """Draw all matrices of a model chunk; norms and biases keep the ones and zeros they have."""
     shards = list(parameter_shards(model))
     covered = sum(shard.data.numel() for shard in shards)
-    assert covered == sum(p.numel() for p in model.parameters()), "a parameter without a global name"
+    assert covered == sum(p.numel() for p in model.parameters()), (
+        "a parameter without a global name"
+    )
     for shard in shards:
         if shard.data.dim() < 2:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,9 +35,12 @@ class Trainer:
 
     def update(self) -> tuple[float, float]:
         """Apply the accumulated gradients. Returns the gradient norm before clipping, and the
-        learning rate that was used."""
+        learning rate that was used. Raises FloatingPointError where the norm is not finite: the
+        weights are lost then, and going on would only bury the cause."""
         used = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient norm is {grad_norm}; lower the learning rate?")
         self.scheduler.step(increment=1)
         return float(grad_norm), float(used)
 

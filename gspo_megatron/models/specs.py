@@ -42,9 +42,10 @@ class TorchSpecProvider(LocalSpecProvider):
 
     def grouped_mlp_modules(self, *_args: Any, **_kwargs: Any) -> Any:
         # 0.16 wants (module, submodules), 0.19 something to call.
-        wants_pair = "moe_use_legacy_grouped_gemm" in inspect.signature(
-            LocalSpecProvider.grouped_mlp_modules
-        ).parameters
+        wants_pair = (
+            "moe_use_legacy_grouped_gemm"
+            in inspect.signature(LocalSpecProvider.grouped_mlp_modules).parameters
+        )
         return (GroupedExperts, None) if wants_pair else GroupedExperts
 
 

@@ -36,6 +36,8 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         "init_method": leave_as_it_is,
         "output_layer_init_method": leave_as_it_is,
         "embedding_init_method": leave_as_it_is,
+        # the one dispatcher that takes micro-batches of varying length
+        "moe_token_dispatcher_type": "alltoall",
         # Fusions that need apex, Transformer Engine or torch.compile; TE layers bring their own.
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,

@@ -10,5 +10,8 @@ with quiet_imports():
     from gspo_megatron.platform import megatron_cpu
 
     megatron_cpu.install()
+    from gspo_megatron.platform import megatron_fixes
 
-__all__ = ["megatron_cpu"]
+    megatron_fixes.install()
+
+__all__ = ["megatron_cpu", "megatron_fixes"]

@@ -26,24 +26,13 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @property
-    def is_last_stage(self) -> bool:
-        """On the pipeline stage that ends in the log-prob head."""
-        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
-    @property
-    def data_rank(self) -> int:
-        """Which of the data-parallel replicas, context-parallel ranks counted apart."""
-        return parallel_state.get_data_parallel_rank(with_context_parallel=True)
-
-    @property
-    def data_size(self) -> int:
-        return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-
-    @property
-    def is_model_replica_source(self) -> bool:
-        """The one rank of a model replica (TP x PP) whose word counts: last stage, first TP rank."""
-        return self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+def model_replica() -> tuple[dist.ProcessGroup, int]:
+    """The ranks that hold one copy of the model and one batch between them (TP x PP), and the rank
+    among them whose word counts: the last stage's first TP rank."""
+    group = parallel_state.get_model_parallel_group()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return group, dist.get_process_group_ranks(group)[-tp]
 
 
 def start_processes(timeout_minutes: float = 30.0) -> Ranks:

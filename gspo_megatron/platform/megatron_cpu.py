@@ -24,7 +24,7 @@ import torch
 CPU = torch.device("cpu")
 
 # Factories that megatron.core calls with device='cuda' or torch.cuda.current_device().
-FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like")
+FACTORIES = ("empty", "zeros", "ones", "tensor", "empty_like")
 
 # DistributedOptimizer sorts parameters by these names.
 _CUDA_TYPE_NAMES = {
@@ -46,7 +46,7 @@ class InertStream:
     def _same(self, *_args: Any, **_kwargs: Any) -> InertStream:
         return self
 
-    record_event = wait_event = wait_stream = synchronize = record = wait = query = _same
+    record_event = wait_event = wait_stream = synchronize = _same
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, InertStream)
@@ -78,7 +78,7 @@ def install() -> None:
     _still_cuda_runtime()
     _redirect_random_state()
     with _without_torch_compile():
-        import megatron.core  # noqa: F401  (its import decorates functions with torch.compile)
+        import megatron.core  # its import decorates functions with torch.compile
         import megatron.core.transformer.moe.moe_layer  # noqa: F401
     _adapt_megatron()
 
@@ -137,8 +137,8 @@ def _redirect_random_state() -> None:
     cuda = torch.cuda
     cuda.get_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
-    cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
-    cuda.manual_seed = cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(seed)
+    cuda.random.get_rng_state = cuda.get_rng_state
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
 
 
 @contextlib.contextmanager
@@ -162,7 +162,6 @@ def _adapt_megatron() -> None:
     from megatron.core.tensor_parallel import random as tracker
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    tracker._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
     tracker._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16 reads the name when moe_router_dtype is set; None means 'no Transformer Engine'.

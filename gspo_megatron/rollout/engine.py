@@ -52,4 +52,3 @@ class RolloutEngine(Protocol):
     def update_weights(self) -> None:
         """Take over the weights of the policy after an optimizer step."""
         ...
-

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gspo_megatron.models.attention import KeyValueCache, decoding
 from gspo_megatron.models.build import Policy
+from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.pipeline import PipelineForward
 from gspo_megatron.rollout.sampling import draw, uniforms
@@ -36,6 +37,16 @@ class _Responses:
     logprobs: Tensor  # [sequences, max_tokens] float32
     lengths: Tensor  # [sequences] int64, the end-of-sequence token included
     ended: Tensor  # [sequences] bool
+
+    @classmethod
+    def empty(cls, rows: int, max_tokens: int, pad_id: int, device: torch.device) -> _Responses:
+        """Nothing drawn yet; a response that never ends has the full length."""
+        return cls(
+            tokens=torch.full((rows, max_tokens), pad_id, device=device),
+            logprobs=torch.zeros((rows, max_tokens), device=device),
+            lengths=torch.full((rows,), max_tokens, device=device),
+            ended=torch.zeros(rows, dtype=torch.bool, device=device),
+        )
 
 
 class MegatronEngine:
@@ -58,10 +69,7 @@ class MegatronEngine:
         self.decode = decode
         self.device = torch.device(torch.cuda.current_device())
         self.pipeline = PipelineForward(policy)
-        self.replica = parallel_state.get_model_parallel_group()
-        tp = parallel_state.get_tensor_model_parallel_world_size()
-        # the last stage's first TP rank draws for the whole replica
-        self.source = dist.get_process_group_ranks(self.replica)[-tp]
+        self.replica, self.source = model_replica()
         self.lockstep = parallel_state.get_expert_model_parallel_world_size() > 1
 
     def update_weights(self) -> None:
@@ -82,7 +90,7 @@ class MegatronEngine:
             rows = slice(start * per_prompt, (start + len(chosen)) * per_prompt)
             batches.append(self._batch(chosen, per_prompt, samples[rows], sampling, seed))
         self.policy.train()
-        return _join(prompts, per_prompt, samples, requests, batches, self.device)
+        return _join(prompts, samples, requests, batches, sampling.max_tokens)
 
     def _agreed_maximum(self, value: int) -> int:
         """Experts on other ranks need every rank to take part in every forward pass."""
@@ -106,16 +114,12 @@ class MegatronEngine:
             prompts = [(self.pad_id,)]
             samples = samples.new_zeros(per_prompt)
         rows = len(prompts) * per_prompt
-        responses = _Responses(
-            tokens=torch.full((rows, sampling.max_tokens), self.pad_id, device=self.device),
-            logprobs=torch.zeros((rows, sampling.max_tokens), device=self.device),
-            lengths=torch.full((rows,), sampling.max_tokens, device=self.device),
-            ended=torch.arange(rows, device=self.device) >= real,
-        )
+        responses = _Responses.empty(rows, sampling.max_tokens, self.pad_id, self.device)
+        responses.ended[real:] = True
         noise = uniforms(seed, samples, sampling.max_tokens)
         prompt_lengths = torch.tensor([len(p) for p in prompts], device=self.device)
         cache = self._cache(int(prompt_lengths.max()) + sampling.max_tokens)
-        with _decoding_all(self.policy, cache):
+        with decoding(self.policy.models, cache):
             hidden = self._prefill(prompts, prompt_lengths, cache)
             if per_prompt > 1:  # a group's responses share the work on their prompt
                 cache.keep(
@@ -136,12 +140,9 @@ class MegatronEngine:
         self, prompts: list[tuple[int, ...]], lengths: Tensor, cache: KeyValueCache
     ) -> Tensor | None:
         """Fill the cache with the prompts; the last stage gets their last hidden states."""
-        longest = max(len(p) for p in prompts)
-        ids = torch.full((len(prompts), longest), self.pad_id, device=self.device)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
-        cache.start_prefill(longest)
-        positions = torch.arange(longest, device=self.device).expand_as(ids)
+        ids = _padded(prompts, self.pad_id, self.device)
+        cache.start_prefill(ids.shape[1])
+        positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
         hidden = self.pipeline(ids, positions)
         if hidden is None:
             return None
@@ -224,52 +225,39 @@ class MegatronEngine:
         return torch.tensor(hits, dtype=torch.bool, device=self.device)
 
 
-class _decoding_all:
-    """`decoding` on every chunk of a policy with one cache."""
-
-    def __init__(self, policy: Policy, cache: KeyValueCache) -> None:
-        self._contexts = [decoding(model, cache) for model in policy.models]
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        for context in self._contexts:
-            context.__exit__(*error)
+def _padded(prompts: list[tuple[int, ...]], pad_id: int, device: torch.device) -> Tensor:
+    """[prompts, longest], padded on the right."""
+    longest = max((len(p) for p in prompts), default=0)
+    rows = [(*p, *(pad_id,) * (longest - len(p))) for p in prompts]
+    return torch.tensor(rows, dtype=torch.long, device=device).view(len(prompts), longest)
 
 
 def _join(
     prompts: list[tuple[int, ...]],
-    per_prompt: int,
     samples: Tensor,
     requests: Requests,
     batches: list[_Responses],
-    device: torch.device,
+    max_tokens: int,
 ) -> RolloutBatch:
     """Flatten batches of padded responses into one RolloutBatch."""
-
-    def column(name: str, empty: Tensor) -> Tensor:
-        return torch.cat([getattr(b, name) for b in batches]) if batches else empty
-
-    lengths = column("lengths", samples.new_zeros(0))
-    ended = column("ended", samples.new_zeros(0, dtype=torch.bool))
-    kept = [b.tokens for b in batches]
-    prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.long, device=device)
-    sequences: list[Tensor] = []
-    logprobs: list[Tensor] = []
-    host_lengths = lengths.tolist()
-    rows = [(t, p) for b, t in zip(batches, kept, strict=True) for t, p in zip(t, b.logprobs)]
-    for number, (tokens, row_logprobs) in enumerate(rows):
-        prompt = torch.tensor(prompts[number // per_prompt], dtype=torch.long, device=device)
-        sequences += [prompt, tokens[: host_lengths[number]]]
-        logprobs.append(row_logprobs[: host_lengths[number]])
+    device, per_prompt = samples.device, requests.responses_per_prompt
+    if not batches:
+        batches = [_Responses.empty(0, max_tokens, 0, device)]
+    tokens, logprobs, lengths, ended = (
+        torch.cat(columns) for columns in zip(*(vars(b).values() for b in batches), strict=True)
+    )
     groups = torch.tensor(list(requests.group_index), dtype=torch.long, device=device)
+    prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.long, device=device)
+    prompt_lengths = prompt_lengths.repeat_interleave(per_prompt)
+    prompt_tokens = _padded(prompts, 0, device).repeat_interleave(per_prompt, 0)
+    in_prompt = torch.arange(prompt_tokens.shape[1], device=device) < prompt_lengths[:, None]
+    in_response = torch.arange(max_tokens, device=device) < lengths[:, None]
+    sequences = torch.cat([prompt_tokens, tokens], dim=1)
     return RolloutBatch(
-        tokens=torch.cat(sequences) if sequences else samples.new_zeros(0),
-        prompt_lengths=prompt_lengths.repeat_interleave(per_prompt),
+        tokens=sequences[torch.cat([in_prompt, in_response], dim=1)],
+        prompt_lengths=prompt_lengths,
         response_lengths=lengths,
-        logprobs=torch.cat(logprobs) if logprobs else torch.zeros(0, device=device),
+        logprobs=logprobs[in_response],
         truncated=~ended,
         sample_index=samples,
         group_index=groups.repeat_interleave(per_prompt),

@@ -28,8 +28,8 @@ def uniforms(seed: int, samples: Tensor, num_positions: int) -> Tensor:
     state = _finalise(torch.full_like(samples, _wrapped(seed * _GAMMA % (1 << 64))))
     state = _finalise(state + samples * _wrapped(_GAMMA))[:, None]
     bits = _finalise(state + (positions + 1) * _wrapped(_GAMMA))
-    # the top 53 bits, centred in their interval: neither 0 nor 1 can come out
-    return (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+    # the top 52 bits, centred in their interval: neither 0 nor 1 can come out
+    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
 def _finalise(z: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
 
 
 def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
-    """Zero what top-k and top-p leave out; the most likely token always stays."""
+    """Zero what top-k and then top-p leave out; the most likely token always stays."""
     size = probabilities.shape[-1]
     limit = min(sampling.top_k, size) if sampling.top_k else size
     if limit == size and sampling.top_p >= 1.0:
@@ -74,5 +74,5 @@ def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
     ordered, order = probabilities.topk(limit, dim=-1)
     if sampling.top_p < 1.0:
         total_before = ordered.cumsum(dim=-1) - ordered
-        ordered = ordered * (total_before < sampling.top_p)
+        ordered = ordered * (total_before < sampling.top_p * ordered.sum(dim=-1, keepdim=True))
     return torch.zeros_like(probabilities).scatter(1, order, ordered)

@@ -26,9 +26,7 @@ class StepIndex:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(
-            p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True)
-        )
+        return tuple(p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True))
 
 
 @dataclass

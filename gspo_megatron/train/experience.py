@@ -15,6 +15,7 @@ from torch import Tensor
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.objectives.advantages import group_mean, group_mean_std, zero_spread_groups
+from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rewards.registry import Reward, score
 from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
 from gspo_megatron.train.metrics import StepFigures
@@ -47,9 +48,7 @@ class ExperienceCollector:
         self.engine, self.tokenizer, self.reward = engine, tokenizer, reward
         self.objective, self.device = objective, device
         self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self.replica = parallel_state.get_model_parallel_group()
-        tp = parallel_state.get_tensor_model_parallel_world_size()
-        self.scorer = dist.get_process_group_ranks(self.replica)[-tp]
+        self.replica, self.scorer = model_replica()
 
     def collect(
         self, prompts: Sequence[Prompt], responses_per_prompt: int, sampling: Sampling, seed: int
@@ -64,7 +63,9 @@ class ExperienceCollector:
         seconds = time.perf_counter() - start
         return Experience(batch, rewards, advantages, metrics, num_tokens, seconds)
 
-    def evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> dict[str, float]:
+    def evaluate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+    ) -> dict[str, float]:
         """Mean reward of one response a prompt, and accuracy: the share with full reward (1)."""
         batch, mine = self._generate(prompts, 1, sampling, seed)
         rewards = self._score(batch, mine, 1)
@@ -78,7 +79,9 @@ class ExperienceCollector:
         )
         return figures.reduce(self.data_group)
 
-    def samples(self, experience: Experience, prompts: Sequence[Prompt], count: int) -> list[Sample]:
+    def samples(
+        self, experience: Experience, prompts: Sequence[Prompt], count: int
+    ) -> list[Sample]:
         """The first `count` of this rank's responses as text."""
         texts = self._responses(experience.batch, count)
         groups = experience.batch.group_index[:count].tolist()

@@ -56,7 +56,11 @@ def warm_start(job: Job) -> None:
     if section.steps == 0:
         return
     schedule = Schedule(
-        section.learning_rate, section.learning_rate, section.warmup_steps, section.steps, "constant"
+        section.learning_rate,
+        section.learning_rate,
+        section.warmup_steps,
+        section.steps,
+        "constant",
     )
     trainer = build_trainer(job.policy, config.optimizer, schedule)
     updater = SupervisedUpdater(
@@ -138,9 +142,7 @@ class ReinforcementLoop:
         job, config = self.job, self.config
         chosen = [job.prompts.train[i] for i in self.loader.next()]
         seed = (config.training.seed << 32) + step
-        experience = job.collector.collect(
-            chosen, config.rollout.group_size, self.sampling, seed
-        )
+        experience = job.collector.collect(chosen, config.rollout.group_size, self.sampling, seed)
         index = index_step(experience.batch, self.data_group)
         plan = self._plan(index.lengths, index.response_lengths)
         sequences = exchange(

@@ -63,7 +63,8 @@ class StepFigures:
         )
         if ratios.numel() == 0:
             return
-        logs = ratios.double().log()
+        # a NaN ends the run at the gradient norm; here it must not hide behind an error of bincount
+        logs = ratios.double().log().nan_to_num(nan=0.0)
         exponent = logs.abs().clamp(min=10.0 ** _DECADES[0]).log10()
         bins = ((exponent - _DECADES[0]) * _PER_DECADE).floor().clamp(0, _BINS - 1) + 1
         bins = torch.where(logs.abs() < 10.0 ** _DECADES[0], 0.0, bins)

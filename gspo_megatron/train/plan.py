@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gspo_megatron.data.packing import split_by_budget, split_evenly
+from gspo_megatron.data.packing import level, split_by_budget, split_evenly
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class MiniBatch:
     num_response_tokens: int
 
     @property
-    def micro_batches_per_rank(self) -> int:
-        return len(self.micro_batches[0])
+    def num_micro_batches(self) -> int:
+        """Over all ranks, the empty ones left out."""
+        return sum(bool(members) for rank in self.micro_batches for members in rank)
 
     def of_rank(self, data_parallel_rank: int) -> tuple[tuple[int, ...], ...]:
         return self.micro_batches[data_parallel_rank]
@@ -60,8 +61,7 @@ def plan_step(
         most = -(-most // micro_batch_multiple) * micro_batch_multiple
         ranks = []
         for share, bins in zip(shares, packed, strict=True):
-            if len(bins) < most:
-                bins = split_evenly([lengths[start + i] for i in share], most)
+            bins = level([lengths[start + i] for i in share], bins, most)
             ranks.append(tuple(tuple(start + share[i] for i in bin_) for bin_ in bins))
         plans.append(
             MiniBatch(

@@ -87,13 +87,16 @@ def forward_backward(
     counts micro-batches here and the loss is multiplied by their number, so that the loss comes out
     as it went in and the routers' aux and z losses as their mean over the micro-batches.
 
+    `total_micro_batches` is that of all ranks, the empty ones left out.
+
     Returns the figures of each micro-batch on the last pipeline stage, an empty list elsewhere.
     """
-    counts_here = parallel_state.get_context_parallel_rank() == 0
+    counts_here = parallel_state.get_context_parallel_rank() == 0  # a replica's other ranks do not
 
     def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
         value, figures = loss_function(micro_batch, output[0], output[1])
-        count = torch.tensor(int(counts_here), dtype=torch.int, device=output.device)
+        counts = counts_here and bool(micro_batch.packed.members)  # not what is padding alone
+        count = torch.tensor(int(counts), dtype=torch.int, device=output.device)
         return value * total_micro_batches, count, figures
 
     return _run(policy, micro_batches, loss, forward_only=False)

@@ -79,10 +79,11 @@ class PolicyUpdater:
             # Before the first update the policy is still the one that sampled: what its log-probs
             # differ by from the engine's is mismatch and noise, not learning.
             measure = figures if number == 0 else None
-            loss = _ObjectiveLoss(self, plan, batch, old[number], sampled[number], sequences, measure)
+            loss = _ObjectiveLoss(
+                self, plan, batch, old[number], sampled[number], sequences, measure
+            )
             zero_gradients(self.policy.chunks, self.trainer.optimizer)
-            total = plan.micro_batches_per_rank * len(plan.micro_batches)
-            for outputs in forward_backward(self.policy, batch, loss, total):
+            for outputs in forward_backward(self.policy, batch, loss, plan.num_micro_batches):
                 figures.add_means(outputs.means)
                 figures.add_values(outputs.values)
             norm, rate = self.trainer.update()
@@ -137,9 +138,7 @@ class _ObjectiveLoss:
     ) -> None:
         self.updater, self.plan, self.measure = updater, plan, measure
         self.advantages = sequences.advantages
-        self.anchors = {
-            id(m): (o, s) for m, o, s in zip(batch, old, sampled, strict=True)
-        }
+        self.anchors = {id(m): (o, s) for m, o, s in zip(batch, old, sampled, strict=True)}
 
     def __call__(
         self, micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor

@@ -53,8 +53,7 @@ class SupervisedUpdater:
             return total / plan.num_response_tokens, means
 
         zero_gradients(self.policy.chunks, self.trainer.optimizer)
-        total = plan.micro_batches_per_rank * len(plan.micro_batches)
-        for means in forward_backward(self.policy, batches, loss, total):
+        for means in forward_backward(self.policy, batches, loss, plan.num_micro_batches):
             figures.add_means(means)
         norm, rate = self.trainer.update()
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -81,5 +80,3 @@ def micro_batch_multiple(policy: Policy) -> int:
     if config.virtual_pipeline_model_parallel_size is None:
         return 1
     return config.pipeline_model_parallel_size
-
-

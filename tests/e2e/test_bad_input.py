@@ -113,7 +113,5 @@ def test_a_port_in_use_is_named(gspo: Command, config_file: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        errors = refused(
-            gspo, "train", config_file, "parallel.layout=dp=2", MASTER_PORT=str(port)
-        )
+        errors = refused(gspo, "train", config_file, "parallel.layout=dp=2", MASTER_PORT=str(port))
     assert str(port) in errors

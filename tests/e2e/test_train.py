@@ -16,17 +16,18 @@ import pytest
 from tests.e2e.conftest import Command, command_environment
 
 # Every RL step writes these (docs of the run folder).
-KEYS = (
-    "step reward/mean reward/std reward/zero_spread_groups loss grad_norm lr "
-    "ratio/sequence/min ratio/sequence/p01 ratio/sequence/p50 ratio/sequence/p99 ratio/sequence/max "
-    "ratio/token/min ratio/token/p01 ratio/token/p50 ratio/token/p99 ratio/token/max "
-    "ratio/noise_floor clip/sequence/binding clip/sequence/outside clip/sequence/low "
-    "clip/sequence/high clip/token/binding clip/token/outside clip/token/low clip/token/high "
-    "policy/entropy kl/k1 kl/k3 mismatch/abs_mean mismatch/k1 mismatch/k3 mismatch/over_ln2 "
-    "mismatch/max response/length_mean response/truncated perf/step_seconds perf/rollout_seconds "
-    "perf/logprob_seconds perf/train_seconds perf/sync_seconds perf/tokens_per_second "
-    "perf/peak_memory_bytes"
-).split()
+KEYS = [
+    "step", "reward/mean", "reward/std", "reward/zero_spread_groups", "loss", "grad_norm", "lr",
+    "ratio/sequence/min", "ratio/sequence/p01", "ratio/sequence/p50", "ratio/sequence/p99",
+    "ratio/sequence/max", "ratio/token/min", "ratio/token/p01", "ratio/token/p50",
+    "ratio/token/p99", "ratio/token/max", "ratio/noise_floor", "clip/sequence/binding",
+    "clip/sequence/outside", "clip/sequence/low", "clip/sequence/high", "clip/token/binding",
+    "clip/token/outside", "clip/token/low", "clip/token/high", "policy/entropy", "kl/k1",
+    "kl/k3", "mismatch/abs_mean", "mismatch/k1", "mismatch/k3", "mismatch/over_ln2",
+    "mismatch/max", "response/length_mean", "response/truncated", "perf/step_seconds",
+    "perf/rollout_seconds", "perf/logprob_seconds", "perf/train_seconds", "perf/sync_seconds",
+    "perf/tokens_per_second", "perf/peak_memory_bytes",
+]
 
 
 def rl_records(run: Path) -> list[dict]:

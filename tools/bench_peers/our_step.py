@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trl_step import ROUTER_AUX_LOSS_COEF, RESPONSES_PER_STEP, SHAPES, TOKENS_PER_STEP, WORKLOAD
+from trl_step import RESPONSES_PER_STEP, ROUTER_AUX_LOSS_COEF, SHAPES, TOKENS_PER_STEP, WORKLOAD
 
 
 class WordTokenizer:

@@ -121,11 +121,6 @@ def test_megatron_draws_no_weights_itself() -> None:
     assert config.perform_initialization is True  # or TP shards would lose their marks
 
 
-@pytest.mark.xfail(
-    reason="without experts the dispatcher's default is left, and refuses variable lengths",
-    raises=ValueError,
-    strict=True,
-)
 def test_a_dense_model_has_no_grouped_experts() -> None:
     dense = convert(model={"megatron": {"num_moe_experts": None}})
     assert dense.num_moe_experts is None and dense.moe_grouped_gemm is False

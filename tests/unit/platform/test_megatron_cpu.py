@@ -28,8 +28,6 @@ needs_substitutions = pytest.mark.skipif(
     not megatron_cpu.is_needed(), reason="there is CUDA: nothing is substituted"
 )
 
-SUPERFLUOUS = pytest.mark.xfail(reason="Megatron-Core gets by without the substitute", strict=True)
-
 # Parts of Megatron-Core that are not on our path: what only they need is not needed.
 FOREIGN = ("inference/", "datasets/", "export/", "ssm/", "models/", "distributed/fsdp/", "mimo/")
 OURS_AFTER_ALL = ("models/common/", "models/gpt/", "models/backends.py")
@@ -105,7 +103,6 @@ def test_every_factory_that_is_called_with_cuda_is_redirected() -> None:
     assert needed_factories() <= set(megatron_cpu.FACTORIES)
 
 
-@SUPERFLUOUS  # arange, full, rand and randn are never called with 'cuda'
 def test_no_factory_is_redirected_needlessly() -> None:
     assert set(megatron_cpu.FACTORIES) <= needed_factories()
 
@@ -158,8 +155,6 @@ def test_tensors_are_moved_to_cuda_and_recorded_on_streams(method: str) -> None:
         "set_rng_state",
         "random.get_rng_state",
         "manual_seed",
-        pytest.param("manual_seed_all", marks=SUPERFLUOUS),
-        pytest.param("random.set_rng_state", marks=SUPERFLUOUS),
     ],
 )
 def test_the_cuda_runtime_is_called(name: str) -> None:
@@ -200,13 +195,6 @@ def test_the_rng_tracker_forks_the_cpus_generator() -> None:
 def test_the_rng_tracker_sets_states_by_cudas_generators() -> None:
     source = function("tensor_parallel/random", "_set_cuda_rng_state")
     assert "torch.cuda.default_generators" in source and "_lazy_call" in source
-
-
-@SUPERFLUOUS
-def test_the_rng_tracker_gets_states_in_a_way_of_its_own() -> None:
-    # not by torch.cuda.random.get_rng_state, which has its own substitute
-    source = function("tensor_parallel/random", "_get_cuda_rng_state")
-    assert "torch.cuda.random.get_rng_state" not in source
 
 
 def test_importing_megatron_core_compiles_functions() -> None:

@@ -94,7 +94,6 @@ def test_neighbours_are_not_correlated() -> None:
         assert abs(correlation) * math.sqrt(left.numel()) < 3.3, name  # probability 0.001
 
 
-@pytest.mark.xfail(reason="2^53 - 1 + 0.5 is rounded up to 2^53", strict=True)
 def test_the_largest_bits_stay_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_finalise", lambda z: torch.full_like(z, -1))
     assert float(uniforms(1, torch.tensor([0]), 1)) < 1.0
