@@ -87,7 +87,7 @@ class _Rank:
         self._tail: deque[str] = deque(maxlen=_LINES_KEPT)
         self._events = events
         # A file without a name: nothing is left behind, however this program ends.
-        self._failure_file = tempfile.TemporaryFile()
+        self._failure_file = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the end)
         descriptor = self._failure_file.fileno()
         ours = {LAUNCHER_PID: str(os.getpid()), FAILURE_DESCRIPTOR: str(descriptor)}
         captured = number > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,14 +14,13 @@ ConfigWriter = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
-def _no_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests may themselves run under srun or torchrun; what is set meanwhile is undone."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_JOB_ID")
     for name in (*names, *slurm):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    yield
 
 
 @pytest.fixture(scope="session")

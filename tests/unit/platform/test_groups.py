@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.platform import devices
 from gspo_megatron.platform.groups import (
+    model_replica,
     set_up_model_parallel,
     start_processes,
     stop_processes,
@@ -27,8 +28,8 @@ def test_alone_without_a_rendezvous() -> None:
     with one_rank_groups():
         ranks = start_processes()  # a second time joins nothing
         assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
-        assert ranks.is_last_stage and ranks.is_model_replica_source
-        assert (ranks.data_rank, ranks.data_size) == (0, 1)
+        group, source = model_replica()
+        assert (group.size(), source) == (1, 0)
         assert ranks.device == devices.select_device()
         values = torch.tensor([1.0, 2.0], device=ranks.device)
         dist.all_reduce(values)
