@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
+from gspo_megatron.cli.check import check_all
 from gspo_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ def train(config_path: str, overrides: Sequence[str] = (), nproc: int | None = N
     rank_of = ranks.world_size_of_rank(os.environ)
     config = load_config(config_path, overrides)
     world_size = decide_world_size(config, nproc, rank_of)
-    check_config(config, world_size, for_training=True)
+    if rank_of is None:
+        check_all(config, world_size)  # with the input files: torch is not even imported yet
+    else:
+        check_config(config, world_size, for_training=True)
     if rank_of is None and world_size > 1:
         from gspo_megatron.cli.launch import launch
 

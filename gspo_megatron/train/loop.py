@@ -11,8 +11,8 @@ import torch
 from megatron.core import parallel_state
 
 from gspo_megatron.config import Config
+from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.rollout.engine import RolloutEngine, Sampling
@@ -23,16 +23,6 @@ from gspo_megatron.train.record import RunRecord
 from gspo_megatron.train.schedule import MicroBatchBuilder
 from gspo_megatron.train.step import PolicyUpdater
 from gspo_megatron.train.warm_start import SupervisedUpdater, micro_batch_multiple
-from gspo_megatron.types import Prompt
-
-
-@dataclass
-class Prompts:
-    """Encoded prompts of each use."""
-
-    train: list[Prompt]
-    evaluation: list[Prompt]
-    warm_start: list[Prompt]
 
 
 @dataclass
@@ -41,8 +31,7 @@ class Job:
 
     config: Config
     policy: Policy
-    tokenizer: Tokenizer
-    prompts: Prompts
+    inputs: Inputs
     engine: RolloutEngine
     collector: ExperienceCollector
     builder: MicroBatchBuilder
@@ -66,8 +55,9 @@ def warm_start(job: Job) -> None:
     updater = SupervisedUpdater(
         job.policy, trainer, job.builder, config.training.micro_batch_tokens
     )
-    prompts = job.prompts.warm_start
-    answers = [(*job.tokenizer.encode(p.answer), job.tokenizer.eos_id) for p in prompts]
+    prompts = job.inputs.supervised
+    tokenizer = job.inputs.tokenizer
+    answers = [(*tokenizer.encode(p.answer), tokenizer.eos_id) for p in prompts]
     loader = PromptLoader(len(prompts), section.batch_size, config.training.seed, shuffle=True)
     with job.record.progress(section.steps, "warm start (supervised)") as progress:
         for step in range(1, section.steps + 1):
@@ -105,7 +95,7 @@ class ReinforcementLoop:
         )
         self.greedy = Sampling(rollout.max_response_tokens, 0.0, stop=tuple(rollout.stop))
         self.loader = PromptLoader(
-            len(job.prompts.train),
+            len(job.inputs.train),
             rollout.prompts_per_step,
             config.training.seed,
             shuffle=config.data.shuffle,
@@ -131,16 +121,17 @@ class ReinforcementLoop:
 
     def evaluate(self) -> dict[str, float]:
         """Greedy answers to the held-out prompts; nothing without such prompts."""
-        prompts = self.job.prompts.evaluation
+        training = self.config.training
+        prompts = self.job.inputs.evaluation[: training.evaluation_prompts]
         if not prompts:
             return {}
-        return self.job.collector.evaluate(prompts, self.greedy, self.config.training.seed)
+        return self.job.collector.evaluate(prompts, self.greedy, training.seed)
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step. Returns its metrics, the same on every rank."""
         start = time.perf_counter()
         job, config = self.job, self.config
-        chosen = [job.prompts.train[i] for i in self.loader.next()]
+        chosen = [job.inputs.train[i] for i in self.loader.next()]
         seed = (config.training.seed << 32) + step
         experience = job.collector.collect(chosen, config.rollout.group_size, self.sampling, seed)
         index = index_step(experience.batch, self.data_group)

@@ -65,12 +65,7 @@ class PolicyUpdater:
         start = time.perf_counter()
         batches = [self._micro_batches(m.of_rank(rank), sequences, index) for m in mini_batches]
         sampled = [[sequences.logprobs[m.packed.response_index] for m in b] for b in batches]
-        old = sampled
-        if self.recompute_old:
-            flat = [m for batch in batches for m in batch]
-            recomputed = iter(response_logprobs(self.policy, flat))
-            if self.is_last_stage:
-                old = [[next(recomputed)[0] for _ in batch] for batch in batches]
+        old = self._old_logprobs(batches) if self.recompute_old else sampled
         logprob_seconds = self._elapsed(start)
 
         start = time.perf_counter()
@@ -97,6 +92,16 @@ class PolicyUpdater:
         metrics["lr"] = rates[-1]
         seconds = {"logprob": logprob_seconds, "train": train_seconds}
         return Update(metrics, seconds)
+
+    def _old_logprobs(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor | None]]:
+        """Log-probs under the policy at the start of the step. Those of the first mini-batch are
+        what its training pass computes (None here): no update lies between."""
+        later = [m for batch in batches[1:] for m in batch]
+        recomputed = iter(response_logprobs(self.policy, later) if later else ())
+        first: list[list[Tensor | None]] = [[None] * len(batches[0])]
+        if not self.is_last_stage:
+            return first + [[None] * len(batch) for batch in batches[1:]]
+        return first + [[next(recomputed)[0] for _ in batch] for batch in batches[1:]]
 
     def _micro_batches(
         self, members: Sequence[Sequence[int]], sequences: Sequences, index: StepIndex
@@ -131,7 +136,7 @@ class _ObjectiveLoss:
         updater: PolicyUpdater,
         plan: MiniBatch,
         batch: Sequence[MicroBatch],
-        old: Sequence[Tensor],
+        old: Sequence[Tensor | None],
         sampled: Sequence[Tensor],
         sequences: Sequences,
         measure: StepFigures | None,
@@ -145,6 +150,7 @@ class _ObjectiveLoss:
     ) -> tuple[Tensor, LossOutputs]:
         packed = micro_batch.packed
         old, sampled = self.anchors[id(micro_batch)]
+        old = logprobs.detach() if old is None else old
         advantages = [self.advantages[n] for n in packed.members]
         inputs = LossInputs(
             logprobs=logprobs,

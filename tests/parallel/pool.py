@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -43,6 +46,7 @@ class Pool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         self._workers: list[tuple[ForkServerProcess, Connection]] = []
+        self._stacks = tempfile.TemporaryDirectory(prefix="ranks-")
         self._tasks = 0
         self._store: dist.TCPStore | None = None
 
@@ -87,7 +91,8 @@ class Pool:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            arguments = (theirs, self._stack_file(len(self._workers)))
+            process = self._context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -116,12 +121,32 @@ class Pool:
             # the first is the cause, what follows are mostly ranks that lost their peer
             raise RankError("\n".join([failures[0], *(f.splitlines()[-1] for f in failures[1:])]))
         if waiting:
-            raise RankError(f"no answer in time from ranks {sorted(waiting.values())}")
+            raise RankError(
+                f"no answer in time from ranks {sorted(waiting.values())}\n"
+                + "\n".join(self._stack(rank) for rank in sorted(waiting.values()))
+            )
         return [results[rank] for rank in range(len(connections))]
 
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._stacks.name) / f"{rank}.txt"
 
-def _serve(connection: Connection) -> None:
+    def _stack(self, rank: int) -> str:
+        """Where a rank is, innermost call first."""
+        process = self._workers[rank][0]
+        assert process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _GRACE
+        path = self._stack_file(rank)
+        while not path.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        lines = path.read_text().partition("Current thread")[2].splitlines()[1:13]
+        return "\n".join([f"rank {rank}:", *lines])
+
+
+def _serve(connection: Connection, stack_file: Path) -> None:
     """The worker's main loop."""
+    faulthandler.register(signal.SIGUSR1, stack_file.open("w"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pytest process decides what an interrupt is
     threading.Thread(target=_die_with_parent, daemon=True).start()
     while True:

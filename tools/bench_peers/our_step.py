@@ -91,8 +91,9 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
     import torch
 
     from gspo_megatron.config import check_config
+    from gspo_megatron.data.inputs import Inputs
     from gspo_megatron.rewards.registry import Reward
-    from gspo_megatron.train.loop import Prompts, ReinforcementLoop
+    from gspo_megatron.train.loop import ReinforcementLoop
     from gspo_megatron.train.run import assemble
     from gspo_megatron.types import Prompt
 
@@ -107,7 +108,8 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
             generator.randrange(tokenizer.vocab_size) for _ in range(WORKLOAD["prompt_tokens"])
         )
         prompts.append(Prompt(tokenizer.decode(ids), "", f"benchmark:{number}", token_ids=ids))
-    job = assemble(config, tokenizer, Prompts(prompts, [], []), Reward("even_share", even_share))
+    inputs = Inputs(tokenizer, {"data.prompts": prompts})
+    job = assemble(config, inputs, Reward("even_share", even_share))
     return ReinforcementLoop(job)
 
 

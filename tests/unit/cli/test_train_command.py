@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import gspo_megatron
+from gspo_megatron.data.toy import write_toy_dataset
 
 ROOT = Path(gspo_megatron.__file__).parents[1]
 
@@ -30,7 +31,8 @@ sys.modules["gspo_megatron.train.run"] = run
 def test_the_train_command_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(TRAIN)  # imported by every interpreter
     config = tmp_path / "tiny.yaml"
-    config.write_text("data: {tokenizer: t.model, prompts: p.jsonl}\n")
+    prompts, _, _, tokenizer = write_toy_dataset(tmp_path / "toy", train=64, test=8)
+    config.write_text(f"data: {{tokenizer: {tokenizer}, prompts: {prompts}}}\n")
     words = ["train", str(config), "training.seed=11", "--nproc", "2"]
     outer = ("RANK", "WORLD_SIZE", "MASTER_PORT", "SLURM_STEP_ID")
     clean = {name: text for name, text in os.environ.items() if name not in outer}
