@@ -22,7 +22,6 @@ LAYOUTS = [
     "tp=2,etp=2",
     "pp=2,vpp=2",
     "tp=2,pp=2,ep=2",
-    "tp=2,pp=2,ep=2,dp=2",
 ]
 PER_PROMPT = 3
 SAMPLED = Sampling(max_tokens=14, temperature=0.7)
@@ -77,7 +76,7 @@ def test_responses_of_one_rank_differ_end_and_are_cut_off(
     assert all(EOS_ID not in r.tokens[:-1] for r in every)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "tp=2,pp=2,ep=2,dp=2"])
 def test_sampled_responses_are_those_of_one_rank(
     pool: Pool, of_one_rank: dict[int, list[Response]], layout: str
 ) -> None:
