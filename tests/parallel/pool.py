@@ -157,7 +157,7 @@ def _serve(connection: Connection, stack_file: Path) -> None:
         try:
             with _world(*task):
                 answer = (True, function(**arguments))
-        except BaseException:  # whatever it is, the test has to hear of it
+        except BaseException:  # noqa: BLE001 (whatever it is, the test has to hear of it)
             answer = (False, traceback.format_exc())
         connection.send(answer)
 

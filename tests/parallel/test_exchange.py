@@ -47,7 +47,9 @@ def assert_whole(rank: dict[str, Any], numbers: set[int]) -> None:
     assert rank["num_logprobs"] == sum(len(sequence(SEED, n)[1]) for n in numbers)
 
 
-@pytest.mark.parametrize("layout", ["tp=1", "dp=2", "dp=3", "dp=4", "cp=2", "dp=2,cp=2", "tp=2,dp=2"])
+@pytest.mark.parametrize(
+    "layout", ["tp=1", "dp=2", "dp=3", "dp=4", "cp=2", "dp=2,cp=2", "tp=2,dp=2"]
+)
 def test_every_sequence_arrives_whole_where_it_is_trained_on(pool: Pool, layout: str) -> None:
     sizes = Layout.parse(layout)
     data_parallel = sizes.dp or 1

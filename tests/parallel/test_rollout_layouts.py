@@ -1,4 +1,4 @@
-"""Rollouts by the sharded model: the same responses on every layout, with the trainer's log-probs."""
+"""Rollouts by the sharded model: one set of responses on all layouts, log-probs as trained."""
 
 from __future__ import annotations
 
