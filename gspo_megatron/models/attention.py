@@ -124,6 +124,11 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterato
         module.key_value_cache = cache
     for owner, name in switched:
         setattr(owner, name, False)
+    # The cache rotates by each sequence's own positions. GPTModel's angles would not be used, and
+    # it cannot cut those of one token for context parallelism.
+    position_embeddings = [model.position_embedding_type for model in models]
+    for model in models:
+        model.position_embedding_type = "none"
     try:
         yield
     finally:
@@ -131,3 +136,5 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterato
             module.key_value_cache = None
         for owner, name in switched:
             setattr(owner, name, True)
+        for model, kind in zip(models, position_embeddings, strict=True):
+            model.position_embedding_type = kind

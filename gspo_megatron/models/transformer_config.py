@@ -45,6 +45,7 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         "masked_softmax_fusion": False,
         "moe_grouped_gemm": shape.num_moe_experts is not None,
         **_recompute(config.training.recompute),
+        **_interleaving(parallel),
         **shape.megatron,
     }
     values["activation_func"] = ACTIVATIONS[values.get("activation_func", "silu")]
@@ -57,6 +58,20 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
 def leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
     """An initialisation method that draws nothing."""
     return weight
+
+
+def _interleaving(parallel: ResolvedParallel) -> dict[str, Any]:
+    """How the stages of an interleaved schedule exchange activations and gradients: one by one, as
+    Megatron-LM sets it too.
+
+    Batched, both travel between the same two ranks at pp=2, told apart by their order alone, which
+    is not the same at the two ends. And where the first stage has all its micro-batches in the
+    warm-up, the exchange of their lengths waits for itself over gloo, where a send ends only when
+    it is received.
+    """
+    if parallel.virtual_pipeline_model_parallel_size is None:
+        return {}
+    return {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 
 
 def _recompute(mode: str) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from gspo_megatron.config.parallel import ResolvedParallel
 from gspo_megatron.platform.devices import collective_backend, select_device, set_seeds
@@ -67,11 +69,15 @@ def set_up_model_parallel(parallel: ResolvedParallel, seed: int) -> None:
 def tear_down_model_parallel() -> None:
     """Destroy Megatron's groups, so that the same processes can build another layout."""
     parallel_state.destroy_model_parallel()
+    # Megatron-Core caches rotary angles with the module that made them as the key, and so keeps 32
+    # dead models with their process groups alive, each group with a thread or two.
+    RotaryEmbedding.forward.cache_clear()
+    gc.collect()
 
 
 def stop_processes() -> None:
     """Leave torch.distributed; harmless when it never started."""
     if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+        tear_down_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -14,6 +14,7 @@ import torch
 def install() -> None:
     """Apply all of them; once, before a model is built."""
     _count_no_tokens_as_one()
+    _average_z_loss_over_tokens()
 
 
 def _count_no_tokens_as_one() -> None:
@@ -30,3 +31,27 @@ def _count_no_tokens_as_one() -> None:
         return per_expert, local, total.clamp(min=1) if torch.is_tensor(total) else total
 
     router.get_tokens_per_expert_and_token_count = counted
+
+
+def _average_z_loss_over_tokens() -> None:
+    """Stock takes the mean of the z loss over each shard's real tokens, and of these means the mean
+    over the shards (TP under sequence parallelism, CP): another number, with another gradient, as
+    soon as padding makes the shards hold different numbers of tokens."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def apply_z_loss(
+        self: TopKRouter, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not self.training or not torch.is_grad_enabled():
+            return logits
+        assert not self.calculate_per_token_loss, "micro-batches are counted, not tokens"
+        squares = torch.logsumexp(logits, dim=-1).square()  # [tokens of this shard]
+        real = torch.ones_like(squares) if padding_mask is None else (~padding_mask).to(squares)
+        total = real.sum()
+        torch.distributed.all_reduce(total, group=self.tp_cp_group)
+        loss = coefficient * (squares * real).sum() / total.clamp(min=1)
+        return MoEAuxLossAutoScaler.apply(logits, loss)
+
+    TopKRouter.apply_z_loss = apply_z_loss

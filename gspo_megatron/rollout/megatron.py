@@ -82,8 +82,10 @@ class MegatronEngine:
         per_prompt = requests.responses_per_prompt
         samples = torch.tensor(requests.sample_indices(), dtype=torch.long, device=self.device)
         prompts = [tuple(p) for p in requests.prompts]
-        size = max(1, (self.batch_size or len(samples) or 1) // per_prompt)
-        starts = range(0, self._agreed_maximum(len(prompts)), size)
+        # ranks may differ in their number of prompts, but not in their number of batches
+        most = self._agreed_maximum(len(prompts))
+        size = max(1, self.batch_size // per_prompt if self.batch_size else most)
+        starts = range(0, most, size)
         batches = []
         for start in starts:
             chosen = prompts[start : start + size]
@@ -131,7 +133,8 @@ class MegatronEngine:
         return _Responses(*(value[:real] for value in vars(responses).values()))
 
     def _cache(self, max_length: int) -> KeyValueCache:
-        frequencies = self.policy.models[0].rotary_pos_emb(max_length)
+        # packed_seq: the angles of all positions, under context parallelism too
+        frequencies = self.policy.models[0].rotary_pos_emb(max_length, packed_seq=True)
         if isinstance(frequencies, tuple):
             frequencies = frequencies[0]
         return KeyValueCache(frequencies, max_length)
