@@ -307,6 +307,13 @@ def prompts_are_given(plan: Plan) -> Iterator[str]:
             interval,
             "there is nothing to evaluate on; legal: 0, or give data.eval_prompts",
         )
+    target = plan.config.training.warm_start.target_accuracy
+    if target and data.eval_prompts is None:
+        yield problem(
+            "training.warm_start.target_accuracy",
+            target,
+            "there is nothing to evaluate on; legal: null, or give data.eval_prompts",
+        )
 
 
 def features_exist(plan: Plan) -> Iterator[str]:

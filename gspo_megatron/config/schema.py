@@ -212,6 +212,11 @@ class WarmStartSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = Field(1e-3, description="the peak")
     prompts: Text | None = Field(None, description="null: data.prompts")
     warmup_steps: NotNegative = Field(0, description="steps of linear warm-up")
+    target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="held-out accuracy that ends the warm start before `steps`, looked at every "
+        "10 steps: RL then starts from models of like quality, whatever the seed; null: all steps",
+    )
 
 
 class TrainingSection(Section):

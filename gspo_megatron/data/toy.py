@@ -1,12 +1,12 @@
 """Small tasks with one right answer, which a tiny model learns on a CPU in minutes.
 
-    reversal  cabd>   dbac     3 to 6 letters a-h
+    reversal  cabd>   dbac     3 to 5 letters a-h
     copy      cabd=   cabd
     sort      cabd<   abcd
     addition  37+45=  082      two numbers of 2 digits, the sum in 3
     mixed     reversal and addition, half and half
 
-One character is one token, so a prompt has 4 to 7 tokens and an answer 3 to 6.
+One character is one token, so a prompt has 4 to 6 tokens and an answer 3 to 5.
 `python -m gspo_megatron.data.toy --help` writes a data set with its tokenizer.
 """
 
@@ -25,7 +25,7 @@ from gspo_megatron.data.tokenizers import train_sentencepiece
 from gspo_megatron.errors import DataError, UserError
 
 LETTERS = "abcdefgh"
-LENGTHS = range(3, 7)
+LENGTHS = range(3, 6)
 NUMBERS = range(10, 100)
 # With the unknown, padding and end-of-sequence tokens these make 48: divisible by every
 # tensor-parallel size that a small run uses.

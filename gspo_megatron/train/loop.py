@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Sequence
@@ -25,6 +26,10 @@ from gspo_megatron.train.step import PolicyUpdater
 from gspo_megatron.train.warm_start import SupervisedUpdater, micro_batch_multiple
 
 
+# Steps between two looks at the held-out accuracy during a warm start that has a target.
+LOOK_EVERY = 10
+
+
 @dataclass
 class Job:
     """A run's parts, as `train.run` puts them together."""
@@ -36,6 +41,18 @@ class Job:
     collector: ExperienceCollector
     builder: MicroBatchBuilder
     record: RunRecord
+
+
+def held_out(job: Job) -> dict[str, float]:
+    """Greedy answers to the held-out prompts; nothing without such prompts."""
+    config = job.config
+    prompts = job.inputs.evaluation[: config.training.evaluation_prompts]
+    if not prompts:
+        return {}
+    greedy = Sampling(
+        config.rollout.max_response_tokens, temperature=0.0, stop=tuple(config.rollout.stop)
+    )
+    return job.collector.evaluate(prompts, greedy, config.training.seed)
 
 
 def warm_start(job: Job) -> None:
@@ -65,8 +82,13 @@ def warm_start(job: Job) -> None:
             metrics = updater.update(
                 [prompts[i].token_ids for i in chosen], [answers[i] for i in chosen]
             )
+            if section.target_accuracy and step % LOOK_EVERY == 0:
+                metrics |= held_out(job)
             job.record.write("warm_start", step, metrics)
             progress.update(step, metrics)
+            if metrics.get("evaluation/accuracy", 0.0) >= (section.target_accuracy or math.inf):
+                progress.note(f"held-out accuracy {metrics['evaluation/accuracy']:.3f}: enough")
+                return
 
 
 class ReinforcementLoop:
@@ -93,7 +115,6 @@ class ReinforcementLoop:
             top_k=rollout.top_k,
             stop=tuple(rollout.stop),
         )
-        self.greedy = Sampling(rollout.max_response_tokens, 0.0, stop=tuple(rollout.stop))
         self.loader = PromptLoader(
             len(job.inputs.train),
             rollout.prompts_per_step,
@@ -107,7 +128,7 @@ class ReinforcementLoop:
         steps, interval = self.config.training.steps, self.config.training.evaluation_interval
         record = self.job.record
         with record.progress(steps, self.config.objective.name) as progress:
-            before = self.evaluate()
+            before = held_out(self.job)
             if before:
                 record.write("rl", 0, before)
                 progress.note(f"held-out accuracy before RL: {before['evaluation/accuracy']:.3f}")
@@ -115,17 +136,9 @@ class ReinforcementLoop:
             for step in range(1, steps + 1):
                 metrics = self.step(step)
                 if step == steps or (interval and step % interval == 0):
-                    metrics |= self.evaluate()
+                    metrics |= held_out(self.job)
                 record.write("rl", step, metrics)
                 progress.update(step, metrics)
-
-    def evaluate(self) -> dict[str, float]:
-        """Greedy answers to the held-out prompts; nothing without such prompts."""
-        training = self.config.training
-        prompts = self.job.inputs.evaluation[: training.evaluation_prompts]
-        if not prompts:
-            return {}
-        return self.job.collector.evaluate(prompts, self.greedy, training.seed)
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step. Returns its metrics, the same on every rank."""
