@@ -139,6 +139,8 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
          "legal: at most learning_rate = 1e-06"),
         (1, ["training.evaluation_interval=5"], "training.evaluation_interval = 5",
          "give data.eval_prompts"),
+        (1, ["training.warm_start.target_accuracy=0.4"],
+         "training.warm_start.target_accuracy = 0.4", "give data.eval_prompts"),
         (1, ["routing.replay=r2"], "routing.replay = 'r2'", "not built yet; legal: off"),
         (1, ["checkpoint.interval=5"], "checkpoint.interval = 5", "not built yet; legal: 0"),
     ],
