@@ -215,7 +215,7 @@ class WarmStartSection(Section):
     target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
         description="held-out accuracy that ends the warm start before `steps`, looked at every "
-        "10 steps: RL then starts from models of like quality, whatever the seed; null: all steps",
+        "5 steps: RL then starts from models of like quality, whatever the seed; null: all steps",
     )
 
 

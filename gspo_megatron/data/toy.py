@@ -1,12 +1,12 @@
 """Small tasks with one right answer, which a tiny model learns on a CPU in minutes.
 
-    reversal  cabd>   dbac     3 to 5 letters a-h
+    reversal  cabd>   dbac     3 or 4 letters a-h
     copy      cabd=   cabd
     sort      cabd<   abcd
-    addition  37+45=  082      two numbers of 2 digits, the sum in 3
-    mixed     reversal and addition, half and half
+    addition  37+45=  82       two numbers of 2 digits, 10 to 49
+    mixed     reversal and addition, 3 to 1
 
-One character is one token, so a prompt has 4 to 6 tokens and an answer 3 to 5.
+One character is one token, so a prompt has 4 to 6 tokens and an answer 2 to 4.
 `python -m gspo_megatron.data.toy --help` writes a data set with its tokenizer.
 """
 
@@ -25,8 +25,8 @@ from gspo_megatron.data.tokenizers import train_sentencepiece
 from gspo_megatron.errors import DataError, UserError
 
 LETTERS = "abcdefgh"
-LENGTHS = range(3, 6)
-NUMBERS = range(10, 100)
+LENGTHS = range(3, 5)
+NUMBERS = range(10, 50)
 # With the unknown, padding and end-of-sequence tokens these make 48: divisible by every
 # tensor-parallel size that a small run uses.
 CHARACTERS = string.ascii_lowercase + string.digits + " +-*=<>?."
@@ -38,10 +38,10 @@ LETTER_TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
     "copy": ("=", lambda letters: letters),
     "sort": ("<", lambda letters: "".join(sorted(letters))),
 }
-MIXTURES: dict[str, tuple[str, ...]] = {"mixed": ("reversal", "addition")}
+MIXTURES: dict[str, dict[str, int]] = {"mixed": {"reversal": 3, "addition": 1}}
 # A tiny model learns to reverse long before it learns to add. In the supervised rows of `mixed`
 # addition has this share, so that both stand at about 40% when reinforcement learning takes over.
-SUPERVISED_ADDITION_SHARE = 0.85
+SUPERVISED_ADDITION_SHARE = 0.8
 TASKS = (*LETTER_TASKS, "addition", *MIXTURES)
 
 Row = dict[str, str]  # prompt, answer, task
@@ -60,11 +60,12 @@ def generate(task: str, train: int, test: int, seed: int) -> tuple[list[Row], li
     for name, count in (("train", train), ("test", test)):
         if count < 1:
             raise DataError(f"{name} = {count}: at least 1 row is needed")
-    parts = MIXTURES.get(task, (task,))
+    parts = MIXTURES.get(task, {task: 1})
     train_rows: list[Row] = []
     test_rows: list[Row] = []
+    weights = list(parts.values())
     for part, train_count, test_count in zip(
-        parts, _shares(train, len(parts)), _shares(test, len(parts)), strict=True
+        parts, _shares(train, weights), _shares(test, weights), strict=True
     ):
         # A string seeds the generator through SHA-512, the same in every Python version.
         rows = _rows(part, train_count + test_count, random.Random(f"{seed}/{part}"))
@@ -116,9 +117,10 @@ def write_toy_dataset(
     ]
 
 
-def _shares(total: int, parts: int) -> list[int]:
-    """`total` in `parts` whole numbers that differ by one at most, the larger ones first."""
-    return [total // parts + (index < total % parts) for index in range(parts)]
+def _shares(total: int, weights: Sequence[int]) -> list[int]:
+    """`total` in whole numbers as `weights`, each within one of its share."""
+    ends = [total * sum(weights[: n + 1]) // sum(weights) for n in range(len(weights))]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _rows(task: str, count: int, generator: random.Random) -> list[Row]:
@@ -135,7 +137,7 @@ def _additions(count: int, generator: random.Random) -> list[Row]:
     rows = []
     for code in generator.sample(range(available), count):
         left, right = (NUMBERS[digit] for digit in divmod(code, len(NUMBERS)))
-        answer = f"{left + right:03d}"
+        answer = f"{left + right}"
         rows.append({"prompt": f"{left}+{right}=", "answer": answer, "task": "addition"})
     return rows
 

@@ -26,7 +26,7 @@ from gspo_megatron.train.step import PolicyUpdater
 from gspo_megatron.train.warm_start import SupervisedUpdater, micro_batch_multiple
 
 # Steps between two looks at the held-out accuracy during a warm start that has a target.
-LOOK_EVERY = 10
+LOOK_EVERY = 5
 
 
 @dataclass

@@ -10,7 +10,14 @@ import pytest
 
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.data.tokenizers import load_tokenizer
-from gspo_megatron.data.toy import TASKS, generate, main, supervised_rows, write_toy_dataset
+from gspo_megatron.data.toy import (
+    SUPERVISED_ADDITION_SHARE,
+    TASKS,
+    generate,
+    main,
+    supervised_rows,
+    write_toy_dataset,
+)
 from gspo_megatron.errors import DataError
 
 
@@ -18,8 +25,8 @@ def solve(prompt: str) -> str:
     """The right answer, worked out from the prompt alone and not as the generator does."""
     if match := re.fullmatch(r"(\d\d)\+(\d\d)=", prompt):
         assert min(map(int, match.groups())) >= 10
-        return str(int(match[1]) + int(match[2])).zfill(3)
-    match = re.fullmatch(r"([a-h]{3,5})([>=<])", prompt)
+        return str(int(match[1]) + int(match[2]))
+    match = re.fullmatch(r"([a-h]{3,4})([>=<])", prompt)
     assert match, prompt
     letters = list(match[1])
     if match[2] == ">":
@@ -47,10 +54,10 @@ def test_each_task_has_prompts_of_its_own() -> None:
         assert {row["task"] for row in train} == {task}
 
 
-def test_mixed_is_half_reversal_and_half_addition_in_both_files() -> None:
+def test_mixed_is_reversal_and_addition_3_to_1_in_both_files() -> None:
     train, test = generate("mixed", 101, 40, seed=5)
-    assert Counter(row["task"] for row in train) == {"reversal": 51, "addition": 50}
-    assert Counter(row["task"] for row in test) == {"reversal": 20, "addition": 20}
+    assert Counter(row["task"] for row in train) == {"reversal": 75, "addition": 26}
+    assert Counter(row["task"] for row in test) == {"reversal": 30, "addition": 10}
     # Shuffled, not one after the other.
     assert len({row["task"] for row in train[:20]}) == 2
 
@@ -59,8 +66,8 @@ def test_supervised_rows_are_mostly_additions_of_the_training_file() -> None:
     train, _ = generate("mixed", 800, 1, seed=4)
     rows = supervised_rows(train)
     counts = Counter(row["task"] for row in rows)
-    assert counts["addition"] == 400
-    assert counts["addition"] / len(rows) == pytest.approx(0.85, abs=0.005)
+    assert counts["addition"] == 200
+    assert counts["addition"] / len(rows) == pytest.approx(SUPERVISED_ADDITION_SHARE, abs=0.005)
     order = [train.index(row) for row in rows]
     assert order == sorted(order)
     copies, _ = generate("copy", 30, 1, seed=4)
@@ -68,12 +75,12 @@ def test_supervised_rows_are_mostly_additions_of_the_training_file() -> None:
 
 
 def test_lengths_are_even_as_long_as_strings_last() -> None:
-    train, test = generate("copy", 200, 100, seed=3)
-    assert Counter(len(row["answer"]) for row in train + test) == dict.fromkeys((3, 4, 5), 100)
+    train, test = generate("copy", 100, 100, seed=3)
+    assert Counter(len(row["answer"]) for row in train + test) == dict.fromkeys((3, 4), 100)
     train, test = generate("copy", 3900, 100, seed=3)
     # 8^3 = 512 strings of three letters are all there are; the others share what is left.
     counts = Counter(len(row["answer"]) for row in train + test)
-    assert counts == {3: 512, 4: 1744, 5: 1744}
+    assert counts == {3: 512, 4: 3488}
 
 
 def test_same_arguments_give_the_same_rows_and_other_seeds_others() -> None:
@@ -82,12 +89,12 @@ def test_same_arguments_give_the_same_rows_and_other_seeds_others() -> None:
 
 
 def test_a_task_can_be_used_up_but_not_overdrawn() -> None:
-    train, test = generate("addition", 8000, 100, seed=1)
-    assert len({row["prompt"] for row in train + test}) == 90 * 90
-    with pytest.raises(DataError, match="'addition' has 8100 different prompts; 8101 were asked"):
-        generate("addition", 8000, 101, seed=1)
-    with pytest.raises(DataError, match="'sort' has 37376 different prompts; 40001"):
-        generate("sort", 40_000, 1, seed=1)
+    train, test = generate("addition", 1500, 100, seed=1)
+    assert len({row["prompt"] for row in train + test}) == 40 * 40
+    with pytest.raises(DataError, match="'addition' has 1600 different prompts; 1601 were asked"):
+        generate("addition", 1500, 101, seed=1)
+    with pytest.raises(DataError, match="'sort' has 4608 different prompts; 5001"):
+        generate("sort", 5_000, 1, seed=1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,196 @@
+"""`gspo-megatron verify`: the same gradients on every layout, on this model and this machine."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_megatron.cli import ranks
+from gspo_megatron.cli.arguments import Commands, add_config, new_parser
+from gspo_megatron.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from gspo_megatron.config import Config, Layout
+
+# Sums of a few hundred fp32 terms in another order differ by some 1e-6 of their size.
+TOLERANCE = 2e-5
+TOKEN_BUDGET = 64  # small, so that every replica has several micro-batches
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command to the parser."""
+    parser = new_parser(
+        commands,
+        "verify",
+        run,
+        "hold loss and gradients of one policy update on several layouts against a reference",
+        list_name="overrides",
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        metavar="LAYOUT",
+        help="as tp=2,pp=2; the configuration's own, and each dimension by itself, unless given",
+    )
+    parser.add_argument(
+        "--reference", default="tp=1", metavar="LAYOUT", help="what is right (default: one rank)"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        help="largest relative error of a parameter's gradient (default: %(default)s)",
+    )
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # what a rank is told
+    parser.add_argument("--cut", type=int, nargs=2, help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a table, and on the last line the worst error; exit code 1 beyond the tolerance."""
+    from gspo_megatron.config import Layout, check_config, load_config
+
+    # fp32 whatever the run will use: in bf16, routing flips hide what is to be seen
+    config = load_config(arguments.config, [*arguments.overrides, "training.precision=fp32"])
+    if arguments.result is not None:
+        return _be_a_rank(config, arguments)
+    reference = Layout.parse(arguments.reference)
+    if arguments.layouts:
+        layouts = [Layout.parse(text) for text in arguments.layouts]
+    else:
+        layouts = _usual_layouts(config)
+    problems = []
+    for layout in (reference, *layouts):
+        try:
+            check_config(_on(config, layout), layout.world_size)
+        except ConfigError as error:
+            problems += [f"layout {layout}: {text}" for text in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return _compare_all(arguments, config, reference, layouts)
+
+
+def _on(config: Config, layout: Layout) -> Config:
+    from gspo_megatron.config import apply_layout
+
+    return apply_layout(config, layout)
+
+
+def _usual_layouts(config: Config) -> list[Layout]:
+    """The configuration's own layout, and two of each kind of parallelism that fits the model."""
+    from gspo_megatron.config import Layout, check_config
+
+    own = config.layout()
+    found = [] if own.world_size == 1 else [own]
+    for text in ("dp=2", "tp=2", "pp=2", "ep=2", "cp=2"):
+        layout = Layout.parse(text)
+        try:
+            check_config(_on(config, layout), layout.world_size)
+        except ConfigError:
+            continue
+        if layout not in found:
+            found.append(layout)
+    return found
+
+
+def _compare_all(
+    arguments: argparse.Namespace, config: Config, reference: Layout, layouts: Sequence[Layout]
+) -> int:
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from gspo_megatron.train.parity import compare, relative_error
+
+    cut = _common_cut(config, (reference, *layouts))
+    console = Console()
+    table = Table("layout", "ranks", "worst parameter", "its error", "loss", "grad norm", "")
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        expected = _measure(arguments, reference, cut, Path(folder))
+        for layout in layouts:
+            console.print(f"[dim]{layout} on {layout.world_size} ranks ...[/dim]")
+            result = _measure(arguments, layout, cut, Path(folder))
+            name, error = compare(expected["gradients"], result["gradients"])[0]
+            others = [
+                relative_error(torch.tensor(result[key]), torch.tensor(expected[key]))
+                for key in ("loss", "grad_norm")
+            ]
+            largest = max(error, result["replica_error"], *others)
+            worst = max(worst, largest)
+            verdict = "ok" if largest <= arguments.tolerance else "DIFFERS"
+            figures = [f"{value:.1e}" for value in (error, *others)]
+            table.add_row(str(layout), str(layout.world_size), name, *figures, verdict)
+    console.print(table)
+    good = worst <= arguments.tolerance
+    print(
+        f"layouts={len(layouts)} worst_error={worst:.2e} tolerance={arguments.tolerance:.2e} "
+        f"equal={int(good)}"
+    )
+    return 0 if good else 1
+
+
+def _common_cut(config: Config, layouts: Sequence[Layout]) -> tuple[int, int]:
+    """(replicas, multiple): micro-batches that every layout can run alike, since the routers' aux
+    losses depend on what is in a micro-batch."""
+    from gspo_megatron.config import resolve_parallel
+
+    replicas, multiple = 1, 1
+    for layout in layouts:
+        parallel = resolve_parallel(_on(config, layout), layout.world_size)
+        replicas = math.lcm(replicas, parallel.data_parallel_size)
+        if layout.vpp:
+            multiple = math.lcm(multiple, layout.pp)
+    return replicas, multiple
+
+
+def _measure(
+    arguments: argparse.Namespace, layout: Layout, cut: tuple[int, int], folder: Path
+) -> dict[str, Any]:
+    """Run one update on `layout` in processes of its own; what its rank 0 found."""
+    import torch
+
+    from gspo_megatron.cli.launch import launch
+
+    path = folder / f"{layout}.pt"
+    command = [sys.executable, "-m", "gspo_megatron", "verify", arguments.config]
+    command += [*arguments.overrides, "--layouts", str(layout)]
+    command += ["--result", str(path), "--cut", *map(str, cut)]
+    code = launch(command, layout.world_size)
+    if code != 0:
+        raise UserError(f"layout {layout}: the update failed with exit code {code}")
+    return torch.load(path, weights_only=True)
+
+
+def _be_a_rank(config: Config, arguments: argparse.Namespace) -> int:
+    import torch
+
+    from gspo_megatron.config import Layout
+    from gspo_megatron.data.inputs import model_vocab_size
+    from gspo_megatron.data.tokenizers import load_tokenizer
+    from gspo_megatron.platform.groups import start_processes, stop_processes
+    from gspo_megatron.train.parity import Cut, first_update, synthetic_batch
+
+    assert ranks.world_size_of_rank(os.environ) is not None
+    config = _on(config, Layout.parse(arguments.layouts[0]))
+    vocab_size = model_vocab_size(config, load_tokenizer(config.data.tokenizer))
+    replicas, multiple = arguments.cut
+    batch = synthetic_batch(config.objective, vocab_size)
+    started = start_processes()
+    result = first_update(config, vocab_size, batch, Cut(replicas, TOKEN_BUDGET, multiple))
+    if started.is_main:
+        found = {
+            "gradients": result.gradients,
+            "replica_error": result.replica_error,
+            "loss": result.metrics["loss"],
+            "grad_norm": result.metrics["grad_norm"],
+        }
+        torch.save(found, arguments.result)
+    stop_processes()
+    return 0
