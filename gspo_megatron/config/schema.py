@@ -132,7 +132,7 @@ class RolloutSection(Section):
     top_k: NotNegative = Field(0, description="the likeliest tokens only; 0: off")
     stop: list[Text] = Field(default_factory=list, description="texts that end a response")
     batch_size: Positive | None = Field(
-        None, description="sequences decoded together on a rank; null: all of them"
+        None, description="sequences decoded together on a rank, in whole groups; null: all of them"
     )
 
 

@@ -20,6 +20,9 @@ def local_rank() -> int:
 def select_device() -> torch.device:
     """The CUDA device of this process, or the CPU where there is none."""
     if torch.cuda.is_available():
+        # Megatron-Core's sequence parallelism relies on kernels starting in the order of their
+        # launch; the driver reads this when the first context is made.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
