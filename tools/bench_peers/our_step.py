@@ -1,8 +1,9 @@
 """Generated tokens per second of this package over whole RL steps: our half of the benchmark.
 
-The same shapes and workload as trl_step.py, on the same code path as `gspo-megatron train`: one
-rank, the package's own ReinforcementLoop. Prints one JSON line; `--profile` prints where the time
-goes instead.
+The same shapes and workload as trl_step.py, on the same code path as `gspo-megatron train`: the
+package's launcher and its ReinforcementLoop. The cores of the workload are used by as many
+data-parallel ranks with one thread each: operators of a model this small only lose by a second
+thread. Prints one JSON line; `--profile` prints where the time of one rank goes instead.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from trl_step import RESPONSES_PER_STEP, ROUTER_AUX_LOSS_COEF, SHAPES, TOKENS_PER_STEP, WORKLOAD
+
+from gspo_megatron.cli.launch import launch
+from gspo_megatron.cli.ranks import join_launcher
 
 
 class WordTokenizer:
@@ -72,6 +76,7 @@ def configuration(size: str, steps: int, folder: str) -> Any:
                     "moe_aux_loss_coeff": ROUTER_AUX_LOSS_COEF,
                 },
             },
+            "parallel": {"layout": f"dp={world_size()}"},
             "data": {"prompts": "made here", "tokenizer": "made here"},
             "rollout": {
                 "group_size": WORKLOAD["group_size"],
@@ -97,9 +102,9 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
     from gspo_megatron.train.run import assemble
     from gspo_megatron.types import Prompt
 
-    torch.set_num_threads(WORKLOAD["threads"])
+    torch.set_num_threads(1)
     config = configuration(size, steps, folder)
-    check_config(config, world_size=1, for_training=True)
+    check_config(config, world_size(), for_training=True)
     tokenizer = WordTokenizer(SHAPES[size]["vocab_size"])
     generator = random.Random(WORKLOAD["seed"])
     prompts = []
@@ -129,9 +134,15 @@ def measure(size: str, steps: int) -> dict[str, Any]:
         "peer": "gspo-megatron",
         "size": size,
         "steps": steps,
+        "ranks": world_size(),
         "tokens_per_second": round(TOKENS_PER_STEP / parts["step"], 1),
         "seconds": {name: round(value, 4) for name, value in parts.items()},
     }
+
+
+def world_size() -> int:
+    """Ranks of this run: 1 unless launched as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 PARTS = ("step", "rollout", "logprob", "train", "sync")
@@ -166,14 +177,19 @@ def main() -> None:
     parser.add_argument("--size", choices=sorted(SHAPES), default="small")
     parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    parser.add_argument("--nproc", type=int, default=WORKLOAD["threads"], help="ranks")
     arguments = parser.parse_args()
-    if arguments.steps < 1:
-        parser.error("--steps must be at least 1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(WORKLOAD["threads"]))
+    if min(arguments.steps, arguments.nproc) < 1:
+        parser.error("--steps and --nproc must be at least 1")
     if arguments.profile:
         profile(arguments.size, arguments.steps)
+    elif "RANK" not in os.environ and arguments.nproc > 1:
+        raise SystemExit(launch([sys.executable, *sys.argv], arguments.nproc))
     else:
-        print(json.dumps(measure(arguments.size, arguments.steps)))
+        join_launcher()
+        record = measure(arguments.size, arguments.steps)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(record))
 
 
 if __name__ == "__main__":
