@@ -39,7 +39,7 @@ def test_runs_of_a_report_may_follow_its_output() -> None:
         (["train"], "CONFIG.yaml"),
         (["doctor", "now"], "unrecognized arguments: now"),
         (["report", "run"], "--output"),
-        (["verify", "a.yaml"], "verify"),
+        (["convert", "a.yaml"], "convert"),
         ([], "COMMAND"),
     ],
 )
@@ -57,8 +57,8 @@ def test_help_names_the_commands_there_are(capsys: pytest.CaptureFixture[str]) -
         main(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("train", "check", "report", "doctor"))
-    assert not any(name in text for name in ("verify", "convert", "ablate"))
+    assert all(name in text for name in ("train", "check", "verify", "report", "doctor"))
+    assert not any(name in text for name in ("convert", "ablate"))
 
 
 @pytest.mark.parametrize("module", ["gspo_megatron.cli.main", "gspo_megatron.cli.launch"])
