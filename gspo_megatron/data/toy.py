@@ -41,7 +41,7 @@ LETTER_TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
 MIXTURES: dict[str, dict[str, int]] = {"mixed": {"reversal": 3, "addition": 1}}
 # A tiny model learns to reverse long before it learns to add. In the supervised rows of `mixed`
 # addition has this share, so that both stand at about 40% when reinforcement learning takes over.
-SUPERVISED_ADDITION_SHARE = 0.9
+SUPERVISED_ADDITION_SHARE = 0.85
 TASKS = (*LETTER_TASKS, "addition", *MIXTURES)
 
 Row = dict[str, str]  # prompt, answer, task
