@@ -233,6 +233,16 @@ def backend_is_installed(plan: Plan) -> Iterator[str]:
             )
 
 
+def precision_can_train(plan: Plan) -> Iterator[str]:
+    precision = plan.config.training.precision
+    if plan.for_training and precision == "fp64":
+        yield problem(
+            "training.precision",
+            precision,
+            "Megatron-Core's optimizers know no float64, it is for `verify`; legal: fp32 or bf16",
+        )
+
+
 def lengths_fit(plan: Plan) -> Iterator[str]:
     config = plan.config
     longest = plan.shape.max_sequence_length
@@ -340,6 +350,7 @@ RULES: tuple[Rule, ...] = (
     router_is_sound,
     dropout_is_off,
     backend_is_installed,
+    precision_can_train,
     lengths_fit,
     batches_fit,
     clip_range_is_sane,

@@ -224,9 +224,14 @@ class TrainingSection(Section):
 
     steps: Positive = Field(100, description="RL steps: roll out, score, update")
     seed: NotNegative = Field(1, description="of weights, data order and sampling")
-    precision: Literal["fp32", "bf16"] = Field("bf16", description="of weights and activations")
+    precision: Literal["fp64", "fp32", "bf16"] = Field(
+        "bf16", description="of weights and activations; fp64 for `verify` alone"
+    )
     micro_batch_tokens: Positive = Field(
         4096, description="token budget of a micro-batch: bounds the memory of activations"
+    )
+    packing: bool = Field(
+        True, description="sequences end to end in a row; false: a row each, padded to the longest"
     )
     evaluation_interval: NotNegative = Field(
         0, description="steps between evaluations; 0: at start and end only"

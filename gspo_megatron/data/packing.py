@@ -1,17 +1,27 @@
-"""Sequences into micro-batches: packed end to end up to a token budget, cut for CP ranks.
+"""Sequences into micro-batches, packed or padded, and their cut for context-parallel ranks.
 
-A micro-batch is one row of tokens [1, tokens] with the boundaries of its sequences (Megatron's THD
-layout). Every rank of a model replica builds the same plan; a context-parallel rank then takes its
-zig-zag shard of each sequence: chunks r and 2CP-1-r of 2CP.
+A packed micro-batch is one row of tokens [1, tokens] with the boundaries of its sequences
+(Megatron's THD layout); a padded one has a row for each sequence. Every rank of a model replica
+builds the same plan; a context-parallel rank then takes its zig-zag shard of each sequence: chunks
+r and 2CP-1-r of 2CP.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Size of a micro-batch with the shards of all context-parallel ranks together."""
+
+    rows: int  # 1 where sequences are packed
+    tokens: int  # of a row
 
 
 @dataclass
@@ -22,12 +32,12 @@ class PackedBatch:
     order of `sequence_index`; all per-token vectors of the loss follow that order.
     """
 
-    input_ids: Tensor  # [1, tokens / CP] int64
-    position_ids: Tensor  # [1, tokens / CP] int64
+    input_ids: Tensor  # [rows, tokens / CP] int64
+    position_ids: Tensor  # [rows, tokens / CP] int64
     boundaries: Tensor  # [sequences + 1] int32, of the padded sequences before the CP cut
     longest: int  # tokens of the longest padded sequence
-    padding_mask: Tensor | None  # [1, tokens / CP] bool, True on padding; None without any
-    token_rows: Tensor  # [response tokens] int64
+    padding_mask: Tensor | None  # [rows, tokens / CP] bool, True on padding; None without any
+    token_rows: Tensor  # [response tokens] int64, into hidden states [tokens / CP, rows] flattened
     targets: Tensor  # [response tokens] int64
     sequence_index: Tensor  # [response tokens] int64
     response_index: Tensor  # [response tokens] int64, into the flat responses of `members`
@@ -62,6 +72,20 @@ def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
+def split_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Sequences into micro-batches of a row each, like lengths together, so that the rows times the
+    longest stay within the token budget; a sequence longer than the budget is alone."""
+    bins: list[list[int]] = []
+    room = 0  # rows that the last bin still takes
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if room == 0:
+            bins.append([])
+            room = max(1, budget // lengths[index])
+        bins[-1].append(index)
+        room -= 1
+    return [sorted(members) for members in bins]
+
+
 def split_evenly(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Sequences into exactly `parts` groups of nearly equal token counts (longest first, to the
     lightest group); groups may be empty when there are fewer sequences than parts."""
@@ -89,6 +113,24 @@ def level(lengths: Sequence[int], bins: Sequence[list[int]], count: int) -> list
     return bins
 
 
+def batch_shape(
+    lengths: Sequence[int], *, padded: bool, context_parallel_size: int = 1, multiple: int = 1
+) -> BatchShape:
+    """The smallest shape that holds sequences of these lengths.
+
+    Args:
+        padded: a row for each sequence instead of all in one.
+        multiple: a rank's tokens are a multiple of it (TP under sequence parallelism).
+    """
+    chunks = 2 * context_parallel_size if context_parallel_size > 1 else 1
+    unit = math.lcm(multiple * context_parallel_size, chunks)
+    if padded:
+        longest = max(lengths, default=1)
+        return BatchShape(max(1, len(lengths)), -(-longest // unit) * unit)
+    total = sum(-(-length // chunks) * chunks for length in lengths)
+    return BatchShape(1, max(1, -(-total // unit)) * unit)
+
+
 def pack(
     tokens: Sequence[Tensor],
     response_lengths: Sequence[int],
@@ -96,11 +138,13 @@ def pack(
     members: Sequence[int],
     *,
     pad_id: int,
+    padded: bool = False,
     context_parallel_size: int = 1,
     context_parallel_rank: int = 0,
     multiple: int = 1,
+    shape: BatchShape | None = None,
 ) -> PackedBatch:
-    """Pack the sequences `members`, each a prompt with its response at the end.
+    """Make one micro-batch of the sequences `members`, each a prompt with its response at the end.
 
     Args:
         tokens: all sequences of the rank's batch, [length] int64 each.
@@ -108,18 +152,18 @@ def pack(
         response_offsets: where each one's response starts in the batch's flat response vectors.
         members: the sequences that go into this micro-batch; none gives a batch of padding, which
             a data-parallel rank without sequences needs to take part in the collectives.
+        padded: a row for each sequence, padded to the longest, instead of one row for all.
         multiple: this rank's tokens are padded to a multiple of it (TP under sequence parallelism).
+        shape: a larger shape to pad to, where all micro-batches must be alike.
     """
     cp, rank = context_parallel_size, context_parallel_rank
-    chunk_unit = 2 * cp if cp > 1 else 1
-    layout = _Layout(tokens, response_lengths, response_offsets, members, chunk_unit)
-    unit = multiple * cp
-    unit = unit if cp == 1 or unit % chunk_unit == 0 else unit * 2
-    padding = -layout.total % unit
-    if layout.total + padding == 0:
-        padding = max(unit, chunk_unit)
-    total = layout.total + padding
-    boundaries = [*layout.boundaries, total] if padding else layout.boundaries
+    assert len(tokens) == len(response_lengths) == len(response_offsets)
+    lengths = [len(tokens[number]) for number in members]
+    smallest = batch_shape(lengths, padded=padded, context_parallel_size=cp, multiple=multiple)
+    shape = shape or smallest
+    assert smallest.rows <= shape.rows and smallest.tokens <= shape.tokens, (smallest, shape)
+    boundaries = _boundaries(lengths, padded, 2 * cp if cp > 1 else 1, shape)
+    total = shape.rows * shape.tokens
 
     ids = torch.full((total,), pad_id, dtype=torch.long)
     positions = torch.zeros(total, dtype=torch.long)
@@ -127,9 +171,10 @@ def pack(
     owner = torch.full((total,), -1, dtype=torch.long)
     flat = torch.zeros(total, dtype=torch.long)
     is_padding = torch.ones(total, dtype=torch.bool)
-    for place, start in enumerate(layout.boundaries[:-1]):
-        sequence = tokens[members[place]]
-        length, response = len(sequence), response_lengths[members[place]]
+    for place, (number, start) in enumerate(zip(members, boundaries)):
+        sequence = tokens[number]
+        length, response = len(sequence), response_lengths[number]
+        assert 0 <= response < length, "a response needs a prompt before it"
         ids[start : start + length] = sequence
         positions[start : start + length] = torch.arange(length)
         is_padding[start : start + length] = False
@@ -138,7 +183,7 @@ def pack(
         rows = slice(first, first + response)
         targets[rows] = sequence[length - response :]
         owner[rows] = place
-        offset = response_offsets[members[place]]
+        offset = response_offsets[number]
         flat[rows] = torch.arange(offset, offset + response)
 
     if cp > 1:
@@ -146,14 +191,16 @@ def pack(
         ids, positions, targets, owner, flat, is_padding = (
             vector[shard] for vector in (ids, positions, targets, owner, flat, is_padding)
         )
+    size = (shape.rows, shape.tokens // cp)
     rows = (owner >= 0).nonzero()[:, 0]
     return PackedBatch(
-        input_ids=ids[None],
-        position_ids=positions[None],
+        input_ids=ids.view(size),
+        position_ids=positions.view(size),
         boundaries=torch.tensor(boundaries, dtype=torch.int32),
         longest=max(end - start for start, end in zip(boundaries, boundaries[1:], strict=False)),
-        padding_mask=is_padding[None] if layout.filled < total else None,
-        token_rows=rows,
+        padding_mask=is_padding.view(size) if sum(lengths) < total else None,
+        # hidden states come with the tokens of a row first: [tokens, rows]
+        token_rows=rows % size[1] * size[0] + rows // size[1],
         targets=targets[rows],
         sequence_index=owner[rows],
         response_index=flat[rows],
@@ -162,25 +209,14 @@ def pack(
     )
 
 
-class _Layout:
-    """Where each sequence starts once padded to what the CP cut needs."""
-
-    def __init__(
-        self,
-        tokens: Sequence[Tensor],
-        response_lengths: Sequence[int],
-        response_offsets: Sequence[int],
-        members: Sequence[int],
-        chunk_unit: int,
-    ) -> None:
-        assert len(tokens) == len(response_lengths) == len(response_offsets)
-        self.boundaries = [0]
-        for index in members:
-            length = len(tokens[index])
-            assert 0 <= response_lengths[index] < length, "a response needs a prompt before it"
-            self.boundaries.append(self.boundaries[-1] - (-length // chunk_unit) * chunk_unit)
-        self.total = self.boundaries[-1]
-        self.filled = sum(len(tokens[index]) for index in members)
+def _boundaries(lengths: Sequence[int], padded: bool, chunks: int, shape: BatchShape) -> list[int]:
+    """Where each sequence starts, and the end; what fills a packed batch up is a sequence too."""
+    if padded:
+        return [row * shape.tokens for row in range(shape.rows + 1)]
+    boundaries = [0]
+    for length in lengths:
+        boundaries.append(boundaries[-1] - (-length // chunks) * chunks)
+    return boundaries if boundaries[-1] == shape.tokens else [*boundaries, shape.tokens]
 
 
 def zigzag_shard(boundaries: Sequence[int], size: int, rank: int) -> Tensor:

@@ -97,11 +97,13 @@ def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) ->
 
 
 def ddp_config(config: Config) -> DistributedDataParallelConfig:
-    """Megatron's DDP settings: fp32 gradients in the distributed optimizer's buffers."""
+    """Megatron's DDP settings: fp32 gradients in the distributed optimizer's buffers; fp64 ones,
+    which that optimizer refuses, in plain buffers."""
+    trains = config.training.precision != "fp64"
     return DistributedDataParallelConfig(
         **{
-            "grad_reduce_in_fp32": True,
-            "use_distributed_optimizer": True,
+            "grad_reduce_in_fp32": trains,
+            "use_distributed_optimizer": trains,
             **config.parallel.ddp,
         }
     )

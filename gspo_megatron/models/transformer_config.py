@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from gspo_megatron.config import Config, ResolvedParallel
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def transformer_config(config: Config, parallel: ResolvedParallel) -> TransformerConfig:
@@ -28,15 +28,12 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         "bf16": dtype is torch.bfloat16,
         # The loss callback hands Megatron a sum and a count, never a mean of means.
         "calculate_per_token_loss": True,
-        # Micro-batches are packed to a token budget: their lengths differ.
-        "variable_seq_lengths": True,
         # Weights come from models.initialize, the same on every layout, or from a checkpoint. Not
         # by perform_initialization=False: Megatron-Core would then not mark which weights are cut
         # over TP, and the gradient norm would count some of them on one rank only.
         "init_method": leave_as_it_is,
         "output_layer_init_method": leave_as_it_is,
         "embedding_init_method": leave_as_it_is,
-        # the one dispatcher that takes micro-batches of varying length
         "moe_token_dispatcher_type": "alltoall",
         # Fusions that need apex, Transformer Engine or torch.compile; TE layers bring their own.
         "gradient_accumulation_fusion": False,
@@ -48,6 +45,11 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         **_interleaving(parallel),
         **shape.megatron,
     }
+    if dtype is torch.float64 and values["moe_router_dtype"] is not None:
+        values["moe_router_dtype"] = "fp64"
+    # Micro-batches are filled up to a token budget: their lengths differ. The allgather dispatcher
+    # wants them alike, and they are padded for it.
+    values["variable_seq_lengths"] = values["moe_token_dispatcher_type"] != "allgather"
     values["activation_func"] = ACTIVATIONS[values.get("activation_func", "silu")]
     if isinstance(values.get("attention_backend"), str):
         values["attention_backend"] = AttnBackend[values["attention_backend"]]

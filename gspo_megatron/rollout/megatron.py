@@ -71,6 +71,8 @@ class MegatronEngine:
         self.pipeline = PipelineForward(policy)
         self.replica, self.source = model_replica()
         self.lockstep = parallel_state.get_expert_model_parallel_world_size() > 1
+        # the allgather dispatcher wants as many tokens from every rank
+        self.alike = self.lockstep and not policy.config.variable_seq_lengths
 
     def update_weights(self) -> None:
         """Nothing to do: the engine decodes with the trained weights themselves."""
@@ -90,7 +92,8 @@ class MegatronEngine:
         for start in starts:
             chosen = prompts[start : start + size]
             rows = slice(start * per_prompt, (start + len(chosen)) * per_prompt)
-            batches.append(self._batch(chosen, per_prompt, samples[rows], sampling, seed))
+            count = min(size, most - start) if self.alike else max(1, len(chosen))
+            batches.append(self._batch(chosen, count, per_prompt, samples[rows], sampling, seed))
         self.policy.train()
         return _join(prompts, samples, requests, batches, sampling.max_tokens)
 
@@ -105,24 +108,26 @@ class MegatronEngine:
     def _batch(
         self,
         prompts: list[tuple[int, ...]],
+        count: int,
         per_prompt: int,
         samples: Tensor,
         sampling: Sampling,
         seed: int,
     ) -> _Responses:
-        """Responses to `prompts`; a rank without any decodes one token row for the others' sake."""
-        real = len(prompts) * per_prompt
-        if not prompts:
-            prompts = [(self.pad_id,)]
-            samples = samples.new_zeros(per_prompt)
-        rows = len(prompts) * per_prompt
+        """Responses to `prompts`, made up to `count` by prompts for the other ranks' sake."""
+        rows, real = count * per_prompt, len(prompts) * per_prompt
+        prompts = prompts + [(self.pad_id,)] * (count - len(prompts))
+        samples = torch.cat([samples, samples.new_zeros(rows - real)])
         responses = _Responses.empty(rows, sampling.max_tokens, self.pad_id, self.device)
         responses.ended[real:] = True
         noise = uniforms(seed, samples, sampling.max_tokens)
         prompt_lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        cache = self._cache(int(prompt_lengths.max()) + sampling.max_tokens)
+        longest = int(prompt_lengths.max())
+        if self.alike:
+            longest = self._agreed_maximum(longest)
+        cache = self._cache(longest + sampling.max_tokens)
         with decoding(self.policy.models, cache):
-            hidden = self._prefill(prompts, prompt_lengths, cache)
+            hidden = self._prefill(prompts, prompt_lengths, longest, cache)
             if per_prompt > 1:  # a group's responses share the work on their prompt
                 cache.keep(
                     torch.arange(len(prompts), device=self.device).repeat_interleave(per_prompt)
@@ -140,11 +145,11 @@ class MegatronEngine:
         return KeyValueCache(frequencies, max_length)
 
     def _prefill(
-        self, prompts: list[tuple[int, ...]], lengths: Tensor, cache: KeyValueCache
+        self, prompts: list[tuple[int, ...]], lengths: Tensor, longest: int, cache: KeyValueCache
     ) -> Tensor | None:
         """Fill the cache with the prompts; the last stage gets their last hidden states."""
-        ids = _padded(prompts, self.pad_id, self.device)
-        cache.start_prefill(ids.shape[1])
+        ids = _padded(prompts, longest, self.pad_id, self.device)
+        cache.start_prefill(longest)
         positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
         hidden = self.pipeline(ids, positions)
         if hidden is None:
@@ -170,11 +175,14 @@ class MegatronEngine:
             if step + 1 == sampling.max_tokens:
                 return
             if step % LOOK_EVERY == LOOK_EVERY - 1:
-                going = (~responses.ended[active]).nonzero()[:, 0]
-                if self._agreed_maximum(len(going)) == 0:
+                ended = responses.ended[active]
+                going = len(ended) - int(ended.sum())
+                most = self._agreed_maximum(going)
+                if most == 0:
                     return
-                if 2 * len(going) <= len(active):
-                    rows = going if len(going) else going.new_zeros(1)
+                kept = most if self.alike else max(1, going)
+                if 2 * kept <= len(active):
+                    rows = ended.int().argsort(stable=True)[:kept]
                     cache.keep(rows)
                     active, tokens, positions = active[rows], tokens[rows], positions[rows]
             longest += 1
@@ -228,9 +236,10 @@ class MegatronEngine:
         return torch.tensor(hits, dtype=torch.bool, device=self.device)
 
 
-def _padded(prompts: list[tuple[int, ...]], pad_id: int, device: torch.device) -> Tensor:
+def _padded(
+    prompts: list[tuple[int, ...]], longest: int, pad_id: int, device: torch.device
+) -> Tensor:
     """[prompts, longest], padded on the right."""
-    longest = max((len(p) for p in prompts), default=0)
     rows = [(*p, *(pad_id,) * (longest - len(p))) for p in prompts]
     return torch.tensor(rows, dtype=torch.long, device=device).view(len(prompts), longest)
 
@@ -252,7 +261,8 @@ def _join(
     groups = torch.tensor(list(requests.group_index), dtype=torch.long, device=device)
     prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.long, device=device)
     prompt_lengths = prompt_lengths.repeat_interleave(per_prompt)
-    prompt_tokens = _padded(prompts, 0, device).repeat_interleave(per_prompt, 0)
+    longest = max((len(p) for p in prompts), default=0)
+    prompt_tokens = _padded(prompts, longest, 0, device).repeat_interleave(per_prompt, 0)
     in_prompt = torch.arange(prompt_tokens.shape[1], device=device) < prompt_lengths[:, None]
     in_response = torch.arange(max_tokens, device=device) < lengths[:, None]
     sequences = torch.cat([prompt_tokens, tokens], dim=1)

@@ -185,6 +185,7 @@ class ReinforcementLoop:
             token_budget=self.config.training.micro_batch_tokens
             * self.job.policy.config.context_parallel_size,
             micro_batch_multiple=micro_batch_multiple(self.job.policy),
+            padded=self.job.builder.padded,
         )
 
     def _destinations(self, plan: Sequence[MiniBatch], count: int) -> list[list[int]]:

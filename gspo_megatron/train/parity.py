@@ -60,7 +60,7 @@ class StepResult:
     """What a policy update computed. The gradients are on rank 0 only."""
 
     metrics: dict[str, float]  # with loss and grad_norm
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # whole parameters, float32, cpu
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # whole parameters, on the cpu
     replica_error: float = 0.0  # largest relative difference between copies of a gradient
 
 
@@ -116,8 +116,9 @@ def first_update(
     rate = config.optimizer.learning_rate
     trainer = build_trainer(policy, config.optimizer, Schedule(rate, rate, 0, 1, "constant"))
     recorder = _Recorder(trainer.optimizer, trainer.scheduler, policy)
-    builder = MicroBatchBuilder(policy, _PAD_ID, config.rollout.temperature)
-    plan = _plan(batch, cut, parallel.data_parallel_size)
+    padded = not config.training.packing
+    builder = MicroBatchBuilder(policy, _PAD_ID, config.rollout.temperature, padded=padded)
+    plan = _plan(batch, cut, parallel.data_parallel_size, padded)
     sequences, index = _receive(batch, plan, parallel.context_parallel_size, builder.device)
     _set_old_logprobs(policy, builder, plan, sequences, index)
     section = config.objective.model_copy(update={"old_logprobs": "rollout"})
@@ -164,7 +165,7 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
             if source == 0:
                 piece = _gradient(mine[number])
             else:
-                piece = torch.empty(size, device=mine[0].data.device)
+                piece = _gradient(mine[0]).new_empty(size)
                 dist.recv(piece, src=source)
             assembly.add(name, shape, offset, piece.cpu())
     assembly.check_complete()
@@ -181,7 +182,14 @@ class _Recorder(Trainer):
 
     def update(self) -> tuple[float, float]:
         self.gradients, self.replica_error = gather_gradients(self.policy)
-        return super().update()
+        if self.policy.config.params_dtype != torch.float64:
+            return super().update()
+        # Megatron-Core's norm and clipping refuse float64: the norm of what rank 0 has gathered
+        norm = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+        for gradient in self.gradients.values():
+            norm += gradient.square().sum()
+        dist.broadcast(norm, src=0)
+        return math.sqrt(norm), 0.0
 
 
 class _Assembly:
@@ -201,7 +209,7 @@ class _Assembly:
         if "word_embeddings" in name or "output_layer" in name:
             shape[0] = self.vocab_size  # the padding depends on TP
         if name not in self.tensors:
-            self.tensors[name] = torch.zeros(shape)
+            self.tensors[name] = torch.zeros(shape, dtype=piece.dtype)
             self._seen[name], self._missing[name] = set(), self.tensors[name].numel()
         slices = tuple(slice(start, start + n) for start, n in zip(offset, piece.shape))
         place = self.tensors[name][slices]
@@ -219,7 +227,8 @@ class _Assembly:
 
 
 def _gradient(shard: Shard) -> Tensor:
-    return shard.view(shard.parameter.main_grad).float().contiguous()
+    gradient = shard.view(shard.parameter.main_grad)
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
 
 
 def _complete_shards(policy: Policy) -> None:
@@ -237,7 +246,7 @@ def _complete_shards(policy: Policy) -> None:
                 bucket.grad_data.copy_(gathered)
 
 
-def _plan(batch: SyntheticBatch, cut: Cut, data_parallel_size: int) -> MiniBatch:
+def _plan(batch: SyntheticBatch, cut: Cut, data_parallel_size: int, padded: bool) -> MiniBatch:
     assert cut.replicas % data_parallel_size == 0
     plan = plan_step(
         [len(t) for t in batch.tokens],
@@ -246,6 +255,7 @@ def _plan(batch: SyntheticBatch, cut: Cut, data_parallel_size: int) -> MiniBatch
         data_parallel_size=cut.replicas,
         token_budget=cut.token_budget,
         micro_batch_multiple=cut.multiple,
+        padded=padded,
     )[0]
     share = cut.replicas // data_parallel_size
     joined = tuple(
@@ -300,15 +310,7 @@ def _set_old_logprobs(
 ) -> None:
     """Turn the wanted log-ratios, which came as the rollout's log-probs, into those log-probs: the
     policy's own minus the log-ratio. Only the last pipeline stage reads them."""
-    batches = [
-        builder.build(
-            range(len(members)),
-            [sequences.tokens[n] for n in members],
-            [index.response_lengths[n] for n in members],
-            [sequences.offsets[n] for n in members],
-        )
-        for members in plan.of_rank(parallel_state.get_data_parallel_rank())
-    ]
+    [batches] = builder.build_step([plan], sequences, index)
     for micro_batch, (logprobs, _) in zip(batches, response_logprobs(policy, batches)):
         rows = micro_batch.packed.response_index
-        sequences.logprobs[rows] = logprobs - sequences.logprobs[rows]
+        sequences.logprobs[rows] = (logprobs - sequences.logprobs[rows]).to(sequences.logprobs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gspo_megatron.data.packing import level, split_by_budget, split_evenly
+from gspo_megatron.data.packing import level, split_by_budget, split_evenly, split_padded
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ def plan_step(
     data_parallel_size: int,
     token_budget: int,
     micro_batch_multiple: int = 1,
+    padded: bool = False,
 ) -> list[MiniBatch]:
     """Cut a step's sequences (in the order of their sample index) into mini-batches.
 
@@ -48,6 +49,8 @@ def plan_step(
         response_lengths: response tokens of each sequence.
         micro_batch_multiple: the number of micro-batches must be a multiple of it (interleaved
             pipeline schedules ask for a multiple of the pipeline's size).
+        padded: a micro-batch has a row for each sequence, padded to its longest: the budget counts
+            the padding.
     """
     count = len(lengths)
     plans = []
@@ -55,8 +58,8 @@ def plan_step(
         start, end = count * number // mini_batches, count * (number + 1) // mini_batches
         members = range(start, end)
         shares = split_evenly([lengths[i] for i in members], data_parallel_size)
-        packed = [split_by_budget([lengths[start + i] for i in share], token_budget)
-                  for share in shares]  # fmt: skip
+        split = split_padded if padded else split_by_budget
+        packed = [split([lengths[start + i] for i in share], token_budget) for share in shares]
         most = max(1, *(len(bins) for bins in packed))
         most = -(-most // micro_batch_multiple) * micro_batch_multiple
         ranks = []

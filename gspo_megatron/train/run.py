@@ -55,6 +55,11 @@ def assemble(config: Config, inputs: Inputs, reward: Reward) -> Job:
         inputs=inputs,
         engine=engine,
         collector=ExperienceCollector(engine, tokenizer, reward, config.objective, ranks.device),
-        builder=MicroBatchBuilder(policy, tokenizer.pad_id, config.rollout.temperature),
+        builder=MicroBatchBuilder(
+            policy,
+            tokenizer.pad_id,
+            config.rollout.temperature,
+            padded=not config.training.packing,
+        ),
         record=RunRecord(config, ranks.is_main),
     )

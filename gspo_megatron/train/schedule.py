@@ -13,18 +13,20 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from gspo_megatron.data.packing import PackedBatch, pack
+from gspo_megatron.data.packing import BatchShape, PackedBatch, batch_shape, pack
 from gspo_megatron.models.build import Policy, unwrap
 from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.train.exchange import Sequences, StepIndex
+from gspo_megatron.train.plan import MiniBatch
 
 
 @dataclass
 class MicroBatch:
-    """A packed micro-batch on the device, with what Megatron-Core wants to know of it. It is built
+    """A micro-batch on the device, with what Megatron-Core wants to know of it. It is built
     once and serves the log-prob pass and the training pass, attention plan included."""
 
     packed: PackedBatch
-    sequences: PackedSeqParams
+    sequences: PackedSeqParams | None  # None where each sequence has a row of its own
     head: HeadInputs
 
 
@@ -33,15 +35,58 @@ LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Any]]
 
 
 class MicroBatchBuilder:
-    """Packs sequences for this rank's layout."""
+    """Packs or pads sequences for this rank's layout."""
 
-    def __init__(self, policy: Policy, pad_id: int, temperature: float) -> None:
+    def __init__(
+        self, policy: Policy, pad_id: int, temperature: float, *, padded: bool = False
+    ) -> None:
         config = policy.config
-        self.pad_id, self.temperature = pad_id, temperature
+        self.pad_id, self.temperature, self.padded = pad_id, temperature, padded
         self.cp_size = config.context_parallel_size
         self.cp_rank = parallel_state.get_context_parallel_rank()
         self.multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.shapes_vary = config.variable_seq_lengths
         self.device = torch.device(torch.cuda.current_device())
+
+    def build_step(
+        self, plans: Sequence[MiniBatch], sequences: Sequences, index: StepIndex
+    ) -> list[list[MicroBatch]]:
+        """This data rank's micro-batches of each mini-batch."""
+        shape = self.common_shape(plans, index.lengths)
+        rank = parallel_state.get_data_parallel_rank()
+        steps = []
+        for plan in plans:
+            batches = []
+            for numbers in plan.of_rank(rank):
+                tokens = [sequences.tokens[n] for n in numbers]
+                responses = [index.response_lengths[n] for n in numbers]
+                offsets = [sequences.offsets[n] for n in numbers]
+                batch = self.build(range(len(numbers)), tokens, responses, offsets, shape)
+                batch.packed.members = tuple(numbers)
+                batches.append(batch)
+            steps.append(batches)
+        return steps
+
+    def common_shape(self, plans: Sequence[MiniBatch], lengths: Sequence[int]) -> BatchShape | None:
+        """A shape for all micro-batches of all ranks, where Megatron-Core wants them alike (the
+        allgather dispatcher); None where each may have its own."""
+        if self.shapes_vary:
+            return None
+        shapes = [
+            self._shape([lengths[n] for n in numbers])
+            for plan in plans
+            for rank in plan.micro_batches
+            for numbers in rank
+        ]
+        return BatchShape(max(s.rows for s in shapes), max(s.tokens for s in shapes))
+
+    def _shape(self, lengths: Sequence[int]) -> BatchShape:
+        return batch_shape(
+            lengths,
+            padded=self.padded,
+            context_parallel_size=self.cp_size,
+            multiple=self.multiple,
+        )
 
     def build(
         self,
@@ -49,6 +94,7 @@ class MicroBatchBuilder:
         tokens: Sequence[Tensor],
         response_lengths: Sequence[int],
         response_offsets: Sequence[int],
+        shape: BatchShape | None = None,
     ) -> MicroBatch:
         """See data.packing.pack."""
         packed = pack(
@@ -57,21 +103,26 @@ class MicroBatchBuilder:
             response_offsets,
             members,
             pad_id=self.pad_id,
+            padded=self.padded,
             context_parallel_size=self.cp_size,
             context_parallel_rank=self.cp_rank,
             multiple=self.multiple,
+            shape=shape,
         ).to(self.device)
-        sequences = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=packed.boundaries,
-            cu_seqlens_kv=packed.boundaries,
-            cu_seqlens_q_padded=packed.boundaries,
-            cu_seqlens_kv_padded=packed.boundaries,
-            max_seqlen_q=packed.longest,
-            max_seqlen_kv=packed.longest,
-        )
         head = HeadInputs(packed.token_rows, packed.targets, self.temperature)
-        return MicroBatch(packed, sequences, head)
+        return MicroBatch(packed, None if self.padded else _sequence_bounds(packed), head)
+
+
+def _sequence_bounds(packed: PackedBatch) -> PackedSeqParams:
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=packed.boundaries,
+        cu_seqlens_kv=packed.boundaries,
+        cu_seqlens_q_padded=packed.boundaries,
+        cu_seqlens_kv_padded=packed.boundaries,
+        max_seqlen_q=packed.longest,
+        max_seqlen_kv=packed.longest,
+    )
 
 
 def forward_backward(
@@ -144,10 +195,10 @@ def _run(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
-        # lengths vary and travel with the activations; this is only an upper bound
+        # Where shapes vary they travel with the activations, and this is only an upper bound.
         seq_length=max(m.packed.input_ids.shape[1] for m in micro_batches)
         * policy.config.context_parallel_size,
-        micro_batch_size=1,
+        micro_batch_size=max(m.packed.input_ids.shape[0] for m in micro_batches),
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )

@@ -60,10 +60,9 @@ class PolicyUpdater:
         self, sequences: Sequences, index: StepIndex, mini_batches: Sequence[MiniBatch]
     ) -> Update:
         """One RL step's worth of optimizer updates on this rank's `sequences`."""
-        rank = parallel_state.get_data_parallel_rank()
         figures = StepFigures(self.device)
         start = time.perf_counter()
-        batches = [self._micro_batches(m.of_rank(rank), sequences, index) for m in mini_batches]
+        batches = self.builder.build_step(mini_batches, sequences, index)
         sampled = [[sequences.logprobs[m.packed.response_index] for m in b] for b in batches]
         old = self._old_logprobs(batches) if self.recompute_old else sampled
         logprob_seconds = self._elapsed(start)
@@ -102,19 +101,6 @@ class PolicyUpdater:
         if not self.is_last_stage:
             return first + [[None] * len(batch) for batch in batches[1:]]
         return first + [[next(recomputed)[0] for _ in batch] for batch in batches[1:]]
-
-    def _micro_batches(
-        self, members: Sequence[Sequence[int]], sequences: Sequences, index: StepIndex
-    ) -> list[MicroBatch]:
-        batches = []
-        for numbers in members:
-            tokens = [sequences.tokens[n] for n in numbers]
-            responses = [index.response_lengths[n] for n in numbers]
-            offsets = [sequences.offsets[n] for n in numbers]
-            micro_batch = self.builder.build(range(len(numbers)), tokens, responses, offsets)
-            micro_batch.packed.members = tuple(numbers)
-            batches.append(micro_batch)
-        return batches
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Sum over the ranks that share the micro-batch's sequences."""

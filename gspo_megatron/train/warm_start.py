@@ -9,10 +9,11 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from gspo_megatron.data.packing import BatchShape
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer, zero_gradients
 from gspo_megatron.train.metrics import StepFigures, share_with_all_stages
-from gspo_megatron.train.plan import plan_step
+from gspo_megatron.train.plan import MiniBatch, plan_step
 from gspo_megatron.train.schedule import MicroBatch, MicroBatchBuilder, forward_backward
 
 
@@ -40,9 +41,10 @@ class SupervisedUpdater:
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             token_budget=self.token_budget,
             micro_batch_multiple=micro_batch_multiple(self.policy),
+            padded=self.builder.padded,
         )[0]
-        rank = parallel_state.get_data_parallel_rank()
-        batches = list(self._micro_batches(plan.of_rank(rank), prompts, answers))
+        shape = self.builder.common_shape([plan], lengths)
+        batches = list(self._micro_batches(plan, shape, prompts, answers))
         figures = StepFigures(self.builder.device)
 
         def loss(_: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict]:
@@ -64,14 +66,16 @@ class SupervisedUpdater:
 
     def _micro_batches(
         self,
-        members: Sequence[Sequence[int]],
+        plan: MiniBatch,
+        shape: BatchShape | None,
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
     ) -> Iterator[MicroBatch]:
-        for numbers in members:
+        for numbers in plan.of_rank(parallel_state.get_data_parallel_rank()):
             tokens = [torch.tensor([*prompts[n], *answers[n]]) for n in numbers]
             responses = [len(answers[n]) for n in numbers]
-            yield self.builder.build(range(len(numbers)), tokens, responses, [0] * len(numbers))
+            offsets = [0] * len(numbers)
+            yield self.builder.build(range(len(numbers)), tokens, responses, offsets, shape)
 
 
 def micro_batch_multiple(policy: Policy) -> int:

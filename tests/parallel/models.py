@@ -35,10 +35,11 @@ def odd_moe(
     *,
     tie_embeddings: bool = False,
     sequence_parallel: bool | None = None,
+    training: dict[str, Any] | None = None,
     **megatron: Any,
 ) -> Config:
-    """The configuration of the tiny MoE on a layout such as "tp=2,ep=2", in fp32; further arguments
-    are fields of TransformerConfig."""
+    """The configuration of the tiny MoE on a layout such as "tp=2,ep=2", in fp32 unless `training`
+    says otherwise; further arguments are fields of TransformerConfig."""
     config = parse_config(
         {
             "model": {"megatron": {**ODD_MOE, **megatron}, "tie_embeddings": tie_embeddings},
@@ -46,7 +47,7 @@ def odd_moe(
             "data": {"tokenizer": "none"},
             "objective": objective or {},
             "optimizer": {"learning_rate": 1e-3},
-            "training": {"precision": "fp32"},
+            "training": {"precision": "fp32"} | (training or {}),
         }
     )
     check_config(config, Layout.parse(layout).world_size)

@@ -74,15 +74,7 @@ def mismatch(
     nothing = torch.zeros(len(batch.sample_index))
     sequences = exchange(batch, nothing, index, destinations, group)
     builder = MicroBatchBuilder(policy, PAD_ID, sampling.temperature)
-    micro_batches = [
-        builder.build(
-            range(len(members)),
-            [sequences.tokens[n] for n in members],
-            [index.response_lengths[n] for n in members],
-            [sequences.offsets[n] for n in members],
-        )
-        for members in plan.of_rank(parallel_state.get_data_parallel_rank())
-    ]
+    [micro_batches] = builder.build_step([plan], sequences, index)
     figures = torch.zeros(2, dtype=torch.float64)
     for micro_batch, (trained, _) in zip(micro_batches, response_logprobs(policy, micro_batches)):
         difference = (trained - sequences.logprobs[micro_batch.packed.response_index]).abs()
