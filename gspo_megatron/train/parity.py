@@ -69,6 +69,7 @@ def synthetic_batch(
     vocab_size: int,
     *,
     num_sequences: int = 13,
+    shortest: int = 2,
     longest: int = 24,
     seed: int = 1,
 ) -> SyntheticBatch:
@@ -78,7 +79,7 @@ def synthetic_batch(
     The advantages are not centred: the loss of a centred batch is a difference of nearly equal
     numbers, and rounding alone would be a large part of it.
     """
-    assert longest >= 4
+    assert 2 <= shortest <= longest
     generator = torch.Generator().manual_seed(seed)
     preset = get_objective(objective.name)
     clip = preset.parameters(clip_low=objective.clip_low, clip_high=objective.clip_high)
@@ -86,7 +87,7 @@ def synthetic_batch(
     levels = torch.tensor([2.5 * low, 0.5 * low, 0.5 * high, 2.5 * high])
     batch = SyntheticBatch([], [], [], [])
     for number in range(num_sequences):
-        length = int(torch.randint(2, longest + 1, (), generator=generator))
+        length = int(torch.randint(shortest, longest + 1, (), generator=generator))
         response = int(torch.randint(1, length, (), generator=generator))
         if preset.ratio_level == "sequence":
             noise = 0.02 * torch.randn(response, generator=generator)
@@ -119,7 +120,7 @@ def first_update(
     padded = not config.training.packing
     builder = MicroBatchBuilder(policy, _PAD_ID, config.rollout.temperature, padded=padded)
     plan = _plan(batch, cut, parallel.data_parallel_size, padded)
-    sequences, index = _receive(batch, plan, parallel.context_parallel_size, builder.device)
+    sequences, index = _receive(batch, plan, policy)
     _set_old_logprobs(policy, builder, plan, sequences, index)
     section = config.objective.model_copy(update={"old_logprobs": "rollout"})
     update = PolicyUpdater(policy, recorder, builder, section).update(sequences, index, [plan])
@@ -265,24 +266,27 @@ def _plan(batch: SyntheticBatch, cut: Cut, data_parallel_size: int, padded: bool
     return MiniBatch(joined, plan.num_sequences, plan.num_response_tokens)
 
 
-def _receive(
-    batch: SyntheticBatch, plan: MiniBatch, cp_size: int, device: torch.device
-) -> tuple[Sequences, StepIndex]:
+def _receive(batch: SyntheticBatch, plan: MiniBatch, policy: Policy) -> tuple[Sequences, StepIndex]:
     """Pairs of sequences start on the data ranks in turn, as if sampled there."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    cp_size = policy.config.context_parallel_size
+    device = torch.device(torch.cuda.current_device())
     mine = [n for n in range(len(batch.tokens)) if n // 2 % group.size() == group.rank()]
 
-    def join(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-        return (torch.cat([tensors[n] for n in mine]) if mine else like[:0]).to(device)
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensors[0][:0], *(tensors[n] for n in mine)]).to(device)
 
     numbers = torch.tensor(mine, dtype=torch.long, device=device)
     lengths = torch.tensor([len(t) for t in batch.tokens], device=device)[numbers]
     responses = torch.tensor(batch.response_lengths, device=device)[numbers]
     rollout = RolloutBatch(
-        tokens=join(batch.tokens, batch.tokens[0]),
+        tokens=join(batch.tokens),
         prompt_lengths=lengths - responses,
         response_lengths=responses,
-        logprobs=join(batch.log_ratios, batch.log_ratios[0]),
+        # in float64 the anchor of the ratios must not be rounded to float32 on its way
+        logprobs=join(batch.log_ratios).to(
+            torch.promote_types(policy.config.params_dtype, torch.float32)
+        ),
         truncated=torch.zeros_like(numbers, dtype=torch.bool),
         sample_index=numbers,
         group_index=numbers // 2,

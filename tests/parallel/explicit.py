@@ -1,0 +1,77 @@
+"""A policy update by the formulas alone: the reference that shares nothing with the trainer.
+
+One process, one sequence at a time without padding, whole logits, the log-softmax of torch, each
+objective as its paper writes it, plain autograd in float64. Of the package only the model is used,
+which the tests hold against transformers elsewhere. The routers' auxiliary losses are left out:
+they are means over micro-batches, of which there are none here.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.models.build import build_policy
+from gspo_megatron.models.shards import parameter_shards
+from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
+from gspo_megatron.train.parity import StepResult, SyntheticBatch
+
+# (lower, upper) half-widths of the clip range, from the papers
+CLIP = {"gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4), "grpo": (0.2, 0.27)}
+
+
+def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> StepResult:
+    """Loss, gradient norm and gradients in float64; the configuration asks for that precision."""
+    assert config.training.precision == "fp64" and dist.get_world_size() == 1
+    parallel = resolve_parallel(config, 1)
+    set_up_model_parallel(parallel, config.training.seed)
+    policy = build_policy(config, parallel, vocab_size)
+    policy.eval()  # no auxiliary losses
+    [model] = policy.models
+
+    losses = []
+    for tokens, response, log_ratios, advantage in zip(
+        batch.tokens, batch.response_lengths, batch.log_ratios, batch.advantages, strict=True
+    ):
+        positions = torch.arange(len(tokens))[None]
+        hidden = model(input_ids=tokens[None], position_ids=positions, attention_mask=None)[0]
+        logits = hidden @ model.head_weight[:vocab_size].t() / config.rollout.temperature
+        distribution = torch.log_softmax(logits, dim=-1)
+        prompt = len(tokens) - response
+        logprobs = torch.stack(
+            [distribution[place - 1, tokens[place]] for place in range(prompt, len(tokens))]
+            or [hidden.sum() * 0.0]
+        )[:response]
+        old = logprobs.detach() - log_ratios.double()
+        # advantages travel as float32
+        weight = torch.tensor(advantage, dtype=torch.float32).double()
+        losses.append(-surrogate(config.objective.name, logprobs, old, weight))
+    loss = torch.stack(losses).mean()
+
+    parameters = list(model.parameters())
+    found = dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
+    gradients: dict[str, Tensor] = {}
+    for shard in parameter_shards(model):  # a weight may come in pieces, as gate and up projection
+        whole = gradients.setdefault(shard.name, loss.new_zeros(shard.global_shape))
+        whole[shard.slices] = shard.view(found[shard.parameter])
+    for name in gradients:
+        if "word_embeddings" in name or "output_layer" in name:
+            gradients[name] = gradients[name][:vocab_size]
+    norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+    tear_down_model_parallel()
+    return StepResult({"loss": loss.item(), "grad_norm": norm.item()}, gradients)
+
+
+def surrogate(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    """What one sequence adds to the objective; nothing if it has no response token."""
+    low, high = CLIP[name]
+    if len(logprobs) == 0:
+        return logprobs.new_zeros(())
+    ratios = (logprobs - old).exp()
+    if name == "gspo":  # eqs. 5 and 7
+        ratios = ratios.log().mean().exp()
+    if name == "gspo_token":  # eqs. 13 and 14
+        ratios = (logprobs - old).mean().exp().detach() * (logprobs - logprobs.detach()).exp()
+    return torch.min(ratios * advantage, ratios.clamp(1 - low, 1 + high) * advantage).mean()

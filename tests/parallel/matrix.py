@@ -1,0 +1,142 @@
+"""The cases in which an update must be the same, as a product of dimensions."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gspo_megatron.config import Config
+from gspo_megatron.config.parallel import Layout
+from gspo_megatron.train.parity import Cut, SyntheticBatch, synthetic_batch
+from tests.parallel.models import VOCAB_SIZE, odd_moe
+
+LAYOUTS = (
+    "dp=2",
+    "dp=4",
+    "tp=2",
+    "pp=2",
+    "pp=2,vpp=2",
+    "ep=2",
+    "ep=4",
+    "tp=2,etp=2",
+    "cp=2",
+    "cp=4",
+    "tp=2,pp=2",
+    "tp=2,ep=2",
+    "pp=2,ep=2",
+    "cp=2,ep=2",
+    "tp=2,cp=2",
+    "pp=2,cp=2,ep=2",
+    "tp=2,pp=2,ep=2",
+    "tp=2,pp=2,cp=2,ep=2",
+    "pp=2,vpp=2,ep=2,cp=2",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One update. `split`: one micro-batch a data rank; several of equal sequences; or several of
+    ragged ones up to a token budget."""
+
+    layout: str = "tp=1"
+    dispatcher: str = "alltoall"
+    packing: bool = True
+    split: str = "uneven"  # one | even | uneven
+    objective: str = "gspo"
+    router_losses: bool = False
+    recompute: str = "none"
+    precision: str = "fp32"
+
+    def __str__(self) -> str:
+        words = [self.layout, self.dispatcher, "packed" if self.packing else "padded"]
+        words += [f"split-{self.split}", self.objective]
+        words += ["router-losses"] * self.router_losses
+        words += ["recompute"] * (self.recompute != "none")
+        return " ".join([*words, self.precision])
+
+    @property
+    def world_size(self) -> int:
+        return Layout.parse(self.layout).world_size
+
+    def config(self) -> Config:
+        losses: dict[str, Any] = {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
+        if not self.router_losses:
+            losses = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+        return odd_moe(
+            self.layout,
+            {"name": self.objective},
+            training={
+                "packing": self.packing,
+                "recompute": self.recompute,
+                "precision": self.precision,
+            },
+            moe_token_dispatcher_type=self.dispatcher,
+            **losses,
+        )
+
+    def batch(self) -> SyntheticBatch:
+        size = {"shortest": 13, "longest": 13} if self.split == "even" else {}
+        return synthetic_batch(self.config().objective, VOCAB_SIZE, **size)
+
+    def cut(self) -> Cut:
+        layout = Layout.parse(self.layout)
+        multiple = layout.pp if layout.vpp else 1
+        if self.split == "one":
+            model = layout.tp * layout.pp * layout.cp
+            return Cut(self.world_size // model, token_budget=1000, multiple=multiple)
+        # Four shares of two micro-batches: every layout has at most 4 data ranks, and the routers'
+        # losses see the same micro-batches on all of them.
+        return Cut(replicas=4, token_budget=40, multiple=2)
+
+    def on_one_rank(self) -> Case:
+        """The same micro-batches on one rank, in the plainest way."""
+        return replace(self, layout="tp=1", dispatcher="alltoall", recompute="none")
+
+
+DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    "layout": LAYOUTS,
+    "dispatcher": ("alltoall", "allgather"),
+    "packing": (True, False),
+    "split": ("one", "even", "uneven"),
+    "objective": ("gspo", "gspo_token", "grpo"),
+    "router_losses": (False, True),
+    "recompute": ("none", "full"),
+    "precision": ("fp32", "fp64"),
+}
+
+
+def full_product() -> Iterator[Case]:
+    """Every case, those of a layout together."""
+    for values in itertools.product(*DIMENSIONS.values()):
+        yield Case(**dict(zip(DIMENSIONS, values, strict=True)))
+
+
+def covering_selection(seed: int = 0) -> list[Case]:
+    """Cases in which any two values of two dimensions meet at least once: by greedy choice among
+    random candidates, each made around a pair that has not met yet."""
+    source = random.Random(seed)
+    names = list(DIMENSIONS)
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x, y in itertools.product(DIMENSIONS[a], DIMENSIONS[b])
+    }
+    cases = []
+    while missing:
+        # sets have no order that is the same in every process
+        wanted = min(missing, key=repr)
+        candidates = []
+        for _ in range(40):
+            values = {name: source.choice(DIMENSIONS[name]) for name in names} | dict(wanted)
+            candidates.append(values)
+        best = max(candidates, key=lambda values: len(missing & _pairs(values)))
+        missing -= _pairs(best)
+        cases.append(Case(**best))
+    return sorted(cases, key=lambda case: (LAYOUTS.index(case.layout), str(case)))
+
+
+def _pairs(values: dict[str, Any]) -> set:
+    return set(itertools.combinations(values.items(), 2))

@@ -1,0 +1,67 @@
+"""The same loss, gradient norm, metrics and gradient of every parameter, however it is sharded."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tests.parallel.matrix import DIMENSIONS, LAYOUTS, Case, covering_selection, full_product
+from tests.parallel.pool import Pool
+from tests.parallel.updates import Updates
+
+SELECTION = covering_selection()
+
+
+@pytest.fixture(scope="module")
+def updates(pool: Pool) -> Updates:
+    return Updates(pool)
+
+
+def test_any_two_values_of_two_dimensions_meet_in_the_selection() -> None:
+    met = set()
+    for case in SELECTION:
+        values = [(name, getattr(case, name)) for name in DIMENSIONS]
+        met.update(itertools.combinations(values, 2))
+    for (a, left), (b, right) in itertools.combinations(DIMENSIONS.items(), 2):
+        for pair in itertools.product(left, right):
+            assert ((a, pair[0]), (b, pair[1])) in met
+    # and the selection is worth its name
+    assert len(SELECTION) < 1.1 * len(LAYOUTS) * 3
+
+
+@pytest.mark.parametrize("objective", DIMENSIONS["objective"])
+@pytest.mark.parametrize("split", ["even", "uneven"])
+def test_batches_meet_both_clip_bounds_and_stay_inside_too(
+    updates: Updates, objective: str, split: str
+) -> None:
+    metrics = updates.one_rank(Case(objective=objective, split=split)).metrics
+    assert metrics["clip/token/low"] > 0.02
+    assert metrics["clip/token/high"] > 0.02
+    assert metrics["clip/token/binding"] < 0.9
+    # outside the range, but by the sign of the advantage not binding
+    assert metrics["clip/token/outside"] > metrics["clip/token/binding"] + 0.02
+
+
+@pytest.mark.parametrize("case", SELECTION, ids=str)
+def test_update_is_the_same_on_every_layout(updates: Updates, case: Case) -> None:
+    updates.check(case)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dispatcher", DIMENSIONS["dispatcher"])
+@pytest.mark.parametrize("packing", DIMENSIONS["packing"])
+def test_update_is_the_same_in_every_case(
+    updates: Updates, layout: str, dispatcher: str, packing: bool
+) -> None:
+    chosen = Case(layout=layout, dispatcher=dispatcher, packing=packing)
+    for case in full_product():
+        rest = replace(case, layout=layout, dispatcher=dispatcher, packing=packing)
+        # the routers' losses are float32 in any precision: nothing new in float64
+        if case != rest or (case.precision == "fp64" and case.router_losses):
+            continue
+        updates.check(case)
+    assert chosen.world_size <= 8
