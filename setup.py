@@ -60,6 +60,8 @@ setup(
             "pytest-timeout>=2.3",
             "ruff>=0.12",
             "import-linter>=2.3",
+            "trl>=1.13,<1.14",  # a reference for the objectives; 1.14 drops GSPO-token
+            "requests>=2.32",  # imported by trl 1.13, which does not list it
         ],
     },
     entry_points={"console_scripts": ["gspo-megatron = gspo_megatron.cli.main:main"]},
