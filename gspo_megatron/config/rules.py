@@ -15,21 +15,13 @@ from gspo_megatron.config.parallel import Layout
 from gspo_megatron.config.problems import problem
 from gspo_megatron.config.schema import Config
 from gspo_megatron.config.shape import ModelShape
+from gspo_megatron.config.stage_rules import stage_problems
 from gspo_megatron.errors import ConfigError
 
 # A ratio of whole sequences stays within about 1e-3 of 1: at 0.05 and above nothing is ever clipped
 # and the algorithm is another one. 0.2 is the usual leftover of a token-level configuration.
 WIDE_CLIP = 0.05
 SEQUENCE_RATIO_OBJECTIVES = ("gspo", "gspo_token")
-
-# With one of these Megatron places layers by other arithmetic, and checks it itself.
-_UNEVEN_PIPELINE = (
-    "pipeline_model_parallel_layout",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
 
 
 @dataclass(frozen=True)
@@ -135,16 +127,8 @@ def pipeline_divides(plan: Plan) -> Iterator[str]:
             layout.vpp,
             "interleaving needs stages; legal: null, or pipeline_model_parallel_size > 1",
         )
-    elif not any(plan.shape.megatron.get(name) for name in _UNEVEN_PIPELINE):
-        chunks = layout.pp * (layout.vpp or 1)
-        if layers % chunks:
-            sizes = f"{layout.pp}" if layout.vpp is None else f"{layout.pp} * {layout.vpp}"
-            yield problem(
-                "parallel.pipeline_model_parallel_size",
-                layout.pp,
-                f"{layers} layers do not split evenly into {sizes} chunks; "
-                f"legal: pp * vpp that divides {layers}",
-            )
+    else:
+        yield from stage_problems(layers, layout, plan.shape.megatron)
 
 
 def experts_divide(plan: Plan) -> Iterator[str]:

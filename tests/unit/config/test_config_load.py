@@ -203,8 +203,8 @@ parallel: 4
             "legal: gspo, gspo_token, grpo",
         ),
         (
-            "training.precision=fp64",
-            "training.precision = 'fp64': unknown value; legal: fp32, bf16",
+            "training.precision=int8",
+            "training.precision = 'int8': unknown value; legal: fp64, fp32, bf16",
         ),
         ("training.steps=many", "training.steps = 'many': must be a valid integer"),
         ("training.steps=true", "training.steps = true: must be a valid integer"),
