@@ -18,8 +18,9 @@ from gspo_megatron.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from gspo_megatron.config import Config, Layout
 
-# Sums of a few hundred fp32 terms in another order differ by some 1e-6 of their size.
-TOLERANCE = 2e-5
+# Sums of a few hundred fp32 terms in another order differ by some 1e-6 of their size. In float64
+# the routers of Megatron-Core still compute their softmax and their losses in float32.
+TOLERANCES = {"fp32": 2e-5, "fp64": 1e-6}
 TOKEN_BUDGET = 64  # small, so that every replica has several micro-batches
 
 
@@ -43,10 +44,18 @@ def add_parser(commands: Commands) -> None:
         "--reference", default="tp=1", metavar="LAYOUT", help="what is right (default: one rank)"
     )
     parser.add_argument(
+        "--precision",
+        choices=tuple(TOLERANCES),
+        default="fp32",
+        help="of weights and activations, whatever the run will use: in bf16 experts change by "
+        "rounding alone, which hides what is to be seen (default: %(default)s)",
+    )
+    parser.add_argument(
         "--tolerance",
         type=float,
-        default=TOLERANCE,
-        help="largest relative error of a parameter's gradient (default: %(default)s)",
+        help="largest relative error of a parameter's gradient (default: "
+        + ", ".join(f"{value:g} in {name}" for name, value in TOLERANCES.items())
+        + ")",
     )
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # what a rank is told
     parser.add_argument("--cut", type=int, nargs=2, help=argparse.SUPPRESS)
@@ -56,8 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print a table, and on the last line the worst error; exit code 1 beyond the tolerance."""
     from gspo_megatron.config import Layout, check_config, load_config
 
-    # fp32 whatever the run will use: in bf16, routing flips hide what is to be seen
-    config = load_config(arguments.config, [*arguments.overrides, "training.precision=fp32"])
+    if arguments.tolerance is None:
+        arguments.tolerance = TOLERANCES[arguments.precision]
+    precision = f"training.precision={arguments.precision}"
+    config = load_config(arguments.config, [*arguments.overrides, precision])
     if arguments.result is not None:
         return _be_a_rank(config, arguments)
     reference = Layout.parse(arguments.reference)
@@ -161,6 +172,7 @@ def _measure(
     path = folder / f"{layout}.pt"
     command = [sys.executable, "-m", "gspo_megatron", "verify", arguments.config]
     command += [*arguments.overrides, "--layouts", str(layout)]
+    command += ["--precision", arguments.precision]
     command += ["--result", str(path), "--cut", *map(str, cut)]
     code = launch(command, layout.world_size)
     if code != 0:

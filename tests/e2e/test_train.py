@@ -72,9 +72,15 @@ def test_a_warm_start_with_a_target_ends_there(gspo: Command, config_file: Path)
     assert supervised[-1]["step"] % 5 == 0
 
 
-@pytest.mark.parametrize("layout", ["dp=2,ep=2", "tp=2,pp=2,ep=2"])
+PADDED = ("training.packing=false", "model.megatron.moe_token_dispatcher_type=allgather")
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [("dp=2,ep=2", ()), ("tp=2,pp=2,ep=2", ()), ("dp=2,ep=2,pp=2", PADDED), ("tp=2", PADDED)],
+)
 def test_one_key_changes_the_layout_and_not_the_first_step(
-    gspo: Command, config_file: Path, layout: str
+    gspo: Command, config_file: Path, layout: str, more: tuple[str, ...]
 ) -> None:
     """Same weights, same prompts, same samples: the first step's loss and gradient norm differ by
     the rounding of fp32 sums (1e-5). Aux loss off: it depends on how tokens fall into
@@ -87,7 +93,7 @@ def test_one_key_changes_the_layout_and_not_the_first_step(
         "logging.plots=false",
     )
     runs = []
-    for number, extra in enumerate(([], [f"parallel.layout={layout}"])):
+    for number, extra in enumerate(([], [f"parallel.layout={layout}", *more])):
         run = config_file.parent / f"run{number}"
         result = gspo("train", config_file, *settings, f"logging.dir={run}", *extra)
         assert result.returncode == 0, result.stderr[-3000:]
