@@ -11,17 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gspo_megatron.config.objectives import objective_problems
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.config.problems import problem
 from gspo_megatron.config.schema import Config
 from gspo_megatron.config.shape import ModelShape
 from gspo_megatron.config.stage_rules import stage_problems
 from gspo_megatron.errors import ConfigError
-
-# A ratio of whole sequences stays within about 1e-3 of 1: at 0.05 and above nothing is ever clipped
-# and the algorithm is another one. 0.2 is the usual leftover of a token-level configuration.
-WIDE_CLIP = 0.05
-SEQUENCE_RATIO_OBJECTIVES = ("gspo", "gspo_token")
 
 
 @dataclass(frozen=True)
@@ -266,18 +262,8 @@ def batches_fit(plan: Plan) -> Iterator[str]:
         )
 
 
-def clip_range_is_sane(plan: Plan) -> Iterator[str]:
-    objective = plan.config.objective
-    if objective.name not in SEQUENCE_RATIO_OBJECTIVES or objective.allow_wide_clip:
-        return
-    for key, value in (("clip_low", objective.clip_low), ("clip_high", objective.clip_high)):
-        if value is not None and value >= WIDE_CLIP:
-            yield problem(
-                f"objective.{key}",
-                value,
-                f"{objective.name} clips ratios of whole sequences, which hardly leave 1, so this "
-                f"never clips; legal: below {WIDE_CLIP}, or objective.allow_wide_clip = true",
-            )
+def objective_is_sound(plan: Plan) -> Iterator[str]:
+    yield from objective_problems(plan.config.objective)
 
 
 def learning_rates_agree(plan: Plan) -> Iterator[str]:
@@ -337,7 +323,7 @@ RULES: tuple[Rule, ...] = (
     precision_can_train,
     lengths_fit,
     batches_fit,
-    clip_range_is_sane,
+    objective_is_sound,
     learning_rates_agree,
     prompts_are_given,
     features_exist,

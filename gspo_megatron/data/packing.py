@@ -8,6 +8,7 @@ r and 2CP-1-r of 2CP.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,16 +60,23 @@ def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     A sequence longer than the budget gets a micro-batch of its own. Deterministic in `lengths`.
     """
     bins: list[list[int]] = []
-    room: list[int] = []
+    # The room of a bin for each sequence, opened or not, as the leaves of a tree of maxima: finds
+    # the first bin with room in the logarithm of their number.
+    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    room = [budget] * (2 * leaves)
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        place = next((b for b, free in enumerate(room) if free >= length), None)
-        if place is None:
+        length = min(lengths[index], budget)
+        node = 1
+        while node < leaves:
+            node *= 2
+            node += room[node] < length
+        if node - leaves == len(bins):
             bins.append([])
-            room.append(max(budget, length))
-            place = len(bins) - 1
-        bins[place].append(index)
-        room[place] -= length
+        bins[node - leaves].append(index)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return [sorted(members) for members in bins]
 
 
@@ -90,11 +98,11 @@ def split_evenly(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Sequences into exactly `parts` groups of nearly equal token counts (longest first, to the
     lightest group); groups may be empty when there are fewer sequences than parts."""
     groups: list[list[int]] = [[] for _ in range(parts)]
-    loads = [0] * parts
+    heap = [(0, 0, group) for group in range(parts)]  # tokens, sequences, group
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        lightest = min(range(parts), key=lambda g: (loads[g], len(groups[g]), g))
+        tokens, count, lightest = heap[0]
         groups[lightest].append(index)
-        loads[lightest] += lengths[index]
+        heapq.heapreplace(heap, (tokens + lengths[index], count + 1, lightest))
     return [sorted(members) for members in groups]
 
 

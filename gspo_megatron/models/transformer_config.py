@@ -34,6 +34,9 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         "init_method": leave_as_it_is,
         "output_layer_init_method": leave_as_it_is,
         "embedding_init_method": leave_as_it_is,
+        # Micro-batches are filled up to a token budget: their lengths differ. The allgather
+        # dispatcher wants them alike, and they are padded for it.
+        "variable_seq_lengths": shape.megatron.get("moe_token_dispatcher_type") != "allgather",
         "moe_token_dispatcher_type": "alltoall",
         # Fusions that need apex, Transformer Engine or torch.compile; TE layers bring their own.
         "gradient_accumulation_fusion": False,
@@ -44,12 +47,8 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         **_recompute(config.training.recompute),
         **_interleaving(parallel),
         **shape.megatron,
+        **({"moe_router_dtype": "fp64"} if dtype is torch.float64 else {}),
     }
-    if dtype is torch.float64 and values["moe_router_dtype"] is not None:
-        values["moe_router_dtype"] = "fp64"
-    # Micro-batches are filled up to a token budget: their lengths differ. The allgather dispatcher
-    # wants them alike, and they are padded for it.
-    values["variable_seq_lengths"] = values["moe_token_dispatcher_type"] != "allgather"
     values["activation_func"] = ACTIVATIONS[values.get("activation_func", "silu")]
     if isinstance(values.get("attention_backend"), str):
         values["attention_backend"] = AttnBackend[values["attention_backend"]]

@@ -6,10 +6,16 @@ not be consecutive. The result is float32 [num_sequences], computed in float64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from gspo_megatron.config.objectives import resolve_objective
+from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.plugins import load_function
 
 # Rewards that are equal but for float32 rounding have no spread; dividing by what rounding left
 # over would make advantages of +-1 out of nothing.
@@ -39,6 +45,43 @@ def group_mean(rewards: Tensor, group_index: Tensor) -> Tensor:
     """reward - mean of the group (Dr. GRPO, arXiv 2503.20783); exactly 0 without spread."""
     groups, sizes, has_spread = _groups(rewards, group_index)
     return _centre(rewards, groups, sizes).where(has_spread[groups], 0.0).float()
+
+
+def batch_std(
+    rewards: Tensor, group_index: Tensor, std: Literal["sample", "population"] = "sample"
+) -> Tensor:
+    """(reward - mean of the group) / standard deviation of all rewards of the step: groups that
+    are nearly all right or all wrong are not blown up (arXiv 2508.08221)."""
+    centred = group_mean(rewards, group_index).double()
+    rewards = rewards.double()
+    spread = rewards.max() - rewards.min() if len(rewards) else rewards.sum()
+    if len(rewards) < 2 or spread <= _ROUNDING * rewards.abs().max():
+        return torch.zeros_like(rewards, dtype=torch.float32)
+    return (centred / rewards.std(correction=1 if std == "sample" else 0)).float()
+
+
+def leave_one_out(rewards: Tensor, group_index: Tensor) -> Tensor:
+    """reward - mean of the group's other rewards (RLOO, arXiv 2402.14740); exactly 0 without
+    spread, and in a group of one."""
+    groups, sizes, has_spread = _groups(rewards, group_index)
+    factor = sizes / (sizes - 1).clamp_min(1)
+    advantages = _centre(rewards, groups, sizes) * factor[groups]
+    return advantages.where(has_spread[groups], 0.0).float()
+
+
+def build_advantages(section: ObjectiveSection) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function of (rewards, group_index) that the configuration asks for.
+
+    Raises UserError where one of the user's own cannot be loaded.
+    """
+    if section.advantage_import_path is not None:
+        return load_function("objective.advantage_import_path", section.advantage_import_path)
+    name = resolve_objective(section).advantage
+    if name == "group_mean_std":
+        return partial(group_mean_std, std=section.advantage_std)
+    if name == "batch_std":
+        return partial(batch_std, std=section.advantage_std)
+    return {"group_mean": group_mean, "leave_one_out": leave_one_out}[name]
 
 
 def zero_spread_groups(rewards: Tensor, group_index: Tensor) -> Tensor:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from gspo_megatron.types import LossInputs
 
+_PER_TOKEN = (
+    "old_logprobs",
+    "mask",
+    "sequence_index",
+    "entropy",
+    "token_advantages",
+    "sampled_logprobs",
+    "reference_logprobs",
+)
+
 
 def check_inputs(inputs: LossInputs, *, token_advantages: bool) -> None:
     """Assert that nothing would broadcast, or be ignored: `token_advantages` says they are read."""
     tokens, sequences = inputs.logprobs.shape, inputs.advantages.shape
     assert len(tokens) == 1, f"logprobs have shape {tuple(tokens)}, not [tokens]"
     assert len(sequences) == 1, f"advantages have shape {tuple(sequences)}, not [num_sequences]"
-    for name in ("old_logprobs", "mask", "sequence_index", "entropy", "token_advantages"):
+    for name in _PER_TOKEN:
         tensor = getattr(inputs, name)
         assert tensor is None or tensor.shape == tokens, (
             f"{name} has shape {tuple(tensor.shape)}, logprobs {tuple(tokens)}"

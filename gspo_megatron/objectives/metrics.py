@@ -6,6 +6,8 @@ sequences are zeros but on the primary shard, figures of tokens are those of the
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,38 @@ def ratio_values(
     return {
         "ratio/sequence": sequence if inputs.is_primary_shard else sequence[:0],
         "ratio/token": exponentiate(log_ratio.detach())[inputs.mask > 0],
+    }
+
+
+def weight_metrics(
+    prefix: str, kind: Literal["token", "sequence"], weights: Tensor, inputs: LossInputs
+) -> dict[str, Tensor]:
+    """Mean of `weights` and of their squares, over the masked tokens or over the sequences that
+    have any; and the share that is 0 where the weights are a correction's."""
+    weights = weights.detach().double()
+    if kind == "token":
+        chosen = weights[inputs.mask > 0]
+    else:
+        chosen = weights[(inputs.sequence_lengths > 0) & inputs.is_primary_shard]
+    count = len(chosen)
+    means = {
+        f"{prefix}/weight": pair(chosen.sum(), count),
+        f"{prefix}/squared_weight": pair(chosen.square().sum(), count),
+    }
+    if prefix == "correction":
+        means[f"{prefix}/dropped"] = pair((chosen == 0).sum(), count)
+    return means
+
+
+def reference_metrics(inputs: LossInputs) -> dict[str, Tensor]:
+    """Means over the masked tokens of the k1 and k3 estimates of KL(pi, reference)."""
+    masked = inputs.mask > 0
+    difference = (inputs.reference_logprobs - inputs.logprobs.detach()).double()[masked]
+    k3 = torch.expm1(difference.clamp(max=MAX_LOG_RATIO)) - difference
+    count = len(difference)
+    return {
+        "kl/reference_k1": pair(-difference.sum(), count),
+        "kl/reference_k3": pair(k3.sum(), count),
     }
 
 

@@ -23,16 +23,21 @@ def token_log_ratio(inputs: LossInputs) -> Tensor:
     return difference.where(inputs.mask > 0, 0.0)
 
 
-def sequence_log_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
-    """Mean of `log_ratio` [tokens] over whole sequences, [num_sequences] (GSPO paper, eq. 7).
+def sequence_sums(inputs: LossInputs, *values: Tensor) -> Tensor:
+    """Sums over whole sequences of `values` [tokens] each, [len(values), num_sequences].
 
-    The same on every shard of a sequence, with the gradient of the local tokens. 0 for a sequence
-    without masked tokens.
+    The same on every shard of a sequence, with the gradient of the local tokens. One collective,
+    whatever the number of values.
     """
-    total = shared_segment_sum(
-        log_ratio, inputs.sequence_index, len(inputs.advantages), inputs.sum_over_shards
+    return shared_segment_sum(
+        torch.stack(values), inputs.sequence_index, len(inputs.advantages), inputs.sum_over_shards
     )
-    return total / inputs.sequence_lengths.clamp_min(1)
+
+
+def sequence_log_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
+    """Mean of `log_ratio` [tokens] over whole sequences, [num_sequences] (GSPO paper, eq. 7); 0 for
+    a sequence without masked tokens. See `sequence_sums`."""
+    return sequence_sums(inputs, log_ratio)[0] / inputs.sequence_lengths.clamp_min(1)
 
 
 def sequence_token_log_ratio(

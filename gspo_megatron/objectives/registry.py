@@ -1,77 +1,66 @@
-"""Names of objectives, with the parameters of each and their defaults."""
+"""The objective of a configuration."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Literal
+from functools import partial
 
+from torch import Tensor
+
+from gspo_megatron.config.objectives import resolve_objective
+from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.errors import ConfigError
+from gspo_megatron.objectives.advantages import build_advantages
+from gspo_megatron.objectives.surrogate import Surrogate
+from gspo_megatron.plugins import load_function, option_problems
 from gspo_megatron.types import LossInputs, LossOutputs
-
-RatioLevel = Literal["sequence", "token"]
-
-_OBJECTIVES: dict[str, Objective] = {}
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A registered objective: call it with a LossInputs and, by name, what differs from its preset.
-
-    `ratio_level` says what its clip range applies to, and so of which magnitude it has to be: a
-    "sequence" ratio is a geometric mean over the tokens and stays within 1e-3 or so of 1.
-    """
+    """What the trainer calls with each micro-batch, and what it has to provide for it."""
 
     name: str
-    function: Callable[..., LossOutputs]
-    ratio_level: RatioLevel
-    defaults: Mapping[str, float]  # every parameter that the function takes
+    function: Callable[[LossInputs], LossOutputs]
+    advantages: Callable[[Tensor, Tensor], Tensor]  # rewards, group_index [num_sequences] each
+    complete: Callable[[dict[str, float]], dict[str, float]]  # of a step's reduced metrics
+    needs_reference: bool
+    needs_entropy_gradient: bool
 
-    def parameters(self, **overrides: float | None) -> dict[str, float]:
-        """The defaults with `overrides` on top, where None stands for the default.
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        return self.function(inputs)
 
-        Raises ConfigError for an override, other than None, that this objective would not read.
-        """
-        given = {name: value for name, value in overrides.items() if value is not None}
-        problems = [
-            f"objective.{name} = {value}: {self.name} does not use it; it takes "
-            f"{', '.join(self.defaults)}"
-            for name, value in given.items()
-            if name not in self.defaults
-        ]
+
+def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Objective:
+    """The objective of a checked configuration; a UserError where an own one cannot be loaded."""
+    advantages = build_advantages(section)
+    if section.import_path is not None:
+        function = load_function("objective.import_path", section.import_path)
+        problems = option_problems("objective", section.import_path, function, section.options)
         if problems:
             raise ConfigError(problems)
-        return {**self.defaults, **given}
-
-    def __call__(self, inputs: LossInputs, **overrides: float | None) -> LossOutputs:
-        return self.function(inputs, **self.parameters(**overrides))
-
-
-def register(
-    name: str, *, ratio_level: RatioLevel, **defaults: float
-) -> Callable[[Callable[..., LossOutputs]], Callable[..., LossOutputs]]:
-    """Decorator: register `function(inputs, *, **defaults)` under `name`."""
-
-    def decorate(function: Callable[..., LossOutputs]) -> Callable[..., LossOutputs]:
-        assert name not in _OBJECTIVES, f"two objectives are named {name}"
-        _OBJECTIVES[name] = Objective(name, function, ratio_level, MappingProxyType(defaults))
-        return function
-
-    return decorate
-
-
-def objective_names() -> list[str]:
-    """All registered names, sorted."""
-    return sorted(_OBJECTIVES)
-
-
-def get_objective(name: str) -> Objective:
-    """The objective registered under `name`; ConfigError, naming the nearest, if there is none."""
-    if name not in _OBJECTIVES:
-        nearest = difflib.get_close_matches(name, _OBJECTIVES)
-        hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
-        legal = ", ".join(objective_names())
-        raise ConfigError([f"objective.name = {name}: no such objective; {hint}one of {legal}"])
-    return _OBJECTIVES[name]
+        return Objective(
+            name=section.import_path,
+            function=partial(function, **section.options),
+            advantages=advantages,
+            complete=dict,
+            needs_reference=getattr(function, "needs_reference", section.kl_in == "reward"),
+            needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
+        )
+    surrogate = Surrogate(
+        recipe=resolve_objective(section),
+        max_response_tokens=max_response_tokens,
+        off_policy_mask=section.off_policy_mask,
+        kl=section.kl if section.kl_in == "loss" else "none",
+        kl_coefficient=section.kl_coefficient or 0.0,
+        entropy_coefficient=section.entropy_coefficient,
+    )
+    return Objective(
+        name=section.name,
+        function=surrogate,
+        advantages=advantages,
+        complete=surrogate.complete,
+        needs_reference=section.kl != "none",
+        needs_entropy_gradient=section.entropy_coefficient > 0,
+    )

@@ -1,13 +1,15 @@
 """Log-probability of given tokens and entropy from hidden states, with a vocabulary in shards.
 
-The output layer, the softmax and both figures in one differentiable operation that works through
-the rows in chunks, so that the logits [rows, vocab/TP] never exist whole. One softmax serves both
-figures. The backward pass computes the logits of a chunk again from the saved log-sum-exp.
+The output layer, the softmax and both figures in one differentiable operation that works on one
+tile of the logits at a time, some rows by some columns of the vocabulary, so that the logits
+[rows, vocab/TP] never exist whole. One softmax serves both figures. The backward pass computes the
+logits of a tile again from the saved log-sum-exp.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# The exponentials of a batch that is a single chunk are kept for the backward pass up to this size:
+# Rows of a tile, and its bytes in the dtype of the result. The forward pass holds two tiles, the
+# backward pass one. On a CPU a tile this small stays in the caches from one operation to the next;
+# a GPU needs more work in each kernel. With all rows in a tile the gradient of the weight is
+# written once. tools/bench_logprob_head.py --sweep compares sizes.
+TILE_ROWS = 4096
+TILE_BYTES = 8 * 2**20
+GPU_TILE_BYTES = 32 * 2**20
+
+# Up to this size all logits are one tile, and their exponentials are kept for the backward pass:
 # small models need not compute the logits twice, and large ones never notice the memory.
 KEEP_EXPONENTIALS_BYTES = 16 * 2**20
+
+_LOG2_E = math.log2(math.e)
 
 
 def logprob_and_entropy(
@@ -26,7 +38,7 @@ def logprob_and_entropy(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    chunk_size: int = 1024,
+    chunk_size: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -40,7 +52,8 @@ def logprob_and_entropy(
         targets: [rows] int64, ids of the whole vocabulary. The log-probability of a target that is
             not in the vocabulary is NaN.
         temperature: the logits are divided by it before the softmax.
-        chunk_size: rows worked on at a time; bounds the memory at chunk_size * vocab/TP elements.
+        chunk_size: rows worked on at a time, TILE_ROWS unless given. As many columns of the
+            vocabulary go with them as make a tile of TILE_BYTES, which bounds the memory.
         process_group: the tensor-parallel group; None where `weight` is the whole vocabulary.
         vocab_start: id of the first row of `weight`.
         vocab_size: true size of the whole vocabulary; rows of `weight` that pad it beyond are left
@@ -52,7 +65,7 @@ def logprob_and_entropy(
         in the dtype of `hidden`, everything after them in that of the result.
 
     The gradient of `hidden` is this rank's share, from its part of the vocabulary: the caller sums
-    it over the group. Two collectives a chunk in the forward pass, none in the backward pass.
+    it over the group. Two collectives in the forward pass, none in the backward pass.
     """
     return VocabParallelLogProb.apply(
         hidden,
@@ -77,37 +90,54 @@ class VocabParallelLogProb(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperature: float,
-        chunk_size: int,
+        chunk_size: int | None,
         process_group: dist.ProcessGroup | None,
         vocab_start: int,
         vocab_size: int | None,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         _check(hidden, weight, targets, temperature, chunk_size)
-        rows = hidden.shape[0]
-        weight_used = weight[: _used_rows(weight, vocab_start, vocab_size)]
+        used = _used_rows(weight, vocab_start, vocab_size)
+        local_targets = targets - vocab_start
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        index, owned = _locate(targets - vocab_start, weight_used.shape[0], dtype)
-        figures = hidden.new_empty((5, rows), dtype=dtype)
+        row_blocks, column_blocks = _tiles(
+            len(hidden), used, chunk_size, dtype.itemsize, hidden.device
+        )
+        # of each block of columns: maximum, sum of exponentials, sum of logits times exponentials
+        figures = hidden.new_empty((3, len(column_blocks), len(hidden)), dtype=dtype)
+        target_logit = hidden.new_zeros(len(hidden), dtype=dtype)
+        buffers = [_buffer(hidden, row_blocks, column_blocks, dtype) for _ in range(2)]
         exponentials = None
-        for chunk in _chunks(rows, chunk_size):
-            logits = _logits(hidden[chunk], weight_used, temperature)
-            figures[0, chunk] = maximum = _row_maximum(logits, process_group)
-            exponentials, sums = _softmax_sums(logits, maximum, index[chunk], owned[chunk])
-            if process_group is not None:
-                dist.all_reduce(sums, group=process_group)
-            figures[1:, chunk] = sums
-        maximum, sum_exp, weighted_logit, target_logit, owners = figures
+        for place, columns in enumerate(column_blocks):
+            for rows in row_blocks:
+                logits = _logits(hidden[rows], weight[columns], temperature, buffers[0])
+                index, inside = _locate(local_targets[rows], columns)
+                target_logit[rows] += logits.gather(1, index[:, None])[:, 0].where(inside, 0.0)
+                exponentials = _tile_sums(logits, buffers[1], figures[:, place, rows])
+        maximum, scale, sums = _merge(figures, process_group)
+        owned = ((local_targets >= 0) & (local_targets < used)).to(dtype)
+        sums = torch.stack([*sums, (target_logit - maximum) * owned, owned])
+        if process_group is not None:
+            dist.all_reduce(sums, group=process_group)
+        sum_exp, weighted_logit, target_logit, owners = sums
         log_sum = sum_exp.log()
         # 0/0 = NaN where no rank owns the target: it must not pass for a likely token.
         logprob = target_logit / owners - log_sum
         entropy = log_sum - weighted_logit / sum_exp
-        if rows > chunk_size or entropy_gradient or not _worth_keeping(exponentials):
-            exponentials = None
+        norm = None
+        one_tile = len(row_blocks) * len(column_blocks) == 1
+        if one_tile and not entropy_gradient and exponentials.nbytes <= KEEP_EXPONENTIALS_BYTES:
+            norm = scale[0] / sum_exp
         ctx.save_for_backward(
-            hidden, weight_used, index, owned, maximum + log_sum, sum_exp, entropy, exponentials
+            hidden,
+            weight,
+            local_targets,
+            maximum + log_sum,
+            entropy,
+            None if norm is None else exponentials,
+            norm,
         )
-        ctx.temperature, ctx.chunk_size, ctx.vocab_rows = temperature, chunk_size, weight.shape[0]
+        ctx.temperature, ctx.tiles = temperature, (row_blocks, column_blocks)
         ctx.set_materialize_grads(False)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -118,43 +148,99 @@ class VocabParallelLogProb(torch.autograd.Function):
     def backward(
         ctx: Any, logprob_grad: Tensor | None, entropy_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        hidden, weight, index, owned, logsumexp, sum_exp, entropy, exponentials = saved
+        hidden, weight, local_targets, logsumexp, entropy, exponentials, norm = ctx.saved_tensors
         # The logits were divided by the temperature, and so is every gradient that reaches them.
         if logprob_grad is None:
             logprob_grad = torch.zeros_like(entropy)
         logprob_grad = logprob_grad / ctx.temperature
         if entropy_grad is not None:
             entropy_grad = entropy_grad / ctx.temperature
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        hidden_grad = torch.empty_like(hidden) if needs_hidden else None
-        weight_grad = None
-        if needs_weight:
-            # Many chunks add up: in low precision the later ones would be lost.
-            dtype = entropy.dtype if len(hidden) > ctx.chunk_size else weight.dtype
-            weight_grad = weight.new_zeros((ctx.vocab_rows, weight.shape[1]), dtype=dtype)
-        for chunk in _chunks(len(hidden), ctx.chunk_size):
-            if exponentials is not None:
-                gradient = exponentials * (-logprob_grad / sum_exp)[:, None]
+        row_blocks, column_blocks = ctx.tiles
+        sums = _GradientSums(hidden, weight, ctx.tiles, ctx.needs_input_grad[:2])
+        if exponentials is None:
+            buffers = [
+                _buffer(hidden, row_blocks, column_blocks, entropy.dtype)
+                for _ in range(1 if entropy_grad is None else 2)
+            ]
+        for columns in column_blocks:
+            for rows in row_blocks:
+                from_logprob = logprob_grad[rows]
+                if exponentials is not None:
+                    gradient = exponentials * (from_logprob * -norm)[:, None]
+                else:
+                    log_p = _logits(hidden[rows], weight[columns], ctx.temperature, buffers[0])
+                    log_p -= logsumexp[rows, None]
+                    if entropy_grad is None:
+                        gradient = _exp(log_p, log_p).mul_(-from_logprob[:, None])
+                    else:
+                        from_entropy = entropy_grad[rows], entropy[rows]
+                        p = _exp(log_p, buffers[1])
+                        gradient = _softmax_gradient(p, log_p, from_logprob, *from_entropy)
+                index, inside = _locate(local_targets[rows], columns)
+                gradient.scatter_add_(1, index[:, None], (from_logprob * inside)[:, None])
+                sums.add(rows, columns, gradient.to(hidden.dtype))
+        return *sums.result(), None, None, None, None, None, None, None
+
+
+class _GradientSums:
+    """The gradients of hidden states and weight, each where it is asked for, tile by tile.
+
+    Where many products add up they do so in float32 or better: in low precision the later ones
+    would be lost. For the weight that is one block of columns at a time, so tiles come column block
+    by column block.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        tiles: tuple[list[slice], list[slice]],
+        wanted: Sequence[bool],
+    ) -> None:
+        self.hidden, self.weight = hidden, weight
+        row_blocks, column_blocks = tiles
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        self.hidden_grad = self.weight_grad = None
+        if wanted[0]:
+            dtype = precise if len(column_blocks) > 1 else hidden.dtype
+            self.hidden_grad = torch.zeros_like(hidden, dtype=dtype)
+        if wanted[1]:
+            self.weight_grad = torch.empty_like(weight)
+            # nothing will be written where there is only padding, or no row at all
+            written = column_blocks[-1].stop if row_blocks and column_blocks else 0
+            self.weight_grad[written:] = 0
+        self.block_dtype = precise if len(row_blocks) > 1 else weight.dtype
+        self.last_row = len(hidden)
+
+    def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
+        """`gradient` is that of the logits of this tile, in the dtype of the inputs."""
+        if self.hidden_grad is not None:
+            _accumulate(self.hidden_grad[rows], gradient, self.weight[columns])
+        if self.weight_grad is None:
+            return
+        target = self.weight_grad[columns]
+        if self.block_dtype == target.dtype:
+            if rows.start == 0:
+                torch.mm(gradient.t(), self.hidden[rows], out=target)
             else:
-                log_p = _logits(hidden[chunk], weight, ctx.temperature)
-                log_p -= logsumexp[chunk, None]
-                gradient = _softmax_gradient(log_p, entropy, logprob_grad, entropy_grad, chunk)
-            if gradient.shape[1] > 0:
-                at_target = logprob_grad[chunk] * owned[chunk]
-                gradient.scatter_add_(1, index[chunk, None], at_target[:, None])
-            gradient = gradient.to(hidden.dtype)
-            if hidden_grad is not None:
-                torch.mm(gradient, weight, out=hidden_grad[chunk])
-            if weight_grad is not None:
-                _accumulate(weight_grad[: len(weight)], gradient.t(), hidden[chunk])
-        if weight_grad is not None:
-            weight_grad = weight_grad.to(weight.dtype)
-        return hidden_grad, weight_grad, None, None, None, None, None, None, None
+                target.addmm_(gradient.t(), self.hidden[rows])
+            return
+        if rows.start == 0:
+            self.block_sum = torch.zeros_like(target, dtype=self.block_dtype)
+        self.block_sum += gradient.t() @ self.hidden[rows]
+        if rows.stop == self.last_row:
+            target.copy_(self.block_sum)
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """In the dtype of the inputs."""
+        hidden_grad = self.hidden_grad
+        if hidden_grad is not None:
+            hidden_grad = hidden_grad.to(self.hidden.dtype)
+        return hidden_grad, self.weight_grad
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_size: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_size: int | None
 ) -> None:
     assert hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1], (
         f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply"
@@ -164,11 +250,36 @@ def _check(
         f"targets {tuple(targets.shape)} for hidden {tuple(hidden.shape)}"
     )
     assert temperature > 0, f"temperature {temperature}"
-    assert chunk_size > 0, f"chunk_size {chunk_size}"
+    assert chunk_size is None or chunk_size > 0, f"chunk_size {chunk_size}"
 
 
-def _chunks(rows: int, chunk_size: int) -> list[slice]:
-    return [slice(start, min(start + chunk_size, rows)) for start in range(0, rows, chunk_size)]
+def _tiles(
+    rows: int, columns: int, chunk_size: int | None, element_bytes: int, device: torch.device
+) -> tuple[list[slice], list[slice]]:
+    """Blocks of rows and blocks of columns that make the tiles; no blocks of what is empty."""
+    height = max(min(rows, chunk_size or TILE_ROWS), 1)
+    tile_bytes = TILE_BYTES if device.type == "cpu" else GPU_TILE_BYTES
+    width = max(tile_bytes // (element_bytes * height), 1)
+    if rows * columns * element_bytes <= KEEP_EXPONENTIALS_BYTES:
+        width = max(columns, width)
+    # tensor cores and vector registers want aligned rows
+    unit = 64 if 64 <= width < columns else 1
+    return _blocks(rows, height, 1), _blocks(columns, width // unit * unit, unit)
+
+
+def _blocks(total: int, largest: int, unit: int) -> list[slice]:
+    """Blocks of nearly equal size, at most `largest`; all but the last are multiples of `unit`."""
+    count = max(-(-total // largest), 1)
+    size = max(-(-total // (count * unit)), 1) * unit
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _buffer(
+    like: Tensor, row_blocks: list[slice], column_blocks: list[slice], dtype: torch.dtype
+) -> Tensor:
+    """Flat memory of the largest tile, which is the first."""
+    tile = [(blocks[0].stop if blocks else 0) for blocks in (row_blocks, column_blocks)]
+    return like.new_empty(math.prod(tile), dtype=dtype)
 
 
 def _used_rows(weight: Tensor, vocab_start: int, vocab_size: int | None) -> int:
@@ -178,73 +289,77 @@ def _used_rows(weight: Tensor, vocab_start: int, vocab_size: int | None) -> int:
     return min(max(vocab_size - vocab_start, 0), weight.shape[0])
 
 
-def _locate(local_targets: Tensor, used: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Column of each target [rows], some legal one for those of other ranks, and 1 where it is
-    this rank's, else 0."""
-    index = local_targets.clamp(0, max(used - 1, 0))
-    return index, ((index == local_targets) & (used > 0)).to(dtype)
+def _locate(local_targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Place of each target [rows] in a block of columns, some legal one for those outside, and
+    whether it is inside."""
+    place = local_targets - columns.start
+    index = place.clamp(0, columns.stop - columns.start - 1)
+    return index, index == place
 
 
-def _worth_keeping(exponentials: Tensor | None) -> bool:
-    if exponentials is None:
-        return False
-    return exponentials.numel() * exponentials.element_size() <= KEEP_EXPONENTIALS_BYTES
-
-
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """[rows, vocab/TP], a fresh tensor of at least float32."""
-    logits = hidden @ weight.t()
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor) -> Tensor:
+    """[rows, columns] in the memory and dtype of `buffer`."""
+    rows, columns = hidden.shape[0], weight.shape[0]
+    logits = buffer[: rows * columns].view(rows, columns)
+    if hidden.dtype == logits.dtype:
+        torch.mm(hidden, weight.t(), out=logits)
+    else:
+        logits.copy_(hidden @ weight.t())
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _row_maximum(logits: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
-    """[rows], over all ranks."""
-    if logits.shape[1] > 0:
-        maximum = logits.amax(dim=-1)
-    else:
-        maximum = logits.new_full((logits.shape[0],), -math.inf)
+def _exp(values: Tensor, buffer: Tensor) -> Tensor:
+    """exp of `values` in the memory of `buffer`. By way of exp2, which is a vector instruction or
+    two wherever torch runs, while exp on a CPU is a library call of several times the cost."""
+    out = buffer.view(-1)[: values.numel()].view(values.shape)
+    return torch.mul(values, _LOG2_E, out=out).exp2_()
+
+
+def _tile_sums(logits: Tensor, buffer: Tensor, figures: Tensor) -> Tensor:
+    """Write a tile's maximum, sum of exponentials and sum of shifted logits times exponentials,
+    each a row, into `figures` [3, rows]. Returns the exponentials, shifted by the maximum, in the
+    memory of `buffer`; overwrites the logits."""
+    maximum = logits.amax(dim=-1)
+    logits -= maximum[:, None]
+    exponentials = _exp(logits, buffer)
+    figures[0] = maximum
+    figures[1] = exponentials.sum(-1)
+    figures[2] = logits.mul_(exponentials).sum(-1)
+    return exponentials
+
+
+def _merge(
+    figures: Tensor, process_group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The sums of `_tile_sums` [3, blocks, rows] over all blocks, relative to one maximum.
+
+    Returns the maximum over all ranks [rows], the factor that makes each block's exponentials
+    relative to it [blocks, rows], and this rank's two sums [rows] each.
+    """
+    maxima, sum_exp, weighted_logit = figures
+    if len(maxima) == 1 and process_group is None:
+        return maxima[0], torch.ones_like(maxima), (sum_exp[0], weighted_logit[0])
+    # a rank with nothing but padding has no blocks
+    lowest = maxima.new_full((1, maxima.shape[1]), -math.inf)
+    maximum = (maxima if len(maxima) else lowest).amax(0)
     if process_group is not None:
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=process_group)
-    return maximum
-
-
-def _softmax_sums(
-    logits: Tensor, maximum: Tensor, index: Tensor, owned: Tensor
-) -> tuple[Tensor, Tensor]:
-    """exp(logits - maximum) [rows, vocab/TP], and this rank's part of the sums over the vocabulary.
-
-    The sums [4, rows]: of the exponentials, of the shifted logits times them, the target's shifted
-    logit, and the number of its owners. `logits` is overwritten.
-    """
-    logits -= maximum[:, None]
-    if logits.shape[1] > 0:
-        target_logit = logits.gather(1, index[:, None])[:, 0] * owned
-    else:
-        target_logit = torch.zeros_like(owned)
-    exponentials = logits.exp()
-    sum_exp = exponentials.sum(-1)
-    weighted_logit = logits.mul_(exponentials).sum(-1)
-    return exponentials, torch.stack([sum_exp, weighted_logit, target_logit, owned])
+    shift = maxima - maximum
+    scale = shift.exp()
+    weighted_logit = (weighted_logit + shift * sum_exp) * scale
+    return maximum, scale, ((sum_exp * scale).sum(0), weighted_logit.sum(0))
 
 
 def _softmax_gradient(
-    log_p: Tensor,
-    entropy: Tensor,
-    logprob_grad: Tensor,
-    entropy_grad: Tensor | None,
-    chunk: slice,
+    p: Tensor, log_p: Tensor, logprob_grad: Tensor, entropy_grad: Tensor, entropy: Tensor
 ) -> Tensor:
-    """Gradient of the logits [rows, vocab/TP] but for the targets' own; overwrites `log_p`.
+    """Gradient of the logits [rows, columns] but for the targets' own; overwrites `p` and `log_p`.
 
     d logprob / d logit_j = [j is the target] - p_j and d entropy / d logit_j = -p_j (log p_j + H).
     """
-    if entropy_grad is None:
-        return log_p.exp_().mul_(-logprob_grad[chunk, None])
-    p = log_p.exp()
-    log_p += entropy[chunk, None]
-    log_p *= entropy_grad[chunk, None]
-    log_p += logprob_grad[chunk, None]
+    log_p += entropy[:, None]
+    log_p *= entropy_grad[:, None]
+    log_p += logprob_grad[:, None]
     return p.mul_(log_p).neg_()
 
 

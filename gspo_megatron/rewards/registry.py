@@ -5,14 +5,9 @@ A reward is a function `reward(sample: Sample, **options) -> float`.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
-import inspect
 import math
-import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -21,17 +16,12 @@ from typing import Any
 import numpy as np
 
 from gspo_megatron.errors import RewardError, UserError
+from gspo_megatron.plugins import load_function, option_problems, origin
 from gspo_megatron.types import Sample
 
 RewardFunction = Callable[..., float]
 
 SHOWN_CHARACTERS = 200  # of a prompt or response in an error message
-_TAKES_A_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_TAKES_A_SAMPLE = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
 
 
 @dataclass(frozen=True)
@@ -86,11 +76,12 @@ def get_reward(
     it needs is missing, or the options do not fit the function's signature (all of them at once).
     """
     if import_path:
-        name, function = import_path, _import_reward(import_path)
+        name = import_path
+        function = load_function("reward.import_path", import_path, RewardError)
     else:
         function = _find_reward(name)
     options = dict(options or {})
-    problems = _option_problems(name, function, options)
+    problems = option_problems("reward", name, function, options)
     if problems:
         raise RewardError("\n".join(problems))
     return Reward(name, function, options)
@@ -109,7 +100,7 @@ def score(reward: Callable[[Sample], float], sample: Sample) -> float:
     except Exception as error:
         raise RewardError(
             f"reward {_name(reward)!r} raised {type(error).__name__}: {error} "
-            f"({_origin(error)}); {_show(sample)}"
+            f"({origin(error)}); {_show(sample)}"
         ) from error
     if not isinstance(value, (Real, np.bool_)):
         raise RewardError(
@@ -143,91 +134,11 @@ def _find_reward(name: str) -> RewardFunction:
     return entry.function
 
 
-def _import_reward(import_path: str) -> RewardFunction:
-    key = f"reward.import_path = {import_path}"
-    module_name, colon, function_name = import_path.partition(":")
-    if not (colon and module_name.strip(".") == module_name != "" and function_name):
-        raise RewardError(f"{key}: write it as package.module:function")
-    if os.getcwd() not in sys.path:
-        # Console scripts do not search it. At the end, so that nothing installed is hidden, and
-        # for good, because the module may import its neighbours when it is called.
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise RewardError(
-                f"{key}: no module named {error.name}, neither installed nor in {os.getcwd()}"
-            ) from error
-        raise RewardError(f"{key}: importing {module_name} failed: {error}") from error
-    except Exception as error:
-        raise RewardError(
-            f"{key}: importing {module_name} failed: {type(error).__name__}: {error} "
-            f"({_origin(error)})"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        nearest = difflib.get_close_matches(function_name, functions, n=3) or functions
-        raise RewardError(
-            f"{key}: {module_name} has no function {function_name}; it has: "
-            f"{', '.join(nearest) or 'none'}"
-        )
-    return function
-
-
-def _option_problems(name: str, function: RewardFunction, options: Mapping[str, Any]) -> list[str]:
-    try:
-        # Annotations are strings in most modules; they are evaluated to compare types below.
-        signature = inspect.signature(function, eval_str=True)
-    except NameError:  # a name imported for type checkers only
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):  # written in C: nothing to check against
-        return []
-    parameters = list(signature.parameters.values())
-    if not parameters or parameters[0].kind not in _TAKES_A_SAMPLE:
-        return [f"reward {name}: the function takes no sample as its first argument"]
-    first, *others = parameters
-    named = {each.name: each for each in others if each.kind in _TAKES_A_NAME}
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in others)
-    problems = []
-    for key, value in options.items():
-        if key in named:
-            problems += _type_problem(key, value, named[key].annotation)
-        elif key == first.name:
-            problems.append(f"reward.options.{key}: not an option of {name} but what it judges")
-        elif not takes_any:
-            legal = f"legal: {', '.join(named)}" if named else "it takes none"
-            problems.append(f"reward.options.{key} = {value!r}: {name} has no such option; {legal}")
-    for each in named.values():
-        if each.default is each.empty and each.name not in options:
-            problems.append(f"reward.options.{each.name}: missing; {name} needs it")
-    return problems
-
-
-def _type_problem(key: str, value: object, annotation: object) -> list[str]:
-    """Compares with plain bool, int, float and str only; whatever else a user wrote is theirs."""
-    if annotation not in (bool, int, float, str):
-        return []
-    accepted: type | tuple[type, ...] = (int, float) if annotation is float else annotation
-    good = isinstance(value, accepted)
-    if isinstance(value, bool) and annotation is not bool:
-        good = False  # Python counts booleans among the integers
-    wanted = annotation.__name__
-    return [] if good else [f"reward.options.{key} = {value!r}: wrong type; {wanted} is wanted"]
-
-
 def _name(reward: Callable[[Sample], float]) -> str:
     for attribute in ("name", "__qualname__"):
         if isinstance(name := getattr(reward, attribute, None), str):
             return name
     return type(reward).__name__
-
-
-def _origin(error: BaseException) -> str:
-    """Where the error came from, "file:line": a UserError is shown without its traceback."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def _show(sample: Sample) -> str:

@@ -23,6 +23,8 @@ class StepIndex:
     source: tuple[int, ...]  # the data rank that sampled it
     prompt_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
+    groups: tuple[int, ...]  # the prompt that it answers
+    rewards: Tensor  # [num_sequences] float64
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -36,15 +38,26 @@ class Sequences:
     tokens: dict[int, Tensor]  # [length] int64 each
     logprobs: Tensor  # [response tokens] float32, mu, sequence after sequence
     offsets: dict[int, int]  # where each sequence's response starts in `logprobs`
-    advantages: dict[int, float]
+    token_advantages: Tensor | None = None  # [response tokens] float32, where tokens have their own
 
 
-def index_step(batch: RolloutBatch, group: dist.ProcessGroup) -> StepIndex:
-    """Gather sample index and lengths of all sequences: 24 bytes a sequence."""
-    local = torch.stack([batch.sample_index, batch.prompt_lengths, batch.response_lengths])
+def index_step(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup) -> StepIndex:
+    """Gather what every rank has to know of all sequences: 40 bytes a sequence.
+
+    `rewards` [num_sequences] float64 are those of this rank's `batch`.
+    """
+    local = torch.stack(
+        [
+            batch.sample_index,
+            batch.prompt_lengths,
+            batch.response_lengths,
+            batch.group_index,
+            rewards.double().view(torch.long),
+        ]
+    )
     counts = _gather_counts(local.shape[1], group, local.device)
     most = max(counts)
-    padded = local.new_zeros((3, most))
+    padded = local.new_zeros((len(local), most))
     padded[:, : local.shape[1]] = local
     gathered = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(gathered, padded, group=group)
@@ -55,22 +68,26 @@ def index_step(batch: RolloutBatch, group: dist.ProcessGroup) -> StepIndex:
     ]
     rows.sort()
     assert [row[0] for row in rows] == sorted({row[0] for row in rows}), "sample index used twice"
+    bits = torch.tensor([row[4] for row in rows], dtype=torch.long)
     return StepIndex(
-        source=tuple(row[3] for row in rows),
+        source=tuple(row[5] for row in rows),
         prompt_lengths=tuple(row[1] for row in rows),
         response_lengths=tuple(row[2] for row in rows),
+        groups=tuple(row[3] for row in rows),
+        rewards=bits.view(torch.float64),
     )
 
 
 def exchange(
     batch: RolloutBatch,
-    advantages: Tensor,
     index: StepIndex,
     destinations: Sequence[Sequence[int]],
     group: dist.ProcessGroup,
+    token_advantages: Tensor | None = None,
 ) -> Sequences:
     """Send every sequence to the data ranks in `destinations[sequence]` (all CP ranks of one
-    data-parallel rank), and receive this rank's own."""
+    data-parallel rank), and receive this rank's own; `token_advantages` [response tokens] too,
+    where there are any (on all ranks, then)."""
     me, size = group.rank(), group.size()
     mine = [number for number, source in enumerate(index.source) if source == me]
     order = torch.argsort(batch.sample_index).tolist()  # local rows in the order of `mine`
@@ -96,11 +113,11 @@ def exchange(
             group,
         )
 
-    ones = (1,) * len(index.source)
     lengths, responses = index.lengths, index.response_lengths
     tokens = move(batch.tokens, token_starts, lengths)
     logprobs = move(batch.logprobs, logprob_starts, responses)
-    moved = move(advantages.float(), list(range(len(advantages))), ones).tolist()
+    if token_advantages is not None:
+        token_advantages = move(token_advantages, logprob_starts, responses)
 
     received = [n for row in arriving for n in row]
     splits = tokens.split([lengths[n] for n in received])
@@ -109,7 +126,7 @@ def exchange(
         tokens={n: piece.cpu() for n, piece in zip(received, splits, strict=True)},
         logprobs=logprobs,
         offsets=dict(zip(received, starts, strict=False)),
-        advantages=dict(zip(received, moved, strict=True)),
+        token_advantages=token_advantages,
     )
 
 

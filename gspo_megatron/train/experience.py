@@ -12,9 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.data.tokenizers import Tokenizer
-from gspo_megatron.objectives.advantages import group_mean, group_mean_std, zero_spread_groups
+from gspo_megatron.objectives.advantages import zero_spread_groups
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rewards.registry import Reward, score
 from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
@@ -28,7 +27,6 @@ class Experience:
 
     batch: RolloutBatch
     rewards: Tensor  # [num_sequences] float64
-    advantages: Tensor  # [num_sequences] float32
     metrics: dict[str, float]  # over all ranks
     num_tokens: int  # response tokens over all ranks
     rollout_seconds: float
@@ -42,11 +40,10 @@ class ExperienceCollector:
         engine: RolloutEngine,
         tokenizer: Tokenizer,
         reward: Reward,
-        objective: ObjectiveSection,
         device: torch.device,
     ) -> None:
         self.engine, self.tokenizer, self.reward = engine, tokenizer, reward
-        self.objective, self.device = objective, device
+        self.device = device
         self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.replica, self.scorer = model_replica()
 
@@ -58,10 +55,9 @@ class ExperienceCollector:
         start = time.perf_counter()
         batch, mine = self._generate(prompts, responses_per_prompt, sampling, seed)
         rewards = self._score(batch, mine, responses_per_prompt)
-        advantages = self._advantages(rewards, batch.group_index)
         metrics, num_tokens = self._figures(batch, rewards)
         seconds = time.perf_counter() - start
-        return Experience(batch, rewards, advantages, metrics, num_tokens, seconds)
+        return Experience(batch, rewards, metrics, num_tokens, seconds)
 
     def evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int
@@ -126,12 +122,6 @@ class ExperienceCollector:
                 ids.pop()
             texts.append(self.tokenizer.decode(ids))
         return texts
-
-    def _advantages(self, rewards: Tensor, group_index: Tensor) -> Tensor:
-        rewards = rewards.float()
-        if self.objective.advantage == "group_mean":
-            return group_mean(rewards, group_index)
-        return group_mean_std(rewards, group_index, std=self.objective.advantage_std)
 
     def _figures(self, batch: RolloutBatch, rewards: Tensor) -> tuple[dict[str, float], int]:
         figures = StepFigures(self.device)

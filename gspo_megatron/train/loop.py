@@ -16,6 +16,7 @@ from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
+from gspo_megatron.objectives import Objective
 from gspo_megatron.rollout.engine import RolloutEngine, Sampling
 from gspo_megatron.train.exchange import exchange, index_step
 from gspo_megatron.train.experience import ExperienceCollector
@@ -39,6 +40,7 @@ class Job:
     engine: RolloutEngine
     collector: ExperienceCollector
     builder: MicroBatchBuilder
+    objective: Objective
     record: RunRecord
 
 
@@ -105,8 +107,10 @@ class ReinforcementLoop:
             decay=config.optimizer.decay,
         )
         trainer = build_trainer(job.policy, config.optimizer, schedule)
-        self.updater = PolicyUpdater(job.policy, trainer, job.builder, config.objective)
         rollout = config.rollout
+        self.updater = PolicyUpdater(
+            job.policy, trainer, job.builder, job.objective, config.objective
+        )
         self.sampling = Sampling(
             max_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,
@@ -126,7 +130,7 @@ class ReinforcementLoop:
         """All steps of the configuration, with evaluations before, between and after."""
         steps, interval = self.config.training.steps, self.config.training.evaluation_interval
         record = self.job.record
-        with record.progress(steps, self.config.objective.name) as progress:
+        with record.progress(steps, self.job.objective.name) as progress:
             before = held_out(self.job)
             if before:
                 record.write("rl", 0, before)
@@ -146,14 +150,10 @@ class ReinforcementLoop:
         chosen = [job.inputs.train[i] for i in self.loader.next()]
         seed = (config.training.seed << 32) + step
         experience = job.collector.collect(chosen, config.rollout.group_size, self.sampling, seed)
-        index = index_step(experience.batch, self.data_group)
+        index = index_step(experience.batch, experience.rewards, self.data_group)
         plan = self._plan(index.lengths, index.response_lengths)
         sequences = exchange(
-            experience.batch,
-            experience.advantages,
-            index,
-            self._destinations(plan, len(index.lengths)),
-            self.data_group,
+            experience.batch, index, self._destinations(plan, len(index.lengths)), self.data_group
         )
         update = self.updater.update(sequences, index, plan)
         sync_start = time.perf_counter()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.config.objectives import Recipe, resolve_objective
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
-from gspo_megatron.objectives import get_objective
+from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
 from gspo_megatron.train.exchange import Sequences, StepIndex, exchange, index_step
 from gspo_megatron.train.plan import MiniBatch, plan_step
@@ -81,15 +82,14 @@ def synthetic_batch(
     """
     assert 2 <= shortest <= longest
     generator = torch.Generator().manual_seed(seed)
-    preset = get_objective(objective.name)
-    clip = preset.parameters(clip_low=objective.clip_low, clip_high=objective.clip_high)
-    low, high = math.log1p(-clip["clip_low"]), math.log1p(clip["clip_high"])
+    recipe = resolve_objective(objective)
+    low, high = _log_bounds(recipe)
     levels = torch.tensor([2.5 * low, 0.5 * low, 0.5 * high, 2.5 * high])
     batch = SyntheticBatch([], [], [], [])
     for number in range(num_sequences):
         length = int(torch.randint(shortest, longest + 1, (), generator=generator))
         response = int(torch.randint(1, length, (), generator=generator))
-        if preset.ratio_level == "sequence":
+        if recipe.ratio != "token":
             noise = 0.02 * torch.randn(response, generator=generator)
             log_ratios = levels[number % 4] + noise - noise.mean()
         else:
@@ -101,6 +101,15 @@ def synthetic_batch(
         batch.log_ratios.append(log_ratios)
         batch.advantages.append(2.0 * size if positive else -size)
     return batch
+
+
+def _log_bounds(recipe: Recipe) -> tuple[float, float]:
+    """Log-ratios at which the recipe's rule starts to act."""
+    numbers = recipe.parameters
+    if "log_clip" in numbers:
+        return -numbers["log_clip"], numbers["log_clip"]
+    low, high = numbers.get("clip_low", 0.2), numbers.get("clip_high", 0.2)
+    return math.log1p(-low), math.log1p(high)
 
 
 def first_update(
@@ -123,7 +132,11 @@ def first_update(
     sequences, index = _receive(batch, plan, policy)
     _set_old_logprobs(policy, builder, plan, sequences, index)
     section = config.objective.model_copy(update={"old_logprobs": "rollout"})
-    update = PolicyUpdater(policy, recorder, builder, section).update(sequences, index, [plan])
+    objective = build_objective(section, config.rollout.max_response_tokens)
+    # the batch's advantages stand in the place of its rewards
+    objective = replace(objective, advantages=lambda values, _: values.float())
+    updater = PolicyUpdater(policy, recorder, builder, objective, section)
+    update = updater.update(sequences, index, [plan])
     tear_down_model_parallel()
     return StepResult(update.metrics, recorder.gradients, recorder.replica_error)
 
@@ -291,7 +304,8 @@ def _receive(batch: SyntheticBatch, plan: MiniBatch, policy: Policy) -> tuple[Se
         sample_index=numbers,
         group_index=numbers // 2,
     )
-    index = index_step(rollout, group)
+    advantages = torch.tensor(batch.advantages, dtype=torch.float64, device=device)[numbers]
+    index = index_step(rollout, advantages, group)
     owner = {
         number: rank
         for rank, micro_batches in enumerate(plan.micro_batches)
@@ -301,8 +315,7 @@ def _receive(batch: SyntheticBatch, plan: MiniBatch, policy: Policy) -> tuple[Se
     destinations = [
         range(owner[n] * cp_size, (owner[n] + 1) * cp_size) for n in range(len(batch.tokens))
     ]
-    advantages = torch.tensor(batch.advantages, device=device)[numbers]
-    return exchange(rollout, advantages, index, destinations, group), index
+    return exchange(rollout, index, destinations, group), index
 
 
 def _set_old_logprobs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
 from gspo_megatron.models.build import build_policy
+from gspo_megatron.objectives import Objective, build_objective
 from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
 from gspo_megatron.rewards.registry import Reward, get_reward
 from gspo_megatron.rollout.megatron import MegatronEngine
@@ -23,8 +24,9 @@ def run_training(config: Config) -> None:
     """
     inputs = read_inputs(config)
     reward = get_reward(config.reward.name, config.reward.import_path, config.reward.options)
+    objective = build_objective(config.objective, config.rollout.max_response_tokens)
     try:
-        job = assemble(config, inputs, reward)
+        job = assemble(config, inputs, reward, objective)
         try:
             warm_start(job)
             ReinforcementLoop(job).run()
@@ -35,7 +37,7 @@ def run_training(config: Config) -> None:
         stop_processes()
 
 
-def assemble(config: Config, inputs: Inputs, reward: Reward) -> Job:
+def assemble(config: Config, inputs: Inputs, reward: Reward, objective: Objective) -> Job:
     """Join the other ranks and build this rank's part of everything."""
     ranks = start_processes()
     tokenizer = inputs.tokenizer
@@ -54,12 +56,13 @@ def assemble(config: Config, inputs: Inputs, reward: Reward) -> Job:
         policy=policy,
         inputs=inputs,
         engine=engine,
-        collector=ExperienceCollector(engine, tokenizer, reward, config.objective, ranks.device),
+        collector=ExperienceCollector(engine, tokenizer, reward, ranks.device),
         builder=MicroBatchBuilder(
             policy,
             tokenizer.pad_id,
             config.rollout.temperature,
             padded=not config.training.packing,
         ),
+        objective=objective,
         record=RunRecord(config, ranks.is_main),
     )

@@ -14,7 +14,9 @@ from torch import Tensor
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer, zero_gradients
-from gspo_megatron.objectives import Objective, get_objective
+from gspo_megatron.models.reference import ReferencePolicy
+from gspo_megatron.objectives import Objective
+from gspo_megatron.objectives.regularisation import divergence
 from gspo_megatron.ops.segments import segment_sum
 from gspo_megatron.train.exchange import Sequences, StepIndex
 from gspo_megatron.train.metrics import StepFigures, mismatch_figures, share_with_all_stages
@@ -44,12 +46,16 @@ class PolicyUpdater:
         policy: Policy,
         trainer: Trainer,
         builder: MicroBatchBuilder,
+        objective: Objective,
         section: ObjectiveSection,
     ) -> None:
+        """The reference policy, where the objective needs one, is the policy as it is now."""
         self.policy, self.trainer, self.builder = policy, trainer, builder
-        self.objective: Objective = get_objective(section.name)
-        self.clip = {"clip_low": section.clip_low, "clip_high": section.clip_high}
+        self.objective, self.section = objective, section
         self.recompute_old = section.old_logprobs == "recompute"
+        self.reference = None
+        if objective.needs_reference:
+            self.reference = ReferencePolicy(policy, offload=section.reference_offload)
         self.device = builder.device
         self.cp_group = parallel_state.get_context_parallel_group()
         self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -63,8 +69,12 @@ class PolicyUpdater:
         figures = StepFigures(self.device)
         start = time.perf_counter()
         batches = self.builder.build_step(mini_batches, sequences, index)
-        sampled = [[sequences.logprobs[m.packed.response_index] for m in b] for b in batches]
-        old = self._old_logprobs(batches) if self.recompute_old else sampled
+        for batch in batches:
+            for micro_batch in batch:
+                micro_batch.head.entropy_gradient = self.objective.needs_entropy_gradient
+        anchors = self._anchors(batches, sequences)
+        rewards = index.rewards - self._penalties(anchors, len(index.rewards))
+        advantages = self._advantages(rewards, index)
         logprob_seconds = self._elapsed(start)
 
         start = time.perf_counter()
@@ -73,9 +83,7 @@ class PolicyUpdater:
             # Before the first update the policy is still the one that sampled: what its log-probs
             # differ by from the engine's is mismatch and noise, not learning.
             measure = figures if number == 0 else None
-            loss = _ObjectiveLoss(
-                self, plan, batch, old[number], sampled[number], sequences, measure
-            )
+            loss = _ObjectiveLoss(self, plan, anchors, advantages, measure)
             zero_gradients(self.policy.chunks, self.trainer.optimizer)
             for outputs in forward_backward(self.policy, batch, loss, plan.num_micro_batches):
                 figures.add_means(outputs.means)
@@ -86,21 +94,73 @@ class PolicyUpdater:
         train_seconds = self._elapsed(start)
 
         reduced = figures.reduce(self.data_group) if self.is_last_stage else None
-        metrics = share_with_all_stages(reduced, self.pipeline_group)
+        metrics = self.objective.complete(share_with_all_stages(reduced, self.pipeline_group))
         metrics["grad_norm"] = sum(norms) / len(norms)
         metrics["lr"] = rates[-1]
         seconds = {"logprob": logprob_seconds, "train": train_seconds}
         return Update(metrics, seconds)
 
-    def _old_logprobs(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor | None]]:
-        """Log-probs under the policy at the start of the step. Those of the first mini-batch are
-        what its training pass computes (None here): no update lies between."""
-        later = [m for batch in batches[1:] for m in batch]
-        recomputed = iter(response_logprobs(self.policy, later) if later else ())
-        first: list[list[Tensor | None]] = [[None] * len(batches[0])]
-        if not self.is_last_stage:
-            return first + [[None] * len(batch) for batch in batches[1:]]
-        return first + [[next(recomputed)[0] for _ in batch] for batch in batches[1:]]
+    def _anchors(
+        self, batches: Sequence[Sequence[MicroBatch]], sequences: Sequences
+    ) -> dict[int, Anchors]:
+        """What the objective compares the policy to, by the micro-batch's id()."""
+        anchors = {}
+        for micro_batch in (m for batch in batches for m in batch):
+            rows = micro_batch.packed.response_index
+            own = sequences.token_advantages
+            anchors[id(micro_batch)] = Anchors(
+                micro_batch=micro_batch,
+                sampled=sequences.logprobs[rows],
+                token_advantages=None if own is None else own[rows],
+            )
+        if self.reference is not None:
+            with self.reference.in_place():
+                self._record([m for batch in batches for m in batch], anchors, "reference")
+        if not self.recompute_old:
+            for anchor in anchors.values():
+                anchor.old = anchor.sampled
+        elif self.section.kl_in == "reward" and self.reference is not None:
+            self._record([m for batch in batches for m in batch], anchors, "old")
+        else:
+            # Those of the first mini-batch are what its training pass computes: no update lies
+            # between.
+            self._record([m for batch in batches[1:] for m in batch], anchors, "old")
+        return anchors
+
+    def _record(
+        self, micro_batches: Sequence[MicroBatch], anchors: dict[int, Anchors], name: str
+    ) -> None:
+        """The log-probs of a forward pass with the present weights, kept under `name`."""
+        if not micro_batches:
+            return
+        found = response_logprobs(self.policy, micro_batches)  # the last stage's alone
+        for micro_batch, (logprobs, _) in zip(micro_batches, found, strict=False):
+            setattr(anchors[id(micro_batch)], name, logprobs)
+
+    def _penalties(self, anchors: dict[int, Anchors], count: int) -> Tensor:
+        """[num_sequences] float64: what the divergence from the reference takes off each reward,
+        its sum over the response's tokens."""
+        penalties = torch.zeros(count, dtype=torch.float64, device=self.device)
+        if self.reference is None or self.section.kl_in == "loss":
+            return penalties.cpu()
+        if self.is_last_stage:
+            for anchor in anchors.values():
+                packed = anchor.micro_batch.packed
+                kl = divergence(self.section.kl, anchor.old, anchor.reference).double()
+                sums = segment_sum(kl, packed.sequence_index, len(packed.members))
+                members = torch.tensor(packed.members, dtype=torch.long, device=self.device)
+                penalties.index_add_(0, members, sums)
+            dist.all_reduce(penalties, group=self.data_group)
+        if self.pipeline_group.size() > 1:
+            last = dist.get_process_group_ranks(self.pipeline_group)[-1]
+            dist.broadcast(penalties, src=last, group=self.pipeline_group)
+        assert self.section.kl_coefficient is not None
+        return self.section.kl_coefficient * penalties.cpu()
+
+    def _advantages(self, rewards: Tensor, index: StepIndex) -> Tensor:
+        """[num_sequences] float32 on the device, from all sequences' rewards."""
+        groups = torch.tensor(index.groups, dtype=torch.long)
+        return self.objective.advantages(rewards, groups).to(self.device)
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Sum over the ranks that share the micro-batch's sequences."""
@@ -114,46 +174,57 @@ class PolicyUpdater:
         return time.perf_counter() - start
 
 
+@dataclass
+class Anchors:
+    """What the policy's log-probs of a micro-batch are held against; [response tokens] each, in the
+    order of the micro-batch's rows. `old` and `reference` are known on the last stage only."""
+
+    micro_batch: MicroBatch
+    sampled: Tensor
+    token_advantages: Tensor | None
+    old: Tensor | None = None  # None: the policy's own, of the training pass
+    reference: Tensor | None = None
+
+
 class _ObjectiveLoss:
-    """The loss callback of one mini-batch: pairs each micro-batch with its old log-probs."""
+    """The loss callback of one mini-batch: pairs each micro-batch with its anchors."""
 
     def __init__(
         self,
         updater: PolicyUpdater,
         plan: MiniBatch,
-        batch: Sequence[MicroBatch],
-        old: Sequence[Tensor | None],
-        sampled: Sequence[Tensor],
-        sequences: Sequences,
+        anchors: dict[int, Anchors],
+        advantages: Tensor,
         measure: StepFigures | None,
     ) -> None:
         self.updater, self.plan, self.measure = updater, plan, measure
-        self.advantages = sequences.advantages
-        self.anchors = {id(m): (o, s) for m, o, s in zip(batch, old, sampled, strict=True)}
+        self.anchors, self.advantages = anchors, advantages
 
     def __call__(
         self, micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor
     ) -> tuple[Tensor, LossOutputs]:
         packed = micro_batch.packed
-        old, sampled = self.anchors[id(micro_batch)]
-        old = logprobs.detach() if old is None else old
-        advantages = [self.advantages[n] for n in packed.members]
+        anchor = self.anchors[id(micro_batch)]
+        old = logprobs.detach() if anchor.old is None else anchor.old
         inputs = LossInputs(
             logprobs=logprobs,
             old_logprobs=old,
             mask=torch.ones_like(old),
             sequence_index=packed.sequence_index,
-            advantages=torch.tensor(advantages, dtype=torch.float32, device=old.device),
+            advantages=self.advantages[list(packed.members)],
             sequence_lengths=packed.response_lengths.float(),
             global_num_sequences=self.plan.num_sequences,
             global_num_tokens=self.plan.num_response_tokens,
             sum_over_shards=self.updater.sum_over_shards,
             is_primary_shard=self.updater.cp_group.rank() == 0,
             entropy=entropies,
+            token_advantages=anchor.token_advantages,
+            sampled_logprobs=anchor.sampled,
+            reference_logprobs=anchor.reference,
         )
-        outputs = self.updater.objective(inputs, **self.updater.clip)
+        outputs = self.updater.objective(inputs)
         if self.measure is not None:
-            self._measure_mismatch(inputs, sampled)
+            self._measure_mismatch(inputs, anchor.sampled)
         return outputs.loss, outputs
 
     def _measure_mismatch(self, inputs: LossInputs, sampled: Tensor) -> None:

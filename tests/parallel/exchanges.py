@@ -16,7 +16,7 @@ from gspo_megatron.types import RolloutBatch
 
 
 def sequence(seed: int, number: int) -> tuple[list[int], list[float], float]:
-    """Tokens, the response's log-probs and the advantage of a sequence, as any rank knows them."""
+    """Tokens, the response's log-probs and the reward of a sequence, as any rank knows them."""
     draw = random.Random(f"{seed} {number}")
     length = draw.randint(2, 30)
     response = draw.randint(1, length - 1)
@@ -36,10 +36,12 @@ def move(
     cp = config.parallel.context_parallel_size
     mine = [n for n, source in enumerate(sources) if source == group.rank()]
     random.Random(seed).shuffle(mine)  # an engine may return them in any order
-    batch, advantages = _batch(seed, mine)
-    index = index_step(batch, group)
+    batch, rewards = _batch(seed, mine)
+    index = index_step(batch, rewards, group)
     ranks = [range(d * cp, (d + 1) * cp) for d in destinations]
-    received = exchange(batch, advantages, index, ranks, group)
+    # token advantages travel as the log-probs do: twice them, so that nothing else passes for them
+    received = exchange(batch, index, ranks, group, token_advantages=2 * batch.logprobs)
+    assert torch.equal(received.token_advantages, 2 * received.logprobs)
     result = {
         "data_parallel_rank": parallel_state.get_data_parallel_rank(),
         "source": list(index.source),
@@ -49,7 +51,8 @@ def move(
             n: received.logprobs[start : start + index.response_lengths[n]].tolist()
             for n, start in received.offsets.items()
         },
-        "advantages": received.advantages,
+        "rewards": index.rewards.tolist(),
+        "groups": list(index.groups),
         "num_logprobs": len(received.logprobs),
     }
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -68,6 +71,6 @@ def _batch(seed: int, numbers: list[int]) -> tuple[RolloutBatch, torch.Tensor]:
         logprobs=torch.tensor([x for _, p, _ in contents for x in p], dtype=torch.float32),
         truncated=torch.zeros(len(numbers), dtype=torch.bool),
         sample_index=torch.tensor(numbers, dtype=torch.long),
-        group_index=torch.tensor(numbers, dtype=torch.long),
+        group_index=torch.tensor(numbers, dtype=torch.long) // 2,
     )
-    return batch, torch.tensor([a for _, _, a in contents])
+    return batch, torch.tensor([r for _, _, r in contents], dtype=torch.float64)

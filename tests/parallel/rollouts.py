@@ -60,7 +60,8 @@ def mismatch(
     batch = _generate(policy, prompts, per_prompt, sampling, seed)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     cp = config.parallel.context_parallel_size
-    index = index_step(batch, group)
+    nothing = torch.zeros(len(batch.sample_index), dtype=torch.float64)
+    index = index_step(batch, nothing, group)
     plan = plan_step(
         index.lengths,
         index.response_lengths,
@@ -71,8 +72,7 @@ def mismatch(
     )[0]
     owner = {n: r for r, bins in enumerate(plan.micro_batches) for bin_ in bins for n in bin_}
     destinations = [range(owner[n] * cp, (owner[n] + 1) * cp) for n in range(len(index.source))]
-    nothing = torch.zeros(len(batch.sample_index))
-    sequences = exchange(batch, nothing, index, destinations, group)
+    sequences = exchange(batch, index, destinations, group)
     builder = MicroBatchBuilder(policy, PAD_ID, sampling.temperature)
     [micro_batches] = builder.build_step([plan], sequences, index)
     figures = torch.zeros(2, dtype=torch.float64)

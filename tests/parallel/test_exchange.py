@@ -1,4 +1,4 @@
-"""Sequences travel whole, with their log-probs and advantages, to the ranks that train on them."""
+"""Sequences travel whole, with their log-probs, to the ranks that train on them; rewards to all."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ def exchanged(
     for rank in received:
         assert rank["source"] == list(sources)
         assert rank["lengths"] == lengths
+        assert rank["rewards"] == [sequence(SEED, n)[2] for n in range(len(sources))]
+        assert rank["groups"] == [n // 2 for n in range(len(sources))]
     return received
 
 
 def assert_whole(rank: dict[str, Any], numbers: set[int]) -> None:
     """The rank holds exactly the sequences `numbers`."""
-    for column in ("tokens", "logprobs", "advantages"):
+    for column in ("tokens", "logprobs"):
         assert set(rank[column]) == numbers
     for number in numbers:
-        tokens, logprobs, advantage = sequence(SEED, number)
+        tokens, logprobs, _ = sequence(SEED, number)
         assert rank["tokens"][number] == tokens
         assert rank["logprobs"][number] == logprobs
-        assert rank["advantages"][number] == advantage
     assert rank["num_logprobs"] == sum(len(sequence(SEED, n)[1]) for n in numbers)
 
 

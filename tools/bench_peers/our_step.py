@@ -97,6 +97,7 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
 
     from gspo_megatron.config import check_config
     from gspo_megatron.data.inputs import Inputs
+    from gspo_megatron.objectives import build_objective
     from gspo_megatron.rewards.registry import Reward
     from gspo_megatron.train.loop import ReinforcementLoop
     from gspo_megatron.train.run import assemble
@@ -114,7 +115,8 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
         )
         prompts.append(Prompt(tokenizer.decode(ids), "", f"benchmark:{number}", token_ids=ids))
     inputs = Inputs(tokenizer, {"data.prompts": prompts})
-    job = assemble(config, inputs, Reward("even_share", even_share))
+    objective = build_objective(config.objective, config.rollout.max_response_tokens)
+    job = assemble(config, inputs, Reward("even_share", even_share), objective)
     return ReinforcementLoop(job)
 
 

@@ -200,7 +200,8 @@ parallel: 4
         (
             "objective.name=gsop",
             "objective.name = 'gsop': unknown value; did you mean gspo? "
-            "legal: gspo, gspo_token, grpo",
+            "legal: gspo, gspo_token, grpo, dapo, dr_grpo, cispo, sapo, gmpo, luspo, minirl, "
+            "reinforce_leave_one_out",
         ),
         (
             "training.precision=int8",

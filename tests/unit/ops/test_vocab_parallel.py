@@ -1,4 +1,4 @@
-"""Log-probability and entropy in chunks and shards against a dense softmax in float64."""
+"""Log-probability and entropy in tiles and shards against a dense softmax in float64."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def assert_all_close(actual, expected, **tolerance) -> None:
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk_size", [1, 3, 17, 1024])
+@pytest.mark.parametrize("chunk_size", [1, 3, 17, 1024, None])
 def test_equals_the_dense_softmax(chunk_size, temperature, entropy_gradient):
     case = make_case(17, 5, 31)
     options = {"temperature": temperature, "entropy_gradient": entropy_gradient}
@@ -73,7 +73,44 @@ def test_equals_the_dense_softmax(chunk_size, temperature, entropy_gradient):
     assert_all_close(actual, dense(*case, **options), **EXACT)
 
 
-def test_recomputing_a_single_chunk_gives_what_keeping_it_gives(monkeypatch):
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """A function that sets the elements of a tile of float64, so that columns come in blocks."""
+
+    def set_elements(count: int) -> None:
+        monkeypatch.setattr(vocab_parallel, "TILE_BYTES", 8 * count)
+        monkeypatch.setattr(vocab_parallel, "KEEP_EXPONENTIALS_BYTES", 0)
+
+    return set_elements
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("elements", [1, 40, 17 * 7, 17 * 64, 17 * 100])
+@pytest.mark.parametrize("chunk_size", [1, 4, None])
+def test_blocks_of_columns_equal_the_dense_softmax(
+    chunk_size, elements, entropy_gradient, small_tiles
+):
+    small_tiles(elements)
+    case = make_case(17, 5, 150)
+    options = {"temperature": 0.9, "entropy_gradient": entropy_gradient}
+    actual = chunked(*case, chunk_size=chunk_size, **options)
+    assert_all_close(actual, dense(*case, **options), **EXACT)
+
+
+def test_columns_of_very_different_sizes_of_logits(small_tiles):
+    # Sums of one block are relative to its own maximum, which is a thousand below that of another.
+    small_tiles(6 * 2)
+    hidden, weight, targets, gradients = make_case(6, 4, 8)
+    weight[[0, 1, 6]] *= 1000.0
+    actual = chunked(hidden, weight, targets, gradients)
+    logits = hidden @ weight.T
+    torch.testing.assert_close(actual[0], logits.log_softmax(-1)[torch.arange(6), targets], **EXACT)
+    torch.testing.assert_close(
+        actual[1], torch.distributions.Categorical(logits=logits).entropy(), **EXACT
+    )
+
+
+def test_recomputing_a_single_tile_gives_what_keeping_it_gives(monkeypatch):
     case = make_case(9, 4, 13)
     kept = chunked(*case, temperature=0.9)
     monkeypatch.setattr(vocab_parallel, "KEEP_EXPONENTIALS_BYTES", 0)
@@ -120,6 +157,19 @@ def test_weight_gradient_of_many_chunks_does_not_lose_the_small_ones():
     gradients = torch.ones(rows), torch.zeros(rows)
     *_, weight_gradient = chunked(hidden, weight, targets, gradients, chunk_size=1)
     assert weight_gradient.flatten().tolist() == [rows / 2, -rows / 2]
+
+
+def test_hidden_gradient_of_many_column_blocks_does_not_lose_the_small_ones(monkeypatch):
+    # 4096 columns a tile each, all with a gradient of 1/4096 but the target's.
+    columns = 4096
+    monkeypatch.setattr(vocab_parallel, "KEEP_EXPONENTIALS_BYTES", 0)
+    monkeypatch.setattr(vocab_parallel, "TILE_BYTES", 4)
+    hidden = torch.zeros(1, 1, dtype=torch.bfloat16)
+    weight = torch.ones(columns, 1, dtype=torch.bfloat16)
+    weight[0] = 0
+    gradients = torch.ones(1), torch.zeros(1)
+    *_, hidden_gradient, _ = chunked(hidden, weight, torch.tensor([0]), gradients)
+    assert float(hidden_gradient) == -1.0
 
 
 def test_padding_columns_are_not_in_the_softmax_and_get_no_gradient():
@@ -202,6 +252,35 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_no_tensor_of_a_large_batch_exceeds_the_tile(entropy_gradient, small_tiles):
+    rows, width, vocab = 64, 8, 1000
+    small_tiles(64 * 128)
+    case = make_case(rows, width, vocab)
+    with LargestTensor() as largest:
+        chunked(*case, entropy_gradient=entropy_gradient)
+    assert largest.elements == 64 * 128 > vocab * width
+
+
+def test_the_default_tiles_of_a_large_vocabulary_are_a_twentieth_of_its_logits():
+    for rows, columns in ((4096, 151_936), (32_768, 151_936), (300, 151_936), (4096, 151_936 // 4)):
+        tiles = vocab_parallel._tiles(rows, columns, None, 4, torch.device("cpu"))
+        for blocks, total in zip(tiles, (rows, columns)):
+            assert blocks[0].start == 0 and blocks[-1].stop == total
+            assert all(a.stop == b.start for a, b in zip(blocks, blocks[1:]))
+            assert len({b.stop - b.start for b in blocks[:-1]}) <= 1
+        height, width = (max(b.stop - b.start for b in blocks) for blocks in tiles)
+        assert height * width * 4 <= vocab_parallel.TILE_BYTES
+        assert 2 * height * width <= 0.15 * rows * columns  # two of them; 0.7% for 4096 rows
+        assert width % 64 == 0
+
+
+def test_logits_of_a_small_batch_are_one_tile():
+    for rows, columns in ((4000, 1024), (1, 151_936), (7, 100), (0, 100), (5, 0)):
+        tiles = vocab_parallel._tiles(rows, columns, None, 4, torch.device("cpu"))
+        assert tiles == tuple([slice(0, n)] if n else [] for n in (rows, columns))
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_logits_of_all_rows_never_exist_at_once(entropy_gradient):
     rows, width, vocab, chunk_size = 640, 8, 100, 32
     hidden, weight, targets, gradients = make_case(rows, width, vocab)
@@ -245,6 +324,8 @@ SHARD_CASES = [
 
 
 def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
+    vocab_parallel.TILE_BYTES = 5 * 4 * 8  # in this process: blocks of 4 columns
+    vocab_parallel.KEEP_EXPONENTIALS_BYTES = 9 * 12 * 8  # and one case that is a single tile
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
@@ -289,7 +370,7 @@ def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
 
 
 def count_collectives(rank: int, world_size: int) -> None:
-    """Two in the forward pass of each chunk, none in the backward pass."""
+    """Two in the forward pass, however many the tiles, none in the backward pass."""
     hidden, weight, targets, gradients = make_case(10, 6, 12 * world_size)
     calls: list[str] = []
     original = dist.all_reduce
@@ -311,7 +392,7 @@ def count_collectives(rank: int, world_size: int) -> None:
         )
     finally:
         vocab_parallel.dist.all_reduce = original
-    assert len(calls) == 2 * 3
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

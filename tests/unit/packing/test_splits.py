@@ -37,6 +37,26 @@ def test_micro_batches_keep_to_the_budget_and_lose_nothing(seed: int) -> None:
         assert all(filled[earlier] + smallest > budget for earlier in range(later))
 
 
+def first_fit(lengths: list[int], budget: int) -> list[list[int]]:
+    """Longest first, each into the first bin with room; bins looked through one by one."""
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for members in bins:
+            if lengths[index] <= budget - sum(lengths[i] for i in members):
+                members.append(index)
+                break
+        else:
+            bins.append([index])
+    return [sorted(members) for members in bins]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("budget", [1, 7, 100, 10_000])
+def test_micro_batches_are_those_of_first_fit(seed: int, budget: int) -> None:
+    lengths = random_lengths(seed)
+    assert split_by_budget(lengths, budget) == first_fit(lengths, budget)
+
+
 def test_known_packings() -> None:
     assert split_by_budget([], 10) == []
     assert split_by_budget([10, 10], 10) == [[0], [1]]
@@ -59,6 +79,15 @@ def test_groups_are_balanced(seed: int, parts: int) -> None:
     empty = sum(not members for members in groups)
     assert empty == max(0, parts - len(lengths))
     assert groups == split_evenly(list(lengths), parts)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_goes_to_the_lightest_group_of_fewest(seed: int) -> None:
+    lengths = random_lengths(seed)
+    groups: list[list[int]] = [[] for _ in range(5)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        min(groups, key=lambda g: (sum(lengths[i] for i in g), len(g))).append(index)
+    assert split_evenly(lengths, 5) == [sorted(members) for members in groups]
 
 
 def test_equal_lengths_are_dealt_out_evenly() -> None:

@@ -1,0 +1,113 @@
+"""Functions of the user's own, named in the configuration as "package.module:function"."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gspo_megatron.errors import UserError
+
+_TAKES_A_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_TAKES_AN_INPUT = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+_INPUTS = {"reward": "sample", "objective": "inputs", "advantage": "rewards"}
+
+
+def load_function(
+    key: str, import_path: str, error_class: type[UserError] = UserError
+) -> Callable[..., Any]:
+    """The function at `import_path`, "package.module:function", that the configuration names under
+    `key`. The current directory is searched for the module after the installed packages.
+
+    Raises `error_class` where it cannot be had, with the cause and where it lies.
+    """
+    key = f"{key} = {import_path}"
+    module_name, colon, function_name = import_path.partition(":")
+    if not (colon and module_name.strip(".") == module_name != "" and function_name):
+        raise error_class(f"{key}: write it as package.module:function")
+    if os.getcwd() not in sys.path:
+        # Console scripts do not search it. At the end, so that nothing installed is hidden, and
+        # for good, because the module may import its neighbours when it is called.
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise error_class(
+                f"{key}: no module named {error.name}, neither installed nor in {os.getcwd()}"
+            ) from error
+        raise error_class(f"{key}: importing {module_name} failed: {error}") from error
+    except Exception as error:
+        raise error_class(
+            f"{key}: importing {module_name} failed: {type(error).__name__}: {error} "
+            f"({origin(error)})"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        nearest = difflib.get_close_matches(function_name, functions, n=3) or functions
+        raise error_class(
+            f"{key}: {module_name} has no function {function_name}; it has: "
+            f"{', '.join(nearest) or 'none'}"
+        )
+    return function
+
+
+def option_problems(
+    kind: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]
+) -> list[str]:
+    """What is wrong with `options` as keyword arguments of a `kind` ("reward", "objective"), whose
+    first argument is what it judges; one line each."""
+    try:
+        # Annotations are strings in most modules; they are evaluated to compare types below.
+        signature = inspect.signature(function, eval_str=True)
+    except NameError:  # a name imported for type checkers only
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # written in C: nothing to check against
+        return []
+    parameters = list(signature.parameters.values())
+    if not parameters or parameters[0].kind not in _TAKES_AN_INPUT:
+        return [f"{kind} {name}: the function takes no {_INPUTS[kind]} as its first argument"]
+    first, *others = parameters
+    named = {each.name: each for each in others if each.kind in _TAKES_A_NAME}
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in others)
+    problems = []
+    for key, value in options.items():
+        if key in named:
+            problems += _type_problem(kind, key, value, named[key].annotation)
+        elif key == first.name:
+            problems.append(f"{kind}.options.{key}: not an option of {name} but what it judges")
+        elif not takes_any:
+            legal = f"legal: {', '.join(named)}" if named else "it takes none"
+            problems.append(f"{kind}.options.{key} = {value!r}: {name} has no such option; {legal}")
+    for each in named.values():
+        if each.default is each.empty and each.name not in options:
+            problems.append(f"{kind}.options.{each.name}: missing; {name} needs it")
+    return problems
+
+
+def _type_problem(kind: str, key: str, value: object, annotation: object) -> list[str]:
+    """Compares with plain bool, int, float and str only; whatever else a user wrote is theirs."""
+    if annotation not in (bool, int, float, str):
+        return []
+    accepted: type | tuple[type, ...] = (int, float) if annotation is float else annotation
+    good = isinstance(value, accepted)
+    if isinstance(value, bool) and annotation is not bool:
+        good = False  # Python counts booleans among the integers
+    wanted = annotation.__name__
+    return [] if good else [f"{kind}.options.{key} = {value!r}: wrong type; {wanted} is wanted"]
+
+
+def origin(error: BaseException) -> str:
+    """Where the error came from, "file:line": a UserError is shown without its traceback."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
