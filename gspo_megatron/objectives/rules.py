@@ -74,7 +74,8 @@ def soft_gate(
     """(4 / tau) sigmoid(tau (ratio - 1)) A (SAPO, arXiv 2511.20347): its slope at ratio 1 is 1 and
     falls off to both sides, faster with a larger tau. Nothing is clipped."""
     _check_shapes(ratio, advantages)
-    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    positive, negative = ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative)
+    tau = torch.where(advantages > 0, positive, negative)
     nothing = torch.zeros_like(advantages, dtype=torch.bool)
     surrogate = torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages
     return Clipped(surrogate, nothing, nothing, nothing)

@@ -19,7 +19,24 @@ from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model
 from gspo_megatron.train.parity import StepResult, SyntheticBatch
 
 # (lower, upper) half-widths of the clip range, from the papers
-CLIP = {"gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4), "grpo": (0.2, 0.27)}
+CLIP = {
+    "gspo": (3e-4, 4e-4),
+    "gspo_token": (3e-4, 4e-4),
+    "luspo": (3e-4, 4e-4),
+    "grpo": (0.2, 0.27),
+    "minirl": (0.2, 0.27),
+    "dapo": (0.2, 0.28),
+    "dr_grpo": (0.2, 0.2),
+    "reinforce_leave_one_out": (0.2, 0.2),
+}
+# By what the sum over all tokens of a mini-batch is divided; the others take means of means.
+SUMS = {
+    "dapo": lambda sequences, tokens, longest: tokens,
+    "cispo": lambda sequences, tokens, longest: tokens,
+    "dr_grpo": lambda sequences, tokens, longest: sequences * longest,
+    "minirl": lambda sequences, tokens, longest: sequences,
+    "luspo": lambda sequences, tokens, longest: sequences,
+}
 
 
 def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> StepResult:
@@ -31,7 +48,9 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
     policy.eval()  # no auxiliary losses
     [model] = policy.models
 
-    losses = []
+    name = config.objective.name
+    total, count = torch.zeros((), dtype=torch.float64), sum(batch.response_lengths)
+    sequences, longest = len(batch.tokens), config.rollout.max_response_tokens
     for tokens, response, log_ratios, advantage in zip(
         batch.tokens, batch.response_lengths, batch.log_ratios, batch.advantages, strict=True
     ):
@@ -47,8 +66,14 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
         old = logprobs.detach() - log_ratios.double()
         # advantages travel as float32
         weight = torch.tensor(advantage, dtype=torch.float32).double()
-        losses.append(-surrogate(config.objective.name, logprobs, old, weight))
-    loss = torch.stack(losses).mean()
+        if response == 0:  # one of the sequences, without a term
+            continue
+        terms = surrogate(name, logprobs, old, weight).expand(response)  # of each token
+        if name in SUMS:
+            total = total - terms.sum() / SUMS[name](sequences, count, longest)
+        else:
+            total = total - terms.mean() / sequences
+    loss = total
 
     parameters = list(model.parameters())
     found = dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
@@ -65,13 +90,26 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
 
 
 def surrogate(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """What one sequence adds to the objective; nothing if it has no response token."""
+    """The terms of one sequence's tokens, [tokens], or one that they share."""
+    log_ratios = logprobs - old
+    ratios = log_ratios.exp()
+    if name == "cispo":  # arXiv 2506.13585, eqs. 4-5, at a cap of 5
+        return ratios.detach().clamp(max=5.0) * advantage * logprobs
+    if name == "sapo":  # arXiv 2511.20347
+        tau = 1.0 if advantage > 0 else 1.05
+        return 4 / tau * torch.sigmoid(tau * (ratios - 1)) * advantage
+    if name == "gmpo":  # arXiv 2507.20673, eq. 4, at e^-0.4 and e^0.4
+        sign = advantage.sign()
+        limited = sign * torch.min(sign * log_ratios, (sign * log_ratios).clamp(-0.4, 0.4))
+        return limited.mean().exp() * advantage
     low, high = CLIP[name]
-    if len(logprobs) == 0:
-        return logprobs.new_zeros(())
-    ratios = (logprobs - old).exp()
-    if name == "gspo":  # eqs. 5 and 7
-        ratios = ratios.log().mean().exp()
+    if name == "minirl":  # arXiv 2512.01374; the rollout's log-probs are the old ones here
+        cut = ((advantage > 0) & (ratios > 1 + high)) | ((advantage < 0) & (ratios < 1 - low))
+        return torch.where(cut, 0.0, ratios.detach()) * advantage * logprobs
+    if name in ("gspo", "luspo"):  # arXiv 2507.18071, eqs. 5 and 7
+        ratios = log_ratios.mean().exp()
     if name == "gspo_token":  # eqs. 13 and 14
-        ratios = (logprobs - old).mean().exp().detach() * (logprobs - logprobs.detach()).exp()
-    return torch.min(ratios * advantage, ratios.clamp(1 - low, 1 + high) * advantage).mean()
+        ratios = log_ratios.mean().exp().detach() * (logprobs - logprobs.detach()).exp()
+    if name == "reinforce_leave_one_out":
+        ratios = log_ratios.sum().exp()
+    return torch.min(ratios * advantage, ratios.clamp(1 - low, 1 + high) * advantage)

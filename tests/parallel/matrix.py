@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo_megatron.config import Config
+from gspo_megatron.config.objectives import RECIPES
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.train.parity import Cut, SyntheticBatch, synthetic_batch
 from tests.parallel.models import VOCAB_SIZE, odd_moe
@@ -96,7 +97,8 @@ class Case:
         return replace(self, layout="tp=1", dispatcher="alltoall", recompute="none")
 
 
-DIMENSIONS: dict[str, tuple[Any, ...]] = {
+Dimensions = dict[str, tuple[Any, ...]]
+DIMENSIONS: Dimensions = {
     "layout": LAYOUTS,
     "dispatcher": ("alltoall", "allgather"),
     "packing": (True, False),
@@ -107,6 +109,16 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "fp64"),
 }
 
+# Where a sequence, the batch, the vocabulary or the layers are cut, for all objectives: their code
+# is the same on every layout, and so is what they rely on.
+OBJECTIVE_DIMENSIONS: Dimensions = {
+    "layout": ("dp=2", "cp=2", "tp=2", "pp=2,vpp=2", "tp=2,pp=2,ep=2", "cp=2,ep=2,dp=2"),
+    "packing": (True, False),
+    "split": ("one", "even", "uneven"),
+    "objective": tuple(RECIPES),
+    "precision": ("fp32", "fp64"),
+}
+
 
 def full_product() -> Iterator[Case]:
     """Every case, those of a layout together."""
@@ -114,15 +126,15 @@ def full_product() -> Iterator[Case]:
         yield Case(**dict(zip(DIMENSIONS, values, strict=True)))
 
 
-def covering_selection(seed: int = 0) -> list[Case]:
+def covering_selection(dimensions: Dimensions, seed: int = 0) -> list[Case]:
     """Cases in which any two values of two dimensions meet at least once: by greedy choice among
     random candidates, each made around a pair that has not met yet."""
     source = random.Random(seed)
-    names = list(DIMENSIONS)
+    names = list(dimensions)
     missing = {
         ((a, x), (b, y))
         for a, b in itertools.combinations(names, 2)
-        for x, y in itertools.product(DIMENSIONS[a], DIMENSIONS[b])
+        for x, y in itertools.product(dimensions[a], dimensions[b])
     }
     cases = []
     while missing:
@@ -130,12 +142,12 @@ def covering_selection(seed: int = 0) -> list[Case]:
         wanted = min(missing, key=repr)
         candidates = []
         for _ in range(40):
-            values = {name: source.choice(DIMENSIONS[name]) for name in names} | dict(wanted)
+            values = {name: source.choice(dimensions[name]) for name in names} | dict(wanted)
             candidates.append(values)
         best = max(candidates, key=lambda values: len(missing & _pairs(values)))
         missing -= _pairs(best)
         cases.append(Case(**best))
-    return sorted(cases, key=lambda case: (LAYOUTS.index(case.layout), str(case)))
+    return sorted(cases, key=lambda case: (case.world_size, str(case)))
 
 
 def _pairs(values: dict[str, Any]) -> set:
