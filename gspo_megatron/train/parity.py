@@ -132,7 +132,9 @@ def first_update(
     plan = _plan(batch, cut, parallel.data_parallel_size, padded)
     sequences, index = _receive(batch, plan, policy)
     _set_old_logprobs(policy, builder, plan, sequences, index)
-    section = config.objective.model_copy(update={"old_logprobs": "rollout"})
+    section = config.objective
+    if resolve_objective(section).correction == "none":  # else its ratios are those to the rollout
+        section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
     # the batch's advantages stand in the place of its rewards
     objective = replace(objective, advantages=lambda values, _: values.float())

@@ -1,0 +1,68 @@
+"""Corrections, divergence from a reference and entropy bonus: the same update on every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gspo_megatron.config.parallel import Layout
+from gspo_megatron.train.parity import Cut, StepResult, compare, synthetic_batch
+from tests.parallel.models import VOCAB_SIZE, odd_moe
+from tests.parallel.pool import Pool
+from tests.parallel.regularised import update_away_from_the_reference
+from tests.parallel.updates import FP64_TOLERANCE, assert_same_metrics
+
+CUT = Cut(replicas=2, token_budget=40, multiple=2)
+NO_ROUTER_LOSSES = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "kl in the loss": {"name": "gspo", "kl": "k3", "kl_coefficient": 0.3},
+    "kl in the reward": {"name": "grpo", "kl": "k1", "kl_coefficient": 0.3, "kl_in": "reward"},
+    "offloaded reference": {
+        "name": "dapo",
+        "kl": "k2",
+        "kl_coefficient": 0.3,
+        "reference_offload": True,
+    },
+    "entropy bonus": {"name": "gspo", "entropy_coefficient": 0.2},
+    "sequence correction": {
+        "name": "gspo",
+        "correction": "sequence_tis",
+        "correction_high": 0.9995,
+    },
+    "token correction": {"name": "dr_grpo", "correction": "icepop"},
+    "mask by divergence": {
+        "name": "gspo_token",
+        "correction": "k3_mask",
+        "correction_high": 1.8e-4,
+    },
+    "off-policy mask": {"name": "gspo", "off_policy_mask": 1e-4},
+}
+
+
+def update(pool: Pool, layout: str, section: dict[str, Any]) -> StepResult:
+    config = odd_moe(layout, section, training={"precision": "fp64"}, **NO_ROUTER_LOSSES)
+    return pool.run(
+        Layout.parse(layout).world_size,
+        update_away_from_the_reference,
+        config=config,
+        vocab_size=VOCAB_SIZE,
+        batch=synthetic_batch(config.objective, VOCAB_SIZE),
+        cut=CUT,
+    )
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_update_is_that_of_one_rank_and_differs_from_the_plain_one(pool: Pool, name: str) -> None:
+    section = SECTIONS[name]
+    alone = update(pool, "tp=1", section)
+    plain = {"name": section["name"]}
+    if "correction" in section:  # which leaves the old log-probs to the trainer
+        plain |= {"correction": "sequence_mask", "correction_low": 1e-9, "correction_high": 1e9}
+    distances = compare(update(pool, "tp=1", plain).gradients, alone.gradients)
+    assert distances[0][1] > 1e-5, "the option does nothing"  # at float64, 1e-15 is nothing
+    for layout in ("dp=2", "tp=2,cp=2", "pp=2,vpp=2,ep=2"):
+        sharded = update(pool, layout, section)
+        worst = compare(alone.gradients, sharded.gradients)[0]
+        assert worst[1] <= FP64_TOLERANCE, (layout, worst)
+        assert_same_metrics(sharded, alone)
