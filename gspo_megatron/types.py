@@ -5,7 +5,7 @@ Sequences travel flat: one tensor of tokens and one of lengths, never a Python o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,18 @@ class Sample:
     response: str  # decoded without the end-of-sequence token
     truncated: bool  # the response hit the length limit before it ended
     fields: dict[str, Any] = field(default_factory=dict)
+    num_tokens: int = 0  # of the response, with its end-of-sequence token
+
+
+@dataclass(frozen=True)
+class TurnRewards:
+    """What a reward function may return instead of a number: a reward for each turn of a response.
+
+    The turns follow each other without gaps. A turn for each token makes rewards of tokens.
+    """
+
+    rewards: Sequence[float]  # [turns], a list or an array
+    ends: Sequence[int]  # [turns], the response token after each turn; the last is `num_tokens`
 
 
 @dataclass
@@ -50,6 +62,9 @@ class RolloutBatch:
     truncated: Tensor  # [num_sequences] bool
     sample_index: Tensor  # [num_sequences] int64, unique in the step over all ranks
     group_index: Tensor  # [num_sequences] int64, the prompt's number in the step
+    # [tokens, MoE layers of this rank, k] uint8 or int16: the experts of each token, where the
+    # engine records them. A sequence's last token was never fed to the model: its row is void.
+    routes: Tensor | None = None
 
 
 @dataclass

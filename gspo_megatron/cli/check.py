@@ -49,7 +49,7 @@ def check_all(config: Config, world_size: int) -> Inputs:
     """Check a loaded configuration with everything it names.
 
     Raises ConfigError with the problems of all parts: what keys must satisfy together, reward,
-    tokenizer, prompt files and their lengths.
+    an objective of the user's own, tokenizer, prompt files and their lengths.
     """
     from gspo_megatron.config import check_config
     from gspo_megatron.data.inputs import read_inputs
@@ -62,11 +62,23 @@ def check_all(config: Config, world_size: int) -> Inputs:
     with _gathered_in(problems):
         get_reward(config.reward.name, config.reward.import_path, config.reward.options)
     with _gathered_in(problems):
+        _check_own_objective(config)
+    with _gathered_in(problems):
         inputs = read_inputs(config)
     if problems:
         raise ConfigError(problems)
     assert inputs is not None
     return inputs
+
+
+def _check_own_objective(config: Config) -> None:
+    """Load the user's own functions, which are written with torch; nothing else here needs it."""
+    section = config.objective
+    if section.import_path is None and section.advantage_import_path is None:
+        return
+    from gspo_megatron.objectives import build_objective
+
+    build_objective(section, config.rollout.max_response_tokens)
 
 
 @contextlib.contextmanager
@@ -111,7 +123,8 @@ def summary(config: Config, world_size: int, inputs: Inputs) -> list[tuple[str, 
         (
             "step",
             f"{rollout.prompts_per_step} prompts x {rollout.group_size} responses = {sequences} "
-            f"sequences, {objective.mini_batches} updates by {objective.name}",
+            f"sequences, {objective.mini_batches} updates by "
+            f"{objective.import_path or objective.name}",
         ),
         ("run", f"{config.training.steps:,} steps into {config.logging.dir}"),
     ]

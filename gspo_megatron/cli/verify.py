@@ -187,7 +187,8 @@ def _be_a_rank(config: Config, arguments: argparse.Namespace) -> int:
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.platform.groups import start_processes, stop_processes
-    from gspo_megatron.train.parity import Cut, first_update, synthetic_batch
+    from gspo_megatron.train.parity import Cut, run_update
+    from gspo_megatron.train.synthetic import synthetic_batch
 
     assert ranks.world_size_of_rank(os.environ) is not None
     config = _on(config, Layout.parse(arguments.layouts[0]))
@@ -195,7 +196,7 @@ def _be_a_rank(config: Config, arguments: argparse.Namespace) -> int:
     replicas, multiple = arguments.cut
     batch = synthetic_batch(config.objective, vocab_size)
     started = start_processes()
-    result = first_update(config, vocab_size, batch, Cut(replicas, TOKEN_BUDGET, multiple))
+    result = run_update(config, vocab_size, batch, Cut(replicas, TOKEN_BUDGET, multiple))
     if started.is_main:
         found = {
             "gradients": result.gradients,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.config.problems import problem
+from gspo_megatron.config.problems import format_value, problem
 
 if TYPE_CHECKING:
     from gspo_megatron.config.schema import ObjectiveSection
@@ -85,7 +85,7 @@ RECIPES: dict[str, Recipe] = {
         "token",
         "capped",
         "token_mean",
-        parameters={"clip_high": 4.0},
+        parameters={"clip_high": 4.0},  # a weight of at most 5
         source="arXiv 2506.13585, eqs. 4-5; the cap of 5 is that of arXiv 2510.13786",
     ),
     "sapo": Recipe(
@@ -153,6 +153,8 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "k3_mask": ("correction_high",),
 }
 TOKEN_CORRECTIONS = ("token_tis", "icepop")
+# Those that are weights; the others are masks, 0 or 1.
+_WEIGHTING_CORRECTIONS = (*TOKEN_CORRECTIONS, "sequence_tis", "sequence_product_tis")
 # Where a part is chosen that the objective's own recipe does not have.
 DEFAULTS: dict[str, float] = {
     "dual_clip": 3.0,  # arXiv 1912.09729
@@ -161,6 +163,8 @@ DEFAULTS: dict[str, float] = {
     "log_clip": 0.4,
 }
 _CLIP_RANGE = {True: (3e-4, 4e-4), False: (0.2, 0.27)}  # of sequences, of tokens
+_CAP = 4.0  # CISPO's clip_high
+_CLIPPING_RULES = ("min_clip", "dual_clip", "masked")  # to which a clip range means the same
 CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "token_tis": (None, 2.0),
     "icepop": (0.5, 5.0),
@@ -194,10 +198,7 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
     chosen = {part: getattr(section, part) for part in _PARTS if getattr(section, part) is not None}
     recipe = replace(named, **chosen)
     parameters = {}
-    low, high = _CLIP_RANGE[recipe.clips_sequences]
-    defaults = DEFAULTS | {"clip_low": low, "clip_high": high}
-    if (recipe.rule, recipe.ratio) == (named.rule, named.ratio):
-        defaults |= named.parameters
+    defaults = _default_numbers(named, recipe)
     for name in RULES[recipe.rule][0]:
         given = getattr(section, name)
         parameters[name] = defaults[name] if given is None else given
@@ -207,6 +208,17 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
             given = getattr(section, name)
             parameters[name] = default if given is None else given
     return replace(recipe, parameters=parameters)
+
+
+def _default_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
+    """Of all rules' numbers: the named objective's own where they mean the same to `recipe`."""
+    low, high = _CLIP_RANGE[recipe.clips_sequences]
+    if recipe.rule == "capped":
+        high = _CAP
+    defaults = DEFAULTS | {"clip_low": low, "clip_high": high}
+    same_ratio = recipe.ratio == named.ratio or (recipe.clips_sequences and named.clips_sequences)
+    same_rule = recipe.rule == named.rule or {recipe.rule, named.rule} <= set(_CLIPPING_RULES)
+    return defaults | dict(named.parameters) if same_ratio and same_rule else defaults
 
 
 def objective_problems(section: ObjectiveSection) -> Iterator[str]:
@@ -226,20 +238,62 @@ def objective_problems(section: ObjectiveSection) -> Iterator[str]:
                 f"nothing reads it with rule {recipe.rule} and correction {recipe.correction}; "
                 f"legal: null; read are {', '.join(read)}",
             )
+    if section.options:
+        yield problem(
+            "objective.options",
+            section.options,
+            "nothing reads it without an objective of your own; legal: {}, or "
+            "objective.import_path = package.module:function",
+        )
     yield from _clip_range_is_sane(section, recipe)
+    yield from _correction_is_sane(section, recipe)
+    yield from _advantage(section)
     yield from _regularisation(section)
 
 
 def _own_objective(section: ObjectiveSection) -> Iterator[str]:
-    for name in ("ratio", "rule", "aggregation", "correction", *_NUMBERS):
+    unread: dict[str, Any] = dict.fromkeys(
+        ("ratio", "rule", "aggregation", "correction", *_NUMBERS, "off_policy_mask")
+    )
+    unread |= {"allow_wide_clip": False, "entropy_coefficient": 0.0}
+    for name, unset in unread.items():
         value = getattr(section, name)
-        if value is not None:
+        if value != unset:
             yield problem(
                 f"objective.{name}",
                 value,
-                "an objective of your own reads objective.options alone; legal: null",
+                "an objective of your own reads objective.options alone; legal: "
+                + format_value(unset),
             )
+    if section.kl != "none" and section.kl_in == "loss":
+        yield problem(
+            "objective.kl",
+            section.kl,
+            "an objective of your own has its own terms in the loss; legal: none, or "
+            "objective.kl_in = reward",
+        )
+    yield from _advantage(section)
     yield from _regularisation(section)
+
+
+def _advantage(section: ObjectiveSection) -> Iterator[str]:
+    if section.advantage_import_path is not None:
+        reader, divides = "an advantage of your own", False
+        if section.advantage is not None:
+            yield problem(
+                "objective.advantage",
+                section.advantage,
+                "objective.advantage_import_path replaces it; legal: null",
+            )
+    else:
+        name = resolve_objective(section).advantage
+        reader, divides = f"advantage {name}", name in ("group_mean_std", "batch_std")
+    if section.advantage_std != "sample" and not divides:
+        yield problem(
+            "objective.advantage_std",
+            section.advantage_std,
+            f"{reader} does not read it; legal: sample, the default",
+        )
 
 
 def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> Iterator[str]:
@@ -248,7 +302,7 @@ def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> Iterator[str]:
         yield problem(
             "objective.rule",
             recipe.rule,
-            f"is not defined on ratio {recipe.ratio}; legal with it: "
+            f"is not defined on ratio {recipe.ratio}; legal: "
             + ", ".join(name for name, (_, on) in RULES.items() if recipe.ratio in on),
         )
     own = RECIPES[section.name]
@@ -277,6 +331,13 @@ def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> Iterator[str]:
             correction,
             "a product over all tokens beside a geometric mean over them: it is exponential in the "
             "length, and scales the update down many times; legal: sequence_tis",
+        )
+    if recipe.rule == "masked" and correction in _WEIGHTING_CORRECTIONS:
+        yield problem(
+            "objective.correction",
+            correction,
+            "rule masked weights by the ratio to the rollout's log-probs already, and this would "
+            "weight by it once more; legal: none, sequence_mask, k3_mask",
         )
     if section.old_logprobs == "rollout":
         yield problem(
@@ -307,14 +368,28 @@ def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> Iterator[s
             )
 
 
+def _correction_is_sane(section: ObjectiveSection, recipe: Recipe) -> Iterator[str]:
+    low = recipe.parameters.get("correction_low")
+    high = recipe.parameters.get("correction_high")
+    if low is not None and high is not None and low >= high:
+        key, value, legal = "correction_high", high, f"above correction_low = {low}"
+        if section.correction_high is None:
+            key, value, legal = "correction_low", low, f"below correction_high = {high}"
+        yield problem(f"objective.{key}", value, f"every response would be dropped; legal: {legal}")
+
+
 def _regularisation(section: ObjectiveSection) -> Iterator[str]:
-    pairs: tuple[tuple[str, Any, Any], ...] = (
-        ("kl_coefficient", section.kl_coefficient, section.kl != "none"),
-        ("kl_in", None if section.kl_in == "loss" else section.kl_in, section.kl != "none"),
-    )
-    for key, value, wanted in pairs:
-        if value is not None and not wanted:
-            yield problem(f"objective.{key}", value, "nothing reads it with kl = none; legal: null")
+    if section.kl == "none":
+        unread: list[tuple[str, Any]] = [("kl_coefficient", None), ("kl_in", "loss")]
+        if section.import_path is None:  # else the function may ask for a reference policy
+            unread.append(("reference_offload", False))
+        for key, unset in unread:
+            value = getattr(section, key)
+            if value != unset:
+                legal = unset if isinstance(unset, str) else format_value(unset)
+                yield problem(
+                    f"objective.{key}", value, f"nothing reads it with kl = none; legal: {legal}"
+                )
     if section.kl != "none" and section.kl_coefficient is None:
         yield problem(
             "objective.kl_coefficient", None, f"needed with kl = {section.kl}; legal: above 0"

@@ -250,7 +250,7 @@ def batches_fit(plan: Plan) -> Iterator[str]:
         yield problem(
             "rollout.group_size",
             rollout.group_size,
-            f"advantage {objective.advantage} compares the responses of a group; legal: from 2",
+            "the advantage compares the responses of a group; legal: from 2",
         )
     sequences = rollout.prompts_per_step * rollout.group_size
     if objective.mini_batches > sequences:
@@ -264,6 +264,35 @@ def batches_fit(plan: Plan) -> Iterator[str]:
 
 def objective_is_sound(plan: Plan) -> Iterator[str]:
     yield from objective_problems(plan.config.objective)
+
+
+def rewards_are_shaped(plan: Plan) -> Iterator[str]:
+    reward, longest = plan.config.reward, plan.config.rollout.max_response_tokens
+    if reward.overlong_buffer is None:
+        if reward.overlong_penalty != 1.0:
+            yield problem(
+                "reward.overlong_penalty",
+                reward.overlong_penalty,
+                "nothing reads it without reward.overlong_buffer; legal: 1.0",
+            )
+    elif reward.overlong_buffer >= longest:
+        yield problem(
+            "reward.overlong_buffer",
+            reward.overlong_buffer,
+            f"leaves no response of max_response_tokens = {longest} without a penalty; "
+            f"legal: null, or below {longest}",
+        )
+
+
+def refills_are_read(plan: Plan) -> Iterator[str]:
+    rollout = plan.config.rollout
+    usual = type(rollout).model_fields["max_refills"].default
+    if not rollout.dynamic_sampling and rollout.max_refills != usual:
+        yield problem(
+            "rollout.max_refills",
+            rollout.max_refills,
+            f"nothing reads it without rollout.dynamic_sampling; legal: {usual}",
+        )
 
 
 def learning_rates_agree(plan: Plan) -> Iterator[str]:
@@ -296,9 +325,41 @@ def prompts_are_given(plan: Plan) -> Iterator[str]:
         )
 
 
+def routing_can_be_replayed(plan: Plan) -> Iterator[str]:
+    routing, shape = plan.config.routing, plan.shape
+    wanted = {"replay": routing.replay != "off", "volatility": routing.volatility}
+    for key, on in wanted.items():
+        value = getattr(routing, key)
+        if on and shape.num_moe_experts is None:
+            legal = "off" if key == "replay" else "false"
+            yield problem(f"routing.{key}", value, f"the model has no experts; legal: {legal}")
+        elif on and shape.megatron.get("moe_router_fusion"):
+            yield problem(
+                f"routing.{key}",
+                value,
+                "a fused router never asks which experts to take; "
+                "legal with it: model.megatron.moe_router_fusion = false",
+            )
+        elif on and "sinkhorn" in str(shape.megatron.get("moe_router_load_balancing_type")):
+            yield problem(
+                f"routing.{key}", value, "sinkhorn routing never asks which experts to take"
+            )
+    unread = {"reference_replay": routing.reference_replay, "store_on_host": routing.store_on_host}
+    for key, value in unread.items():
+        if value and routing.replay == "off":
+            yield problem(
+                f"routing.{key}", value, "nothing reads it with replay = off; legal: false"
+            )
+    if routing.reference_replay and plan.config.objective.kl == "none":
+        yield problem(
+            "routing.reference_replay",
+            True,
+            "there is no reference with objective.kl = none; legal: false",
+        )
+
+
 def features_exist(plan: Plan) -> Iterator[str]:
     unbuilt: tuple[tuple[str, Any, Any], ...] = (
-        ("routing.replay", plan.config.routing.replay, "off"),
         ("checkpoint.interval", plan.config.checkpoint.interval, 0),
     )
     for key, value, only in unbuilt:
@@ -324,7 +385,10 @@ RULES: tuple[Rule, ...] = (
     lengths_fit,
     batches_fit,
     objective_is_sound,
+    rewards_are_shaped,
+    refills_are_read,
     learning_rates_agree,
     prompts_are_given,
+    routing_can_be_replayed,
     features_exist,
 )

@@ -7,21 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from gspo_megatron.config.algorithm import ObjectiveSection, RoutingSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
+from gspo_megatron.config.section import ImportPath, NotNegative, Positive, Section, Text
 from gspo_megatron.config.shape import ModelShape, resolve_shape
-
-Text = Annotated[str, Field(min_length=1)]
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]
-
-
-class Section(BaseModel):
-    # Strict: "5" for 5 and true for 1 are slips, and a run must not start on a slip.
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -135,6 +127,10 @@ class RolloutSection(Section):
     batch_size: Positive | None = Field(
         None, description="sequences decoded together on a rank, in whole groups; null: all of them"
     )
+    dynamic_sampling: bool = Field(
+        False, description="train on groups with a spread of shaped rewards only, and draw more"
+    )
+    max_refills: NotNegative = Field(4, description="further batches of prompts a step may draw")
 
 
 class RewardSection(Section):
@@ -147,126 +143,15 @@ class RewardSection(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the reward"
     )
-
-
-class ObjectiveSection(Section):
-    """What is maximised: an objective by name, of which every part and number can be replaced."""
-
-    name: Literal[
-        "gspo",
-        "gspo_token",
-        "grpo",
-        "dapo",
-        "dr_grpo",
-        "cispo",
-        "sapo",
-        "gmpo",
-        "luspo",
-        "minirl",
-        "reinforce_leave_one_out",
-    ] = Field("gspo", description="the objective; docs/objectives.md has their formulas")
-    import_path: ImportPath | None = Field(
-        None, description="an objective of your own, package.module:function; replaces name"
+    scale: Annotated[float, Field(gt=0)] = Field(1.0, description="first, rewards are multiplied")
+    clip: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="then cut to [-clip, clip], each turn's by itself; null: they are not"
     )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of an objective of your own"
+    overlong_buffer: Positive | None = Field(
+        None, description="tokens below max_response_tokens that cost more and more; null: none do"
     )
-    # the parts; null stands for the one that `name` has
-    ratio: Literal["token", "sequence", "sequence_token", "sequence_product"] | None = Field(
-        None, description="of single tokens, or of a sequence: geometric mean, or product"
-    )
-    rule: (
-        Literal["min_clip", "dual_clip", "capped", "soft_gate", "masked", "geometric_clip"] | None
-    ) = Field(None, description="what is done with a ratio far from 1")
-    aggregation: Literal["sequence_mean", "token_mean", "token_sum", "constant_length"] | None = (
-        Field(
-            None,
-            description="sequences weigh the same; or tokens do, with the mini-batch's tokens as "
-            "divisor, its sequences, or its sequences times max_response_tokens",
-        )
-    )
-    advantage: Literal["group_mean_std", "group_mean", "batch_std", "leave_one_out"] | None = Field(
-        None,
-        description="reward minus the group's mean, divided by the group's std, by nothing, or by "
-        "the batch's std; or minus the mean of the group's others",
-    )
-    correction: (
-        Literal[
-            "none",
-            "token_tis",
-            "icepop",
-            "sequence_tis",
-            "sequence_mask",
-            "sequence_product_tis",
-            "k3_mask",
-        ]
-        | None
-    ) = Field(None, description="for old log-probs that differ from the rollout engine's")
-    # the numbers; null stands for the one of the chosen parts
-    clip_low: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="the ratio is clipped below at 1 - clip_low"
-    )
-    clip_high: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="the ratio is clipped above at 1 + clip_high"
-    )
-    allow_wide_clip: bool = Field(
-        False, description="allow a token-sized clip range with a sequence ratio"
-    )
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="largest ratio that counts where the advantage is negative"
-    )
-    tau_positive: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="temperature of the soft gate for advantages above 0"
-    )
-    tau_negative: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="the same for the others"
-    )
-    log_clip: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="bound of a token's log-ratio in the geometric mean"
-    )
-    correction_low: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="smallest ratio of old policy to rollout that counts"
-    )
-    correction_high: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="largest one: a cap, or the bound of a mask"
-    )
-    off_policy_mask: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description="sequences with a negative advantage are dropped when the mean of log(old / "
-        "new policy) over their tokens exceeds this; null: none are",
-    )
-    old_logprobs: Literal["recompute", "rollout"] = Field(
-        "recompute",
-        description="the ratio's denominator: a forward pass of the trainer before the first "
-        "mini-batch, or what the rollout engine reported",
-    )
-    mini_batches: Positive = Field(4, description="optimizer steps on each batch of responses")
-    advantage_std: Literal["sample", "population"] = Field(
-        "sample", description="divide by the number of rewards minus 1, or by it, in a std"
-    )
-    advantage_import_path: ImportPath | None = Field(
-        None, description="an advantage of your own, package.module:function; replaces advantage"
-    )
-    kl: Literal["none", "k1", "k2", "k3"] = Field(
-        "none", description="estimator of the KL divergence to the policy that RL started from"
-    )
-    kl_coefficient: Annotated[float, Field(gt=0)] | None = Field(None, description="its weight")
-    kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="where it goes: a term of each token's loss, or off the reward"
-    )
-    reference_offload: bool = Field(
-        False, description="keep the reference policy's weights in host memory while not in use"
-    )
-    entropy_coefficient: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="weight of a bonus on the mean entropy of the response tokens"
-    )
-
-
-class RoutingSection(Section):
-    """Which experts the new policy uses."""
-
-    replay: Literal["off", "r2", "r3"] = Field(
-        "off", description="replay the experts of the old policy (r2) or of the rollout (r3)"
+    overlong_penalty: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="what all of the buffer, or a cut response, costs; taken off last"
     )
 
 

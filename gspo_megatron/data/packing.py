@@ -38,6 +38,7 @@ class PackedBatch:
     boundaries: Tensor  # [sequences + 1] int32, of the padded sequences before the CP cut
     longest: int  # tokens of the longest padded sequence
     padding_mask: Tensor | None  # [rows, tokens / CP] bool, True on padding; None without any
+    token_index: Tensor  # [rows, tokens / CP] int64, into the members' tokens joined; -1: padding
     token_rows: Tensor  # [response tokens] int64, into hidden states [tokens / CP, rows] flattened
     targets: Tensor  # [response tokens] int64
     sequence_index: Tensor  # [response tokens] int64
@@ -178,14 +179,16 @@ def pack(
     targets = torch.zeros(total, dtype=torch.long)
     owner = torch.full((total,), -1, dtype=torch.long)
     flat = torch.zeros(total, dtype=torch.long)
-    is_padding = torch.ones(total, dtype=torch.bool)
+    source = torch.full((total,), -1, dtype=torch.long)
+    passed = 0
     for place, (number, start) in enumerate(zip(members, boundaries)):
         sequence = tokens[number]
         length, response = len(sequence), response_lengths[number]
         assert 0 <= response < length, "a response needs a prompt before it"
         ids[start : start + length] = sequence
         positions[start : start + length] = torch.arange(length)
-        is_padding[start : start + length] = False
+        source[start : start + length] = torch.arange(passed, passed + length)
+        passed += length
         # the token before predicts: the row of the last prompt token is the first response row
         first = start + length - response - 1
         rows = slice(first, first + response)
@@ -196,8 +199,8 @@ def pack(
 
     if cp > 1:
         shard = zigzag_shard(boundaries, cp, rank)
-        ids, positions, targets, owner, flat, is_padding = (
-            vector[shard] for vector in (ids, positions, targets, owner, flat, is_padding)
+        ids, positions, targets, owner, flat, source = (
+            vector[shard] for vector in (ids, positions, targets, owner, flat, source)
         )
     size = (shape.rows, shape.tokens // cp)
     rows = (owner >= 0).nonzero()[:, 0]
@@ -206,7 +209,8 @@ def pack(
         position_ids=positions.view(size),
         boundaries=torch.tensor(boundaries, dtype=torch.int32),
         longest=max(end - start for start, end in zip(boundaries, boundaries[1:], strict=False)),
-        padding_mask=is_padding.view(size) if sum(lengths) < total else None,
+        padding_mask=(source < 0).view(size) if sum(lengths) < total else None,
+        token_index=source.view(size),
         # hidden states come with the tokens of a row first: [tokens, rows]
         token_rows=rows % size[1] * size[0] + rows // size[1],
         targets=targets[rows],

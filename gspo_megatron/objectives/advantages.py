@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.config.schema import ObjectiveSection
-from gspo_megatron.plugins import load_function
+from gspo_megatron.objectives.own import own_advantages
 
 # Rewards that are equal but for float32 rounding have no spread; dividing by what rounding left
 # over would make advantages of +-1 out of nothing.
@@ -43,8 +43,7 @@ def group_mean_std(
 
 def group_mean(rewards: Tensor, group_index: Tensor) -> Tensor:
     """reward - mean of the group (Dr. GRPO, arXiv 2503.20783); exactly 0 without spread."""
-    groups, sizes, has_spread = _groups(rewards, group_index)
-    return _centre(rewards, groups, sizes).where(has_spread[groups], 0.0).float()
+    return _centred_or_zero(rewards, group_index).float()
 
 
 def batch_std(
@@ -52,11 +51,11 @@ def batch_std(
 ) -> Tensor:
     """(reward - mean of the group) / standard deviation of all rewards of the step: groups that
     are nearly all right or all wrong are not blown up (arXiv 2508.08221)."""
-    centred = group_mean(rewards, group_index).double()
+    assert std in ("sample", "population"), f"std {std!r}"
+    centred = _centred_or_zero(rewards, group_index)
     rewards = rewards.double()
-    spread = rewards.max() - rewards.min() if len(rewards) else rewards.sum()
-    if len(rewards) < 2 or spread <= _ROUNDING * rewards.abs().max():
-        return torch.zeros_like(rewards, dtype=torch.float32)
+    if not centred.any():  # no group has a spread: perhaps the batch has none either
+        return centred.float()
     return (centred / rewards.std(correction=1 if std == "sample" else 0)).float()
 
 
@@ -72,10 +71,10 @@ def leave_one_out(rewards: Tensor, group_index: Tensor) -> Tensor:
 def build_advantages(section: ObjectiveSection) -> Callable[[Tensor, Tensor], Tensor]:
     """The function of (rewards, group_index) that the configuration asks for.
 
-    Raises UserError where one of the user's own cannot be loaded.
+    Raises UserError where one of the user's own cannot be loaded or returns what is none.
     """
     if section.advantage_import_path is not None:
-        return load_function("objective.advantage_import_path", section.advantage_import_path)
+        return own_advantages(section.advantage_import_path)
     name = resolve_objective(section).advantage
     if name == "group_mean_std":
         return partial(group_mean_std, std=section.advantage_std)
@@ -88,6 +87,12 @@ def zero_spread_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
     """[2] float64: how many groups have no spread, and thus no gradient, of how many groups."""
     _, sizes, has_spread = _groups(rewards, group_index)
     return torch.stack([(~has_spread).sum().double(), sizes.new_tensor(len(sizes))])
+
+
+def _centred_or_zero(rewards: Tensor, group_index: Tensor) -> Tensor:
+    """reward - mean of the group in float64; exactly 0 without spread."""
+    groups, sizes, has_spread = _groups(rewards, group_index)
+    return _centre(rewards, groups, sizes).where(has_spread[groups], 0.0)
 
 
 def _groups(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,7 +46,8 @@ def aggregate_tokens(
         terms = terms / inputs.sequence_lengths.clamp_min(1)[inputs.sequence_index]
     total = terms.where(inputs.mask > 0, 0.0).sum()
     if aggregation == "token_mean":
-        return -total / inputs.global_num_tokens, pair(-total, (inputs.mask > 0).sum())
+        # a mini-batch whose responses are all masked has a loss of 0, not of 0/0
+        return -total / max(inputs.global_num_tokens, 1), pair(-total, (inputs.mask > 0).sum())
     if aggregation == "constant_length":
         total = total / max_response_tokens
     else:

@@ -83,6 +83,13 @@ def weight_metrics(
     return means
 
 
+def share_of_sequences(flags: Tensor, inputs: LossInputs) -> Tensor:
+    """[2]: how many sequences have `flags` [num_sequences] and masked tokens, of all that have
+    masked tokens."""
+    present = (inputs.sequence_lengths > 0) & inputs.is_primary_shard
+    return pair((flags & present).sum(), present.sum())
+
+
 def reference_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     """Means over the masked tokens of the k1 and k3 estimates of KL(pi, reference)."""
     masked = inputs.mask > 0

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.config.schema import ObjectiveSection
-from gspo_megatron.errors import ConfigError
 from gspo_megatron.objectives.advantages import build_advantages
+from gspo_megatron.objectives.own import own_objective
 from gspo_megatron.objectives.surrogate import Surrogate
-from gspo_megatron.plugins import load_function, option_problems
 from gspo_megatron.types import LossInputs, LossOutputs
 
 
@@ -36,16 +34,14 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
     """The objective of a checked configuration; a UserError where an own one cannot be loaded."""
     advantages = build_advantages(section)
     if section.import_path is not None:
-        function = load_function("objective.import_path", section.import_path)
-        problems = option_problems("objective", section.import_path, function, section.options)
-        if problems:
-            raise ConfigError(problems)
+        function, checked = own_objective(section.import_path, section.options)
         return Objective(
             name=section.import_path,
-            function=partial(function, **section.options),
+            function=checked,
             advantages=advantages,
             complete=dict,
-            needs_reference=getattr(function, "needs_reference", section.kl_in == "reward"),
+            # a divergence in the reward needs one whatever the function says of itself
+            needs_reference=section.kl != "none" or getattr(function, "needs_reference", False),
             needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
         )
     surrogate = Surrogate(

@@ -28,4 +28,5 @@ def divergence(estimator: str, logprobs: Tensor, reference_logprobs: Tensor) -> 
 def mean_entropy(inputs: LossInputs) -> Tensor:
     """This shard's part of the mean entropy of the mini-batch's response tokens, with gradient."""
     assert inputs.entropy is not None
-    return inputs.entropy.where(inputs.mask > 0, 0.0).sum() / inputs.global_num_tokens
+    total = inputs.entropy.where(inputs.mask > 0, 0.0).sum()
+    return total / max(inputs.global_num_tokens, 1)

@@ -44,28 +44,31 @@ def dual_clip(
     """`min_clip`, and for negative advantages never less than dual_clip * A (arXiv 1912.09729).
 
     Without it one token that the new policy likes far better, with a negative advantage, outweighs
-    the batch. `high` counts where this bound binds too.
+    the batch. `high` counts where this bound binds too, and `outside` what is beyond it.
     """
     inner = min_clip(ratio, advantages, clip_low, clip_high)
     bounded = torch.maximum(inner.surrogate, dual_clip * advantages)
     negative = advantages < 0
+    beyond = negative & (ratio.detach() > dual_clip)
     return Clipped(
         surrogate=bounded.where(negative, inner.surrogate),
         low=inner.low,
-        high=inner.high | (negative & (ratio.detach() > dual_clip)),
-        outside=inner.outside,
+        high=inner.high | beyond,
+        outside=inner.outside | beyond,
     )
 
 
 def capped(ratio: Tensor, advantages: Tensor, logprobs: Tensor, clip_high: float) -> Clipped:
     """sg[min(ratio, 1 + clip_high)] A log pi (CISPO, arXiv 2506.13585, eqs. 4-5).
 
-    The weight is cut and the gradient is not: every token keeps learning. `high` says where.
+    The weight is cut and the gradient is not: every token keeps learning. `high` says where the cut
+    changes the loss, which it does for advantages of both signs.
     """
     _check_shapes(ratio, advantages)
     above = ratio.detach() > 1.0 + clip_high
     weights = ratio.detach().clamp(max=1.0 + clip_high)
-    return Clipped(weights * advantages * logprobs, torch.zeros_like(above), above, above)
+    surrogate = weights * advantages * logprobs
+    return Clipped(surrogate, torch.zeros_like(above), above & (advantages != 0), above)
 
 
 def soft_gate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from gspo_megatron.objectives.metrics import (
     ratio_values,
     reference_metrics,
     sequence_clip_metrics,
+    share_of_sequences,
     token_clip_metrics,
     weight_metrics,
 )
@@ -65,21 +67,20 @@ class Surrogate:
         means = sums["ratio"] / inputs.sequence_lengths.clamp_min(1)
         ratio = self._ratio(inputs, log_ratio, sums)
         clipped = self._rule(inputs, ratio)
-        terms, weights = self._weighted(inputs, clipped.surrogate, means, mismatch, sums)
+        terms, weighting = self._weighted(inputs, clipped.surrogate, means, mismatch, sums)
         loss, mean = self._aggregate(terms, inputs)
         metrics = {
             "loss": mean,
             **self._clip_metrics(inputs, limited or clipped),
             **weight_metrics("ratio", self.recipe.terms, ratio, inputs),
             **policy_metrics(inputs, log_ratio),
+            **weighting,
         }
-        for kind, values in weights.items():
-            metrics |= weight_metrics("correction", kind, values, inputs)
         if self.kl != "none":
-            assert inputs.reference_logprobs is not None, "no log-probs of the reference policy"
-            kl = divergence(self.kl, inputs.logprobs, inputs.reference_logprobs)
             # aggregation turns what is to be large into a loss: a penalty is the other way round
-            penalty, metrics["kl/penalty"] = self._aggregate_tokens(-kl, inputs)
+            penalty, metrics["kl/penalty"] = self._aggregate_tokens(
+                -self._divergence(inputs), inputs
+            )
             loss = loss + self.kl_coefficient * penalty
         if inputs.reference_logprobs is not None:
             metrics |= reference_metrics(inputs)
@@ -99,6 +100,13 @@ class Surrogate:
                 share = mean**2 / squared if squared else 0.0
                 metrics[f"{name}/effective_sample_share"] = share
         return metrics
+
+    def _divergence(self, inputs: LossInputs) -> Tensor:
+        """[tokens]; 0 outside the mask, where a NaN would otherwise reach the gradient."""
+        assert inputs.reference_logprobs is not None, "no log-probs of the reference policy"
+        masked = inputs.mask > 0
+        reference = inputs.reference_logprobs.where(masked, 0.0)
+        return divergence(self.kl, inputs.logprobs.where(masked, 0.0), reference)
 
     def _limited(self, inputs: LossInputs, log_ratio: Tensor) -> Clipped | None:
         """Token log-ratios as the geometric mean takes them, where the rule limits them first."""
@@ -164,25 +172,34 @@ class Surrogate:
         mismatch: Tensor | None,
         sums: dict[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The terms times all weights; and these, "token" [tokens], "sequence" [num_sequences]."""
-        weights: dict[str, Tensor] = {}
-        if mismatch is not None:
-            name = self.recipe.correction
-            bounds = {key: self.recipe.parameters[key] for key in CORRECTIONS[name]}
-            if name in TOKEN_CORRECTIONS:
-                weights["token"] = token_weights(name, mismatch, **bounds).detach()
-            else:
-                lengths = inputs.sequence_lengths
-                found = sequence_weights(name, sums["mismatch"], lengths, **bounds)
-                weights["sequence"] = found.detach()
-        if self.off_policy_mask is not None:
-            kept = kept_by_off_policy_mask(means, inputs.advantages, self.off_policy_mask)
-            weights["sequence"] = kept.to(terms.dtype) * weights.get("sequence", 1.0)
-        for kind, values in weights.items():
+        """The terms times all weights, and the figures of these."""
+
+        def times(weights: Tensor, kind: str) -> Tensor:
             assert kind == "sequence" or self.recipe.terms == "token", "token weights of a sequence"
             spread = kind != self.recipe.terms
-            terms = terms * (values[inputs.sequence_index] if spread else values)
-        return terms, weights
+            return terms * (weights[inputs.sequence_index] if spread else weights)
+
+        metrics: dict[str, Tensor] = {}
+        if mismatch is not None:
+            kind, weights = self._correction(inputs, mismatch, sums)
+            terms = times(weights, kind)
+            metrics |= weight_metrics("correction", kind, weights, inputs)
+        if self.off_policy_mask is not None:
+            kept = kept_by_off_policy_mask(means, inputs.advantages, self.off_policy_mask)
+            terms = times(kept.to(terms.dtype), "sequence")
+            metrics["off_policy/dropped"] = share_of_sequences(~kept, inputs)
+        return terms, metrics
+
+    def _correction(
+        self, inputs: LossInputs, mismatch: Tensor, sums: dict[str, Tensor]
+    ) -> tuple[Literal["token", "sequence"], Tensor]:
+        """Of what the weights are, and the weights, detached: [tokens] or [num_sequences]."""
+        name = self.recipe.correction
+        bounds = {key: self.recipe.parameters[key] for key in CORRECTIONS[name]}
+        if name in TOKEN_CORRECTIONS:
+            return "token", token_weights(name, mismatch, **bounds).detach()
+        lengths = inputs.sequence_lengths
+        return "sequence", sequence_weights(name, sums["mismatch"], lengths, **bounds).detach()
 
     def _aggregate(self, terms: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         if self.recipe.terms == "sequence":

@@ -5,6 +5,7 @@ Each has a test that fails when an upgrade makes the mending superfluous.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from typing import Any
 
@@ -15,6 +16,7 @@ def install() -> None:
     """Apply all of them; once, before a model is built."""
     _count_no_tokens_as_one()
     _average_z_loss_over_tokens()
+    _carry_context_into_recompute()
 
 
 def _count_no_tokens_as_one() -> None:
@@ -55,3 +57,22 @@ def _average_z_loss_over_tokens() -> None:
         return MoEAuxLossAutoScaler.apply(logits, loss)
 
     TopKRouter.apply_z_loss = apply_z_loss
+
+
+def _carry_context_into_recompute() -> None:
+    """A checkpointed function runs again in the backward pass, between other micro-batches and on a
+    device in another thread: its context variables are then not those of its forward pass, and
+    routing.hooks would not know whose experts to replay. (Megatron-Core's own RouterReplay relies
+    on the order of micro-batches instead.)"""
+    from megatron.core.tensor_parallel.random import CheckpointFunction
+
+    native = CheckpointFunction.forward
+
+    @functools.wraps(native)
+    def forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+        outputs = native(ctx, run_function, *args)
+        context = contextvars.copy_context()
+        ctx.run_function = lambda *inputs: context.run(run_function, *inputs)
+        return outputs
+
+    CheckpointFunction.forward = staticmethod(forward)

@@ -1,6 +1,7 @@
 """Rewards by name, or from a user's own module, with options checked before any training.
 
-A reward is a function `reward(sample: Sample, **options) -> float`.
+A reward is a function `reward(sample: Sample, **options) -> float`, or `-> TurnRewards` where the
+turns of a response, or its tokens, have rewards of their own.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from gspo_megatron.errors import RewardError, UserError
 from gspo_megatron.plugins import load_function, option_problems, origin
-from gspo_megatron.types import Sample
+from gspo_megatron.types import Sample, TurnRewards
 
-RewardFunction = Callable[..., float]
+RewardFunction = Callable[..., float | TurnRewards]
 
 SHOWN_CHARACTERS = 200  # of a prompt or response in an error message
 
@@ -32,7 +33,7 @@ class Reward:
     function: RewardFunction
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, sample: Sample) -> float:
+    def __call__(self, sample: Sample) -> float | TurnRewards:
         return self.function(sample, **self.options)
 
 
@@ -87,11 +88,13 @@ def get_reward(
     return Reward(name, function, options)
 
 
-def score(reward: Callable[[Sample], float], sample: Sample) -> float:
-    """The reward of one sample as a float; a boolean counts as 0 or 1.
+def score(reward: Callable[[Sample], Any], sample: Sample) -> float | TurnRewards:
+    """The reward of one sample as a float, where a boolean counts as 0 or 1; or, checked, the
+    rewards of its turns, with arrays [turns] of float64 and int64.
 
     Raises RewardError, with the reward's name, the prompt and the response, where the function
-    raises or returns anything but a finite number. A UserError from the function passes unchanged.
+    raises, or returns anything but a finite number or turns that fit the response. A UserError from
+    the function passes unchanged.
     """
     try:
         value = reward(sample)
@@ -99,24 +102,72 @@ def score(reward: Callable[[Sample], float], sample: Sample) -> float:
         raise
     except Exception as error:
         raise RewardError(
-            f"reward {_name(reward)!r} raised {type(error).__name__}: {error} "
+            f"reward {name_of(reward)!r} raised {type(error).__name__}: {error} "
             f"({origin(error)}); {_show(sample)}"
         ) from error
+
+    def refuse(returned: str) -> NoReturn:
+        raise RewardError(f"reward {name_of(reward)!r} returned {returned}; {_show(sample)}")
+
+    if isinstance(value, TurnRewards):
+        return _checked_turns(value, sample.num_tokens, refuse)
     if not isinstance(value, (Real, np.bool_)):
-        raise RewardError(
-            f"reward {_name(reward)!r} returned {_shorten(value)} of type "
-            f"{type(value).__name__}; a number is wanted; {_show(sample)}"
-        )
+        refuse(f"{_shorten(value)} of type {type(value).__name__}; a number is wanted")
     try:
         number = float(value)
     except OverflowError:  # an integer beyond the range of a float
         number = math.inf
     if not math.isfinite(number):
-        raise RewardError(
-            f"reward {_name(reward)!r} returned {_shorten(value)}; a finite number is wanted; "
-            f"{_show(sample)}"
-        )
+        refuse(f"{_shorten(value)}; a finite number is wanted")
     return number
+
+
+def name_of(reward: Callable[[Sample], Any]) -> str:
+    """What messages call it."""
+    for attribute in ("name", "__qualname__"):
+        if isinstance(name := getattr(reward, attribute, None), str):
+            return name
+    return type(reward).__name__
+
+
+def _checked_turns(
+    turns: TurnRewards, num_tokens: int, refuse: Callable[[str], NoReturn]
+) -> TurnRewards:
+    rewards = _numbers("rewards", turns.rewards, "biuf", refuse).astype(np.float64)
+    ends = _numbers("ends", turns.ends, "iu", refuse).astype(np.int64)
+    if len(rewards) != len(ends):
+        refuse(f"turns with {len(rewards)} rewards and {len(ends)} ends; one of each is wanted")
+    bad = ~np.isfinite(rewards)
+    if bad.any():
+        place = int(bad.argmax())
+        refuse(f"{rewards[place]} for turn {place}; finite numbers are wanted")
+    with np.errstate(over="ignore"):
+        total = rewards.sum()
+    if not math.isfinite(total):
+        refuse(f"turns whose rewards add up to {total}; a finite sum is wanted")
+    rises = np.diff(ends, prepend=0)
+    if (rises <= 0).any():
+        place = int((rises <= 0).argmax())
+        before = ends[place - 1] if place else 0
+        refuse(f"end {ends[place]} for turn {place}; above {before}, where it starts, is wanted")
+    if len(ends) == 0 or ends[-1] != num_tokens:
+        last = f"{ends[-1]} as the last end" if len(ends) else "no turns"
+        refuse(f"{last}; turns up to the end of the response's {num_tokens} tokens are wanted")
+    return TurnRewards(rewards, ends)
+
+
+def _numbers(
+    field: str, values: object, kinds: str, refuse: Callable[[str], NoReturn]
+) -> np.ndarray:
+    """[turns]; `kinds` are those of numpy's types."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):  # a ragged list, a tensor with a gradient
+        array = np.empty((), dtype=object)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
+        wanted = "integers" if kinds == "iu" else "numbers"
+        refuse(f"{_shorten(values)} as {field} of turns; a list of {wanted} is wanted")
+    return array
 
 
 def _find_reward(name: str) -> RewardFunction:
@@ -132,13 +183,6 @@ def _find_reward(name: str) -> RewardFunction:
             f"pip install {entry.requires}"
         )
     return entry.function
-
-
-def _name(reward: Callable[[Sample], float]) -> str:
-    for attribute in ("name", "__qualname__"):
-        if isinstance(name := getattr(reward, attribute, None), str):
-            return name
-    return type(reward).__name__
 
 
 def _show(sample: Sample) -> str:

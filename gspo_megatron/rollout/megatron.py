@@ -7,21 +7,27 @@ of a model replica (TP x PP) work on the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from gspo_megatron.models.attention import KeyValueCache, decoding
 from gspo_megatron.models.build import Policy
+from gspo_megatron.ops.expert_ids import expert_dtype
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.pipeline import PipelineForward
 from gspo_megatron.rollout.sampling import draw, uniforms
 from gspo_megatron.types import RolloutBatch
+
+# A context in which forward passes are recorded: the experts [tokens, k] of each layer, by number.
+RecordRoutes = Callable[[], AbstractContextManager[Mapping[int, Tensor]]]
 
 # How many tokens are drawn between two looks at which sequences have ended. A look costs a device
 # synchronisation (and, with experts over several ranks, a collective); a token too many costs
@@ -37,6 +43,13 @@ class _Responses:
     logprobs: Tensor  # [sequences, max_tokens] float32
     lengths: Tensor  # [sequences] int64, the end-of-sequence token included
     ended: Tensor  # [sequences] bool
+    # [sequences, positions, MoE layers of this rank, k], prompts included; where they are recorded
+    routes: Tensor | None = None
+
+    def first(self, count: int) -> _Responses:
+        """Of the first `count` sequences."""
+        columns = {k: v if v is None else v[:count] for k, v in vars(self).items()}
+        return _Responses(**columns)
 
     @classmethod
     def empty(cls, rows: int, max_tokens: int, pad_id: int, device: torch.device) -> _Responses:
@@ -60,16 +73,21 @@ class MegatronEngine:
         eos_id: int,
         batch_size: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
+        record_routes: RecordRoutes | None = None,
     ) -> None:
         """batch_size: prompts' responses decoded together on a rank (None: all at once); decode:
-        token ids to text, needed for stop strings."""
+        token ids to text, needed for stop strings; record_routes: the experts of every token are
+        wanted with the responses."""
         self.policy = policy
         self.pad_id, self.eos_id = pad_id, eos_id
         self.batch_size = batch_size
         self.decode = decode
+        self.record_routes = record_routes
         self.device = torch.device(torch.cuda.current_device())
         self.pipeline = PipelineForward(policy)
         self.replica, self.source = model_replica()
+        modules = (module for model in policy.models for module in model.modules())
+        self.num_routers = sum(isinstance(module, TopKRouter) for module in modules)
         self.lockstep = parallel_state.get_expert_model_parallel_world_size() > 1
         # the allgather dispatcher wants as many tokens from every rank
         self.alike = self.lockstep and not policy.config.variable_seq_lengths
@@ -95,7 +113,10 @@ class MegatronEngine:
             count = min(size, most - start) if self.alike else max(1, len(chosen))
             batches.append(self._batch(chosen, count, per_prompt, samples[rows], sampling, seed))
         self.policy.train()
-        return _join(prompts, samples, requests, batches, sampling.max_tokens)
+        joined = _join(prompts, samples, requests, batches, sampling.max_tokens)
+        if self.record_routes is not None and not batches:
+            joined.routes = self._no_routes(0, self.num_routers)
+        return joined
 
     def _agreed_maximum(self, value: int) -> int:
         """Experts on other ranks need every rank to take part in every forward pass."""
@@ -127,7 +148,11 @@ class MegatronEngine:
             longest = self._agreed_maximum(longest)
         cache = self._cache(longest + sampling.max_tokens)
         with decoding(self.policy.models, cache):
-            hidden = self._prefill(prompts, prompt_lengths, longest, cache)
+            hidden, routes = self._prefill(prompts, prompt_lengths, longest, cache)
+            if routes is not None:
+                size = (rows, longest + sampling.max_tokens, *routes.shape[2:])
+                responses.routes = routes.new_zeros(size)
+                responses.routes[:, :longest] = routes.repeat_interleave(per_prompt, 0)
             if per_prompt > 1:  # a group's responses share the work on their prompt
                 cache.keep(
                     torch.arange(len(prompts), device=self.device).repeat_interleave(per_prompt)
@@ -135,7 +160,7 @@ class MegatronEngine:
                 prompt_lengths = prompt_lengths.repeat_interleave(per_prompt)
                 hidden = hidden.repeat_interleave(per_prompt, 0) if hidden is not None else None
             self._decode(hidden, prompt_lengths, noise, cache, responses, sampling)
-        return _Responses(*(value[:real] for value in vars(responses).values()))
+        return responses.first(real)
 
     def _cache(self, max_length: int) -> KeyValueCache:
         # packed_seq: the angles of all positions, under context parallelism too
@@ -146,15 +171,35 @@ class MegatronEngine:
 
     def _prefill(
         self, prompts: list[tuple[int, ...]], lengths: Tensor, longest: int, cache: KeyValueCache
-    ) -> Tensor | None:
-        """Fill the cache with the prompts; the last stage gets their last hidden states."""
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Fill the cache with the prompts; the last stage gets their last hidden states. Also the
+        routes [prompts, longest, layers, k], where they are recorded."""
         ids = _padded(prompts, longest, self.pad_id, self.device)
         cache.start_prefill(longest)
         positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
-        hidden = self.pipeline(ids, positions)
-        if hidden is None:
-            return None
-        return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+        hidden, routes = self._forward(ids, positions)
+        if hidden is not None:
+            hidden = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+        return hidden, routes
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """One pass through all stages; and [sequences, length, layers, k], where recorded."""
+        if self.record_routes is None:
+            return self.pipeline(ids, positions), None
+        with self.record_routes() as experts:
+            hidden = self.pipeline(ids, positions)
+        sequences, length = ids.shape
+        # routers see the first token of all sequences, then the second
+        layers = [experts[n].view(length, sequences, -1) for n in sorted(experts)]
+        if not layers:  # a stage of dense layers
+            return hidden, self._no_routes(sequences, length, 0)
+        return hidden, torch.stack(layers, dim=2).transpose(0, 1)
+
+    def _no_routes(self, *sizes: int) -> Tensor:
+        """[*sizes, k] without a token or without a layer."""
+        config = self.policy.config
+        dtype = expert_dtype(config.num_moe_experts)
+        return torch.zeros((*sizes, config.moe_router_topk), dtype=dtype, device=self.device)
 
     def _decode(
         self,
@@ -187,7 +232,9 @@ class MegatronEngine:
                     active, tokens, positions = active[rows], tokens[rows], positions[rows]
             longest += 1
             cache.start_token(positions, longest)
-            hidden = self.pipeline(tokens[:, None], positions[:, None])
+            hidden, routes = self._forward(tokens[:, None], positions[:, None])
+            if routes is not None:
+                responses.routes[active, positions] = routes[:, 0]
             hidden = hidden[:, 0] if hidden is not None else None
             positions = positions + 1
 
@@ -256,7 +303,8 @@ def _join(
     if not batches:
         batches = [_Responses.empty(0, max_tokens, 0, device)]
     tokens, logprobs, lengths, ended = (
-        torch.cat(columns) for columns in zip(*(vars(b).values() for b in batches), strict=True)
+        torch.cat([getattr(batch, name) for batch in batches])
+        for name in ("tokens", "logprobs", "lengths", "ended")
     )
     groups = torch.tensor(list(requests.group_index), dtype=torch.long, device=device)
     prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.long, device=device)
@@ -274,4 +322,18 @@ def _join(
         truncated=~ended,
         sample_index=samples,
         group_index=groups.repeat_interleave(per_prompt),
+        routes=_flat_routes(batches, prompt_lengths + lengths),
     )
+
+
+def _flat_routes(batches: list[_Responses], lengths: Tensor) -> Tensor | None:
+    """[tokens, layers, k] of all sequences, whole `lengths` [sequences] each."""
+    flat, start = [], 0
+    for batch in batches:
+        if batch.routes is None:
+            return None
+        end = start + len(batch.routes)
+        positions = torch.arange(batch.routes.shape[1], device=lengths.device)
+        flat.append(batch.routes[positions < lengths[start:end, None]])
+        start = end
+    return torch.cat(flat)

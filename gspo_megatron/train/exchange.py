@@ -39,6 +39,7 @@ class Sequences:
     logprobs: Tensor  # [response tokens] float32, mu, sequence after sequence
     offsets: dict[int, int]  # where each sequence's response starts in `logprobs`
     token_advantages: Tensor | None = None  # [response tokens] float32, where tokens have their own
+    routes: dict[int, Tensor] | None = None  # [length, layers of this rank, k], of the rollout
 
 
 def index_step(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup) -> StepIndex:
@@ -120,6 +121,10 @@ def exchange(
         token_advantages = move(token_advantages, logprob_starts, responses)
 
     received = [n for row in arriving for n in row]
+    routes = None
+    if batch.routes is not None:
+        moved = move(batch.routes, token_starts, lengths).split([lengths[n] for n in received])
+        routes = dict(zip(received, moved, strict=True))
     splits = tokens.split([lengths[n] for n in received])
     starts = _starts([responses[n] for n in received])
     return Sequences(
@@ -127,6 +132,7 @@ def exchange(
         logprobs=logprobs,
         offsets=dict(zip(received, starts, strict=False)),
         token_advantages=token_advantages,
+        routes=routes,
     )
 
 
@@ -149,7 +155,7 @@ def _all_to_all(
 ) -> Tensor:
     if group.size() == 1:
         return outgoing
-    incoming = outgoing.new_empty(sum(receive_counts))
+    incoming = outgoing.new_empty((sum(receive_counts), *outgoing.shape[1:]))
     dist.all_to_all_single(
         incoming,
         outgoing.contiguous(),

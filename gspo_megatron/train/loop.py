@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 
 from gspo_megatron.config import Config
+from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.models.build import Policy
@@ -25,6 +26,7 @@ from gspo_megatron.train.record import RunRecord
 from gspo_megatron.train.schedule import MicroBatchBuilder
 from gspo_megatron.train.step import PolicyUpdater
 from gspo_megatron.train.warm_start import SupervisedUpdater, micro_batch_multiple
+from gspo_megatron.types import Prompt
 
 # Steps between two looks at the held-out accuracy during a warm start that has a target.
 LOOK_EVERY = 5
@@ -109,8 +111,9 @@ class ReinforcementLoop:
         trainer = build_trainer(job.policy, config.optimizer, schedule)
         rollout = config.rollout
         self.updater = PolicyUpdater(
-            job.policy, trainer, job.builder, job.objective, config.objective
+            job.policy, trainer, job.builder, job.objective, config.objective, config.routing
         )
+        self.noise_was_said = False
         self.sampling = Sampling(
             max_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,
@@ -142,18 +145,43 @@ class ReinforcementLoop:
                     metrics |= held_out(self.job)
                 record.write("rl", step, metrics)
                 progress.update(step, metrics)
+                warning = self._noise_warning(metrics)
+                if warning:
+                    progress.note(warning)
+
+    def _noise_warning(self, metrics: dict[str, float]) -> str | None:
+        """Said once, when the clip range lies inside what the sequence ratios would vary by without
+        any learning: there the clip cuts noise."""
+        section = self.config.objective
+        if self.noise_was_said or section.import_path is not None:
+            return None
+        recipe, floor = resolve_objective(section), metrics["ratio/noise_floor"]
+        if not recipe.clips_sequences:
+            return None
+        narrow = min(recipe.parameters["clip_low"], recipe.parameters["clip_high"])
+        if floor <= narrow:
+            return None
+        self.noise_was_said = True
+        return (
+            f"warning: the clip range {narrow:g} is narrower than the noise of the sequence ratio, "
+            f"{floor:.2g} (ratio/noise_floor: trainer against rollout engine, same weights); widen "
+            "objective.clip_low and clip_high, or compute both in a higher precision"
+        )
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step. Returns its metrics, the same on every rank."""
         start = time.perf_counter()
         job, config = self.job, self.config
-        chosen = [job.inputs.train[i] for i in self.loader.next()]
         seed = (config.training.seed << 32) + step
-        experience = job.collector.collect(chosen, config.rollout.group_size, self.sampling, seed)
+        experience = job.collector.collect(self._draw, self.sampling, seed)
         index = index_step(experience.batch, experience.rewards, self.data_group)
         plan = self._plan(index.lengths, index.response_lengths)
         sequences = exchange(
-            experience.batch, index, self._destinations(plan, len(index.lengths)), self.data_group
+            experience.batch,
+            index,
+            self._destinations(plan, len(index.lengths)),
+            self.data_group,
+            experience.token_advantages,
         )
         update = self.updater.update(sequences, index, plan)
         sync_start = time.perf_counter()
@@ -171,16 +199,19 @@ class ReinforcementLoop:
             "perf/peak_memory_bytes": peak_memory_bytes(),
         }
         if job.record.is_main:
-            count = min(config.logging.samples_per_step, len(experience.rewards))
-            samples = job.collector.samples(experience, chosen, count)
-            job.record.write_samples(step, samples, experience.rewards[:count].tolist())
+            job.record.write_samples(step, *job.collector.samples(experience))
         return metrics
+
+    def _draw(self) -> list[Prompt]:
+        """The next prompts, the same on every rank."""
+        return [self.job.inputs.train[i] for i in self.loader.next()]
 
     def _plan(self, lengths: Sequence[int], responses: Sequence[int]) -> list[MiniBatch]:
         return plan_step(
             lengths,
             responses,
-            mini_batches=self.config.objective.mini_batches,
+            # dynamic sampling may leave fewer sequences than that
+            mini_batches=min(self.config.objective.mini_batches, len(lengths)),
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             token_budget=self.config.training.micro_batch_tokens
             * self.job.policy.config.context_parallel_size,

@@ -16,30 +16,22 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from gspo_megatron.config import Config, resolve_parallel
-from gspo_megatron.config.objectives import Recipe, resolve_objective
-from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
+from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.train.exchange import Sequences, StepIndex, exchange, index_step
 from gspo_megatron.train.plan import MiniBatch, plan_step
 from gspo_megatron.train.schedule import MicroBatchBuilder, response_logprobs
 from gspo_megatron.train.step import PolicyUpdater
+from gspo_megatron.train.synthetic import SyntheticBatch
 from gspo_megatron.types import RolloutBatch
 
 _PAD_ID = 0
-
-
-@dataclass(frozen=True)
-class SyntheticBatch:
-    """Sequences of a step, the same on every rank."""
-
-    tokens: list[Tensor]  # [length] int64 each, prompt and response
-    response_lengths: list[int]
-    advantages: list[float]
-    log_ratios: list[Tensor]  # [response] float32 each: what log pi - log pi_old shall be
+DESCENT = 0.05  # learning rate between the mini-batches of an update in float64
 
 
 @dataclass(frozen=True)
@@ -65,60 +57,18 @@ class StepResult:
     replica_error: float = 0.0  # largest relative difference between copies of a gradient
 
 
-def synthetic_batch(
-    objective: ObjectiveSection,
+def run_update(
+    config: Config,
     vocab_size: int,
-    *,
-    num_sequences: int = 13,
-    shortest: int = 2,
-    longest: int = 24,
-    seed: int = 1,
-) -> SyntheticBatch:
-    """Ragged random sequences whose ratios lie inside and outside the objective's clip range, on
-    both sides and with advantages of both signs, never near a bound.
-
-    The advantages are not centred: the loss of a centred batch is a difference of nearly equal
-    numbers, and rounding alone would be a large part of it.
-    """
-    assert 2 <= shortest <= longest
-    generator = torch.Generator().manual_seed(seed)
-    recipe = resolve_objective(objective)
-    low, high = _log_bounds(recipe)
-    levels = torch.tensor([2.5 * low, 0.5 * low, 0.5 * high, 2.5 * high])
-    batch = SyntheticBatch([], [], [], [])
-    for number in range(num_sequences):
-        length = int(torch.randint(shortest, longest + 1, (), generator=generator))
-        response = int(torch.randint(1, length, (), generator=generator))
-        if recipe.ratio != "token":
-            noise = 0.02 * torch.randn(response, generator=generator)
-            scale = 1 / response if recipe.ratio == "sequence_product" else 1.0
-            log_ratios = levels[number % 4] * scale + noise - noise.mean()
-        else:
-            log_ratios = levels[torch.randint(0, 4, (response,), generator=generator)]
-        size = 0.5 + float(torch.rand((), generator=generator))
-        positive = number // 4 % 2 == 0
-        batch.tokens.append(torch.randint(0, vocab_size, (length,), generator=generator))
-        batch.response_lengths.append(response)
-        batch.log_ratios.append(log_ratios)
-        batch.advantages.append(2.0 * size if positive else -size)
-    return batch
-
-
-def _log_bounds(recipe: Recipe) -> tuple[float, float]:
-    """Log-ratios at which the recipe's rule starts to act."""
-    numbers = recipe.parameters
-    if "log_clip" in numbers:
-        return -numbers["log_clip"], numbers["log_clip"]
-    low, high = numbers.get("clip_low", 0.2), numbers.get("clip_high", 0.2)
-    return math.log1p(-low), math.log1p(high)
-
-
-def first_update(
-    config: Config, vocab_size: int, batch: SyntheticBatch, cut: Cut | None = None
+    batch: SyntheticBatch,
+    cut: Cut | None = None,
+    mini_batches: int = 1,
 ) -> StepResult:
-    """Build the policy on the running processes and update it once on `batch`, by the code of a
-    training step from the exchange of sequences on. All ranks call it; the configuration has passed
+    """Build the policy on the running processes and update it on `batch`, by the code of a training
+    step from the exchange of sequences on. All ranks call it; the configuration has passed
     `check_config`. The groups it builds are gone when it returns.
+
+    The metrics are the step's, the gradients those of the last mini-batch.
     """
     cut = cut or Cut(token_budget=config.training.micro_batch_tokens)
     parallel = resolve_parallel(config, dist.get_world_size())
@@ -129,17 +79,17 @@ def first_update(
     recorder = _Recorder(trainer.optimizer, trainer.scheduler, policy)
     padded = not config.training.packing
     builder = MicroBatchBuilder(policy, _PAD_ID, config.rollout.temperature, padded=padded)
-    plan = _plan(batch, cut, parallel.data_parallel_size, padded)
-    sequences, index = _receive(batch, plan, policy)
-    _set_old_logprobs(policy, builder, plan, sequences, index)
+    plans = _plans(batch, cut, mini_batches, parallel.data_parallel_size, padded)
+    sequences, index = _receive(batch, plans, policy)
+    _set_old_logprobs(policy, builder, plans, sequences, index)
     section = config.objective
     if resolve_objective(section).correction == "none":  # else its ratios are those to the rollout
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
     # the batch's advantages stand in the place of its rewards
     objective = replace(objective, advantages=lambda values, _: values.float())
-    updater = PolicyUpdater(policy, recorder, builder, objective, section)
-    update = updater.update(sequences, index, [plan])
+    updater = PolicyUpdater(policy, recorder, builder, objective, section, config.routing)
+    update = updater.update(sequences, index, plans)
     tear_down_model_parallel()
     return StepResult(update.metrics, recorder.gradients, recorder.replica_error)
 
@@ -206,7 +156,15 @@ class _Recorder(Trainer):
         for gradient in self.gradients.values():
             norm += gradient.square().sum()
         dist.broadcast(norm, src=0)
+        self._descend()
         return math.sqrt(norm), 0.0
+
+    @torch.no_grad()
+    def _descend(self) -> None:
+        """One step along the gradient, for the mini-batches that follow."""
+        for model in self.policy.models:
+            for parameter in model.parameters():
+                parameter.sub_(parameter.main_grad, alpha=DESCENT)
 
 
 class _Assembly:
@@ -263,26 +221,33 @@ def _complete_shards(policy: Policy) -> None:
                 bucket.grad_data.copy_(gathered)
 
 
-def _plan(batch: SyntheticBatch, cut: Cut, data_parallel_size: int, padded: bool) -> MiniBatch:
+def _plans(
+    batch: SyntheticBatch, cut: Cut, mini_batches: int, data_parallel_size: int, padded: bool
+) -> list[MiniBatch]:
     assert cut.replicas % data_parallel_size == 0
-    plan = plan_step(
+    plans = plan_step(
         [len(t) for t in batch.tokens],
         batch.response_lengths,
-        mini_batches=1,
+        mini_batches=mini_batches,
         data_parallel_size=cut.replicas,
         token_budget=cut.token_budget,
         micro_batch_multiple=cut.multiple,
         padded=padded,
-    )[0]
-    share = cut.replicas // data_parallel_size
-    joined = tuple(
-        tuple(m for replica in plan.micro_batches[start : start + share] for m in replica)
-        for start in range(0, cut.replicas, share)
     )
-    return MiniBatch(joined, plan.num_sequences, plan.num_response_tokens)
+    share = cut.replicas // data_parallel_size
+    joined = []
+    for plan in plans:
+        ranks = tuple(
+            tuple(m for replica in plan.micro_batches[start : start + share] for m in replica)
+            for start in range(0, cut.replicas, share)
+        )
+        joined.append(MiniBatch(ranks, plan.num_sequences, plan.num_response_tokens))
+    return joined
 
 
-def _receive(batch: SyntheticBatch, plan: MiniBatch, policy: Policy) -> tuple[Sequences, StepIndex]:
+def _receive(
+    batch: SyntheticBatch, plans: Sequence[MiniBatch], policy: Policy
+) -> tuple[Sequences, StepIndex]:
     """Pairs of sequences start on the data ranks in turn, as if sampled there."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     cp_size = policy.config.context_parallel_size
@@ -306,11 +271,13 @@ def _receive(batch: SyntheticBatch, plan: MiniBatch, policy: Policy) -> tuple[Se
         truncated=torch.zeros_like(numbers, dtype=torch.bool),
         sample_index=numbers,
         group_index=numbers // 2,
+        routes=_local_routes(batch, mine, policy),
     )
     advantages = torch.tensor(batch.advantages, dtype=torch.float64, device=device)[numbers]
     index = index_step(rollout, advantages, group)
     owner = {
         number: rank
+        for plan in plans
         for rank, micro_batches in enumerate(plan.micro_batches)
         for members in micro_batches
         for number in members
@@ -321,16 +288,25 @@ def _receive(batch: SyntheticBatch, plan: MiniBatch, policy: Policy) -> tuple[Se
     return exchange(rollout, index, destinations, group), index
 
 
+def _local_routes(batch: SyntheticBatch, mine: Sequence[int], policy: Policy) -> Tensor | None:
+    """[tokens of `mine`, layers of this rank, k], as a rollout on this rank would give them."""
+    if batch.routes is None:
+        return None
+    layers = [number - 1 for number in attach_hooks(policy.models)]
+    pieces = [batch.routes[0][:0], *(batch.routes[n] for n in mine)]
+    return torch.cat(pieces)[:, layers].to(torch.cuda.current_device())
+
+
 def _set_old_logprobs(
     policy: Policy,
     builder: MicroBatchBuilder,
-    plan: MiniBatch,
+    plans: Sequence[MiniBatch],
     sequences: Sequences,
     index: StepIndex,
 ) -> None:
     """Turn the wanted log-ratios, which came as the rollout's log-probs, into those log-probs: the
     policy's own minus the log-ratio. Only the last pipeline stage reads them."""
-    [batches] = builder.build_step([plan], sequences, index)
+    batches = [m for batch in builder.build_step(plans, sequences, index) for m in batch]
     for micro_batch, (logprobs, _) in zip(batches, response_logprobs(policy, batches)):
         rows = micro_batch.packed.response_index
         sequences.logprobs[rows] = (logprobs - sequences.logprobs[rows]).to(sequences.logprobs)

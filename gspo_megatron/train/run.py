@@ -9,6 +9,8 @@ from gspo_megatron.objectives import Objective, build_objective
 from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
 from gspo_megatron.rewards.registry import Reward, get_reward
 from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.routing.hooks import attach_hooks
+from gspo_megatron.routing.replay import recorded
 from gspo_megatron.train.experience import ExperienceCollector
 from gspo_megatron.train.loop import Job, ReinforcementLoop, warm_start
 from gspo_megatron.train.record import RunRecord
@@ -50,13 +52,16 @@ def assemble(config: Config, inputs: Inputs, reward: Reward, objective: Objectiv
         eos_id=tokenizer.eos_id,
         batch_size=config.rollout.batch_size,
         decode=tokenizer.decode,
+        record_routes=recorded if config.routing.replay == "r3" else None,
     )
+    if config.routing.replay == "r3":
+        attach_hooks(policy.models)
     return Job(
         config=config,
         policy=policy,
         inputs=inputs,
         engine=engine,
-        collector=ExperienceCollector(engine, tokenizer, reward, ranks.device),
+        collector=ExperienceCollector(config, engine, tokenizer, reward, ranks.device),
         builder=MicroBatchBuilder(
             policy,
             tokenizer.pad_id,

@@ -16,6 +16,7 @@ from torch import Tensor
 from gspo_megatron.data.packing import BatchShape, PackedBatch, batch_shape, pack
 from gspo_megatron.models.build import Policy, unwrap
 from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.routing.hooks import Routes, routed
 from gspo_megatron.train.exchange import Sequences, StepIndex
 from gspo_megatron.train.plan import MiniBatch
 
@@ -28,6 +29,7 @@ class MicroBatch:
     packed: PackedBatch
     sequences: PackedSeqParams | None  # None where each sequence has a row of its own
     head: HeadInputs
+    routes: Routes | None = None  # what the next forward pass does about its experts
 
 
 # logprobs [rows], entropies [rows], micro-batch -> loss (scalar), figures
@@ -178,14 +180,15 @@ def _run(
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
         micro_batch = next(iterator)
         packed = micro_batch.packed
-        output = model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            attention_mask=None,
-            labels=micro_batch.head,
-            packed_seq_params=micro_batch.sequences,
-            padding_mask=_local_padding_mask(model, packed.padding_mask),
-        )
+        with routed(micro_batch.routes):
+            output = model(
+                input_ids=packed.input_ids,
+                position_ids=packed.position_ids,
+                attention_mask=None,
+                labels=micro_batch.head,
+                packed_seq_params=micro_batch.sequences,
+                padding_mask=_local_padding_mask(model, packed.padding_mask),
+            )
         return output, partial(callback, micro_batch)
 
     chunks = policy.chunks

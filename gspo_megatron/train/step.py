@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.config.schema import ObjectiveSection, RoutingSection
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer, zero_gradients
 from gspo_megatron.models.reference import ReferencePolicy
@@ -21,6 +21,7 @@ from gspo_megatron.ops.segments import segment_sum
 from gspo_megatron.train.exchange import Sequences, StepIndex
 from gspo_megatron.train.metrics import StepFigures, mismatch_figures, share_with_all_stages
 from gspo_megatron.train.plan import MiniBatch
+from gspo_megatron.train.routes import StepRoutes
 from gspo_megatron.train.schedule import (
     MicroBatch,
     MicroBatchBuilder,
@@ -48,6 +49,7 @@ class PolicyUpdater:
         builder: MicroBatchBuilder,
         objective: Objective,
         section: ObjectiveSection,
+        routing: RoutingSection | None = None,
     ) -> None:
         """The reference policy, where the objective needs one, is the policy as it is now."""
         self.policy, self.trainer, self.builder = policy, trainer, builder
@@ -57,6 +59,9 @@ class PolicyUpdater:
         if objective.needs_reference:
             self.reference = ReferencePolicy(policy, offload=section.reference_offload)
         self.device = builder.device
+        self.routes = None
+        if routing is not None and (routing.replay != "off" or routing.volatility):
+            self.routes = StepRoutes(policy, routing, self.device)
         self.cp_group = parallel_state.get_context_parallel_group()
         self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
@@ -72,6 +77,8 @@ class PolicyUpdater:
         for batch in batches:
             for micro_batch in batch:
                 micro_batch.head.entropy_gradient = self.objective.needs_entropy_gradient
+        if self.routes is not None:
+            self.routes.start(batches, sequences)
         anchors = self._anchors(batches, sequences)
         rewards = index.rewards - self._penalties(anchors, len(index.rewards))
         advantages = self._advantages(rewards, index)
@@ -85,9 +92,13 @@ class PolicyUpdater:
             measure = figures if number == 0 else None
             loss = _ObjectiveLoss(self, plan, anchors, advantages, measure)
             zero_gradients(self.policy.chunks, self.trainer.optimizer)
+            if self.routes is not None:
+                self.routes.set_training_pass(batch)
             for outputs in forward_backward(self.policy, batch, loss, plan.num_micro_batches):
                 figures.add_means(outputs.means)
                 figures.add_values(outputs.values)
+            if self.routes is not None:
+                self.routes.finish_training_pass(batch)
             norm, rate = self.trainer.update()
             norms.append(norm)
             rates.append(rate)
@@ -97,6 +108,8 @@ class PolicyUpdater:
         metrics = self.objective.complete(share_with_all_stages(reduced, self.pipeline_group))
         metrics["grad_norm"] = sum(norms) / len(norms)
         metrics["lr"] = rates[-1]
+        if self.routes is not None:
+            metrics |= self.routes.figures()
         seconds = {"logprob": logprob_seconds, "train": train_seconds}
         return Update(metrics, seconds)
 
@@ -113,19 +126,32 @@ class PolicyUpdater:
                 sampled=sequences.logprobs[rows],
                 token_advantages=None if own is None else own[rows],
             )
+        everything = [m for batch in batches for m in batch]
+        self._old_pass(everything, len(batches[0]), anchors)
         if self.reference is not None:
+            if self.routes is not None:
+                self.routes.set_reference_pass(everything)
             with self.reference.in_place():
-                self._record([m for batch in batches for m in batch], anchors, "reference")
+                self._record(everything, anchors, "reference")
+        return anchors
+
+    def _old_pass(
+        self, micro_batches: Sequence[MicroBatch], first: int, anchors: dict[int, Anchors]
+    ) -> None:
+        """Log-probs under the policy at the start of the step. Those of the first mini-batch, the
+        first `first` micro-batches, are what its training pass computes: no update lies between.
+        """
+        penalises = self.reference is not None and self.section.kl_in == "reward"
+        wanted = micro_batches if penalises else micro_batches[first:]
+        if self.recompute_old or (self.routes is not None and self.routes.records):
+            if self.routes is not None:
+                self.routes.set_old_pass(wanted)
+            self._record(wanted, anchors, "old")
+            if self.routes is not None:
+                self.routes.take_old_pass(wanted)
         if not self.recompute_old:
             for anchor in anchors.values():
                 anchor.old = anchor.sampled
-        elif self.section.kl_in == "reward" and self.reference is not None:
-            self._record([m for batch in batches for m in batch], anchors, "old")
-        else:
-            # Those of the first mini-batch are what its training pass computes: no update lies
-            # between.
-            self._record([m for batch in batches[1:] for m in batch], anchors, "old")
-        return anchors
 
     def _record(
         self, micro_batches: Sequence[MicroBatch], anchors: dict[int, Anchors], name: str

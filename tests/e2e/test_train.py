@@ -72,6 +72,18 @@ def test_a_warm_start_with_a_target_ends_there(gspo: Command, config_file: Path)
     assert supervised[-1]["step"] % 5 == 0
 
 
+def test_a_clip_range_inside_the_noise_of_the_ratios_is_said_once(
+    gspo: Command, config_file: Path
+) -> None:
+    """Rollout and trainer differ by fp32 rounding, some 1e-7, with the same weights."""
+    narrow = ("objective.clip_low=1e-10", "objective.clip_high=1e-10")
+    result = gspo("train", config_file, *narrow, "logging.plots=false")
+    assert result.returncode == 0, result.stderr[-3000:]
+    said = [line for line in result.stdout.splitlines() if "noise of the sequence ratio" in line]
+    assert len(said) == 1 and "ratio/noise_floor" in said[0]
+    assert "noise of the sequence ratio" not in gspo("train", config_file).stdout
+
+
 PADDED = ("training.packing=false", "model.megatron.moe_token_dispatcher_type=allgather")
 
 

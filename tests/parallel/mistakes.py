@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from gspo_megatron.models import build, experts
 from gspo_megatron.ops import vocab_parallel
 from gspo_megatron.train import parity, schedule, step
-from gspo_megatron.train.parity import StepResult, first_update
+from gspo_megatron.train.parity import StepResult, run_update
 from gspo_megatron.train.plan import MiniBatch
 
 Mistake = Callable[[], contextlib.AbstractContextManager]
@@ -26,9 +26,9 @@ MISTAKES: dict[str, Mistake] = {}
 
 
 def mistaken_update(mistake: str, **arguments: Any) -> StepResult:
-    """`first_update` with one mistake in it."""
+    """`run_update` with one mistake in it."""
     with MISTAKES[mistake]():
-        return first_update(**arguments)
+        return run_update(**arguments)
 
 
 def _mistake(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:

@@ -36,6 +36,7 @@ def odd_moe(
     tie_embeddings: bool = False,
     sequence_parallel: bool | None = None,
     training: dict[str, Any] | None = None,
+    routing: dict[str, Any] | None = None,
     **megatron: Any,
 ) -> Config:
     """The configuration of the tiny MoE on a layout such as "tp=2,ep=2", in fp32 unless `training`
@@ -47,6 +48,7 @@ def odd_moe(
             "data": {"tokenizer": "none"},
             "objective": objective or {},
             "optimizer": {"learning_rate": 1e-3},
+            "routing": routing or {},
             "training": {"precision": "fp32"} | (training or {}),
         }
     )

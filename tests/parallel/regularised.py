@@ -9,7 +9,7 @@ import torch
 
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.train import step
-from gspo_megatron.train.parity import StepResult, first_update
+from gspo_megatron.train.parity import StepResult, run_update
 
 
 class DistantReference(ReferencePolicy):
@@ -24,6 +24,6 @@ class DistantReference(ReferencePolicy):
 
 
 def update_away_from_the_reference(**arguments: Any) -> StepResult:
-    """`first_update` with a reference that differs from the policy."""
+    """`run_update` with a reference that differs from the policy."""
     with mock.patch.object(step, "ReferencePolicy", DistantReference):
-        return first_update(**arguments)
+        return run_update(**arguments)

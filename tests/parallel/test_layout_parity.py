@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gspo_megatron.config.parallel import Layout
-from gspo_megatron.train.parity import Cut, StepResult, compare, first_update, synthetic_batch
+from gspo_megatron.train.parity import Cut, StepResult, compare, run_update
+from gspo_megatron.train.synthetic import synthetic_batch
 from tests.parallel.models import VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool
 from tests.parallel.updates import (
@@ -37,7 +38,7 @@ def run(pool: Pool) -> Run:
             return kept[key]
         result = pool.run(
             Layout.parse(layout).world_size,
-            first_update,
+            run_update,
             config=config,
             vocab_size=VOCAB_SIZE,
             batch=synthetic_batch(config.objective, VOCAB_SIZE, num_sequences=sequences),

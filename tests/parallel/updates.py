@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gspo_megatron.train.parity import StepResult, SyntheticBatch, compare, first_update
+from gspo_megatron.train.parity import StepResult, compare, run_update
+from gspo_megatron.train.synthetic import SyntheticBatch
 from tests.parallel.explicit import explicit_update
 from tests.parallel.matrix import Case
 from tests.parallel.models import VOCAB_SIZE
@@ -43,7 +44,7 @@ class Updates:
         """The case's update, by the code of a training step."""
         return self._pool.run(
             case.world_size,
-            first_update,
+            run_update,
             config=case.config(),
             vocab_size=VOCAB_SIZE,
             batch=batch or case.batch(),
@@ -69,7 +70,7 @@ class Updates:
         if key not in self._one_rank:
             self._one_rank[key] = self._pool.run(
                 1,
-                first_update,
+                run_update,
                 config=plain.config(),
                 vocab_size=VOCAB_SIZE,
                 batch=case.batch(),

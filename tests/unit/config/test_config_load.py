@@ -196,7 +196,11 @@ parallel: 4
             "training.clip_grad=1.0",
             "training.clip_grad = 1.0: unknown key; did you mean optimizer.clip_grad?",
         ),
-        ("routing.xyz=1", "routing.xyz = 1: unknown key; legal: replay"),
+        (
+            "routing.xyz=1",
+            "routing.xyz = 1: unknown key; legal: replay, reference_replay, store_on_host, "
+            "volatility",
+        ),
         (
             "objective.name=gsop",
             "objective.name = 'gsop': unknown value; did you mean gspo? "

@@ -1,7 +1,4 @@
-"""Random micro-batches, and the objectives as the papers print them, in plain loops.
-
-The reference shares no code with the package: one sequence and one token at a time, in float64.
-"""
+"""Random micro-batches, cut into shards or not, and objectives by name."""
 
 from __future__ import annotations
 
@@ -9,13 +6,31 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.objectives import Objective, build_objective
 from gspo_megatron.types import LossInputs
+from tests.unit.objectives.papers import SPREADS
+
+PER_TOKEN = (
+    "logprobs",
+    "old_logprobs",
+    "mask",
+    "sequence_index",
+    "entropy",
+    "token_advantages",
+    "sampled_logprobs",
+    "reference_logprobs",
+)
+
+
+def _make_objective(name: str, **keys: Any) -> Objective:
+    return build_objective(ObjectiveSection(name=name, **keys), max_response_tokens=40)
 
 
 def _make_inputs(
@@ -23,13 +38,15 @@ def _make_inputs(
     lengths: tuple[int, ...] = (7, 1, 13, 4, 9, 2),
     *,
     spread: float = 1e-3,
+    mismatch: float = 0.1,
     dtype: torch.dtype = torch.float64,
     with_token_advantages: bool = False,
+    with_reference: bool = False,
 ) -> LossInputs:
     """Ragged sequences with holes in the mask, ratios to both sides of 1 and an advantage of 0.
 
     `spread` is the size of log pi - log pi_old, of which a part is common to a whole sequence so
-    that the sequence ratios leave the clip range too.
+    that the sequence ratios leave the clip range too; `mismatch` that of log pi_old - log mu.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -45,6 +62,10 @@ def _make_inputs(
     advantages = normal(sequences)
     advantages[sequences // 2] = 0.0
     lengths_in_mask = torch.zeros(sequences, dtype=dtype).index_add(0, index, mask)
+    entropy = normal(tokens).abs().to(dtype)
+    token_advantages = normal(tokens).to(dtype) if with_token_advantages else None
+    sampled = old - mismatch * (normal(tokens) + normal(sequences)[index])
+    reference = (new + 0.3 * normal(tokens)).to(dtype) if with_reference else None
     return LossInputs(
         logprobs=new.to(dtype).requires_grad_(),
         old_logprobs=old.to(dtype),
@@ -56,61 +77,24 @@ def _make_inputs(
         global_num_tokens=int(mask.sum()) + 40,
         sum_over_shards=lambda vector: vector,
         is_primary_shard=True,
-        entropy=normal(tokens).abs().to(dtype),
-        token_advantages=normal(tokens).to(dtype) if with_token_advantages else None,
+        entropy=entropy.requires_grad_(),
+        token_advantages=token_advantages,
+        sampled_logprobs=sampled.to(dtype),
+        reference_logprobs=reference,
     )
 
 
-@dataclass
-class Expected:
-    loss: Tensor
-    gradient: Tensor  # [tokens]
-    binding: list[list[str]]  # per sequence, per masked token: "", "low" or "high"
-    outside: list[list[bool]]
-
-
-def _reference(name: str, inputs: LossInputs, clip_low: float, clip_high: float) -> Expected:
-    new = inputs.logprobs.detach().double().requires_grad_()
-    old = inputs.old_logprobs.double()
-    loss = torch.zeros((), dtype=torch.float64)
-    all_binding: list[list[str]] = []
-    all_outside: list[list[bool]] = []
-    for i in range(len(inputs.advantages)):
-        positions = [
-            t
-            for t in range(len(new))
-            if int(inputs.sequence_index[t]) == i and float(inputs.mask[t]) == 1.0
-        ]
-        binding: list[str] = []
-        outside: list[bool] = []
-        sequence_ratio = None
-        if positions:
-            log_sum = torch.zeros((), dtype=torch.float64)
-            for t in positions:
-                log_sum = log_sum + (new[t] - old[t])
-            sequence_ratio = torch.exp(log_sum / len(positions))
-        for t in positions:
-            advantage = float(inputs.advantages[i])
-            if inputs.token_advantages is not None:
-                advantage = float(inputs.token_advantages[t])
-            if name == "gspo":
-                ratio = sequence_ratio
-            elif name == "gspo_token":
-                ratio = sequence_ratio.detach() * torch.exp(new[t]) / torch.exp(new[t]).detach()
-            else:
-                ratio = torch.exp(new[t]) / torch.exp(old[t])
-            unclipped = ratio * advantage
-            value = float(ratio.detach())
-            clipped = min(max(value, 1 - clip_low), 1 + clip_high) * advantage
-            cut = clipped < value * advantage
-            surrogate = torch.tensor(clipped, dtype=torch.float64) if cut else unclipped
-            loss = loss - surrogate / len(positions) / inputs.global_num_sequences
-            binding.append("" if not cut else "low" if value < 1 else "high")
-            outside.append(not 1 - clip_low <= value <= 1 + clip_high)
-        all_binding.append(binding)
-        all_outside.append(outside)
-    (gradient,) = torch.autograd.grad(loss, new, allow_unused=True)
-    return Expected(loss.detach(), gradient, all_binding, all_outside)
+def _choose(inputs: LossInputs, which: Tensor, **others: Any) -> LossInputs:
+    """The same with the tokens `which` alone (a mask or an order), as leaves of a new graph."""
+    cut = {}
+    for name in PER_TOKEN:
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            cut[name] = tensor[which].detach().clone()
+    cut["logprobs"].requires_grad_()
+    if "entropy" in cut:
+        cut["entropy"].requires_grad_()
+    return dataclasses.replace(inputs, **(cut | others))
 
 
 def _run_shards(
@@ -134,16 +118,11 @@ def _run_shards(
             barrier.wait()
             return vector.copy_(total)  # in place, as an all-reduce does it
 
-        mine = owner == shard
-        cut = {
-            name: getattr(inputs, name)[mine].detach()
-            for name in ("logprobs", "old_logprobs", "mask", "sequence_index", "entropy")
-        }
-        if inputs.token_advantages is not None:
-            cut["token_advantages"] = inputs.token_advantages[mine]
-        cut["logprobs"].requires_grad_()
-        return dataclasses.replace(
-            inputs, **cut, sum_over_shards=sum_over_shards, is_primary_shard=shard == num_shards - 1
+        return _choose(
+            inputs,
+            owner == shard,
+            sum_over_shards=sum_over_shards,
+            is_primary_shard=shard == num_shards - 1,
         )
 
     def work(shard: int) -> tuple[LossInputs, object]:
@@ -172,8 +151,14 @@ def make_inputs() -> Callable[..., LossInputs]:
 
 
 @pytest.fixture
-def reference() -> Callable[..., Expected]:
-    return _reference
+def make_objective() -> Callable[..., Objective]:
+    """An objective by name and the keys of its section; 40 response tokens at most."""
+    return _make_objective
+
+
+@pytest.fixture
+def choose() -> Callable[..., LossInputs]:
+    return _choose
 
 
 @pytest.fixture
@@ -181,10 +166,6 @@ def run_shards() -> Callable[..., list]:
     return _run_shards
 
 
-# By name, the spread of log-ratios at which the default clip range binds for a part of them.
-SPREADS = {"gspo": 1e-3, "gspo_token": 1e-3, "grpo": 0.4}
-
-
-@pytest.fixture(params=sorted(SPREADS))
+@pytest.fixture(params=list(SPREADS))
 def name_and_spread(request: pytest.FixtureRequest) -> tuple[str, float]:
     return request.param, SPREADS[request.param]

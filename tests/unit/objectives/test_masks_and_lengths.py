@@ -8,16 +8,30 @@ import math
 import pytest
 import torch
 
-from gspo_megatron.objectives import get_objective
+from gspo_megatron.objectives import Objective
 from gspo_megatron.types import LossInputs
 
 EXACT = {"rtol": 1e-10, "atol": 1e-13}  # float64, other orders of additions
+LONGEST = 40  # of make_objective
 
 
-def run(name: str, inputs: LossInputs):
-    outputs = get_objective(name)(inputs)
+def run(objective: Objective, inputs: LossInputs):
+    outputs = objective(inputs)
     outputs.loss.backward()
     return outputs, inputs.logprobs.grad
+
+
+def weight_of_a_token(name: str, inputs: LossInputs, i: int) -> float:
+    """d loss / d log pi of a token of response i with an advantage of 1, where all ratios are 1."""
+    sequences = inputs.global_num_sequences
+    return -{
+        "dapo": 1 / inputs.global_num_tokens,
+        "cispo": 1 / inputs.global_num_tokens,
+        "dr_grpo": 1 / (sequences * LONGEST),
+        "luspo": 1 / sequences,
+        "minirl": 1 / sequences,
+        "reinforce_leave_one_out": 1 / sequences,
+    }.get(name, 1 / (sequences * float(inputs.sequence_lengths[i])))
 
 
 def uniform(log_ratios: list[float], lengths: list[int], advantages: list[float]) -> LossInputs:
@@ -35,116 +49,156 @@ def uniform(log_ratios: list[float], lengths: list[int], advantages: list[float]
         global_num_tokens=sum(lengths),
         sum_over_shards=lambda vector: vector,
         is_primary_shard=True,
+        sampled_logprobs=torch.zeros_like(new),
     )
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 50.0])
-def test_what_stands_outside_the_mask_reaches_nothing(name_and_spread, make_inputs, poison):
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_what_stands_outside_the_mask_reaches_nothing(
+    name_and_spread, make_inputs, make_objective, poison, kl
+):
     name, spread = name_and_spread
-    clean = make_inputs(1, spread=spread)
-    expected, expected_gradient = run(name, clean)
+    objective = make_objective(
+        name,
+        kl=kl,
+        kl_coefficient=0.1,
+        entropy_coefficient=0.1,
+        correction="k3_mask",
+        off_policy_mask=0.5 * spread,
+    )
+    of_tokens = name not in ("gspo", "gmpo", "luspo", "reinforce_leave_one_out")
+    options = {"with_reference": True, "with_token_advantages": of_tokens}
+    clean = make_inputs(1, spread=spread, mismatch=0.03, **options)
+    expected, expected_gradient = run(objective, clean)
     holes = clean.mask == 0
     assert holes.any()
-    poisoned = dataclasses.replace(
-        clean,
-        logprobs=clean.logprobs.detach().masked_fill(holes, poison).requires_grad_(),
-        old_logprobs=clean.old_logprobs.masked_fill(holes, -poison),
-        entropy=clean.entropy.masked_fill(holes, poison),
-    )
+    changed = {
+        field: getattr(clean, field).detach().masked_fill(holes, sign * poison)
+        for field, sign in (
+            ("logprobs", 1),
+            ("old_logprobs", -1),
+            ("entropy", 1),
+            ("sampled_logprobs", 1),
+            ("reference_logprobs", -1),
+            ("token_advantages", 1),
+        )
+        if getattr(clean, field) is not None
+    }
+    poisoned = dataclasses.replace(clean, **changed)
+    poisoned.logprobs.requires_grad_()
+    poisoned.entropy.requires_grad_()
 
-    outputs, gradient = run(name, poisoned)
+    outputs, gradient = run(objective, poisoned)
 
     assert torch.equal(outputs.loss, expected.loss)
     assert torch.equal(gradient, expected_gradient)
     assert (gradient[holes] == 0).all()
+    assert torch.equal(poisoned.entropy.grad, clean.entropy.grad)
     for kind in ("means", "values"):
         for key, value in getattr(outputs, kind).items():
             assert torch.equal(value, getattr(expected, kind)[key]), key
 
 
-def test_a_fully_masked_sequence_counts_in_the_mean_and_adds_nothing(name_and_spread, make_inputs):
+def test_a_fully_masked_sequence_counts_in_the_mean_and_adds_nothing(
+    name_and_spread, make_inputs, make_objective, choose
+):
     name, spread = name_and_spread
+    objective = make_objective(name)
     inputs = make_inputs(2, spread=spread)
     gone = inputs.sequence_index == 2
     inputs.mask[gone] = 0
     inputs.sequence_lengths[2] = 0
     inputs.advantages[2] = 3.0
     kept = ~gone
-    without = make_inputs(2, spread=spread)
-    without = dataclasses.replace(
-        without,
-        logprobs=without.logprobs[kept].detach().requires_grad_(),
-        old_logprobs=without.old_logprobs[kept],
-        mask=without.mask[kept],
-        entropy=without.entropy[kept],
-        sequence_index=without.sequence_index[kept] - (without.sequence_index[kept] > 2).long(),
-        advantages=without.advantages[[0, 1, 3, 4, 5]],
-        sequence_lengths=without.sequence_lengths[[0, 1, 3, 4, 5]],
+    others = [0, 1, 3, 4, 5]
+    without = choose(
+        inputs,
+        kept,
+        advantages=inputs.advantages[others],
+        sequence_lengths=inputs.sequence_lengths[others],
     )
+    without.sequence_index -= (without.sequence_index > 2).long()
 
-    outputs, gradient = run(name, inputs)
-    expected, expected_gradient = run(name, without)  # with the same global_num_sequences
+    outputs, gradient = run(objective, inputs)
+    expected, expected_gradient = run(objective, without)  # with the same global counts
 
     torch.testing.assert_close(outputs.loss, expected.loss, **EXACT)
     torch.testing.assert_close(gradient[kept], expected_gradient, **EXACT)
     assert (gradient[gone] == 0).all()
+    counted = float(name not in ("dapo", "cispo"))  # which have tokens as their divisor
     torch.testing.assert_close(
-        outputs.means["loss"], expected.means["loss"] + torch.tensor([0.0, 1.0]), **EXACT
+        outputs.means["loss"], expected.means["loss"] + torch.tensor([0.0, counted]), **EXACT
     )
     for key, pair in expected.means.items():
         if key != "loss":  # a sequence without tokens is not among those that could be clipped
             torch.testing.assert_close(outputs.means[key], pair, **EXACT)
 
 
-def test_a_batch_without_any_masked_token_gives_zero(name_and_spread, make_inputs):
+def test_a_batch_without_any_masked_token_gives_zero(name_and_spread, make_inputs, make_objective):
     name, spread = name_and_spread
     inputs = make_inputs(3, spread=spread)
     inputs.mask.zero_()
     inputs.sequence_lengths.zero_()
-    outputs, gradient = run(name, inputs)
+    outputs, gradient = run(make_objective(name), inputs)
     assert outputs.loss == 0
     assert (gradient == 0).all()
     assert all(torch.isfinite(pair).all() for pair in outputs.means.values())
     assert (outputs.values["ratio/sequence"] == 1).all()
 
 
-def test_sequences_weigh_the_same_whatever_their_length(name_and_spread):
-    name, _ = name_and_spread
-    outputs, gradient = run(name, uniform([0.0, 0.0], [2, 50], [1.0, 1.0]))
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo", "sapo", "gmpo"])
+def test_sequences_weigh_the_same_whatever_their_length(name, make_objective):
+    inputs = uniform([0.0, 0.0], [2, 50], [1.0, 1.0])
+    _, gradient = run(make_objective(name), inputs)
     assert float(gradient[:2].sum()) == pytest.approx(float(gradient[2:].sum()), rel=1e-12)
     assert float(gradient.sum()) == pytest.approx(-1.0, rel=1e-12)
-    assert outputs.loss.item() == pytest.approx(-1.0, rel=1e-12)
 
 
-def test_gspo_gives_every_token_of_a_sequence_the_same_weight(make_inputs):
+@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "cispo", "luspo", "minirl"])
+def test_tokens_weigh_the_same_whatever_their_sequence(name, make_objective):
+    inputs = uniform([0.0, 0.0], [2, 50], [1.0, 1.0])
+    _, gradient = run(make_objective(name), inputs)
+    torch.testing.assert_close(gradient, gradient[:1].expand_as(gradient), **EXACT)
+
+
+def test_gspo_gives_every_token_of_a_sequence_the_same_weight(make_inputs, make_objective):
     inputs = make_inputs(4, spread=1e-5)  # nothing is clipped
-    _, gradient = run("gspo", inputs)
+    _, gradient = run(make_objective("gspo"), inputs)
     for i in range(len(inputs.advantages)):
         mine = gradient[(inputs.sequence_index == i) & (inputs.mask > 0)]
         torch.testing.assert_close(mine, mine[:1].expand_as(mine), **EXACT)
 
 
-def test_sequence_ratio_is_the_exponential_of_the_mean_log_ratio():
+def test_sequence_ratio_is_the_exponential_of_the_mean_log_ratio(make_objective):
     # Neither the mean of the exponentials (1.5431) nor the exponential of the sum.
     inputs = uniform([0.0], [2], [1.0])
     inputs.logprobs = torch.tensor([1.0, -1.0], dtype=torch.float64, requires_grad=True)
-    outputs, _ = run("gspo", inputs)
+    outputs, _ = run(make_objective("gspo"), inputs)
     assert float(outputs.values["ratio/sequence"]) == pytest.approx(1.0, rel=1e-12)
     inputs.logprobs = torch.tensor([0.3, 0.1], dtype=torch.float64, requires_grad=True)
-    outputs, _ = run("gspo", inputs)
+    outputs, _ = run(make_objective("gspo"), inputs)
     assert float(outputs.values["ratio/sequence"]) == pytest.approx(math.exp(0.2), rel=1e-12)
 
 
-def test_ratios_of_the_old_policy_are_one_and_the_gradient_is_that_of_reinforce(name_and_spread):
+def test_ratios_of_the_old_policy_are_one_and_the_gradient_is_that_of_reinforce(
+    name_and_spread, make_objective
+):
     name, _ = name_and_spread
-    outputs, gradient = run(name, uniform([0.0, 0.0, 0.0], [4, 1, 5], [1.0, -2.0, 0.5]))
+    lengths, advantages = [4, 1, 5], [1.0, -2.0, 0.5]
+    inputs = uniform([0.0, 0.0, 0.0], lengths, advantages)
+    outputs, gradient = run(make_objective(name), inputs)
     assert (outputs.values["ratio/sequence"] == 1).all()
     assert (outputs.values["ratio/token"] == 1).all()
-    expected = torch.tensor([1 / 4] * 4 + [-2.0] + [0.5 / 5] * 5, dtype=torch.float64) / -3
-    torch.testing.assert_close(gradient, expected, **EXACT)
+    expected = [
+        weight_of_a_token(name, inputs, i) * advantage
+        for i, (length, advantage) in enumerate(zip(lengths, advantages, strict=True))
+        for _ in range(length)
+    ]
+    torch.testing.assert_close(gradient, torch.tensor(expected, dtype=torch.float64), **EXACT)
 
 
-def test_shapes_that_would_broadcast_are_refused(name_and_spread, make_inputs):
+def test_shapes_that_would_broadcast_are_refused(name_and_spread, make_inputs, make_objective):
     name, spread = name_and_spread
     inputs = make_inputs(5, spread=spread)
     wrong = {
@@ -154,32 +208,38 @@ def test_shapes_that_would_broadcast_are_refused(name_and_spread, make_inputs):
         "mask": inputs.mask[None],
         "logprobs": inputs.logprobs[:, None],
         "entropy": inputs.entropy[:1],
+        "sampled_logprobs": inputs.sampled_logprobs[:, None],
+        "reference_logprobs": inputs.old_logprobs[:1],
     }
     for field, tensor in wrong.items():
         with pytest.raises(AssertionError):
-            get_objective(name)(dataclasses.replace(inputs, **{field: tensor}))
+            make_objective(name)(dataclasses.replace(inputs, **{field: tensor}))
 
 
-def test_gspo_refuses_token_advantages_that_it_would_not_read(make_inputs):
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "luspo", "reinforce_leave_one_out"])
+def test_token_advantages_that_would_not_be_read_are_refused(name, make_inputs, make_objective):
     with pytest.raises(AssertionError, match="token_advantages"):
-        get_objective("gspo")(make_inputs(6, with_token_advantages=True))
+        make_objective(name)(make_inputs(6, with_token_advantages=True))
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_one_runaway_token_leaves_no_nan(name_and_spread, advantage):
+@pytest.mark.parametrize("jump", [500.0, -500.0])
+def test_one_runaway_token_leaves_no_nan(name_and_spread, make_objective, advantage, jump):
     name, _ = name_and_spread
     inputs = uniform([0.0, 0.0], [3, 2], [advantage, 1.0])
-    new = torch.tensor([500.0, 0.0, 0.0, 0.0, 0.0])
+    new = torch.tensor([jump, 0.0, 0.0, 0.0, 0.0])
     inputs = dataclasses.replace(
         inputs,
         logprobs=new.requires_grad_(),
         old_logprobs=torch.zeros(5),
+        sampled_logprobs=torch.zeros(5),
         mask=torch.ones(5),
         advantages=inputs.advantages.float(),
         sequence_lengths=inputs.sequence_lengths.float(),
     )
-    outputs, gradient = run(name, inputs)
+    outputs, gradient = run(make_objective(name), inputs)
     assert torch.isfinite(outputs.loss)
     assert torch.isfinite(gradient).all()
-    assert (gradient[3:] == -0.25).all()
+    expected = weight_of_a_token(name, inputs, 1)
+    assert gradient[3:].tolist() == pytest.approx([expected] * 2, rel=1e-6)
     assert all(torch.isfinite(pair).all() for pair in outputs.means.values())

@@ -7,19 +7,18 @@ import math
 import pytest
 import torch
 
-from gspo_megatron.objectives import get_objective
-from gspo_megatron.objectives.rules import min_clip
+from gspo_megatron.objectives.rules import capped, min_clip
+from tests.unit.objectives.papers import expect
 
 SIDES = {"binding": ("low", "high"), "low": ("low",), "high": ("high",)}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_clip_fractions_equal_counts_by_hand(seed, name_and_spread, make_inputs, reference):
+def test_clip_fractions_equal_counts_by_hand(seed, name_and_spread, make_inputs, make_objective):
     name, spread = name_and_spread
-    objective = get_objective(name)
     inputs = make_inputs(seed, spread=spread)
-    expected = reference(name, inputs, **objective.defaults)
-    means = objective(inputs).means
+    expected = expect(name, inputs)
+    means = make_objective(name)(inputs).means
     tokens = sum(len(sequence) for sequence in expected.binding)
     for figure, sides in SIDES.items():
         hits = [[side in sides for side in sequence] for sequence in expected.binding]
@@ -61,35 +60,47 @@ def test_clip_refuses_to_broadcast():
         min_clip(torch.ones(3), torch.ones(3, 1), 0.1, 0.1)
 
 
-@pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo"])
-def test_groups_with_zero_advantage_are_never_binding(name, make_inputs):
+def test_groups_with_zero_advantage_are_never_binding(name_and_spread, make_inputs, make_objective):
+    name, _ = name_and_spread
     inputs = make_inputs(1, spread=2.0)
     inputs.advantages.zero_()
-    outputs = get_objective(name)(inputs)
+    outputs = make_objective(name)(inputs)
     outputs.loss.backward()
     for level in ("sequence", "token"):
         for figure in ("binding", "low", "high"):
             assert outputs.means[f"clip/{level}/{figure}"][0] == 0
-        assert outputs.means[f"clip/{level}/outside"][0] > 0
+        if name != "sapo":  # it has no range to be outside of
+            assert outputs.means[f"clip/{level}/outside"][0] > 0
     assert (inputs.logprobs.grad == 0).all()
 
 
-def test_gspo_weights_clipped_sequences_by_their_tokens(make_inputs):
+def test_a_cap_changes_the_loss_for_advantages_of_both_signs():
+    ratio = torch.tensor([9.0, 9.0, 9.0, 1.0])
+    clipped = capped(ratio, torch.tensor([1.0, -1.0, 0.0, 1.0]), torch.full((4,), -2.0), 4.0)
+    assert clipped.surrogate.tolist() == [-10.0, 10.0, 0.0, -2.0]
+    assert clipped.high.tolist() == [True, True, False, False]
+    assert clipped.outside.tolist() == [True, True, True, False]
+    assert not clipped.low.any()
+
+
+def test_gspo_weights_clipped_sequences_by_their_tokens(make_inputs, make_objective):
     inputs = make_inputs(2, lengths=(30, 3), spread=0.0)
     inputs.advantages.copy_(torch.tensor([1.0, 1.0]))
     with torch.no_grad():
         inputs.logprobs[:30] += 0.01  # sequence 0 is above the range
-    means = get_objective("gspo")(inputs).means
+    means = make_objective("gspo")(inputs).means
     assert means["clip/sequence/high"].tolist() == [1, 2]
     assert means["clip/token/high"].tolist() == inputs.sequence_lengths[[0]].tolist() + [
         float(inputs.sequence_lengths.sum())
     ]
 
 
-def test_entropy_and_kl_are_means_over_the_masked_tokens(name_and_spread, make_inputs):
+def test_entropy_and_kl_are_means_over_the_masked_tokens(
+    name_and_spread, make_inputs, make_objective
+):
     name, _ = name_and_spread
     inputs = make_inputs(3, spread=0.3)
-    means = get_objective(name)(inputs).means
+    means = make_objective(name)(inputs).means
     sums = {"kl/k1": 0.0, "kl/k3": 0.0, "policy/entropy": 0.0}
     count = 0
     for t in range(len(inputs.mask)):
@@ -97,33 +108,35 @@ def test_entropy_and_kl_are_means_over_the_masked_tokens(name_and_spread, make_i
             difference = float(inputs.logprobs[t].detach() - inputs.old_logprobs[t])
             sums["kl/k1"] -= difference
             sums["kl/k3"] += math.exp(difference) - 1 - difference
-            sums["policy/entropy"] += float(inputs.entropy[t])
+            sums["policy/entropy"] += float(inputs.entropy[t].detach())
             count += 1
     for key, total in sums.items():
         assert means[key].tolist() == pytest.approx([total, count], rel=1e-10)
 
 
-def test_k3_of_tiny_differences_keeps_its_digits_in_float32(make_inputs):
+def test_k3_of_tiny_differences_keeps_its_digits_in_float32(make_inputs, make_objective):
     inputs = make_inputs(4, spread=0.0, dtype=torch.float32)
     with torch.no_grad():
         inputs.old_logprobs.fill_(0.0)
         inputs.logprobs.fill_(1e-3)
-    numerator, tokens = get_objective("gspo")(inputs).means["kl/k3"].tolist()
+    numerator, tokens = make_objective("gspo")(inputs).means["kl/k3"].tolist()
     # x^2/2 = 5e-7 is a few float32 units of 1: exp(x) - 1 - x would have no digit right.
     assert numerator / tokens == pytest.approx(math.expm1(1e-3) - 1e-3, rel=1e-3)
 
 
-def test_without_entropy_there_is_no_entropy_figure(name_and_spread, make_inputs):
+def test_without_entropy_there_is_no_entropy_figure(name_and_spread, make_inputs, make_objective):
     name, spread = name_and_spread
     inputs = make_inputs(5, spread=spread)
     inputs.entropy = None
-    assert "policy/entropy" not in get_objective(name)(inputs).means
+    assert "policy/entropy" not in make_objective(name)(inputs).means
 
 
-def test_ratios_are_the_geometric_ones_for_every_objective(name_and_spread, make_inputs):
+def test_ratios_are_the_geometric_ones_for_every_objective(
+    name_and_spread, make_inputs, make_objective
+):
     name, _ = name_and_spread
     inputs = make_inputs(6, spread=0.3)
-    values = get_objective(name)(inputs).values
+    values = make_objective(name)(inputs).values
     difference = (inputs.logprobs - inputs.old_logprobs).detach()
     for i in range(len(inputs.advantages)):
         mine = [
@@ -137,21 +150,42 @@ def test_ratios_are_the_geometric_ones_for_every_objective(name_and_spread, make
     assert values["ratio/token"].tolist() == pytest.approx(expected_tokens, rel=1e-12)
 
 
-def test_figures_are_detached_pairs_and_vectors(name_and_spread, make_inputs):
+def test_figures_are_detached_pairs_and_vectors(name_and_spread, make_inputs, make_objective):
     name, spread = name_and_spread
-    outputs = get_objective(name)(make_inputs(7, spread=spread, dtype=torch.float32))
+    outputs = make_objective(name)(make_inputs(7, spread=spread, dtype=torch.float32))
     assert set(outputs.means) == {
         "loss",
         "kl/k1",
         "kl/k3",
         "policy/entropy",
+        "ratio/weight",
+        "ratio/squared_weight",
         *(
             f"clip/{level}/{figure}"
             for level in ("sequence", "token")
             for figure in ("binding", "outside", "low", "high")
         ),
     }
+    assert set(outputs.values) == {"ratio/sequence", "ratio/token"}
     for pair in outputs.means.values():
         assert pair.shape == (2,) and pair.dtype == torch.float64 and not pair.requires_grad
     for values in outputs.values.values():
         assert values.dim() == 1 and not values.requires_grad
+
+
+def test_the_divergence_from_the_reference_is_reported_by_two_estimates(
+    make_inputs, make_objective
+):
+    inputs = make_inputs(8, spread=0.4, with_reference=True)
+    means = make_objective("grpo", kl="k2", kl_coefficient=0.1)(inputs).means
+    differences = [
+        float(inputs.reference_logprobs[t] - inputs.logprobs[t].detach())
+        for t in range(len(inputs.mask))
+        if inputs.mask[t] == 1
+    ]
+    sums = {
+        "kl/reference_k1": -sum(differences),
+        "kl/reference_k3": sum(math.exp(d) - 1 - d for d in differences),
+    }
+    for key, total in sums.items():
+        assert means[key].tolist() == pytest.approx([total, len(differences)], rel=1e-10), key

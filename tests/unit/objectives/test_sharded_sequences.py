@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
-from gspo_megatron.objectives import get_objective
+from gspo_megatron.types import LossInputs, LossOutputs
+from tests.unit.objectives.papers import SPREADS
+from tests.unit.objectives.test_corrections import BOUNDS, legal, section
 
 EXACT = {"rtol": 1e-10, "atol": 1e-13}  # float64, other orders of additions
 
@@ -22,60 +27,161 @@ def owners(kind: str, tokens: int, num_shards: int) -> torch.Tensor:
     return torch.full((tokens,), num_shards - 1)
 
 
-@pytest.mark.parametrize("num_shards", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["zigzag", "random", "one_shard_has_all"])
-def test_shards_add_up_to_the_whole(kind, num_shards, name_and_spread, make_inputs, run_shards):
-    name, spread = name_and_spread
-    objective = get_objective(name)
-    whole = make_inputs(7, spread=spread)
+# Whose clip flags are one a sequence: the figures of the others need the flags of all shards.
+OF_SEQUENCES = ["gspo", "luspo", "reinforce_leave_one_out"]
+KINDS = [("zigzag", 2), ("zigzag", 3), ("random", 4), ("one_shard_has_all", 2)]
+
+
+def assert_shards_are(
+    whole: LossInputs,
+    objective: Callable[[LossInputs], LossOutputs],
+    owner: Tensor,
+    run_shards: Callable[..., list],
+) -> None:
+    """Gradients, figures and values of the shards together are those of the uncut sequences."""
+    whole.logprobs.grad = whole.entropy.grad = None
     expected = objective(whole)
     expected.loss.backward()
-    owner = owners(kind, len(whole.mask), num_shards)
-
     shards = run_shards(whole, owner, objective)
-
-    gradient = torch.zeros_like(whole.logprobs)
+    gradients = {"logprobs": whole.logprobs.grad, "entropy": whole.entropy.grad}
+    found = {key: torch.zeros_like(whole.logprobs) for key in gradients}
     for shard, (inputs, outputs) in enumerate(shards):
         outputs.loss.backward()
-        gradient[owner == shard] = inputs.logprobs.grad
-    torch.testing.assert_close(gradient, whole.logprobs.grad, **EXACT)
+        for key, gradient in gradients.items():
+            if gradient is not None:
+                found[key][owner == shard] = getattr(inputs, key).grad
+    for key, gradient in gradients.items():
+        if gradient is not None:
+            torch.testing.assert_close(found[key], gradient, **EXACT)
     for key, pair in expected.means.items():
         total = sum(outputs.means[key] for _, outputs in shards)
         torch.testing.assert_close(total, pair, **EXACT, msg=lambda text, key=key: f"{key}: {text}")
     for key, values in expected.values.items():
         joined = torch.cat([outputs.values[key] for _, outputs in shards])
         torch.testing.assert_close(joined.sort().values, values.sort().values, **EXACT)
+    for _, outputs in shards:
+        assert outputs.means.keys() == expected.means.keys()
 
 
-def test_gspo_has_the_value_of_the_whole_loss_on_every_shard(make_inputs, run_shards):
-    whole = make_inputs(8)
-    expected = get_objective("gspo")(whole).loss
+@pytest.mark.parametrize(("kind", "num_shards"), KINDS)
+def test_shards_add_up_to_the_whole(
+    kind, num_shards, name_and_spread, make_inputs, make_objective, run_shards
+):
+    name, spread = name_and_spread
+    whole = make_inputs(7, spread=spread)
+    owner = owners(kind, len(whole.mask), num_shards)
+    assert_shards_are(whole, make_objective(name), owner, run_shards)
+
+
+@pytest.mark.parametrize(("name", "correction"), legal())
+def test_shards_of_corrected_objectives(name, correction, make_inputs, make_objective, run_shards):
+    whole = make_inputs(8, spread=SPREADS[name], mismatch=BOUNDS[correction][1])
+    objective = make_objective(name, **section(correction))
+    for kind, num_shards in KINDS:
+        owner = owners(kind, len(whole.mask), num_shards)
+        assert_shards_are(whole, objective, owner, run_shards)
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_shards_with_every_addition(kl, name_and_spread, make_inputs, make_objective, run_shards):
+    name, spread = name_and_spread
+    whole = make_inputs(9, spread=spread, mismatch=0.03, with_reference=True)
+    objective = make_objective(
+        name,
+        kl=kl,
+        kl_coefficient=0.3,
+        entropy_coefficient=0.2,
+        off_policy_mask=0.3 * spread,
+        correction="k3_mask",
+    )
+    for kind, num_shards in KINDS:
+        owner = owners(kind, len(whole.mask), num_shards)
+        assert_shards_are(whole, objective, owner, run_shards)
+
+
+def sent_by(objective: Callable[[LossInputs], LossOutputs], inputs: LossInputs) -> list[Tensor]:
+    """What one call hands to the collective, call by call."""
+    sent = []
+
+    def sum_over_shards(vector: Tensor) -> Tensor:
+        sent.append(vector)
+        return vector
+
+    inputs.sum_over_shards = sum_over_shards
+    objective(inputs).loss.backward()
+    return sent
+
+
+def test_sequence_objectives_send_one_message_a_micro_batch(make_inputs, make_objective):
+    for name in OF_SEQUENCES:
+        for correction in ("none", "sequence_mask", "k3_mask"):
+            inputs = make_inputs(1, dtype=torch.float32, with_reference=True)
+            additions = {"kl": "k3", "kl_coefficient": 0.1, "entropy_coefficient": 0.1}
+            objective = make_objective(
+                name, correction=correction, off_policy_mask=0.1, **additions
+            )
+            assert len(sent_by(objective, inputs)) == 1, (name, correction)
+
+
+def test_gspo_sends_no_more_than_eight_bytes_a_sequence(make_inputs, make_objective):
+    inputs = make_inputs(1, lengths=(50, 3, 20), dtype=torch.float32)
+    for correction in ("none", "sequence_tis"):
+        (message,) = sent_by(make_objective("gspo", correction=correction), inputs)
+        assert message.numel() * message.element_size() <= 8 * len(inputs.advantages)
+
+
+def test_objectives_of_tokens_send_their_clip_flags_besides(make_inputs, make_objective):
+    for name in set(SPREADS) - set(OF_SEQUENCES):
+        inputs = make_inputs(1, spread=SPREADS[name])
+        assert len(sent_by(make_objective(name, correction="k3_mask"), inputs)) == 2, name
+
+
+def test_shards_without_tokens_send_as_often_as_the_others(
+    name_and_spread, make_inputs, make_objective, choose
+):
+    name, spread = name_and_spread
+    inputs = make_inputs(1, spread=spread, with_reference=True)
+    empty = choose(inputs, torch.zeros(len(inputs.mask), dtype=torch.bool))
+    objective = make_objective(name, kl="k3", kl_coefficient=0.1, off_policy_mask=0.1)
+    assert len(sent_by(objective, empty)) == len(sent_by(objective, inputs))
+
+
+@pytest.mark.parametrize("name", ["gspo", "luspo", "gmpo", "reinforce_leave_one_out"])
+def test_sequence_terms_have_the_value_of_the_whole_loss_on_every_shard(
+    name, make_inputs, make_objective, run_shards
+):
+    whole, objective = make_inputs(8, spread=SPREADS[name]), make_objective(name)
+    expected = objective(whole).loss
     owner = owners("zigzag", len(whole.mask), 3)
-    for _, outputs in run_shards(whole, owner, get_objective("gspo")):
+    for _, outputs in run_shards(whole, owner, objective):
         torch.testing.assert_close(outputs.loss, expected, **EXACT)
 
 
-def test_losses_of_token_means_are_parts_that_add_up(make_inputs, run_shards):
-    whole = make_inputs(8, spread=0.4)
+@pytest.mark.parametrize("name", ["gspo_token", "grpo", "dapo", "minirl"])
+def test_losses_of_tokens_are_parts_that_add_up(name, make_inputs, make_objective, run_shards):
+    whole, objective = make_inputs(8, spread=SPREADS[name]), make_objective(name)
     owner = owners("zigzag", len(whole.mask), 3)
-    for name in ("gspo_token", "grpo"):
-        shards = run_shards(whole, owner, get_objective(name))
-        total = sum(outputs.loss.detach() for _, outputs in shards)
-        torch.testing.assert_close(total, get_objective(name)(whole).loss.detach(), **EXACT)
+    total = sum(outputs.loss.detach() for _, outputs in run_shards(whole, owner, objective))
+    torch.testing.assert_close(total, objective(whole).loss.detach(), **EXACT)
 
 
-def test_a_shard_without_tokens_still_joins_the_backward(name_and_spread, make_inputs, run_shards):
+def test_a_shard_without_tokens_still_joins_the_backward(
+    name_and_spread, make_inputs, make_objective, run_shards
+):
     name, spread = name_and_spread
     whole = make_inputs(9, spread=spread)
     owner = owners("one_shard_has_all", len(whole.mask), 2)
-    inputs, outputs = run_shards(whole, owner, get_objective(name))[0]
+    inputs, outputs = run_shards(whole, owner, make_objective(name))[0]
     assert len(inputs.logprobs) == 0
     assert outputs.loss.requires_grad and torch.isfinite(outputs.loss)
     outputs.loss.backward()
     assert inputs.logprobs.grad.shape == (0,)
 
 
-def test_length_of_the_mean_is_that_of_the_whole_sequence(make_inputs, run_shards):
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo", "gmpo", "sapo"])
+def test_length_of_the_mean_is_that_of_the_whole_sequence(
+    name, make_inputs, make_objective, run_shards
+):
     # Even with an advantage and ratio of 1 everywhere, a shard-local length would weight the
     # shards of a sequence equally instead of its tokens.
     whole = make_inputs(10, lengths=(12,), spread=0.0)
@@ -84,9 +190,8 @@ def test_length_of_the_mean_is_that_of_the_whole_sequence(make_inputs, run_shard
     whole.advantages.fill_(1)
     whole.global_num_sequences = 1
     owner = torch.tensor([0] * 3 + [1] * 9)
-    for name in ("gspo", "gspo_token", "grpo"):
-        for inputs, outputs in run_shards(whole, owner, get_objective(name)):
-            outputs.loss.backward()
-            torch.testing.assert_close(
-                inputs.logprobs.grad, torch.full_like(inputs.logprobs, -1 / 12), **EXACT
-            )
+    for inputs, outputs in run_shards(whole, owner, make_objective(name)):
+        outputs.loss.backward()
+        torch.testing.assert_close(
+            inputs.logprobs.grad, torch.full_like(inputs.logprobs, -1 / 12), **EXACT
+        )

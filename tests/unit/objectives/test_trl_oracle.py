@@ -1,26 +1,33 @@
 """The objectives against TRL's GRPO loss: value, gradient, clip fractions and entropy.
 
-The code that computes the loss on the other side is TRL's own, `GRPOTrainer._compute_loss`; only
-the model in it is replaced, by one that returns given log-probs.
+The code that computes the loss on the other side is TRL's own; see trl_side.py. Where TRL and we
+mean different things by a name, a test here says what the difference is:
+
+- CISPO: TRL's `epsilon_high` is the cap, ours is 1 + clip_high; and TRL counts as clipped only
+  tokens with a positive advantage, though the cap changes the others' weights too.
+- Two-sided clip: TRL's `delta` is our dual_clip where it is at least 1 + clip_high. Below, it also
+  lowers the upper bound of positive advantages and leaves the negative ones to clip_high.
+- Off-policy mask: TRL takes the rollout's log-probs where it has them, so that the mismatch of the
+  two engines counts as drift; we take those of the trainer's old policy.
+- Sequence corrections: TRL's are products over all tokens, ours geometric means but for
+  sequence_product_tis; its sequence_mask weights what it keeps by that product, ours by 1.
+- Entropy bonus: TRL's is a mean over the micro-batch's tokens, ours over the mini-batch's.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import random
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.config.schema import ObjectiveSection
-from gspo_megatron.objectives import build_objective
 from gspo_megatron.types import LossInputs, LossOutputs
+from tests.unit.objectives.papers import SPREADS
+from tests.unit.objectives.trl_side import TrlResult, trl_loss
 
 # Not importorskip: a TRL that is installed and does not import is to fail here.
 if importlib.util.find_spec("trl") is None:
@@ -36,15 +43,16 @@ PAIRS = [
     ("gspo_token", "sequence"),
     ("gspo_token", "sequence_token"),
     ("grpo", "token"),
+    ("dapo", "token"),
+    ("dr_grpo", "token"),
+    ("cispo", "token"),
+    ("sapo", "token"),
+    ("luspo", "sequence"),
 ]
-
-CLIP_RANGES = {
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "grpo": {"clip_low": 0.2, "clip_high": 0.27},
-}
-# The size of the log-ratios at which these bind for a part of them.
-SPREADS = {"gspo": 1e-3, "gspo_token": 1e-3, "grpo": 0.4}
+OF_TOKENS = [("gspo_token", "sequence_token"), *[pair for pair in PAIRS if pair[1] == "token"]]
+# What TRL's main trainer has, and its experimental one for GSPO-token has not.
+MAIN = [pair for pair in PAIRS if pair[1] != "sequence_token"]
+CLIPPED = [pair for pair in PAIRS if pair[0] not in ("cispo", "sapo")]
 
 # Float64 on both sides: only the order of additions differs.
 EXACT = {"rtol": 1e-11, "atol": 1e-14}
@@ -54,89 +62,14 @@ FRACTION = 1e-6
 MakeInputs = Callable[..., LossInputs]
 
 
-@dataclass
-class TrlResult:
-    loss: Tensor  # scalar
-    gradient: Tensor  # [tokens], in the flat order of the inputs
-    metrics: dict[str, float]
+@pytest.fixture
+def our_loss(make_objective) -> Callable[..., LossOutputs]:
+    def loss(name: str, inputs: LossInputs, **keys: Any) -> LossOutputs:
+        if name == "sapo":
+            keys["tau_negative"] = 1.0625  # see trl_side.py
+        return make_objective(name, **keys)(inputs)
 
-
-def our_loss(name: str, inputs: LossInputs) -> LossOutputs:
-    section = ObjectiveSection(name=name, **CLIP_RANGES[name])
-    return build_objective(section, max_response_tokens=40)(inputs)
-
-
-def trl_loss(
-    level: str, inputs: LossInputs, accumulation_steps: int = 1, **clip: float
-) -> TrlResult:
-    """One micro-batch of `accumulation_steps` through TRL, in its layout [sequences, longest]."""
-    index = inputs.sequence_index
-    starts = torch.searchsorted(index, torch.arange(len(inputs.advantages)))
-    places = (index, torch.arange(len(index)) - starts[index])
-    shape = (len(starts), int(places[1].max()) + 1)
-
-    def padded(vector: Tensor, filling: float) -> Tensor:
-        return torch.full(shape, filling, dtype=torch.float64).index_put(places, vector)
-
-    flat = inputs.logprobs.detach().clone().requires_grad_()
-    # Padding has ratios far out of the range: it must not show.
-    logprobs, entropies = padded(flat, -1.0), padded(inputs.entropy, 7.0)
-    advantages = inputs.advantages
-    if inputs.token_advantages is not None:
-        advantages = padded(inputs.token_advantages, 5.0)
-    trainer = _trainer(level, logprobs, entropies, accumulation_steps, **clip)
-    mask = padded(inputs.mask, 0.0)
-    loss = trainer._compute_loss(
-        None,
-        {
-            "prompt_ids": torch.zeros(shape[0], 2, dtype=torch.long),
-            "prompt_mask": torch.ones(shape[0], 2),
-            "completion_ids": torch.zeros(shape, dtype=torch.long),
-            "completion_mask": mask,
-            "advantages": advantages,
-            "old_per_token_logps": padded(inputs.old_logprobs, -4.0),
-        },
-    )
-    (gradient,) = torch.autograd.grad(loss, flat)
-    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    return TrlResult(loss.detach(), gradient, metrics)
-
-
-def _trainer(
-    level: str,
-    logprobs: Tensor,
-    entropies: Tensor,
-    accumulation_steps: int,
-    clip_low: float,
-    clip_high: float,
-) -> Any:
-    """A trainer with no more than what its loss reads, on one process."""
-    if level == "sequence_token":
-        from trl.experimental.gspo_token import GRPOTrainer
-    else:
-        from trl.trainer.grpo_trainer import GRPOTrainer
-    trainer = GRPOTrainer.__new__(GRPOTrainer)
-    vars(trainer).update(
-        importance_sampling_level=level,
-        loss_type="grpo",
-        epsilon_low=clip_low,
-        epsilon_high=clip_high,
-        current_gradient_accumulation_steps=accumulation_steps,
-        beta=0.0,  # no KL term
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        aux_loss_enabled=False,
-        use_vllm=False,
-        args=SimpleNamespace(delta=None),
-        model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(
-            gather=lambda value: value, reduce=lambda value, reduction: value
-        ),
-        _entropy_bonus_enabled=False,
-        _metrics={"train": defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropies, None),
-    )
-    return trainer
+    return loss
 
 
 def ragged(make_inputs: MakeInputs, name: str, seed: int, **options: Any) -> LossInputs:
@@ -145,63 +78,173 @@ def ragged(make_inputs: MakeInputs, name: str, seed: int, **options: Any) -> Los
     lengths = tuple(rng.randint(1, 40) for _ in range(24))
     inputs = make_inputs(seed, lengths, spread=SPREADS[name], **options)
     inputs.global_num_sequences = len(lengths)
+    inputs.global_num_tokens = int(inputs.mask.sum())
     return inputs
 
 
-def assert_same_loss(name: str, level: str, inputs: LossInputs, steps: int = 1) -> TrlResult:
-    theirs = trl_loss(level, inputs, steps, **CLIP_RANGES[name])
-    ours = our_loss(name, inputs)
+def assert_same_loss(ours: LossOutputs, theirs: TrlResult, inputs: LossInputs) -> None:
     ours.loss.backward()
     torch.testing.assert_close(ours.loss.detach(), theirs.loss, **EXACT)
     torch.testing.assert_close(inputs.logprobs.grad, theirs.gradient, **EXACT)
     assert float(theirs.gradient.abs().max()) > 1e-4  # the comparison is not of zeros
-    return theirs
+
+
+def mean(pair: Tensor) -> float:
+    return float(pair[0] / pair[1])
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_loss_and_gradient_are_those_of_trl(name, level, seed, make_inputs):
+def test_loss_and_gradient_are_those_of_trl(name, level, seed, make_inputs, our_loss):
     inputs = ragged(make_inputs, name, seed)
-    theirs = assert_same_loss(name, level, inputs)
-    # Both bounds bind, and what is neither of the two is compared as well.
-    low, high = theirs.metrics["clip_ratio/low_mean"], theirs.metrics["clip_ratio/high_mean"]
-    assert low > 0 and high > 0 and low + high < 1
+    theirs = trl_loss(name, level, inputs)
+    assert_same_loss(our_loss(name, inputs), theirs, inputs)
+    if (name, level) in CLIPPED:
+        # Both bounds bind, and what is neither of the two is compared as well.
+        low, high = theirs.metrics["clip_ratio/low_mean"], theirs.metrics["clip_ratio/high_mean"]
+        assert low > 0 and high > 0 and low + high < 1
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_clip_fractions_and_entropy_are_those_of_trl(name, level, seed, make_inputs):
+@pytest.mark.parametrize(("name", "level"), CLIPPED)
+def test_clip_fractions_and_entropy_are_those_of_trl(name, level, seed, make_inputs, our_loss):
     inputs = ragged(make_inputs, name, seed)
-    theirs = trl_loss(level, inputs, **CLIP_RANGES[name]).metrics
+    theirs = trl_loss(name, level, inputs).metrics
     means = our_loss(name, inputs).means
     # TRL counts sequences where its ratio has one value a sequence, tokens elsewhere.
     ours = "clip/sequence" if level == "sequence" else "clip/token"
     pairs = {"low": "low_mean", "high": "high_mean", "binding": "region_mean"}
     for key, their_key in pairs.items():
-        numerator, denominator = means[f"{ours}/{key}"].tolist()
         expected = pytest.approx(theirs[f"clip_ratio/{their_key}"], rel=FRACTION)
-        assert numerator / denominator == expected, key
-    numerator, denominator = means["policy/entropy"].tolist()
-    assert numerator / denominator == pytest.approx(theirs["entropy"], rel=1e-12)
+        assert mean(means[f"{ours}/{key}"]) == expected, key
+    assert mean(means["policy/entropy"]) == pytest.approx(theirs["entropy"], rel=1e-12)
+
+
+def test_trl_counts_capped_tokens_of_positive_advantages_alone(make_inputs, our_loss):
+    inputs = ragged(make_inputs, "cispo", seed=1)
+    theirs = trl_loss("cispo", "token", inputs).metrics["cispo_clip_ratio"]
+    ours = mean(our_loss("cispo", inputs).means["clip/token/high"])
+    assert 0 < theirs < ours
+    inputs.advantages.abs_()
+    theirs = trl_loss("cispo", "token", inputs).metrics["cispo_clip_ratio"]
+    rewarded = (inputs.advantages > 0)[inputs.sequence_index].double()
+    inputs.mask *= rewarded  # where the advantage is 0 neither counts
+    inputs.sequence_lengths = inputs.sequence_lengths * (inputs.advantages > 0)
+    ours = our_loss("cispo", inputs).means["clip/token/high"][0] / inputs.global_num_tokens
+    assert float(ours) == pytest.approx(theirs, rel=FRACTION)
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("name", "level"), [("gspo_token", "sequence_token"), ("grpo", "token")])
-def test_advantages_of_single_tokens(name, level, seed, make_inputs):
-    assert_same_loss(name, level, ragged(make_inputs, name, seed, with_token_advantages=True))
+@pytest.mark.parametrize(("name", "level"), OF_TOKENS)
+def test_advantages_of_single_tokens(name, level, seed, make_inputs, our_loss):
+    inputs = ragged(make_inputs, name, seed, with_token_advantages=True)
+    assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs), inputs)
 
 
 @pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_one_micro_batch_of_several(name, level, make_inputs):
-    # TRL divides by the number of equal micro-batches, we by the sequences of the mini-batch.
+def test_one_micro_batch_of_several(name, level, make_inputs, our_loss):
+    # TRL divides by the number of equal micro-batches, we by the mini-batch's sequences or tokens.
     inputs = ragged(make_inputs, name, seed=6)
     inputs.global_num_sequences *= 3
-    assert_same_loss(name, level, inputs, steps=3)
+    inputs.global_num_tokens *= 3
+    assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs, steps=3), inputs)
 
 
 @pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_a_sequence_without_tokens_counts_in_the_mean(name, level, make_inputs):
+def test_a_sequence_without_tokens_counts_in_the_mean(name, level, make_inputs, our_loss):
     inputs = ragged(make_inputs, name, seed=7)
     inputs.mask[inputs.sequence_index == 5] = 0.0
     inputs.sequence_lengths[5] = 0.0
-    assert_same_loss(name, level, inputs)
+    inputs.global_num_tokens = int(inputs.mask.sum())
+    assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs), inputs)
+
+
+@pytest.mark.parametrize(("name", "level"), PAIRS)
+def test_divergence_in_the_loss(name, level, make_inputs, our_loss):
+    inputs = ragged(make_inputs, name, seed=8, with_reference=True)
+    ours = our_loss(name, inputs, kl="k3", kl_coefficient=0.3)
+    theirs = trl_loss(name, level, inputs, beta=0.3)
+    assert_same_loss(ours, theirs, inputs)
+    expected = pytest.approx(theirs.metrics["kl"], rel=1e-10)
+    assert mean(ours.means["kl/reference_k3"]) == expected
+    # the penalty is the same mean where the aggregation has tokens as its divisor
+    if name in ("dapo", "cispo"):
+        assert mean(ours.means["kl/penalty"]) == expected
+
+
+@pytest.mark.parametrize(("name", "level"), MAIN)
+def test_entropy_bonus(name, level, make_inputs, our_loss):
+    inputs = ragged(make_inputs, name, seed=9)
+    theirs = trl_loss(name, level, inputs, _entropy_bonus_enabled=True, entropy_coef=0.2)
+    assert_same_loss(our_loss(name, inputs, entropy_coefficient=0.2), theirs, inputs)
+    torch.testing.assert_close(inputs.entropy.grad, theirs.entropy_gradient, **EXACT)
+
+
+@pytest.mark.parametrize("mode", ["token_tis", "icepop", "sequence_product_tis"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "cispo", "sapo"])
+def test_corrections_of_tokens_and_of_products(name, mode, make_inputs, our_loss):
+    """TRL's token_truncate, token_mask and sequence_truncate; it computes the weights where it
+    samples, by these formulas, and its loss multiplies them in."""
+    inputs = ragged(make_inputs, name, seed=10, mismatch=0.4, with_reference=True)
+    logs = (inputs.old_logprobs - inputs.sampled_logprobs) * inputs.mask
+    if mode == "sequence_product_tis":
+        sums = torch.zeros_like(inputs.advantages).index_add(0, inputs.sequence_index, logs)
+        weights = sums.exp().clamp(max=2.0)
+    elif mode == "token_tis":
+        weights = logs.exp().clamp(max=2.0)
+    else:
+        ratio = logs.exp()
+        weights = ratio.masked_fill((ratio < 0.5) | (ratio > 5.0), 0.0)
+    # the penalty is not weighted
+    theirs = trl_loss(name, "token", inputs, beta=0.3, importance_sampling_ratio=weights)
+    ours = our_loss(name, inputs, correction=mode, kl="k3", kl_coefficient=0.3)
+    assert_same_loss(ours, theirs, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "bound"),
+    [("grpo", "token", 1.5), ("dapo", "token", 2.0), ("gspo", "sequence", 1.001)],
+)
+def test_two_sided_clip(name, level, bound, make_inputs, our_loss):
+    inputs = ragged(make_inputs, name, seed=11)
+    theirs = trl_loss(name, level, inputs, delta=bound)
+    assert_same_loss(our_loss(name, inputs, rule="dual_clip", dual_clip=bound), theirs, inputs)
+    assert theirs.loss != trl_loss(name, level, inputs).loss, "the bound does not bind"
+
+
+def test_two_sided_clip_inside_the_range_is_another_thing_in_trl(make_inputs, our_loss):
+    inputs = ragged(make_inputs, "grpo", seed=11)
+    inputs.advantages.abs_()
+    theirs = trl_loss("grpo", "token", inputs, delta=1.1)
+    ours = our_loss("grpo", inputs, rule="dual_clip", dual_clip=1.1)
+    torch.testing.assert_close(ours.loss.detach(), our_loss("grpo", inputs).loss.detach(), **EXACT)
+    assert ours.loss < theirs.loss  # there positive advantages are clipped at 1.1, not at 1.27
+    inputs.advantages.neg_()
+    theirs = trl_loss("grpo", "token", inputs, delta=1.1)
+    bounded = our_loss("grpo", inputs, rule="dual_clip", dual_clip=1.1)
+    clipped_at_the_usual_bound = our_loss("grpo", inputs, rule="dual_clip", dual_clip=1.27)
+    torch.testing.assert_close(clipped_at_the_usual_bound.loss.detach(), theirs.loss, **EXACT)
+    assert bounded.loss < theirs.loss
+
+
+@pytest.mark.parametrize(("name", "level"), MAIN)
+def test_off_policy_mask(name, level, make_inputs, our_loss):
+    bound = 0.2 * SPREADS[name]
+    inputs = ragged(make_inputs, name, seed=12, with_reference=True)
+    settings = {"off_policy_mask_threshold": bound, "beta": 0.3}
+    keys = {"off_policy_mask": bound, "kl": "k3", "kl_coefficient": 0.3}
+    theirs = trl_loss(name, level, inputs, **settings)
+    assert_same_loss(our_loss(name, inputs, **keys), theirs, inputs)
+    dropped, of = our_loss(name, inputs, **keys).means["off_policy/dropped"].tolist()
+    assert 0 < dropped < of / 2
+
+
+def test_off_policy_mask_of_trl_takes_the_mismatch_of_the_engines_for_drift(make_inputs, our_loss):
+    inputs = ragged(make_inputs, "grpo", seed=13, mismatch=0.3)
+    settings = {"off_policy_mask_threshold": 0.1, "sampled_for_mask": True}
+    theirs = trl_loss("grpo", "token", inputs, **settings)
+    assert theirs.loss != our_loss("grpo", inputs, off_policy_mask=0.1).loss
+    # they agree where the rollout's log-probs are the old ones: objective.old_logprobs = rollout
+    inputs.old_logprobs = inputs.sampled_logprobs
+    theirs = trl_loss("grpo", "token", inputs, **settings)
+    assert_same_loss(our_loss("grpo", inputs, off_policy_mask=0.1), theirs, inputs)

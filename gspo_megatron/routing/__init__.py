@@ -1,0 +1,1 @@
+"""Which experts tokens go to: recorded, replayed, compared."""

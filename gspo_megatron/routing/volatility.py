@@ -1,0 +1,124 @@
+"""How far the routers have moved since the step began, and how evenly they spread the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gspo_megatron.routing.hooks import Choice, Routes
+from gspo_megatron.routing.store import RouteTable
+
+_SUMS = ("volatility", "tokens", "shift")
+
+
+class RoutingFigures:
+    """Sums over a step's compared tokens, by layer; true global figures after `reduce`."""
+
+    def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
+        self.num_experts, self.device = num_experts, device
+        size = (num_layers, len(_SUMS) + 2 * num_experts)
+        self._sums = torch.zeros(size, dtype=torch.float64, device=device)
+        self._changed: list[Tensor] = []  # [tokens] bool of each micro-batch
+
+    def new_micro_batch(self, tokens: int) -> Tensor:
+        """Where a micro-batch's layers note which tokens changed, [tokens] bool."""
+        self._changed.append(torch.zeros(tokens, dtype=torch.bool, device=self.device))
+        return self._changed[-1]
+
+    def add(self, layer: int, lost: Tensor, shift: Tensor, natural: Tensor, used: Tensor) -> None:
+        """A layer's compared tokens. lost: [tokens] share of the old experts that are not chosen
+        any more; shift: [tokens] mean change of the scores; natural, used: [tokens, k] experts."""
+        row = self._sums[layer - 1]
+        row[0] += lost.sum()
+        row[1] += len(lost)
+        row[2] += shift.sum()
+        start = len(_SUMS)
+        for experts in (natural, used):
+            load = torch.bincount(experts.flatten(), minlength=self.num_experts)
+            row[start : start + self.num_experts] += load
+            start += self.num_experts
+
+    def reduce(self, pipeline_group: dist.ProcessGroup) -> dict[str, float]:
+        """Combine over all ranks, which hold different tokens or different layers. The flags of a
+        token's layers meet over the pipeline first."""
+        changed = torch.cat(self._changed) if self._changed else self._sums.new_zeros(0)
+        changed = changed.to(torch.uint8)
+        if pipeline_group.size() > 1:
+            dist.all_reduce(changed, dist.ReduceOp.MAX, group=pipeline_group)
+        counts = self._sums.new_tensor([float(changed.sum()), float(len(changed))])
+        if pipeline_group.rank() > 0:  # holds the same tokens as the first stage
+            counts.zero_()
+        packed = torch.cat([self._sums.flatten(), counts])
+        dist.all_reduce(packed)
+        sums = packed[:-2].view_as(self._sums).cpu()
+        metrics: dict[str, float] = {}
+        layers = [row for row in range(len(sums)) if sums[row, 1] > 0]
+        for row in layers:
+            metrics |= self._of_layer(f"routing/layer_{row + 1:02d}", sums[row])
+        if layers:
+            names = [name.rsplit("/", 1)[-1] for name in metrics if "/layer_" in name]
+            for name in dict.fromkeys(names):
+                values = [metrics[f"routing/layer_{row + 1:02d}/{name}"] for row in layers]
+                total = sum(values)
+                metrics[f"routing/{name}"] = total if "dead" in name else total / len(values)
+            metrics["routing/tokens_changed"] = float(packed[-2] / packed[-1])
+        return metrics
+
+    def _of_layer(self, prefix: str, row: Tensor) -> dict[str, float]:
+        count = float(row[1])
+        metrics = {
+            f"{prefix}/volatility": float(row[0]) / count,
+            f"{prefix}/logit_shift": float(row[2]) / count,
+        }
+        loads = row[len(_SUMS) :].view(2, self.num_experts)
+        for label, load in zip(("", "replayed_"), loads, strict=True):
+            mean = float(load.mean())
+            metrics[f"{prefix}/{label}max_violation"] = (float(load.max()) - mean) / mean
+            metrics[f"{prefix}/{label}dead_experts"] = float((load == 0).sum())
+        return metrics
+
+
+class Observing:
+    """Compares the routers' natural choice with a table of old routes, whatever is used."""
+
+    def __init__(
+        self,
+        old: RouteTable,
+        old_scores: dict[int, Tensor],
+        real: Tensor | None,
+        figures: RoutingFigures,
+        inner: Routes | None,
+    ) -> None:
+        """real: [tokens] bool, not padding; None: all are. inner: what decides; None: nothing."""
+        self._old, self._old_scores, self._real = old, old_scores, real
+        self._figures, self.inner = figures, inner
+        self._changed = figures.new_micro_batch(self._count())
+        self._seen: set[int] = set()
+
+    def _count(self) -> int:
+        return self._old.experts.shape[1] if self._real is None else int(self._real.sum())
+
+    def choose(self, layer: int, scores: Tensor, native: Callable[[], Choice]) -> Choice:
+        """See Routes.choose."""
+        natural, inner = native(), self.inner
+        used = natural if inner is None else inner.choose(layer, scores, lambda: natural)
+        if layer not in self._seen:  # recomputation in the backward pass comes here again
+            self._seen.add(layer)
+            self._compare(layer, scores.detach(), natural[1], used[1])
+        return used
+
+    @torch.no_grad()
+    def _compare(self, layer: int, scores: Tensor, natural: Tensor, used: Tensor) -> None:
+        row = self._old.layers.index(layer)
+        old = self._old.experts[row].to(scores.device).long()
+        shift = (scores.float() - self._old_scores[layer].float()).abs().mean(dim=-1)
+        if self._real is not None:
+            old, natural, used = old[self._real], natural[self._real], used[self._real]
+            shift = shift[self._real]
+        kept = (old[:, :, None] == natural[:, None, :]).any(dim=-1).sum(dim=-1)
+        lost = 1.0 - kept / old.shape[1]
+        self._changed |= lost > 0
+        self._figures.add(layer, lost, shift, natural, used)

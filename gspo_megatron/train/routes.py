@@ -1,0 +1,164 @@
+"""Routing Replay and volatility over the passes of a step: who records, who replays, who compares.
+
+| pass | replay off | r2 | r3 |
+| --- | --- | --- | --- |
+| old log-probs | as the routers like | recorded | the rollout's |
+| first mini-batch | as they like | as they like: the policy is still the old one | the rollout's |
+| further mini-batches | as they like | the recorded ones | the rollout's |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from gspo_megatron.config.schema import RoutingSection
+from gspo_megatron.models.build import Policy
+from gspo_megatron.ops.expert_ids import expert_dtype
+from gspo_megatron.routing.hooks import Routes, attach_hooks
+from gspo_megatron.routing.replay import Recording, Replaying
+from gspo_megatron.routing.store import RouteTable
+from gspo_megatron.routing.volatility import Observing, RoutingFigures
+from gspo_megatron.train.exchange import Sequences
+from gspo_megatron.train.schedule import MicroBatch
+
+
+class StepRoutes:
+    """The routes of one step's micro-batches, from the rollout or from the old policy's pass."""
+
+    def __init__(self, policy: Policy, section: RoutingSection, device: torch.device) -> None:
+        self.section, self.device, self.config = section, device, policy.config
+        self.layers = attach_hooks(policy.models)
+        # by the micro-batch's id():
+        self._tables: dict[int, RouteTable] = {}  # to be replayed
+        self._natural: dict[int, tuple[RouteTable, dict[int, Tensor]]] = {}  # with the scores
+        self._bytes = 0
+        self._figures = self._new_figures()
+
+    @property
+    def records(self) -> bool:
+        """Whether the old policy's pass has to remember its routes."""
+        return self.section.replay == "r2" or self.section.volatility
+
+    def start(self, batches: Sequence[Sequence[MicroBatch]], sequences: Sequences) -> None:
+        """A new step: take over the rollout's routes where they are to be replayed."""
+        assert not self._tables, "routes of the step before were never used"
+        self._bytes, self._figures = 0, self._new_figures()
+        if self.section.replay != "r3":
+            return
+        for micro_batch in _all(batches):
+            self._keep(micro_batch, self._of_rollout(micro_batch, sequences))
+
+    def set_old_pass(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Before the forward pass of the old policy over `micro_batches`."""
+        for micro_batch in micro_batches:
+            routes: Routes | None = None
+            if self.section.replay == "r3":
+                routes = Replaying(self._tables[id(micro_batch)])
+            if self.records:
+                routes = Recording(routes, keep_scores=self.section.volatility)
+            micro_batch.routes = routes
+
+    def take_old_pass(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """After it: keep what was recorded, and let the routers be."""
+        for micro_batch in micro_batches:
+            recording, micro_batch.routes = micro_batch.routes, None
+            if not isinstance(recording, Recording) or not self.layers:
+                continue
+            table = recording.table(on_host=self.section.store_on_host)
+            if self.section.replay == "r2":
+                self._keep(micro_batch, table)
+            if self.section.volatility:
+                self._natural[id(micro_batch)] = (table, recording.scores)
+
+    def set_reference_pass(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Before the reference policy's pass; it may use the policy's experts."""
+        for micro_batch in micro_batches:
+            table = self._tables.get(id(micro_batch))
+            if self.section.reference_replay and table is not None:
+                micro_batch.routes = Replaying(table)
+
+    def set_training_pass(self, batch: Sequence[MicroBatch]) -> None:
+        """Before the training pass of a mini-batch."""
+        for micro_batch in batch:
+            table = self._tables.get(id(micro_batch))
+            routes: Routes | None = None if table is None else Replaying(table)
+            if id(micro_batch) in self._natural:  # not the first mini-batch: it is its own old pass
+                padding = self._local(micro_batch.packed.padding_mask)
+                real = None if padding is None else ~padding
+                old, scores = self._natural[id(micro_batch)]
+                routes = Observing(old, scores, real, self._figures, routes)
+            micro_batch.routes = routes
+
+    def finish_training_pass(self, batch: Sequence[MicroBatch]) -> None:
+        """After it: every route was used, and is given up."""
+        for micro_batch in batch:
+            routes, micro_batch.routes = micro_batch.routes, None
+            self._natural.pop(id(micro_batch), None)
+            if self._tables.pop(id(micro_batch), None) is None:
+                continue
+            inner = routes.inner if isinstance(routes, Observing) else routes
+            if isinstance(inner, Replaying):
+                inner.assert_used()
+
+    def figures(self) -> dict[str, float]:
+        """The step's metrics, the same on every rank. Every rank calls it."""
+        assert not self._tables, "recorded routes were never used"
+        metrics = {}
+        if self.section.replay != "off":
+            stored = torch.tensor(float(self._bytes), dtype=torch.float64, device=self.device)
+            dist.all_reduce(stored)
+            metrics["replay/bytes"] = float(stored)
+        if self.section.volatility:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            metrics |= self._figures.reduce(group)
+        return metrics
+
+    def _new_figures(self) -> RoutingFigures:
+        return RoutingFigures(self.config.num_layers, self.config.num_moe_experts, self.device)
+
+    def _keep(self, micro_batch: MicroBatch, table: RouteTable) -> None:
+        self._tables[id(micro_batch)] = table
+        self._bytes += table.num_bytes
+
+    def _of_rollout(self, micro_batch: MicroBatch, sequences: Sequences) -> RouteTable:
+        """Each local token's row of the rollout's routes. A response's last token was never fed to
+        the rollout engine: it has none, and no log-prob depends on its experts."""
+        assert sequences.routes is not None, "the rollout engine did not record its routes"
+        packed = micro_batch.packed
+        pieces = [sequences.routes[number] for number in packed.members]
+        k = self.config.moe_router_topk
+        nothing = torch.zeros(
+            (1, len(self.layers), k),
+            dtype=expert_dtype(self.config.num_moe_experts),
+            device=self.device,
+        )
+        flat = torch.cat([*pieces, nothing])  # [tokens of the members + 1, layers, k]
+        index = self._local(packed.token_index)
+        assert index is not None
+        last = torch.zeros(len(flat), dtype=torch.bool, device=self.device)
+        ends = torch.tensor([len(p) for p in pieces], dtype=torch.long).cumsum(0) - 1
+        last[ends.to(self.device)] = True
+        last[-1] = True  # padding points here
+        experts = flat[index].permute(1, 0, 2).contiguous()
+        table = RouteTable(self.layers, experts, ~last[index])
+        return table.moved(on_host=self.section.store_on_host)
+
+    def _local(self, values: Tensor | None) -> Tensor | None:
+        """[rows, tokens / CP] of a micro-batch -> [tokens] as this rank's routers see them: token
+        by token over the rows, cut for sequence parallelism."""
+        if values is None:
+            return None
+        values = values.t()
+        if self.config.sequence_parallel:
+            size = self.config.tensor_model_parallel_size
+            values = values.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+        return values.flatten()
+
+
+def _all(batches: Sequence[Sequence[MicroBatch]]) -> Iterator[MicroBatch]:
+    return (micro_batch for batch in batches for micro_batch in batch)

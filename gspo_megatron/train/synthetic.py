@@ -1,0 +1,71 @@
+"""Random sequences with ratios and advantages that make an objective show all of its sides."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.config.algorithm import ObjectiveSection
+from gspo_megatron.config.objectives import Recipe, resolve_objective
+
+
+@dataclass(frozen=True)
+class SyntheticBatch:
+    """Sequences of a step, the same on every rank."""
+
+    tokens: list[Tensor]  # [length] int64 each, prompt and response
+    response_lengths: list[int]
+    advantages: list[float]
+    log_ratios: list[Tensor]  # [response] float32 each: what log pi - log pi_old shall be
+    routes: list[Tensor] | None = None  # [length, all layers, k] each: a rollout's experts
+
+
+def synthetic_batch(
+    objective: ObjectiveSection,
+    vocab_size: int,
+    *,
+    num_sequences: int = 13,
+    shortest: int = 2,
+    longest: int = 24,
+    seed: int = 1,
+) -> SyntheticBatch:
+    """Ragged random sequences whose ratios lie inside and outside the objective's clip range, on
+    both sides and with advantages of both signs, never near a bound.
+
+    The advantages are not centred: the loss of a centred batch is a difference of nearly equal
+    numbers, and rounding alone would be a large part of it.
+    """
+    assert 2 <= shortest <= longest
+    generator = torch.Generator().manual_seed(seed)
+    recipe = resolve_objective(objective)
+    low, high = _log_bounds(recipe)
+    levels = torch.tensor([2.5 * low, 0.5 * low, 0.5 * high, 2.5 * high])
+    batch = SyntheticBatch([], [], [], [])
+    for number in range(num_sequences):
+        length = int(torch.randint(shortest, longest + 1, (), generator=generator))
+        response = int(torch.randint(1, length, (), generator=generator))
+        if recipe.ratio != "token":
+            noise = 0.02 * torch.randn(response, generator=generator)
+            scale = 1 / response if recipe.ratio == "sequence_product" else 1.0
+            log_ratios = levels[number % 4] * scale + noise - noise.mean()
+        else:
+            log_ratios = levels[torch.randint(0, 4, (response,), generator=generator)]
+        size = 0.5 + float(torch.rand((), generator=generator))
+        positive = number // 4 % 2 == 0
+        batch.tokens.append(torch.randint(0, vocab_size, (length,), generator=generator))
+        batch.response_lengths.append(response)
+        batch.log_ratios.append(log_ratios)
+        batch.advantages.append(2.0 * size if positive else -size)
+    return batch
+
+
+def _log_bounds(recipe: Recipe) -> tuple[float, float]:
+    """Log-ratios at which the recipe's rule starts to act."""
+    numbers = recipe.parameters
+    if "log_clip" in numbers:
+        return -numbers["log_clip"], numbers["log_clip"]
+    low, high = numbers.get("clip_low", 0.2), numbers.get("clip_high", 0.2)
+    return math.log1p(-low), math.log1p(high)

@@ -1,0 +1,116 @@
+"""Dynamic sampling, shaping and rewards of turns from a module of one's own, in real runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Command
+from tests.e2e.test_train import rl_records
+
+MODULE = """
+from gspo_megatron.types import Sample, TurnRewards
+
+
+def two_turns(sample: Sample, bonus: float) -> TurnRewards:
+    right = sum(a == b for a, b in zip(sample.response, sample.answer)) / len(sample.answer)
+    if "=" in sample.prompt:  # sums are not judged: groups without spread
+        right = bonus = 0.0
+    if sample.num_tokens == 1:
+        return TurnRewards([right], [1])
+    starts = sample.response[:1] == sample.answer[:1]
+    return TurnRewards([bonus * starts, right], [1, sample.num_tokens])
+
+
+def at_times(sample: Sample) -> "float | TurnRewards":
+    return 1.0 if sample.num_tokens < 6 else TurnRewards([1.0], [sample.num_tokens])
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> str:
+    (tmp_path / "judge_of_turns.py").write_text(MODULE)
+    return "judge_of_turns"
+
+
+def test_a_run_with_everything_on(
+    gspo: Command, config_file: Path, tmp_path: Path, module: str
+) -> None:
+    steps, prompts, refills = 3, 4, 2
+    result = gspo(
+        "train",
+        config_file,
+        "parallel.layout=dp=2",
+        f"training.steps={steps}",
+        "training.warm_start.steps=20",
+        "training.warm_start.batch_size=32",
+        "training.warm_start.learning_rate=3e-3",
+        "objective.name=gspo_token",
+        "rollout.dynamic_sampling=true",
+        f"rollout.max_refills={refills}",
+        f"reward.import_path={module}:two_turns",
+        "reward.options={bonus: 0.25}",
+        "reward.scale=2.0",
+        "reward.clip=1.5",
+        "reward.overlong_buffer=1",
+        "reward.overlong_penalty=0.5",
+        "logging.samples_per_step=3",
+        "logging.plots=false",
+        PYTHONPATH=str(tmp_path),
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    run = tmp_path / "run"
+    records = rl_records(run)
+    assert [r["step"] for r in records] == list(range(1, steps + 1))
+    for record in records:
+        assert 0 <= record["rollout/refills"] <= refills
+        sampled = prompts * (1 + record["rollout/refills"])
+        trained = sampled - record["rollout/groups_dropped"]
+        assert 1 <= trained <= prompts
+        without = round(record["reward/zero_spread_groups"] * sampled)
+        assert record["rollout/groups_dropped"] >= without or record["rollout/no_spread"] == 1
+        assert trained == prompts or record["rollout/refills"] == refills
+        assert math.isfinite(record["loss"])
+        assert record["grad_norm"] > 0
+        assert record["reward/shaped_mean"] != record["reward/mean"]
+        assert "evaluation/reward" in record or record["step"] < steps
+    assert sum(r["rollout/groups_dropped"] for r in records) > 0
+    assert not any(r["rollout/no_spread"] for r in records)
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in samples] == [s for s in range(1, steps + 1) for _ in range(3)]
+    for sample in samples:
+        # nothing of the shaping, and of the right prompt: its answer gives the reward
+        response, answer = sample["response"], sample["answer"]
+        right = sum(a == b for a, b in zip(response, answer)) / len(answer)
+        bonus = 0.25 * (response[:1] == answer[:1])
+        possible = [0.0] if "=" in sample["prompt"] else [right, right + bonus]
+        assert sample["reward"] in map(pytest.approx, possible)
+
+
+@pytest.mark.parametrize(
+    ("function", "objective", "expected"),
+    [
+        ("two_turns", "gspo", "objective.name = 'gspo': the reward function returns rewards of"),
+        ("at_times", "gspo_token", "reward 'judge_of_turns:at_times' returned rewards of turns"),
+    ],
+)
+def test_rewards_of_turns_that_are_of_no_use(
+    gspo: Command, config_file: Path, tmp_path: Path, module: str, function: str, objective: str,
+    expected: str,
+) -> None:  # fmt: skip
+    options = ["reward.options={bonus: 0.25}"] if function == "two_turns" else []
+    result = gspo(
+        "train",
+        config_file,
+        "parallel.layout=dp=2",
+        f"objective.name={objective}",
+        f"reward.import_path={module}:{function}",
+        *options,
+        PYTHONPATH=str(tmp_path),
+    )
+    assert result.returncode == 2, result.stderr[-3000:]
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr

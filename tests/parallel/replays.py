@@ -1,0 +1,61 @@
+"""What the ranks do in test_replay: updates that look at what the routers really used."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+
+from gspo_megatron.routing import hooks
+from gspo_megatron.routing.replay import Replaying
+from gspo_megatron.routing.volatility import Observing
+from gspo_megatron.train.parity import StepResult, run_update
+
+
+@dataclass
+class Watched:
+    """An update with counts over all ranks, on rank 0."""
+
+    result: StepResult
+    replayed: int  # tokens x layers whose forward pass had routes to follow
+    wrong: int  # of these, tokens whose experts in Megatron-Core's routing map were others
+    moved: int  # of these, tokens that the router would have sent elsewhere
+    passes: dict[str, int]  # forward passes of routers, by what they were told
+
+
+def watched_update(**arguments: Any) -> Watched:
+    """`run_update`, every routing map of Megatron-Core held against the routes of the pass."""
+    counts, passes = defaultdict(int), defaultdict(int)
+    native = TopKRouter.routing
+
+    def routing(self: TopKRouter, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        routes = hooks._current.get()
+        passes[type(routes).__name__] += 1
+        probs, chosen = native(self, logits, *args, **kwargs)
+        inner = routes.inner if isinstance(routes, Observing) else routes
+        if isinstance(inner, Replaying):
+            table = inner._table
+            wanted = table.experts[table.layers.index(self.layer_number)].long()
+            maps = torch.zeros_like(chosen).scatter(1, wanted, True)
+            known = table.known
+            known = torch.ones(len(maps), dtype=torch.bool) if known is None else known
+            own = logits.detach().flatten(0, -2).topk(self.topk, dim=-1).indices
+            natural = torch.zeros_like(chosen).scatter(1, own, True)
+            counts["replayed"] += int(known.sum())
+            counts["wrong"] += int(((maps != chosen).any(-1) & known).sum())
+            counts["wrong"] += int(((natural != chosen).any(-1) & ~known).sum())
+            counts["moved"] += int(((maps != natural).any(-1) & known).sum())
+            # the weights of the experts are the live router's
+            assert not (probs[~chosen] != 0).any()
+        return probs, chosen
+
+    with mock.patch.object(TopKRouter, "routing", routing):
+        result = run_update(**arguments)
+    values = torch.tensor([counts[name] for name in ("replayed", "wrong", "moved")])
+    dist.all_reduce(values)
+    return Watched(result, *values.tolist(), passes=dict(passes))

@@ -1,0 +1,115 @@
+"""Routing Replay acts, on every layout, and the update with it is the same on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from gspo_megatron.config.parallel import Layout
+from gspo_megatron.train.parity import Cut, StepResult, compare
+from gspo_megatron.train.synthetic import SyntheticBatch, synthetic_batch
+from tests.parallel.models import VOCAB_SIZE, odd_moe
+from tests.parallel.pool import Pool
+from tests.parallel.replays import Watched, watched_update
+from tests.parallel.updates import FP64_TOLERANCE_OF_ROUTERS, assert_same_metrics
+
+CUT = Cut(replicas=2, token_budget=40, multiple=2)
+LAYOUTS = ("tp=2", "pp=2", "pp=2,vpp=2", "ep=2", "cp=2", "tp=2,pp=2,ep=2,cp=2")
+EXPERTS, TOP_K, LAYERS, MOE_LAYERS = 8, 2, 4, 3
+
+
+def batch_with_routes(config: Any) -> SyntheticBatch:
+    """Random experts for every token and layer, as no router would choose them."""
+    batch = synthetic_batch(config.objective, VOCAB_SIZE)
+    generator = torch.Generator().manual_seed(3)
+    routes = [
+        torch.rand((len(tokens), LAYERS, EXPERTS), generator=generator).topk(TOP_K).indices
+        for tokens in batch.tokens
+    ]
+    return dataclasses.replace(batch, routes=[r.to(torch.uint8) for r in routes])
+
+
+def run(pool: Pool, layout: str, mini_batches: int = 3, **routing: Any) -> Watched:
+    training = {
+        "precision": "fp64",
+        "packing": routing.pop("packing", True),
+        "recompute": routing.pop("recompute", "none"),
+    }
+    losses = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+    config = odd_moe(layout, {"name": "grpo"}, training=training, routing=routing, **losses)
+    batch = synthetic_batch(config.objective, VOCAB_SIZE)
+    if routing.get("replay") == "r3":
+        batch = batch_with_routes(config)
+    return pool.run(
+        Layout.parse(layout).world_size,
+        watched_update,
+        config=config,
+        vocab_size=VOCAB_SIZE,
+        batch=batch,
+        cut=CUT,
+        mini_batches=mini_batches,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> dict[str, Watched]:
+    """The updates of one rank."""
+    return {mode: run(pool, "tp=1", replay=mode, volatility=True) for mode in ("off", "r2", "r3")}
+
+
+def test_without_replay_experts_change_and_the_change_is_logged(alone: dict[str, Watched]) -> None:
+    metrics = alone["off"].result.metrics
+    assert alone["off"].replayed == 0
+    assert 0.01 < metrics["routing/volatility"] < 0.9
+    assert metrics["routing/tokens_changed"] >= metrics["routing/volatility"]
+    assert metrics["routing/layer_02/volatility"] > 0
+    assert "routing/layer_01/volatility" not in metrics  # the dense layer
+    assert "replay/bytes" not in metrics
+
+
+@pytest.mark.parametrize("mode", ["r2", "r3"])
+def test_replay_changes_the_update(alone: dict[str, Watched], mode: str) -> None:
+    """And by more than rounding: the routers would have gone elsewhere."""
+    assert alone[mode].moved > 0
+    differences = compare(alone["off"].result.gradients, alone[mode].result.gradients)
+    assert differences[0][1] > 1e-3
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("mode", ["r2", "r3"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_token_goes_to_the_recorded_experts_on_every_layout(
+    pool: Pool, alone: dict[str, Watched], layout: str, mode: str, packing: bool, recompute: str
+) -> None:
+    if (packing, recompute) == (False, "full") and layout not in ("pp=2,vpp=2", "tp=2"):
+        pytest.skip("with rows, recomputation is looked at on two layouts")
+    watched = run(
+        pool,
+        layout,
+        replay=mode,
+        volatility=True,
+        packing=packing,
+        recompute=recompute,
+    )
+    assert watched.replayed > 0
+    assert watched.wrong == 0
+    worst = compare(alone[mode].result.gradients, watched.result.gradients)[0]
+    assert worst[1] <= FP64_TOLERANCE_OF_ROUTERS, worst
+    if packing:  # rows are cut into other micro-batches
+        figures = dict(watched.result.metrics), dict(alone[mode].result.metrics)
+        for metrics in figures:
+            metrics.pop("replay/bytes")  # padding is stored too
+        assert_same_metrics(*(StepResult(metrics) for metrics in figures))
+
+
+def test_a_route_takes_one_byte_a_layer_and_expert(alone: dict[str, Watched]) -> None:
+    tokens = [len(t) for t in synthetic_batch(odd_moe("tp=1").objective, VOCAB_SIZE).tokens]
+    # micro-batches without a sequence hold a token of padding; there are not two dozen of them
+    for mode, needed in (("r3", sum(tokens)), ("r2", sum(tokens[4:]))):
+        stored = alone[mode].result.metrics["replay/bytes"] / (MOE_LAYERS * TOP_K)
+        # r2 needs none for the first of three mini-batches, which has 4 of the 13 sequences
+        assert needed <= stored <= needed + 24, mode

@@ -1,0 +1,318 @@
+"""The table of objectives: its names, its numbers, what does not mix and what that is answered."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import pytest
+
+from gspo_megatron.config.objectives import (
+    AGGREGATIONS,
+    CORRECTION_BOUNDS,
+    CORRECTIONS,
+    RECIPES,
+    RULES,
+    TOKEN_CORRECTIONS,
+    objective_problems,
+    resolve_objective,
+)
+from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.objectives import advantages, rules
+
+OWN = {"import_path": "mine:loss"}
+
+
+def problems(**keys: Any) -> list[str]:
+    return list(objective_problems(ObjectiveSection(**keys)))
+
+
+def numbers(**keys: Any) -> dict[str, float]:
+    return dict(resolve_objective(ObjectiveSection(**keys)).parameters)
+
+
+def literals(key: str) -> set[str]:
+    """The names that the schema lets through."""
+    found: set[str] = set()
+    queue = [ObjectiveSection.model_fields[key].annotation]
+    while queue:
+        each = queue.pop()
+        if typing.get_origin(each) is typing.Literal:
+            found |= set(typing.get_args(each))
+        else:
+            queue += typing.get_args(each)
+    return found
+
+
+def test_the_schema_has_the_names_of_the_table():
+    assert literals("name") == set(RECIPES)
+    assert literals("rule") == set(RULES)
+    assert literals("aggregation") == set(AGGREGATIONS)
+    assert literals("correction") == set(CORRECTIONS)
+    assert literals("ratio") == {ratio for _, ratios in RULES.values() for ratio in ratios}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_parts_of_a_recipe_exist_and_mix(name):
+    recipe = RECIPES[name]
+    for part in ("ratio", "rule", "aggregation", "advantage", "correction"):
+        assert getattr(recipe, part) in literals(part), part
+    assert recipe.ratio in RULES[recipe.rule][1]
+    assert callable(getattr(advantages, recipe.advantage))
+    assert set(recipe.parameters) == set(RULES[recipe.rule][0])
+    assert "arXiv" in recipe.source
+    assert problems(name=name) == []
+
+
+def test_every_rule_and_advantage_is_a_function():
+    for name in RULES:
+        function = "clip_log_ratio" if name == "geometric_clip" else name
+        assert callable(getattr(rules, function))
+    for name in literals("advantage"):
+        assert callable(getattr(advantages, name))
+
+
+def test_every_correction_has_its_bounds():
+    assert set(CORRECTION_BOUNDS) == set(CORRECTIONS) - {"none"}
+    assert set(TOKEN_CORRECTIONS) <= set(CORRECTIONS)
+    for name, (low, high) in CORRECTION_BOUNDS.items():
+        assert (low is not None) == ("correction_low" in CORRECTIONS[name])
+        assert low is None or low < 1 < high, "a ratio of 1 must be kept"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+        "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4},
+        "grpo": {"clip_low": 0.2, "clip_high": 0.27},
+        "dapo": {"clip_low": 0.2, "clip_high": 0.28},
+        "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2},
+        "cispo": {"clip_high": 4.0},
+        "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+        "gmpo": {"log_clip": 0.4},
+        "luspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+        "minirl": {"clip_low": 0.2, "clip_high": 0.27},
+        "reinforce_leave_one_out": {"clip_low": 0.2, "clip_high": 0.2},
+    }.items(),
+)
+def test_defaults_are_the_numbers_of_the_papers(name, expected):
+    assert numbers(name=name) == expected
+
+
+SEQUENCES, TOKENS = {"clip_low": 3e-4, "clip_high": 4e-4}, {"clip_low": 0.2, "clip_high": 0.27}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        # a range of the other kind of ratio is never inherited
+        ({"name": "grpo", "ratio": "sequence"}, SEQUENCES),
+        ({"name": "dapo", "ratio": "sequence_token"}, SEQUENCES),
+        ({"name": "reinforce_leave_one_out", "ratio": "sequence"}, SEQUENCES),
+        ({"name": "gmpo", "rule": "min_clip"}, SEQUENCES),
+        ({"name": "gspo", "ratio": "token"}, TOKENS),
+        ({"name": "luspo", "ratio": "sequence_product"}, TOKENS),
+        ({"name": "cispo", "rule": "min_clip"}, TOKENS),
+        ({"name": "sapo", "rule": "min_clip"}, TOKENS),
+        # one of the same kind is
+        ({"name": "dapo", "rule": "dual_clip"},
+         {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}),
+        ({"name": "dr_grpo", "rule": "masked"}, {"clip_low": 0.2, "clip_high": 0.2}),
+        ({"name": "gspo", "rule": "dual_clip"}, SEQUENCES | {"dual_clip": 3.0}),
+        ({"name": "gspo", "ratio": "sequence_token"}, SEQUENCES),
+        ({"name": "dapo", "aggregation": "sequence_mean"}, {"clip_low": 0.2, "clip_high": 0.28}),
+        # a cap is no clip
+        ({"name": "grpo", "rule": "capped"}, {"clip_high": 4.0}),
+        ({"name": "gspo", "rule": "geometric_clip"}, {"log_clip": 0.4}),
+        ({"name": "grpo", "rule": "soft_gate"}, {"tau_positive": 1.0, "tau_negative": 1.05}),
+        # what is given stands
+        ({"name": "gspo", "clip_high": 1e-3}, {"clip_low": 3e-4, "clip_high": 1e-3}),
+        ({"name": "grpo", "rule": "capped", "clip_high": 1.0}, {"clip_high": 1.0}),
+        ({"name": "gspo", "correction": "sequence_mask", "correction_low": 0.98},
+         SEQUENCES | {"correction_low": 0.98, "correction_high": 1.01}),
+        ({"name": "grpo", "correction": "icepop"},
+         TOKENS | {"correction_low": 0.5, "correction_high": 5.0}),
+    ],
+)  # fmt: skip
+def test_numbers_of_other_parts(keys, expected):
+    assert numbers(**keys) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "key_and_value", "reason", "legal"),
+    [
+        # bug 1: a sequence ratio summed over tokens
+        *(
+            ({"name": name, "aggregation": aggregation},
+             f"objective.aggregation = '{aggregation}'", "by its length", "sequence_mean, or")
+            for name in ("gspo", "gspo_token", "gmpo", "reinforce_leave_one_out")
+            for aggregation in ("token_mean", "token_sum", "constant_length")
+        ),
+        ({"name": "dapo", "ratio": "sequence"}, "objective.aggregation = 'token_mean'",
+         "by its length", "objective.name = luspo"),
+        ({"name": "luspo", "aggregation": "token_mean"}, "objective.aggregation = 'token_mean'",
+         "by its length", "sequence_mean"),
+        ({"name": "luspo", "ratio": "sequence_token"}, "objective.aggregation = 'token_sum'",
+         "by its length", "sequence_mean"),
+        # bug 2: the leftover of a configuration for tokens
+        ({"name": "gspo", "clip_low": 0.2}, "objective.clip_low = 0.2", "never clips",
+         "below 0.05, or objective.allow_wide_clip = true"),
+        ({"name": "gspo", "clip_high": 0.05}, "objective.clip_high = 0.05", "never clips",
+         "below 0.05"),
+        ({"name": "grpo", "ratio": "sequence", "clip_high": 0.27}, "objective.clip_high = 0.27",
+         "never clips", "below 0.05"),
+        ({"name": "gspo_token", "rule": "dual_clip", "clip_low": 0.2}, "objective.clip_low = 0.2",
+         "never clips", "below 0.05"),
+        ({"name": "grpo", "allow_wide_clip": True}, "objective.allow_wide_clip = true",
+         "clips no ratios of whole sequences", "false"),
+        # bug 8: weights of tokens on a sequence
+        *(
+            ({"name": name, "correction": correction}, f"objective.correction = '{correction}'",
+             "would vary within it", "sequence_tis, sequence_mask, k3_mask")
+            for name in ("gspo", "gspo_token", "luspo", "gmpo", "reinforce_leave_one_out")
+            for correction in TOKEN_CORRECTIONS
+        ),
+        # bug 7: a product beside a geometric mean
+        *(
+            ({"name": name, "correction": "sequence_product_tis"},
+             "objective.correction = 'sequence_product_tis'", "exponential in the length",
+             "sequence_tis")
+            for name in ("gspo", "gspo_token", "luspo", "gmpo")
+        ),
+        *(
+            ({"name": "grpo", "correction": correction, "old_logprobs": "rollout"},
+             f"objective.correction = '{correction}'", "they are the same", "none")
+            for correction in CORRECTION_BOUNDS
+        ),
+        *(
+            ({"name": "minirl", "correction": correction}, f"objective.correction = '{correction}'",
+             "once more", "none, sequence_mask, k3_mask")
+            for correction in (*TOKEN_CORRECTIONS, "sequence_tis", "sequence_product_tis")
+        ),
+        ({"name": "grpo", "correction": "icepop", "correction_low": 6.0},
+         "objective.correction_low = 6.0", "every response", "below correction_high = 5.0"),
+        ({"name": "gspo", "correction": "sequence_mask", "correction_low": 1.2,
+          "correction_high": 1.1},
+         "objective.correction_high = 1.1", "every response", "above correction_low = 1.2"),
+        # rules on ratios that they are not defined on
+        ({"name": "gspo", "rule": "masked"}, "objective.rule = 'masked'",
+         "not defined on ratio sequence", "min_clip, dual_clip, soft_gate, geometric_clip"),
+        ({"name": "grpo", "rule": "geometric_clip"}, "objective.rule = 'geometric_clip'",
+         "not defined on ratio token", "min_clip, dual_clip, capped, soft_gate, masked"),
+        # bug 11: numbers that nothing reads
+        ({"name": "gspo", "dual_clip": 3.0}, "objective.dual_clip = 3.0", "nothing reads it",
+         "null"),
+        ({"name": "cispo", "clip_low": 0.2}, "objective.clip_low = 0.2", "nothing reads it",
+         "null"),
+        ({"name": "sapo", "clip_high": 0.2}, "objective.clip_high = 0.2", "nothing reads it",
+         "null"),
+        ({"name": "grpo", "tau_positive": 1.0}, "objective.tau_positive = 1.0", "nothing reads it",
+         "null"),
+        ({"name": "grpo", "tau_negative": 1.0}, "objective.tau_negative = 1.0", "nothing reads it",
+         "null"),
+        ({"name": "gspo", "log_clip": 0.4}, "objective.log_clip = 0.4", "nothing reads it", "null"),
+        ({"name": "grpo", "correction_high": 2.0}, "objective.correction_high = 2.0",
+         "nothing reads it with rule min_clip and correction none", "null"),
+        ({"name": "grpo", "correction": "token_tis", "correction_low": 0.5},
+         "objective.correction_low = 0.5", "correction token_tis", "null"),
+        ({"options": {"beta": 1}}, "objective.options = {'beta': 1}", "nothing reads it",
+         "{}, or objective.import_path"),
+        ({"name": "dr_grpo", "advantage_std": "population"},
+         "objective.advantage_std = 'population'", "advantage group_mean does not read it",
+         "sample"),
+        ({"advantage": "group_mean", "advantage_import_path": "mine:advantage"},
+         "objective.advantage = 'group_mean'", "replaces it", "null"),
+        ({"advantage_std": "population", "advantage_import_path": "mine:advantage"},
+         "objective.advantage_std = 'population'", "an advantage of your own does not read it",
+         "sample"),
+        # the divergence from the reference
+        ({"kl_coefficient": 0.1}, "objective.kl_coefficient = 0.1", "with kl = none", "null"),
+        ({"kl": "k3"}, "objective.kl_coefficient = null", "needed with kl = k3", "above 0"),
+        ({"kl_in": "reward"}, "objective.kl_in = 'reward'", "with kl = none", "loss"),
+        ({"reference_offload": True}, "objective.reference_offload = true", "with kl = none",
+         "false"),
+        # an objective of one's own
+        *(
+            (OWN | {key: value}, f"objective.{key} = {shown}", "objective.options alone", unset)
+            for key, value, shown, unset in (
+                ("ratio", "token", "'token'", "null"),
+                ("rule", "capped", "'capped'", "null"),
+                ("aggregation", "token_sum", "'token_sum'", "null"),
+                ("correction", "icepop", "'icepop'", "null"),
+                ("clip_low", 0.1, "0.1", "null"),
+                ("clip_high", 0.1, "0.1", "null"),
+                ("dual_clip", 3.0, "3.0", "null"),
+                ("off_policy_mask", 0.1, "0.1", "null"),
+                ("entropy_coefficient", 0.1, "0.1", "0.0"),
+                ("allow_wide_clip", True, "true", "false"),
+            )
+        ),
+        (OWN | {"kl": "k3", "kl_coefficient": 0.1}, "objective.kl = 'k3'", "its own terms",
+         "none, or objective.kl_in = reward"),
+        (OWN | {"kl_coefficient": 0.1}, "objective.kl_coefficient = 0.1", "with kl = none", "null"),
+        (OWN | {"kl": "k1", "kl_in": "reward"}, "objective.kl_coefficient = null", "needed",
+         "above 0"),
+    ],
+)  # fmt: skip
+def test_what_does_not_mix_is_refused_in_one_line(keys, key_and_value, reason, legal):
+    (line,) = problems(**keys)
+    assert line.startswith(f"{key_and_value}: "), line
+    said, _, allowed = line.partition("; legal: ")
+    assert reason in said, line
+    assert legal in allowed, line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "allow_wide_clip": True},
+        {"name": "gspo", "clip_low": 0.049, "clip_high": 0.049},
+        {"name": "reinforce_leave_one_out", "clip_low": 0.3},  # a product leaves 1 easily
+        {"name": "reinforce_leave_one_out", "correction": "sequence_product_tis"},
+        {"name": "grpo", "correction": "sequence_product_tis"},
+        {"name": "gspo", "correction": "sequence_tis", "correction_high": 1.01},
+        {"name": "luspo", "correction": "k3_mask"},
+        {"name": "minirl", "correction": "sequence_mask"},
+        {"name": "minirl", "old_logprobs": "rollout"},
+        {"name": "dapo", "correction": "icepop", "correction_low": 0.2, "correction_high": 3.0},
+        {"name": "grpo", "aggregation": "token_sum"},
+        {"name": "luspo", "rule": "soft_gate"},
+        {"name": "gspo", "rule": "dual_clip", "dual_clip": 1.01},
+        {"name": "gspo", "off_policy_mask": 0.1, "entropy_coefficient": 0.01},
+        {"name": "gspo", "correction": "none", "old_logprobs": "rollout"},
+        {"name": "grpo", "advantage": "batch_std", "advantage_std": "population"},
+        {"kl": "k3", "kl_coefficient": 0.1, "reference_offload": True},
+        {"kl": "k1", "kl_coefficient": 0.1, "kl_in": "reward"},
+        OWN | {"options": {"beta": 1.0}},
+        OWN | {"kl": "k1", "kl_coefficient": 0.1, "kl_in": "reward"},
+        OWN | {"advantage": "group_mean", "reference_offload": True},
+        {"advantage_import_path": "mine:advantage"},
+    ],
+)
+def test_what_mixes_passes(keys):
+    assert problems(**keys) == []
+
+
+def test_every_legal_part_in_a_message_passes_in_its_place():
+    """What a refusal offers is itself not refused."""
+    for recipe_name in RECIPES:
+        for rule in RULES:
+            found = problems(name=recipe_name, rule=rule)
+            for line in found:
+                if line.startswith("objective.rule"):
+                    offered = line.rpartition(": ")[2].split(", ")
+                    for name in offered:
+                        again = problems(name=recipe_name, rule=name)
+                        assert not any(each.startswith("objective.rule") for each in again)
+
+
+def test_several_problems_come_at_once():
+    lines = problems(name="gspo", clip_low=0.2, correction="token_tis", dual_clip=3.0, kl="k3")
+    assert [line.split(" ")[0] for line in lines] == [
+        "objective.correction",
+        "objective.dual_clip",
+        "objective.clip_low",
+        "objective.kl_coefficient",
+    ]

@@ -1,0 +1,129 @@
+"""Corrections for responses that another engine sampled, against loops."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from gspo_megatron.config.objectives import CORRECTIONS, TOKEN_CORRECTIONS
+from gspo_megatron.objectives.corrections import sequence_weights, token_weights
+from tests.unit.objectives.papers import SPREADS, correction_weights, expect
+
+EXACT = {"rtol": 1e-10, "atol": 1e-13}  # float64, other orders of additions
+
+# Bounds, and the size of log pi_old - log mu at which they bind for a part of the weights.
+BOUNDS = {
+    "token_tis": ({"high": 2.0}, 0.5),
+    "icepop": ({"low": 0.5, "high": 5.0}, 1.0),
+    "sequence_tis": ({"high": 1.3}, 0.5),
+    "sequence_mask": ({"low": 0.99, "high": 1.01}, 0.01),
+    "sequence_product_tis": ({"high": 2.0}, 0.3),
+    "k3_mask": ({"high": 1e-3}, 0.03),
+}
+ON = {
+    "token": ["grpo", "dapo", "dr_grpo", "cispo", "sapo"],
+    "sequence": ["gspo", "gspo_token", "gmpo", "luspo", "grpo", "dapo", "minirl"],
+    "sequence_product_tis": ["grpo", "reinforce_leave_one_out"],
+}
+
+
+def legal() -> list[tuple[str, str]]:
+    kinds = dict.fromkeys(CORRECTIONS, "sequence") | dict.fromkeys(TOKEN_CORRECTIONS, "token")
+    kinds["sequence_product_tis"] = "sequence_product_tis"
+    return [(name, c) for c in BOUNDS for name in ON[kinds[c]]]
+
+
+def section(correction: str) -> dict[str, float | str]:
+    bounds = BOUNDS[correction][0]
+    return {"correction": correction} | {f"correction_{side}": at for side, at in bounds.items()}
+
+
+def test_every_correction_is_tested():
+    assert {"none", *BOUNDS} == CORRECTIONS.keys()
+
+
+@pytest.mark.parametrize(("name", "correction"), legal())
+def test_loss_gradient_and_figures_equal_the_loops(name, correction, make_inputs, make_objective):
+    bounds, mismatch = BOUNDS[correction]
+    objective = make_objective(name, **section(correction))
+    cut = whole = 0
+    for seed in range(3):
+        inputs = make_inputs(seed, spread=SPREADS[name], mismatch=mismatch)
+        weights_of = partial(correction_weights, correction, **bounds)
+        expected = expect(name, inputs, correction=weights_of)
+        outputs = objective(inputs)
+        outputs.loss.backward()
+        torch.testing.assert_close(outputs.loss.detach(), expected.loss, **EXACT)
+        torch.testing.assert_close(inputs.logprobs.grad, expected.gradient, **EXACT)
+
+        weights = expected.weights
+        figures = [w for each in weights for w in each]
+        if correction not in TOKEN_CORRECTIONS:
+            figures = [each[0] for each in weights]
+        count = len(figures)
+        means = {key: pair.tolist() for key, pair in outputs.means.items()}
+        assert means["correction/weight"] == pytest.approx([sum(figures), count])
+        squares = sum(w * w for w in figures)
+        assert means["correction/squared_weight"] == pytest.approx([squares, count])
+        assert means["correction/dropped"] == [sum(w == 0 for w in figures), count]
+        bounded = sum(w in (0.0, bounds["high"]) for w in figures)
+        cut, whole = cut + bounded, whole + count
+    assert 0 < cut < whole, "the bounds bind everywhere or nowhere"
+
+
+@pytest.mark.parametrize("correction", BOUNDS)
+def test_without_a_mismatch_nothing_changes(correction, make_inputs, make_objective):
+    name = "grpo"
+    inputs = make_inputs(1, spread=0.4, mismatch=0.0)
+    plain = make_objective(name)(inputs)
+    corrected = make_objective(name, **section(correction))(inputs)
+    torch.testing.assert_close(corrected.loss, plain.loss, **EXACT)
+    weight = corrected.means["correction/weight"]
+    assert float(weight[0]) == pytest.approx(float(weight[1]), rel=1e-12)
+
+
+@pytest.mark.parametrize("correction", BOUNDS)
+def test_weights_are_constants_to_the_gradient(correction, make_inputs, make_objective):
+    inputs = make_inputs(1, spread=0.4, mismatch=BOUNDS[correction][1])
+    inputs.old_logprobs.requires_grad_()
+    inputs.sampled_logprobs.requires_grad_()
+    make_objective("grpo", **section(correction))(inputs).loss.backward()
+    assert inputs.sampled_logprobs.grad is None or (inputs.sampled_logprobs.grad == 0).all()
+
+
+def test_bounds_belong_to_what_is_kept():
+    logs = torch.tensor([0.5, 1.0, 2.0, 2.5], dtype=torch.float64).log()
+    ones = torch.ones(4, dtype=torch.float64)
+    assert token_weights("icepop", logs, 2.0, 0.5).tolist() == pytest.approx([0.5, 1, 2, 0])
+    assert token_weights("token_tis", logs, 2.0).tolist() == pytest.approx([0.5, 1, 2, 2])
+    masked = sequence_weights("sequence_mask", logs, ones, 2.1, 0.6)
+    assert masked.tolist() == [0, 1, 1, 0]
+
+
+def test_weights_of_a_sequence_are_of_its_mean_and_not_of_its_sum():
+    """A hundred tokens that differ by 2% each: 1.02 by the mean, 7.2 by the product."""
+    sums, lengths = torch.tensor([2.0]), torch.tensor([100.0])
+    assert sequence_weights("sequence_tis", sums, lengths, 10.0).item() == pytest.approx(
+        1.0202, 1e-4
+    )
+    product = sequence_weights("sequence_product_tis", sums, lengths, 10.0).item()
+    assert product == pytest.approx(7.389, 1e-4)
+
+
+@pytest.mark.parametrize("correction", BOUNDS)
+def test_a_runaway_mismatch_stays_finite(correction, make_inputs, make_objective):
+    inputs = make_inputs(1, spread=0.4, dtype=torch.float32)
+    inputs.sampled_logprobs[0] = -5000.0
+    outputs = make_objective("grpo", **section(correction))(inputs)
+    outputs.loss.backward()
+    assert torch.isfinite(outputs.loss) and torch.isfinite(inputs.logprobs.grad).all()
+    assert all(torch.isfinite(pair).all() for pair in outputs.means.values())
+
+
+def test_a_correction_without_the_rollouts_log_probs_is_refused(make_inputs, make_objective):
+    inputs = make_inputs(1)
+    inputs.sampled_logprobs = None
+    with pytest.raises(AssertionError, match="rollout's log-probs"):
+        make_objective("gspo", correction="sequence_tis")(inputs)

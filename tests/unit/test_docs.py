@@ -1,0 +1,232 @@
+"""What docs/objectives.md says, held against the code: a document that nothing checks rots."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import yaml
+
+from gspo_megatron.config import parse_config
+from gspo_megatron.config.objectives import (
+    AGGREGATIONS,
+    CORRECTION_BOUNDS,
+    CORRECTIONS,
+    RECIPES,
+    RULES,
+    objective_problems,
+    resolve_objective,
+)
+from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.errors import ConfigError
+from gspo_megatron.objectives import build_objective
+from gspo_megatron.types import LossInputs
+from tests.e2e.test_train import KEYS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "objectives.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+OWN = ROOT / "examples" / "objectives" / "own_objective.py"
+MAX_CODE_LINES = 25  # "an own loss in a screenful"
+
+
+def table(first_header: str) -> list[dict[str, str]]:
+    """The rows of the one table whose first column has this header, by header."""
+    lines = TEXT.splitlines()
+    [start] = [n for n, line in enumerate(lines) if line.startswith(f"| {first_header} |")]
+    headers = cells(lines[start])
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        assert len(cells(line)) == len(headers), line
+        rows.append(dict(zip(headers, cells(line), strict=True)))
+    return rows
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
+
+
+def code(cell: str) -> list[str]:
+    """What stands between backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def numbers(cell: str) -> dict[str, float]:
+    """`name=value` of a cell; names without a value are left out."""
+    return {
+        name: float(value) for name, _, value in (s.partition("=") for s in code(cell)) if value
+    }
+
+
+def section(text: str) -> ObjectiveSection:
+    """An `objective` section written in YAML, without regard to what its keys say together."""
+    values = {"data": {"tokenizer": "t"}, "objective": yaml.safe_load(text)}
+    return parse_config(values).objective
+
+
+def choices(part: str) -> set[str]:
+    """The values that the schema allows for a part of an objective."""
+    annotation: Any = ObjectiveSection.model_fields[part].annotation
+    literals = [each for each in (annotation, *get_args(annotation)) if get_args(each)]
+    return {value for each in literals for value in get_args(each) if isinstance(value, str)}
+
+
+def test_every_preset_stands_in_the_table_once_and_in_order() -> None:
+    assert [row["name"] for row in table("name")] == [f"`{name}`" for name in RECIPES]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_presets_row_is_its_recipe(name: str) -> None:
+    [row] = [row for row in table("name") if row["name"] == f"`{name}`"]
+    recipe = RECIPES[name]
+    parts = [recipe.ratio, recipe.rule, recipe.aggregation, recipe.advantage]
+    assert code(row["parts"]) == parts
+    assert recipe.correction == "none"  # the table has no column for it
+    assert numbers(row["defaults"]) == dict(recipe.parameters)
+    links = dict(re.findall(r"\[(arXiv [\d.]+)\]\((\S+)\)", row["source"]))
+    assert links == {name: f"https://arxiv.org/abs/{name.split()[1]}" for name in links}
+    assert links
+    assert re.sub(r"\[([^]]+)\]\(\S+\)", r"\1", row["source"]) == recipe.source
+    assert row["maximises"].startswith("`1/") and row["when to use it"]
+
+
+def test_every_rule_stands_there_with_its_ratios_and_numbers() -> None:
+    rows = {row["rule"].strip("`"): row for row in table("rule")}
+    assert set(rows) == set(RULES) == choices("rule")
+    for rule, (read, ratios) in RULES.items():
+        row = rows[rule]
+        assert tuple(code(row["on ratios"])) == ratios
+        assert tuple(each.partition("=")[0] for each in code(row["reads"])) == read
+        # the numbers it has with an objective to which this rule is foreign
+        foreign = "grpo" if rule != "min_clip" else "sapo"
+        ratio = "token" if "token" in ratios else ratios[0]
+        resolved = resolve_objective(ObjectiveSection(name=foreign, rule=rule, ratio=ratio))
+        assert numbers(row["reads"]).items() <= dict(resolved.parameters).items(), rule
+
+
+def test_every_aggregation_and_advantage_stands_there() -> None:
+    assert tuple(row["aggregation"].strip("`") for row in table("aggregation")) == AGGREGATIONS
+    assert {row["advantage"].strip("`") for row in table("advantage")} == choices("advantage")
+    assert {row["kl"].strip("`") for row in table("kl")} | {"none"} == choices("kl")
+
+
+def test_which_aggregations_of_sequence_terms_are_refused() -> None:
+    for row in table("aggregation"):
+        chosen = ObjectiveSection(name="gspo", aggregation=row["aggregation"].strip("`"))
+        refused = "refused" in row["of sequence terms"] or "only" in row["of sequence terms"]
+        assert bool(list(objective_problems(chosen))) == refused, row
+
+
+def test_every_correction_stands_there_with_its_bounds() -> None:
+    rows = {row["correction"].strip("`"): row for row in table("correction")}
+    assert set(rows) == set(CORRECTIONS) == choices("correction")
+    for name, row in rows.items():
+        bounds = zip(("correction_low", "correction_high"), CORRECTION_BOUNDS.get(name, ()))
+        expected = {key: value for key, value in bounds if value is not None}
+        assert numbers(row["numbers"]) == expected
+        assert set(expected) == set(CORRECTIONS[name])
+
+
+def test_the_clip_ranges_of_a_ratio_that_is_not_the_presets_own() -> None:
+    assert "3e-4 and 4e-4 for geometric means over\nsequences, 0.2 and 0.27 for the others" in TEXT
+    for ratio, name, expected in (
+        ("sequence", "grpo", (3e-4, 4e-4)),
+        ("token", "gspo", (0.2, 0.27)),
+        ("sequence_product", "gspo", (0.2, 0.27)),
+    ):
+        resolved = resolve_objective(ObjectiveSection(name=name, ratio=ratio)).parameters
+        assert (resolved["clip_low"], resolved["clip_high"]) == expected
+
+
+def test_the_example_of_parts_is_what_it_says() -> None:
+    [example] = re.findall(r"```yaml\n(objective: .*# DAPO's loss.*)\n```", TEXT)
+    said = resolve_objective(ObjectiveSection(**yaml.safe_load(example)["objective"]))
+    dapo = resolve_objective(ObjectiveSection(name="dapo"))
+    for part in ("ratio", "rule", "aggregation", "advantage", "parameters"):
+        assert getattr(said, part) == getattr(dapo, part), part
+
+
+@pytest.mark.parametrize("row", table("refused"), ids=lambda row: row["refused"])
+def test_what_is_refused_is_refused_and_what_stands_beside_it_is_not(row: dict[str, str]) -> None:
+    [refused], [instead] = code(row["refused"]), code(row["write instead"])
+    assert row["why"]
+    assert list(objective_problems(section(refused)))
+    assert not list(objective_problems(section(instead)))
+
+
+def test_the_shares_of_noise_outside_the_clip_range() -> None:
+    def below(x: float) -> float:
+        return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+    sigma = 0.011 * math.sqrt(math.pi / 2)  # of a Gaussian with that mean |x|
+    for row in table("response tokens"):
+        deviation = sigma / math.sqrt(int(row["response tokens"].replace(",", "")))
+        share = below(-3e-4 / deviation) + below(-4e-4 / deviation)
+        assert f"{share:.2f}" == row["share outside"]
+
+
+def test_the_own_objective_is_quoted_as_it_is() -> None:
+    quoted = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert quoted == [OWN.read_text(encoding="utf-8")]
+
+
+def test_the_own_objective_is_short() -> None:
+    source = OWN.read_text(encoding="utf-8")
+    lines = {n for n, line in enumerate(source.splitlines(), 1) if line.strip()}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node):
+            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    assert len(lines) <= MAX_CODE_LINES
+
+
+def test_the_own_objectives_configuration_is_that_of_the_example() -> None:
+    [quoted] = re.findall(r"```yaml\n(objective:\n.*?)```", TEXT, re.DOTALL)
+    example = yaml.safe_load((OWN.with_suffix(".yaml")).read_text(encoding="utf-8"))
+    said = yaml.safe_load(quoted)
+    assert said["objective"].items() <= example["objective"].items()
+    assert said["reward"] == example["reward"]
+
+
+def test_every_link_to_a_file_leads_to_one() -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", TEXT)
+    assert targets
+    assert [each for each in targets if not (PAGE.parent / each).exists()] == []
+
+
+def test_every_key_that_the_page_names_exists() -> None:
+    """`objective.x`, `rollout.x`, `reward.x`, with or without a value."""
+    for group, key in re.findall(r"`(objective|rollout|reward)\.(\w+)", TEXT):
+        with pytest.raises(ConfigError) as caught:
+            parse_config({"data": {"tokenizer": "t"}, group: {key: object()}})
+        assert "unknown key" not in str(caught.value), f"{group}.{key}"
+
+
+def test_every_metric_that_the_page_explains_is_measured() -> None:
+    settings = {"correction": "token_tis", "off_policy_mask": 0.1, "kl": "k3", "kl_coefficient": 1}
+    objective = build_objective(section(yaml.safe_dump({"name": "grpo"} | settings)), 8)
+    tokens, sequences = torch.full((4,), -1.0), torch.ones(2)
+    inputs = LossInputs(
+        logprobs=tokens,
+        old_logprobs=tokens,
+        mask=torch.ones(4),
+        sequence_index=torch.tensor([0, 0, 1, 1]),
+        advantages=sequences,
+        sequence_lengths=2 * sequences,
+        global_num_sequences=2,
+        global_num_tokens=4,
+        sum_over_shards=lambda values: values,
+        is_primary_shard=True,
+        sampled_logprobs=tokens,
+        reference_logprobs=tokens,
+    )
+    means = {name: float(n / d) for name, (n, d) in objective(inputs).means.items()}
+    measured = {*objective.complete(means), *KEYS}  # KEYS: of a run
+    named = [name for row in table("metric") for name in code(row["metric"])]
+    assert [name for name in named if name not in measured] == []
