@@ -22,10 +22,10 @@ from torch.autograd.function import once_differentiable
 # a GPU needs more work in each kernel. With all rows in a tile the gradient of the weight is
 # written once. tools/bench_logprob_head.py --sweep compares sizes.
 TILE_ROWS = 4096
-TILE_BYTES = 8 * 2**20
+TILE_BYTES = 16 * 2**20
 GPU_TILE_BYTES = 32 * 2**20
 
-# Up to this size all logits are one tile, and their exponentials are kept for the backward pass:
+# The exponentials of a batch that is a single tile are kept for the backward pass up to this size:
 # small models need not compute the logits twice, and large ones never notice the memory.
 KEEP_EXPONENTIALS_BYTES = 16 * 2**20
 
@@ -260,8 +260,6 @@ def _tiles(
     height = max(min(rows, chunk_size or TILE_ROWS), 1)
     tile_bytes = TILE_BYTES if device.type == "cpu" else GPU_TILE_BYTES
     width = max(tile_bytes // (element_bytes * height), 1)
-    if rows * columns * element_bytes <= KEEP_EXPONENTIALS_BYTES:
-        width = max(columns, width)
     # tensor cores and vector registers want aligned rows
     unit = 64 if 64 <= width < columns else 1
     return _blocks(rows, height, 1), _blocks(columns, width // unit * unit, unit)
@@ -339,15 +337,21 @@ def _merge(
     maxima, sum_exp, weighted_logit = figures
     if len(maxima) == 1 and process_group is None:
         return maxima[0], torch.ones_like(maxima), (sum_exp[0], weighted_logit[0])
+    maximum = _row_maximum(maxima, process_group)
+    shift = maxima - maximum
+    scale = shift.exp()
+    weighted_logit = (weighted_logit + shift * sum_exp) * scale
+    return maximum, scale, ((sum_exp * scale).sum(0), weighted_logit.sum(0))
+
+
+def _row_maximum(maxima: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
+    """[rows], of `maxima` [blocks, rows] over all blocks of all ranks."""
     # a rank with nothing but padding has no blocks
     lowest = maxima.new_full((1, maxima.shape[1]), -math.inf)
     maximum = (maxima if len(maxima) else lowest).amax(0)
     if process_group is not None:
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=process_group)
-    shift = maxima - maximum
-    scale = shift.exp()
-    weighted_logit = (weighted_logit + shift * sum_exp) * scale
-    return maximum, scale, ((sum_exp * scale).sum(0), weighted_logit.sum(0))
+    return maximum
 
 
 def _softmax_gradient(

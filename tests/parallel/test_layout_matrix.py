@@ -100,7 +100,12 @@ def test_update_on_edge_cases_follows_the_formulas(
 def test_update_with_data_ranks_that_have_no_sequence(updates: Updates, layout: str) -> None:
     case = Case(layout=layout, precision="fp64", split="one")
     batch = edge_batch()
-    few = SyntheticBatch(*(values[3:6] for values in vars(batch).values()))
+    few = SyntheticBatch(
+        batch.tokens[3:6],
+        batch.response_lengths[3:6],
+        batch.advantages[3:6],
+        batch.log_ratios[3:6],
+    )
     result, explicit = updates.run(case, few), updates.explicit(case, few)
     assert_follows_formulas(case, result, explicit, FP64_TOLERANCE_OF_ROUTERS)
 

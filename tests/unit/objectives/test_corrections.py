@@ -9,6 +9,7 @@ import torch
 
 from gspo_megatron.config.objectives import CORRECTIONS, TOKEN_CORRECTIONS
 from gspo_megatron.objectives.corrections import sequence_weights, token_weights
+from tests.unit.objectives.mistakes import problems
 from tests.unit.objectives.papers import SPREADS, correction_weights, expect
 
 EXACT = {"rtol": 1e-10, "atol": 1e-13}  # float64, other orders of additions
@@ -32,7 +33,13 @@ ON = {
 def legal() -> list[tuple[str, str]]:
     kinds = dict.fromkeys(CORRECTIONS, "sequence") | dict.fromkeys(TOKEN_CORRECTIONS, "token")
     kinds["sequence_product_tis"] = "sequence_product_tis"
-    return [(name, c) for c in BOUNDS for name in ON[kinds[c]]]
+    weighted = {("minirl", "sequence_tis")}  # which weights by the rollout's ratio already
+    return [(name, c) for c in BOUNDS for name in ON[kinds[c]] if (name, c) not in weighted]
+
+
+def test_what_is_tested_is_what_is_legal():
+    for name, correction in legal():
+        assert not problems(name=name, **section(correction)), (name, correction)
 
 
 def section(correction: str) -> dict[str, float | str]:

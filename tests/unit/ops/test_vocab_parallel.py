@@ -261,17 +261,19 @@ def test_no_tensor_of_a_large_batch_exceeds_the_tile(entropy_gradient, small_til
     assert largest.elements == 64 * 128 > vocab * width
 
 
-def test_the_default_tiles_of_a_large_vocabulary_are_a_twentieth_of_its_logits():
-    for rows, columns in ((4096, 151_936), (32_768, 151_936), (300, 151_936), (4096, 151_936 // 4)):
-        tiles = vocab_parallel._tiles(rows, columns, None, 4, torch.device("cpu"))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_default_tiles_of_a_large_vocabulary_are_small_and_cover_it(device):
+    limit = {"cpu": vocab_parallel.TILE_BYTES, "cuda": vocab_parallel.GPU_TILE_BYTES}[device]
+    for rows, columns in ((4096, 151_936), (32_769, 151_936), (300, 151_936), (4096, 18_992)):
+        tiles = vocab_parallel._tiles(rows, columns, None, 4, torch.device(device))
         for blocks, total in zip(tiles, (rows, columns)):
             assert blocks[0].start == 0 and blocks[-1].stop == total
             assert all(a.stop == b.start for a, b in zip(blocks, blocks[1:]))
             assert len({b.stop - b.start for b in blocks[:-1]}) <= 1
-        height, width = (max(b.stop - b.start for b in blocks) for blocks in tiles)
-        assert height * width * 4 <= vocab_parallel.TILE_BYTES
-        assert 2 * height * width <= 0.15 * rows * columns  # two of them; 0.7% for 4096 rows
-        assert width % 64 == 0
+        height, width = (blocks[0].stop for blocks in tiles)
+        assert 0.6 * limit <= height * width * 4 <= limit
+        assert width % 64 == 0 and height <= vocab_parallel.TILE_ROWS
+    assert 2 * limit < 0.05 * 4096 * 151_936 * 4  # the logits of the first
 
 
 def test_logits_of_a_small_batch_are_one_tile():
