@@ -113,7 +113,7 @@ DIMENSIONS: Dimensions = {
 # Where a sequence, the batch, the vocabulary or the layers are cut, for all objectives: their code
 # is the same on every layout, and so is what they rely on.
 OBJECTIVE_DIMENSIONS: Dimensions = {
-    "layout": ("dp=2", "cp=2", "tp=2", "pp=2,vpp=2", "tp=2,pp=2,ep=2", "cp=2,ep=2,dp=2"),
+    "layout": ("dp=2", "cp=2", "tp=2", "tp=2,pp=2,ep=2"),
     "packing": (True, False),
     "split": ("one", "even", "uneven"),
     "objective": tuple(RECIPES),
