@@ -128,14 +128,26 @@ def token_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Tensor
     for a sequence. The words mean what they mean in `sequence_clip_metrics`.
     """
     masked = inputs.mask > 0
-    flags = (_flags(clipped) & masked).double()  # [4, tokens]
-    counts = segment_sum(flags, inputs.sequence_index, len(inputs.advantages))
-    anywhere = inputs.sum_over_shards(counts) > 0  # [4, num_sequences]
+    flags = _flags(clipped) & masked  # [4, tokens]
+    counts = segment_sum(flags.float(), inputs.sequence_index, len(inputs.advantages))
+    anywhere = _on_any_shard(counts > 0, inputs)
     present = (inputs.sequence_lengths > 0) & inputs.is_primary_shard
     return {
         **_fractions("clip/sequence", (anywhere & present).sum(-1), present.sum()),
-        **_fractions("clip/token", flags.sum(-1), masked.sum()),
+        **_fractions("clip/token", flags.double().sum(-1), masked.sum()),
     }
+
+
+def _on_any_shard(flags: Tensor, inputs: LossInputs) -> Tensor:
+    """[4, num_sequences] bool in the order of _CLIP_NAMES: whether a shard of the sequence has the
+    flag. Four bytes a sequence travel: the flags are digits to base 256 of one float32, which
+    holds three such digits exactly, for up to 255 shards. `binding` is low or high."""
+    digits = (
+        flags[1:].float() * flags.new_tensor([1.0, 256.0, 65536.0], dtype=torch.float32)[:, None]
+    )
+    total = inputs.sum_over_shards(digits.sum(0)).long()
+    outside, low, high = total % 256 > 0, total // 256 % 256 > 0, total // 65536 > 0
+    return torch.stack([low | high, outside, low, high])
 
 
 def _flags(clipped: Clipped) -> Tensor:
