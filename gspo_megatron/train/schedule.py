@@ -20,6 +20,9 @@ from gspo_megatron.routing.hooks import Routes, routed
 from gspo_megatron.train.exchange import Sequences, StepIndex
 from gspo_megatron.train.plan import MiniBatch
 
+# Tokens that an FP8 matrix product takes at a time: 16, and 32 in blocks of MXFP8.
+FP8_MULTIPLE = 32
+
 
 @dataclass
 class MicroBatch:
@@ -47,6 +50,8 @@ class MicroBatchBuilder:
         self.cp_size = config.context_parallel_size
         self.cp_rank = parallel_state.get_context_parallel_rank()
         self.multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        if config.fp8:
+            self.multiple *= FP8_MULTIPLE
         self.shapes_vary = config.variable_seq_lengths
         self.device = torch.device(torch.cuda.current_device())
 

@@ -153,3 +153,13 @@ def test_a_missing_backend_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch)
         choose_backend("transformer_engine")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_backend("auto") == "transformer_engine"
+
+
+def test_fp8_pads_micro_batches_to_what_its_matrix_products_take(policy: Policy) -> None:
+    policy.config.fp8 = "e4m3"
+    try:
+        batch = micro_batch(MicroBatchBuilder(policy, PAD, 1.0), random_sequences(5, [(3, 4)]))
+    finally:
+        policy.config.fp8 = None
+    assert batch.packed.input_ids.shape == (1, 32)
+    assert int(batch.packed.padding_mask.sum()) == 25
