@@ -119,6 +119,7 @@ def make_updater(objective: str, cp: int) -> PolicyUpdater:
             tensor_model_parallel_size=1,
             sequence_parallel=False,
             variable_seq_lengths=True,
+            fp8=None,
         ),
     )
     trainer: Any = SimpleNamespace(
