@@ -137,3 +137,8 @@ class RoutingSection(Section):
     volatility: bool = Field(
         False, description="measure how many experts change during a step, by layer"
     )
+    rollout_noise: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="std of Gaussian noise on the routers' scores while rolling out, to stand for "
+        "an engine whose experts differ from the trainer's; 0.0: none",
+    )

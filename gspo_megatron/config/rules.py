@@ -14,6 +14,7 @@ from typing import Any
 from gspo_megatron.config.objectives import objective_problems
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.config.problems import problem
+from gspo_megatron.config.routing_rules import routing_problems
 from gspo_megatron.config.schema import Config
 from gspo_megatron.config.shape import ModelShape
 from gspo_megatron.config.stage_rules import stage_problems
@@ -326,36 +327,7 @@ def prompts_are_given(plan: Plan) -> Iterator[str]:
 
 
 def routing_can_be_replayed(plan: Plan) -> Iterator[str]:
-    routing, shape = plan.config.routing, plan.shape
-    wanted = {"replay": routing.replay != "off", "volatility": routing.volatility}
-    for key, on in wanted.items():
-        value = getattr(routing, key)
-        if on and shape.num_moe_experts is None:
-            legal = "off" if key == "replay" else "false"
-            yield problem(f"routing.{key}", value, f"the model has no experts; legal: {legal}")
-        elif on and shape.megatron.get("moe_router_fusion"):
-            yield problem(
-                f"routing.{key}",
-                value,
-                "a fused router never asks which experts to take; "
-                "legal with it: model.megatron.moe_router_fusion = false",
-            )
-        elif on and "sinkhorn" in str(shape.megatron.get("moe_router_load_balancing_type")):
-            yield problem(
-                f"routing.{key}", value, "sinkhorn routing never asks which experts to take"
-            )
-    unread = {"reference_replay": routing.reference_replay, "store_on_host": routing.store_on_host}
-    for key, value in unread.items():
-        if value and routing.replay == "off":
-            yield problem(
-                f"routing.{key}", value, "nothing reads it with replay = off; legal: false"
-            )
-    if routing.reference_replay and plan.config.objective.kl == "none":
-        yield problem(
-            "routing.reference_replay",
-            True,
-            "there is no reference with objective.kl = none; legal: false",
-        )
+    yield from routing_problems(plan.config, plan.shape)
 
 
 def features_exist(plan: Plan) -> Iterator[str]:

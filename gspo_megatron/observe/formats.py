@@ -40,6 +40,13 @@ def percent(value: float | None) -> str:
     return f"{100 * value:.1f}%"
 
 
+def points(value: float | None) -> str:
+    """The difference of two shares, in percentage points, without the unit."""
+    if value is None or not math.isfinite(value):
+        return number(value)
+    return f"{100 * value:.1f}"
+
+
 def duration(seconds: float | None) -> str:
     """Seconds as 0.41 s, 12 s, 3:05, 2:03:05 or 4d 02:03."""
     if seconds is None or not math.isfinite(seconds):

@@ -66,6 +66,10 @@ def card(content: str) -> str:
     return f'<section class="card">{content}</section>'
 
 
+def paragraph(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
+
+
 def tiles(figures: Sequence[tuple[str, str]]) -> str:
     """Name and value pairs, large."""
     cells = (

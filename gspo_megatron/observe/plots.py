@@ -62,7 +62,7 @@ def plot_comparison(runs: Sequence[Run], path: Path) -> Path | None:
         figure, all_axes = panel_grid(len(panels), COMPARISON.title)
         for axes, panel in zip(all_axes, panels):
             _overlay(axes, runs, panel)
-        _share_legend(figure, all_axes)
+        share_legend(figure, all_axes)
         return save(figure, path)
 
 
@@ -214,7 +214,7 @@ def _mean_curve(tables: Sequence[dict[int, float]]) -> tuple[list[int], list[flo
     return steps, [float(np.mean([table[step] for table in tables])) for step in steps]
 
 
-def _share_legend(figure: Figure, all_axes: Sequence[Axes]) -> None:
+def share_legend(figure: Figure, all_axes: Sequence[Axes]) -> None:
     """One legend for all panels, which show the same runs in the same colours."""
     entries: dict[str, object] = {}
     for axes in all_axes:

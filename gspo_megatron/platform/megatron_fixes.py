@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def _carry_context_into_recompute() -> None:
     """A checkpointed function runs again in the backward pass, between other micro-batches and on a
     device in another thread: its context variables are then not those of its forward pass, and
     routing.hooks would not know whose experts to replay. (Megatron-Core's own RouterReplay relies
-    on the order of micro-batches instead.)"""
+    on the order of micro-batches instead.) In FP8 Megatron-Core recomputes by Transformer Engine,
+    which keeps the function as it is too."""
     from megatron.core.tensor_parallel.random import CheckpointFunction
 
     native = CheckpointFunction.forward
@@ -71,8 +73,25 @@ def _carry_context_into_recompute() -> None:
     @functools.wraps(native)
     def forward(ctx: Any, run_function: Any, *args: Any) -> Any:
         outputs = native(ctx, run_function, *args)
-        context = contextvars.copy_context()
-        ctx.run_function = lambda *inputs: context.run(run_function, *inputs)
+        ctx.run_function = in_present_context(run_function)
         return outputs
 
     CheckpointFunction.forward = staticmethod(forward)
+    try:
+        # Megatron-Core imports the function from there at each call.
+        from transformer_engine.pytorch import distributed as transformer_engine
+    except ImportError:
+        return
+    te_native = transformer_engine.checkpoint
+
+    @functools.wraps(te_native)
+    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return te_native(in_present_context(function), *args, **kwargs)
+
+    transformer_engine.checkpoint = checkpoint
+
+
+def in_present_context(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the context variables of this moment, whenever it is called."""
+    context = contextvars.copy_context()
+    return lambda *args, **kwargs: context.run(function, *args, **kwargs)

@@ -8,7 +8,7 @@ of a model replica (TP x PP) work on the same ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from gspo_megatron.ops.expert_ids import expert_dtype
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.pipeline import PipelineForward
+from gspo_megatron.rollout.router_noise import RouterNoise, RouterRandomness
 from gspo_megatron.rollout.sampling import draw, uniforms
 from gspo_megatron.types import RolloutBatch
 
@@ -74,15 +75,18 @@ class MegatronEngine:
         batch_size: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         record_routes: RecordRoutes | None = None,
+        router_noise: RouterNoise | None = None,
     ) -> None:
         """batch_size: prompts' responses decoded together on a rank (None: all at once); decode:
         token ids to text, needed for stop strings; record_routes: the experts of every token are
-        wanted with the responses."""
+        wanted with the responses; router_noise: on the scores while sampling. Greedy answers, those
+        of an evaluation, stay the policy's own."""
         self.policy = policy
         self.pad_id, self.eos_id = pad_id, eos_id
         self.batch_size = batch_size
         self.decode = decode
         self.record_routes = record_routes
+        self.router_noise = router_noise
         self.device = torch.device(torch.cuda.current_device())
         self.pipeline = PipelineForward(policy)
         self.replica, self.source = model_replica()
@@ -147,8 +151,11 @@ class MegatronEngine:
         if self.alike:
             longest = self._agreed_maximum(longest)
         cache = self._cache(longest + sampling.max_tokens)
+        sampled = self.router_noise is not None and sampling.temperature > 0
+        randomness = RouterRandomness(seed, samples) if sampled else None
+        of_prompts = randomness and randomness.at(slice(None, None, per_prompt))
         with decoding(self.policy.models, cache):
-            hidden, routes = self._prefill(prompts, prompt_lengths, longest, cache)
+            hidden, routes = self._prefill(prompts, prompt_lengths, longest, cache, of_prompts)
             if routes is not None:
                 size = (rows, longest + sampling.max_tokens, *routes.shape[2:])
                 responses.routes = routes.new_zeros(size)
@@ -159,7 +166,7 @@ class MegatronEngine:
                 )
                 prompt_lengths = prompt_lengths.repeat_interleave(per_prompt)
                 hidden = hidden.repeat_interleave(per_prompt, 0) if hidden is not None else None
-            self._decode(hidden, prompt_lengths, noise, cache, responses, sampling)
+            self._decode(hidden, prompt_lengths, noise, cache, responses, sampling, randomness)
         return responses.first(real)
 
     def _cache(self, max_length: int) -> KeyValueCache:
@@ -170,30 +177,47 @@ class MegatronEngine:
         return KeyValueCache(frequencies, max_length)
 
     def _prefill(
-        self, prompts: list[tuple[int, ...]], lengths: Tensor, longest: int, cache: KeyValueCache
+        self,
+        prompts: list[tuple[int, ...]],
+        lengths: Tensor,
+        longest: int,
+        cache: KeyValueCache,
+        randomness: RouterRandomness | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Fill the cache with the prompts; the last stage gets their last hidden states. Also the
         routes [prompts, longest, layers, k], where they are recorded."""
         ids = _padded(prompts, longest, self.pad_id, self.device)
         cache.start_prefill(longest)
         positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
-        hidden, routes = self._forward(ids, positions)
+        hidden, routes = self._forward(ids, positions, randomness)
         if hidden is not None:
             hidden = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
         return hidden, routes
 
-    def _forward(self, ids: Tensor, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _forward(
+        self, ids: Tensor, positions: Tensor, randomness: RouterRandomness | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """One pass through all stages; and [sequences, length, layers, k], where recorded."""
-        if self.record_routes is None:
-            return self.pipeline(ids, positions), None
-        with self.record_routes() as experts:
+        with self._routers(positions, randomness) as experts:
             hidden = self.pipeline(ids, positions)
+        if self.record_routes is None:
+            return hidden, None
         sequences, length = ids.shape
         # routers see the first token of all sequences, then the second
         layers = [experts[n].view(length, sequences, -1) for n in sorted(experts)]
         if not layers:  # a stage of dense layers
             return hidden, self._no_routes(sequences, length, 0)
         return hidden, torch.stack(layers, dim=2).transpose(0, 1)
+
+    def _routers(
+        self, positions: Tensor, randomness: RouterRandomness | None
+    ) -> AbstractContextManager[Mapping[int, Tensor]]:
+        """What the routers of a forward pass do besides their work: be noisy, be recorded."""
+        record = self.record_routes
+        if randomness is not None:
+            assert self.router_noise is not None
+            return self.router_noise(randomness.numbers(positions), record=record is not None)
+        return nullcontext({}) if record is None else record()
 
     def _no_routes(self, *sizes: int) -> Tensor:
         """[*sizes, k] without a token or without a layer."""
@@ -209,6 +233,7 @@ class MegatronEngine:
         cache: KeyValueCache,
         responses: _Responses,
         sampling: Sampling,
+        randomness: RouterRandomness | None,
     ) -> None:
         """Draw token after token until every sequence has ended, here and on the ranks that need
         this one. Sequences that have ended leave the batch when they are more than half of it."""
@@ -232,7 +257,8 @@ class MegatronEngine:
                     active, tokens, positions = active[rows], tokens[rows], positions[rows]
             longest += 1
             cache.start_token(positions, longest)
-            hidden, routes = self._forward(tokens[:, None], positions[:, None])
+            rest = randomness and randomness.at(active)
+            hidden, routes = self._forward(tokens[:, None], positions[:, None], rest)
             if routes is not None:
                 responses.routes[active, positions] = routes[:, 0]
             hidden = hidden[:, 0] if hidden is not None else None

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
-from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router import Router, TopKRouter
 from torch import Tensor
 
 Choice = tuple[Tensor, Tensor]  # scores [tokens, k] of the chosen experts, experts [tokens, k]
@@ -72,8 +72,9 @@ def attach_hooks(models: Sequence[torch.nn.Module]) -> tuple[int, ...]:
     the policy whose log-probs are trained on."""
     layers = []
     for name, module in _named_modules(models):
-        if not isinstance(module, TopKRouter) or ".mtp." in f".{name}.":
+        if not isinstance(module, Router) or ".mtp." in f".{name}.":
             continue
+        assert isinstance(module, TopKRouter), f"{type(module).__name__} has no place for a hook"
         assert not module.config.moe_router_fusion, "a fused router never asks its hook"
         assert module.routing_type != "sinkhorn", "sinkhorn routing never asks its hook"
         module.router_replay = RouterHook(module.layer_number)

@@ -7,6 +7,7 @@ and gradients flow through them.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
@@ -23,7 +24,7 @@ class Recording:
     def __init__(self, inner: Routes | None = None, *, keep_scores: bool = False) -> None:
         self.experts: dict[int, Tensor] = {}  # by layer, [tokens, k]
         self.scores: dict[int, Tensor] = {}  # by layer, [tokens, experts]; where wanted
-        self._inner, self._keep_scores = inner, keep_scores
+        self.inner, self._keep_scores = inner, keep_scores
 
     def choose(self, layer: int, scores: Tensor, native: Callable[[], Choice]) -> Choice:
         """See Routes.choose."""
@@ -32,7 +33,7 @@ class Recording:
         self.experts[layer] = chosen[1].detach().to(expert_dtype(scores.shape[-1]))
         if self._keep_scores:
             self.scores[layer] = scores.detach().to(torch.bfloat16)
-        return chosen if self._inner is None else self._inner.choose(layer, scores, lambda: chosen)
+        return chosen if self.inner is None else self.inner.choose(layer, scores, lambda: chosen)
 
     def table(self, *, on_host: bool = False) -> RouteTable:
         """All layers' routes in one tensor."""
@@ -54,7 +55,7 @@ class Replaying:
         self._table = table
         self._rows = {layer: row for row, layer in enumerate(table.layers)}
         self._experts: Tensor | None = None
-        self.used: set[int] = set()
+        self._uses: Counter[tuple[int, bool]] = Counter()  # of a layer; with gradients or without
 
     def choose(self, layer: int, scores: Tensor, native: Callable[[], Choice]) -> Choice:
         """See Routes.choose."""
@@ -64,13 +65,19 @@ class Replaying:
         assert len(experts) == len(scores), (
             f"layer {layer}: routes of {len(experts)} tokens for {len(scores)}"
         )
-        self.used.add(layer)
+        self._uses[layer, torch.is_grad_enabled()] += 1
         known = self._table.known
         if known is not None:
             experts = torch.where(known[:, None].to(scores.device), experts, native()[1])
         return scores.gather(1, experts), experts
 
-    def assert_used(self) -> None:
-        """Every layer's routes were asked for: none was passed by."""
-        missing = self._rows.keys() - self.used
-        assert not missing, f"the routers of layers {sorted(missing)} never asked for their routes"
+    def assert_used(self, *, training: bool) -> None:
+        """Every layer asked for its routes, and once: where gradients are wanted, in the one pass
+        that has them (with recomputation there is one without before it); else in one without."""
+        uses = {layer: self._uses[layer, training] for layer in self._rows}
+        missing = sorted(layer for layer, count in uses.items() if count == 0)
+        assert not missing, f"the routers of layers {missing} never asked for their routes"
+        again = sorted(layer for layer, count in uses.items() if count > 1)
+        assert not again, f"the routers of layers {again} asked for their routes more than once"
+        stray = not training and any(with_gradients for _, with_gradients in self._uses)
+        assert not stray, "routes of a pass without gradients were used in one with gradients"

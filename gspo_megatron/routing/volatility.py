@@ -17,8 +17,11 @@ _SUMS = ("volatility", "tokens", "shift")
 class RoutingFigures:
     """Sums over a step's compared tokens, by layer; true global figures after `reduce`."""
 
-    def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
-        self.num_experts, self.device = num_experts, device
+    def __init__(
+        self, num_layers: int, num_experts: int, device: torch.device, *, replayed: bool
+    ) -> None:
+        """replayed: the experts that are used may differ from the natural choice."""
+        self.num_experts, self.device, self.replayed = num_experts, device, replayed
         size = (num_layers, len(_SUMS) + 2 * num_experts)
         self._sums = torch.zeros(size, dtype=torch.float64, device=device)
         self._changed: list[Tensor] = []  # [tokens] bool of each micro-batch
@@ -36,7 +39,7 @@ class RoutingFigures:
         row[1] += len(lost)
         row[2] += shift.sum()
         start = len(_SUMS)
-        for experts in (natural, used):
+        for experts in (natural, used)[: 1 + self.replayed]:
             load = torch.bincount(experts.flatten(), minlength=self.num_experts)
             row[start : start + self.num_experts] += load
             start += self.num_experts
@@ -74,7 +77,7 @@ class RoutingFigures:
             f"{prefix}/logit_shift": float(row[2]) / count,
         }
         loads = row[len(_SUMS) :].view(2, self.num_experts)
-        for label, load in zip(("", "replayed_"), loads, strict=True):
+        for label, load in zip(("", "replayed_")[: 1 + self.replayed], loads, strict=False):
             mean = float(load.mean())
             metrics[f"{prefix}/{label}max_violation"] = (float(load.max()) - mean) / mean
             metrics[f"{prefix}/{label}dead_experts"] = float((load == 0).sum())
@@ -114,7 +117,10 @@ class Observing:
     def _compare(self, layer: int, scores: Tensor, natural: Tensor, used: Tensor) -> None:
         row = self._old.layers.index(layer)
         old = self._old.experts[row].to(scores.device).long()
-        shift = (scores.float() - self._old_scores[layer].float()).abs().mean(dim=-1)
+        # Both rounded alike: against unrounded new scores the rounding of the old ones, 2^-9 of
+        # their size, would be taken for a shift, and a step's true one is often smaller.
+        new_scores, old_scores = scores.to(torch.bfloat16).float(), self._old_scores[layer].float()
+        shift = (new_scores - old_scores).abs().mean(dim=-1)
         if self._real is not None:
             old, natural, used = old[self._real], natural[self._real], used[self._real]
             shift = shift[self._real]

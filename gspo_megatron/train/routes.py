@@ -36,6 +36,7 @@ class StepRoutes:
         # by the micro-batch's id():
         self._tables: dict[int, RouteTable] = {}  # to be replayed
         self._natural: dict[int, tuple[RouteTable, dict[int, Tensor]]] = {}  # with the scores
+        self._first: set[int] = set()  # of the first mini-batch, which is its own old pass
         self._bytes = 0
         self._figures = self._new_figures()
 
@@ -44,14 +45,28 @@ class StepRoutes:
         """Whether the old policy's pass has to remember its routes."""
         return self.section.replay == "r2" or self.section.volatility
 
+    @property
+    def records_all(self) -> bool:
+        """Whether it has to cover the first mini-batch too: there the reference replays routes that
+        the policy's own training pass does without."""
+        return self.section.replay == "r2" and self.section.reference_replay
+
     def start(self, batches: Sequence[Sequence[MicroBatch]], sequences: Sequences) -> None:
         """A new step: take over the rollout's routes where they are to be replayed."""
         assert not self._tables, "routes of the step before were never used"
         self._bytes, self._figures = 0, self._new_figures()
+        self._first = {id(micro_batch) for micro_batch in batches[0]}
         if self.section.replay != "r3":
             return
+        sound = []
         for micro_batch in _all(batches):
-            self._keep(micro_batch, self._of_rollout(micro_batch, sequences))
+            table, is_sound = self._of_rollout(micro_batch, sequences)
+            self._keep(micro_batch, table)
+            sound.append(is_sound)
+        assert bool(torch.stack(sound).all()), (
+            "the rollout's routes name an expert twice for one token, or one that does not exist"
+        )
+        sequences.routes = None  # the tables have them, where they are wanted
 
     def set_old_pass(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Before the forward pass of the old policy over `micro_batches`."""
@@ -59,21 +74,27 @@ class StepRoutes:
             routes: Routes | None = None
             if self.section.replay == "r3":
                 routes = Replaying(self._tables[id(micro_batch)])
-            if self.records:
-                routes = Recording(routes, keep_scores=self.section.volatility)
+            observed = self._is_observed(micro_batch)
+            if observed or self.section.replay == "r2":
+                routes = Recording(routes, keep_scores=observed)
             micro_batch.routes = routes
 
     def take_old_pass(self, micro_batches: Sequence[MicroBatch]) -> None:
         """After it: keep what was recorded, and let the routers be."""
         for micro_batch in micro_batches:
-            recording, micro_batch.routes = micro_batch.routes, None
-            if not isinstance(recording, Recording) or not self.layers:
+            routes, micro_batch.routes = micro_batch.routes, None
+            inner = routes.inner if isinstance(routes, Recording) else routes
+            if isinstance(inner, Replaying):
+                inner.assert_used(training=False)
+            if not isinstance(routes, Recording):
                 continue
-            table = recording.table(on_host=self.section.store_on_host)
+            layers = tuple(sorted(routes.experts))
+            assert layers == self.layers, f"layers {layers} recorded of {self.layers}"
+            table = self._recorded(routes, micro_batch)
             if self.section.replay == "r2":
                 self._keep(micro_batch, table)
-            if self.section.volatility:
-                self._natural[id(micro_batch)] = (table, recording.scores)
+            if self._is_observed(micro_batch):
+                self._natural[id(micro_batch)] = (table, routes.scores)
 
     def set_reference_pass(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Before the reference policy's pass; it may use the policy's experts."""
@@ -85,9 +106,13 @@ class StepRoutes:
     def set_training_pass(self, batch: Sequence[MicroBatch]) -> None:
         """Before the training pass of a mini-batch."""
         for micro_batch in batch:
+            if isinstance(micro_batch.routes, Replaying):  # of the reference policy's pass
+                micro_batch.routes.assert_used(training=False)
             table = self._tables.get(id(micro_batch))
+            wanted = {"off": False, "r2": id(micro_batch) not in self._first, "r3": True}
+            assert table is not None or not wanted[self.section.replay], "no routes to replay"
             routes: Routes | None = None if table is None else Replaying(table)
-            if id(micro_batch) in self._natural:  # not the first mini-batch: it is its own old pass
+            if id(micro_batch) in self._natural:
                 padding = self._local(micro_batch.packed.padding_mask)
                 real = None if padding is None else ~padding
                 old, scores = self._natural[id(micro_batch)]
@@ -103,7 +128,7 @@ class StepRoutes:
                 continue
             inner = routes.inner if isinstance(routes, Observing) else routes
             if isinstance(inner, Replaying):
-                inner.assert_used()
+                inner.assert_used(training=True)
 
     def figures(self) -> dict[str, float]:
         """The step's metrics, the same on every rank. Every rank calls it."""
@@ -119,24 +144,44 @@ class StepRoutes:
         return metrics
 
     def _new_figures(self) -> RoutingFigures:
-        return RoutingFigures(self.config.num_layers, self.config.num_moe_experts, self.device)
+        config, replayed = self.config, self.section.replay != "off"
+        return RoutingFigures(
+            config.num_layers, config.num_moe_experts, self.device, replayed=replayed
+        )
+
+    def _is_observed(self, micro_batch: MicroBatch) -> bool:
+        """No router has moved before the first mini-batch is trained on: it would only dilute the
+        others' volatility."""
+        return self.section.volatility and id(micro_batch) not in self._first
+
+    def _recorded(self, recording: Recording, micro_batch: MicroBatch) -> RouteTable:
+        if self.layers:
+            return recording.table(on_host=self.section.store_on_host)
+        # A stage of dense layers takes part in what the stages count together.
+        index = self._local(micro_batch.packed.token_index)
+        assert index is not None
+        return RouteTable((), self._no_routes(len(index)).transpose(0, 1), None)
+
+    def _no_routes(self, tokens: int) -> Tensor:
+        """[tokens, layers, k] of no meaning."""
+        size = (tokens, len(self.layers), self.config.moe_router_topk)
+        dtype = expert_dtype(self.config.num_moe_experts)
+        return torch.zeros(size, dtype=dtype, device=self.device)
 
     def _keep(self, micro_batch: MicroBatch, table: RouteTable) -> None:
         self._tables[id(micro_batch)] = table
         self._bytes += table.num_bytes
 
-    def _of_rollout(self, micro_batch: MicroBatch, sequences: Sequences) -> RouteTable:
+    def _of_rollout(
+        self, micro_batch: MicroBatch, sequences: Sequences
+    ) -> tuple[RouteTable, Tensor]:
         """Each local token's row of the rollout's routes. A response's last token was never fed to
-        the rollout engine: it has none, and no log-prob depends on its experts."""
+        the rollout engine: it has none, and no log-prob depends on its experts. Also a bool: every
+        token has k experts of the model's."""
         assert sequences.routes is not None, "the rollout engine did not record its routes"
         packed = micro_batch.packed
         pieces = [sequences.routes[number] for number in packed.members]
-        k = self.config.moe_router_topk
-        nothing = torch.zeros(
-            (1, len(self.layers), k),
-            dtype=expert_dtype(self.config.num_moe_experts),
-            device=self.device,
-        )
+        nothing = self._no_routes(1)
         flat = torch.cat([*pieces, nothing])  # [tokens of the members + 1, layers, k]
         index = self._local(packed.token_index)
         assert index is not None
@@ -144,9 +189,12 @@ class StepRoutes:
         ends = torch.tensor([len(p) for p in pieces], dtype=torch.long).cumsum(0) - 1
         last[ends.to(self.device)] = True
         last[-1] = True  # padding points here
-        experts = flat[index].permute(1, 0, 2).contiguous()
-        table = RouteTable(self.layers, experts, ~last[index])
-        return table.moved(on_host=self.section.store_on_host)
+        known = ~last[index]
+        experts = flat[index]
+        sound = _are_sound(experts[known], self.config.num_moe_experts)
+        experts = experts.permute(1, 0, 2).to(nothing.dtype).contiguous()
+        table = RouteTable(self.layers, experts, known)
+        return table.moved(on_host=self.section.store_on_host), sound
 
     def _local(self, values: Tensor | None) -> Tensor | None:
         """[rows, tokens / CP] of a micro-batch -> [tokens] as this rank's routers see them: token
@@ -158,6 +206,14 @@ class StepRoutes:
             size = self.config.tensor_model_parallel_size
             values = values.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
         return values.flatten()
+
+
+def _are_sound(experts: Tensor, num_experts: int) -> Tensor:
+    """Scalar bool: all rows [..., k] are k different experts. An expert named twice would share its
+    weight with itself, and a token of zeros, an engine's way to leave one out, go to one expert."""
+    ranked = experts.sort(dim=-1).values
+    differ = (ranked[..., 1:] != ranked[..., :-1]).all()
+    return differ & ((experts >= 0) & (experts < num_experts)).all()
 
 
 def _all(batches: Sequence[Sequence[MicroBatch]]) -> Iterator[MicroBatch]:

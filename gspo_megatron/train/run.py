@@ -10,6 +10,7 @@ from gspo_megatron.platform.groups import set_up_model_parallel, start_processes
 from gspo_megatron.rewards.registry import Reward, get_reward
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
+from gspo_megatron.routing.noise import RouterNoise
 from gspo_megatron.routing.replay import recorded
 from gspo_megatron.train.experience import ExperienceCollector
 from gspo_megatron.train.loop import Job, ReinforcementLoop, warm_start
@@ -46,15 +47,17 @@ def assemble(config: Config, inputs: Inputs, reward: Reward, objective: Objectiv
     parallel = resolve_parallel(config, ranks.world_size)
     set_up_model_parallel(parallel, config.training.seed)
     policy = build_policy(config, parallel, model_vocab_size(config, tokenizer))
+    routing = config.routing
     engine = MegatronEngine(
         policy,
         pad_id=tokenizer.pad_id,
         eos_id=tokenizer.eos_id,
         batch_size=config.rollout.batch_size,
         decode=tokenizer.decode,
-        record_routes=recorded if config.routing.replay == "r3" else None,
+        record_routes=recorded if routing.replay == "r3" else None,
+        router_noise=RouterNoise(routing.rollout_noise) if routing.rollout_noise else None,
     )
-    if config.routing.replay == "r3":
+    if routing.replay == "r3" or routing.rollout_noise:
         attach_hooks(policy.models)
     return Job(
         config=config,

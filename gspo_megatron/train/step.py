@@ -142,7 +142,8 @@ class PolicyUpdater:
         first `first` micro-batches, are what its training pass computes: no update lies between.
         """
         penalises = self.reference is not None and self.section.kl_in == "reward"
-        wanted = micro_batches if penalises else micro_batches[first:]
+        everywhere = penalises or (self.routes is not None and self.routes.records_all)
+        wanted = micro_batches if everywhere else micro_batches[first:]
         if self.recompute_old or (self.routes is not None and self.routes.records):
             if self.routes is not None:
                 self.routes.set_old_pass(wanted)

@@ -4,7 +4,8 @@
     python tools/bench_peers/measure_head.py memory --sides ours
     python tools/bench_peers/measure_head.py error  --sides ours straightforward …
 
-`time`: seconds of forward and backward of every side, in turn, round after round. `memory`: peak
+`time`: seconds of forward and backward of every side, in turn, round after round, by the clock and
+of the first rank's processors. `memory`: peak
 bytes above inputs, weight and their gradients, of one side. `error`: relative distance from float64
 of log-probabilities, entropies and both gradients. A side is ours, straightforward, shared_softmax,
 or ours:MIB or ours:MIB:ROWS, which is ours with tiles of another size. With --tp N that many ranks
@@ -57,10 +58,13 @@ class Case:
         self.targets = torch.randint(vocab, (rows,), generator=generator).to(self.device)
         self.upstream = normal(98, rows).float() / rows
 
+    def forward(self, head: Callable[..., Any]) -> tuple[Any, Any]:
+        self.hidden.grad = self.weight.grad = None
+        return head(self.hidden, self.weight, self.targets, self.group, self.start)
+
     def run(self, head: Callable[..., Any]) -> tuple[Any, Any]:
         """Forward and backward; the gradients are left in the inputs."""
-        self.hidden.grad = self.weight.grad = None
-        logprob, entropy = head(self.hidden, self.weight, self.targets, self.group, self.start)
+        logprob, entropy = self.forward(head)
         logprob.backward(self.upstream)
         if self.device is not None:
             import torch
@@ -78,9 +82,10 @@ def head_of(side: str) -> Callable[..., Any]:
     name, *sizes = side.split(":")
     if name != "ours":
         return getattr(logprob_heads, name)
-    constants = {"TILE_BYTES": vocab_parallel.TILE_BYTES, "TILE_ROWS": vocab_parallel.TILE_ROWS}
+    names = ("TILE_BYTES", "GPU_TILE_BYTES", "TILE_ROWS")
+    constants = {constant: getattr(vocab_parallel, constant) for constant in names}
     if sizes:
-        constants["TILE_BYTES"] = int(float(sizes[0]) * 2**20)
+        constants["TILE_BYTES"] = constants["GPU_TILE_BYTES"] = int(float(sizes[0]) * 2**20)
     if len(sizes) > 1:
         constants["TILE_ROWS"] = int(sizes[1])
 
@@ -94,27 +99,30 @@ def head_of(side: str) -> Callable[..., Any]:
     return ours
 
 
-def measure_time(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of every round, by side; one round before the first is not counted."""
+def measure_time(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every round by the clock and of the processor, by side."""
     case = make_case(arguments, arguments.rows)
     heads = {side: head_of(side) for side in arguments.sides}
     warm_up(arguments, heads)
-    seconds: dict[str, list[float]] = {side: [] for side in heads}
+    seconds: dict[str, dict[str, list[float]]] = {
+        side: {"clock": [], "processor": []} for side in heads
+    }
     for number in range(arguments.rounds):
         # the first of a round changes, lest one side always follow the same other
         order = list(heads)[number % len(heads) :] + list(heads)[: number % len(heads)]
         for side in order:
             barrier(case)
-            start = time.perf_counter()
+            clock, processor = time.perf_counter(), time.process_time()
             case.run(heads[side])
+            seconds[side]["processor"].append(time.process_time() - processor)
             barrier(case)
-            seconds[side].append(time.perf_counter() - start)
+            seconds[side]["clock"].append(time.perf_counter() - clock)
     return seconds
 
 
 def measure_memory(arguments: argparse.Namespace) -> dict[str, int]:
-    """Peak bytes above what is there before, and above the gradients that are there afterwards;
-    the largest over the ranks."""
+    """Peak bytes above what is there before, and in the backward pass above the gradients that are
+    there afterwards; the larger of both passes, over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -122,18 +130,24 @@ def measure_memory(arguments: argparse.Namespace) -> dict[str, int]:
     head = head_of(side)
     warm_up(arguments, {side: head})
     case = make_case(arguments, arguments.rows)
-    if case.device is None:
-        before = resident_peak()
-    else:
+    if case.device is not None:
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    case.run(head)
-    peak = resident_peak() if case.device is None else torch.cuda.max_memory_allocated()
+    before = resident_peak() if case.device is None else torch.cuda.memory_allocated()
+    logprob, _ = case.forward(head)
+    forward = peak(case) - before
+    logprob.backward(case.upstream)
     gradients = sum(t.grad.nbytes for t in (case.hidden, case.weight))
-    extra = torch.tensor(peak - before - gradients)
+    extra = torch.tensor(max(forward, peak(case) - before - gradients))
     if case.group is not None:
         dist.all_reduce(extra, dist.ReduceOp.MAX)
     return {"bytes": int(extra)}
+
+
+def peak(case: Case) -> int:
+    """Largest memory so far, in bytes: of the device, or resident where that is the CPU."""
+    import torch
+
+    return resident_peak() if case.device is None else torch.cuda.max_memory_allocated()
 
 
 def measure_error(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -203,14 +217,16 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--matmul", choices=("highest", "high", "medium"), default="highest")
     arguments = parser.parse_args()
     if arguments.tp > 1 and "RANK" not in os.environ:
         raise SystemExit(launch([sys.executable, *sys.argv], arguments.tp))
     join_launcher()
-    if arguments.tp > 1:
-        import torch
-        import torch.distributed as dist
+    import torch
+    import torch.distributed as dist
 
+    torch.set_float32_matmul_precision(arguments.matmul)
+    if arguments.tp > 1:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     result = TASKS[arguments.task](arguments)
     if os.environ.get("RANK", "0") == "0":

@@ -1,0 +1,229 @@
+"""Context variables in recomputation: stock loses them, and platform.megatron_fixes carries them.
+
+The tests of the stock functions fail when an upgrade makes the mending superfluous, or useless.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.random import (
+    CheckpointFunction,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
+from torch import Tensor
+
+from gspo_megatron.platform import megatron_fixes
+
+CORE = Path(importlib.util.find_spec("megatron.core").origin).parent
+TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+
+variable: ContextVar[str] = ContextVar("variable", default="nothing")
+Forward = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _random_states() -> Iterator[None]:
+    before = get_cuda_rng_tracker().get_states()
+    get_cuda_rng_tracker().reset()
+    model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
+    yield
+    get_cuda_rng_tracker().set_states(before)
+
+
+@pytest.fixture
+def stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = CheckpointFunction.forward.__wrapped__
+    monkeypatch.setattr(CheckpointFunction, "forward", staticmethod(forward))
+
+
+def values_seen(*, in_a_thread: bool = False) -> list[str]:
+    """What two checkpointed functions read, in their forward passes and then in recomputation."""
+    seen: list[str] = []
+
+    def read(hidden: Tensor) -> Tensor:
+        seen.append(variable.get())
+        return hidden * 2
+
+    outputs = []
+    for name in ("first", "second"):
+        token = variable.set(name)
+        hidden = torch.ones(3, requires_grad=True)
+        outputs.append(CheckpointFunction.apply(read, False, hidden))
+        variable.reset(token)
+
+    def backward() -> None:
+        for output in outputs:  # the first after the second has begun, as under 1F1B
+            output.sum().backward()
+
+    if in_a_thread:  # as autograd runs the backward pass of a device
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+    else:
+        backward()
+    return seen
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_recomputation_sees_the_variables_of_its_forward_pass(in_a_thread: bool) -> None:
+    assert values_seen(in_a_thread=in_a_thread) == ["first", "second", "first", "second"]
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+@pytest.mark.usefixtures("stock")
+def test_stock_recomputation_does_not(in_a_thread: bool) -> None:
+    """When this fails Megatron-Core carries the context by itself, and the mending can go."""
+    assert values_seen(in_a_thread=in_a_thread) == ["first", "second", "nothing", "nothing"]
+
+
+def test_nested_checkpoints_and_changes_inside() -> None:
+    """A checkpoint within a recomputed function belongs to what is set around it there."""
+    seen: list[str] = []
+
+    def inner(hidden: Tensor) -> Tensor:
+        seen.append(variable.get())
+        return hidden * 3
+
+    def outer(hidden: Tensor) -> Tensor:
+        seen.append(variable.get())
+        token = variable.set("inner")
+        hidden = CheckpointFunction.apply(inner, False, hidden * 2)
+        variable.reset(token)
+        return hidden
+
+    token = variable.set("outer")
+    hidden = torch.ones(2, requires_grad=True)
+    output = CheckpointFunction.apply(outer, False, hidden)
+    variable.reset(token)
+    output.sum().backward()
+    # forward; recomputation of the outer one; and of the inner one, whose backward comes with it
+    assert seen == ["outer", "inner", "outer", "inner", "inner"]
+    assert hidden.grad.tolist() == [6.0, 6.0]
+
+
+def test_the_mended_place_is_where_recomputation_takes_its_function_from() -> None:
+    native = inspect.getsource(CheckpointFunction.forward.__wrapped__)
+    assert "ctx.run_function = run_function" in native
+    assert list(inspect.signature(CheckpointFunction.forward).parameters)[:2] == [
+        "ctx",
+        "run_function",
+    ]
+    assert "ctx.run_function(*" in inspect.getsource(CheckpointFunction.backward)
+
+
+def ways_to_recompute(file: str) -> set[str]:
+    """Names of the functions that a module of Megatron-Core calls to have something recomputed."""
+    tree = ast.parse((CORE / file).read_text(encoding="utf-8"))
+    names = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return {name for name in names if name.split(".")[-1].endswith("checkpoint")}
+
+
+@pytest.mark.parametrize(
+    ("file", "ways"),
+    [
+        ("transformer/transformer_block.py", {"tensor_parallel.checkpoint", "te_checkpoint"}),
+        ("transformer/moe/moe_layer.py", {"tensor_parallel.checkpoint", "te_checkpoint"}),
+    ],
+)
+def test_routers_are_recomputed_in_no_other_way(file: str, ways: set[str]) -> None:
+    assert ways_to_recompute(file) == ways
+    source = (CORE / file).read_text(encoding="utf-8")
+    assert "torch.utils.checkpoint" not in source
+    assert "router" not in inspect.getsource(sys.modules["megatron.core.tensor_parallel.random"])
+
+
+def test_megatron_takes_transformer_engines_function_at_each_call() -> None:
+    """From where megatron_fixes puts the mended one, whatever was imported first."""
+    path = CORE / "extensions/transformer_engine.py"
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name == "te_checkpoint":
+            assert "from transformer_engine.pytorch.distributed import checkpoint" in ast.unparse(
+                node
+            )
+            return
+    raise AssertionError("Megatron-Core has no te_checkpoint: nothing needs the mending of it")
+
+
+class KeepsTheFunction(torch.autograd.Function):
+    """Transformer Engine's checkpoint as far as the function goes: it is kept as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Forward, kwargs: dict[str, Any], *args: Tensor) -> Tensor:
+        ctx.function, ctx.kwargs = function, kwargs
+        ctx.save_for_backward(*args)
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*inputs, **ctx.kwargs)
+        torch.autograd.backward(output, gradient)
+        return (None, None, *(value.grad for value in inputs))
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A package of the same name, where the real one cannot be."""
+    package, pytorch, distributed = (
+        ModuleType(name)
+        for name in (
+            "transformer_engine",
+            "transformer_engine.pytorch",
+            "transformer_engine.pytorch.distributed",
+        )
+    )
+
+    def checkpoint(function: Forward, *args: Tensor, **kwargs: Any) -> Tensor:
+        return KeepsTheFunction.apply(function, kwargs, *args)
+
+    distributed.checkpoint = checkpoint
+    package.pytorch, pytorch.distributed = pytorch, distributed
+    for module in (package, pytorch, distributed):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    # what is mended twice afterwards is put back as it was
+    monkeypatch.setattr(CheckpointFunction, "forward", CheckpointFunction.forward)
+    return distributed
+
+
+@pytest.mark.skipif(TRANSFORMER_ENGINE, reason="the real one is there")
+@pytest.mark.parametrize("mended", [False, True])
+def test_transformer_engines_recomputation(transformer_engine: ModuleType, mended: bool) -> None:
+    if mended:
+        megatron_fixes._carry_context_into_recompute()
+    seen: list[tuple[str, float]] = []
+
+    def read(hidden: Tensor, factor: float = 1.0) -> Tensor:
+        seen.append((variable.get(), factor))
+        return hidden * factor
+
+    token = variable.set("first")
+    hidden = torch.ones(2, requires_grad=True)
+    output = transformer_engine.checkpoint(read, hidden, factor=4.0)
+    variable.reset(token)
+    output.sum().backward()
+    assert seen == [("first", 4.0), ("first" if mended else "nothing", 4.0)]
+    assert hidden.grad.tolist() == [4.0, 4.0]
+
+
+@pytest.mark.skipif(not TRANSFORMER_ENGINE, reason="needs Transformer Engine")
+def test_transformer_engine_keeps_the_function_as_it_is() -> None:
+    """When this fails it may carry the context by itself, or take the function elsewhere."""
+    from transformer_engine.pytorch import distributed
+
+    assert distributed.checkpoint.__wrapped__ is not None
+    assert "ctx.run_function = run_function" in inspect.getsource(distributed)

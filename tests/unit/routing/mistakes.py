@@ -1,0 +1,188 @@
+"""Ways in which others' Routing Replay went wrong, each as a patch of the code under test."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.tensor_parallel.random import CheckpointFunction
+from megatron.core.transformer.moe import router as router_module
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from gspo_megatron.routing import hooks, replay
+from gspo_megatron.routing.hooks import Choice, RouterHook, Routes, attach_hooks
+from gspo_megatron.routing.replay import Recording, Replaying
+from gspo_megatron.routing.store import RouteTable
+from gspo_megatron.train import routes as step_routes
+from gspo_megatron.train import schedule
+from gspo_megatron.train.routes import StepRoutes
+from gspo_megatron.train.schedule import MicroBatch
+
+Mistake = contextlib.AbstractContextManager
+
+
+@contextlib.contextmanager
+def routers_numbered_by_construction(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """As Megatron-Core's process-wide list has them: `models` were built before the policy."""
+    numbers = itertools.count(1)
+
+    class Numbered(RouterHook):
+        def __init__(self, layer: int) -> None:
+            super().__init__(next(numbers))
+
+    with mock.patch.object(hooks, "RouterHook", Numbered):
+        attach_hooks(models)
+        yield
+
+
+def layers_numbered_within_their_stage() -> Mistake:
+    def attach(models: Sequence[torch.nn.Module]) -> tuple[int, ...]:
+        for model in models:
+            for number, layer in enumerate(model.decoder.layers, 1):
+                for module in layer.modules():
+                    if isinstance(module, TopKRouter):
+                        module.layer_number = number
+        return attach_hooks(models)
+
+    return mock.patch.object(step_routes, "attach_hooks", attach)
+
+
+@contextlib.contextmanager
+def fused_routers() -> Iterator[None]:
+    """The routing function returns before it asks."""
+    native = router_module.topk_routing_with_score_function
+
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        return native(*args, **kwargs | {"router_replay": None})
+
+    with mock.patch.object(router_module, "topk_routing_with_score_function", fused):
+        yield
+
+
+def recomputation_without_context() -> Mistake:
+    """As stock Megatron-Core recomputes."""
+    stock = staticmethod(CheckpointFunction.forward.__wrapped__)
+    return mock.patch.object(CheckpointFunction, "forward", stock)
+
+
+@contextlib.contextmanager
+def newest_routes_only() -> Iterator[None]:
+    """One place for the routes of the pass that began last, which recomputation reads too."""
+    newest: list[Routes | None] = [None]
+
+    @contextlib.contextmanager
+    def routed(routes: Routes | None) -> Iterator[None]:
+        newest[0] = routes
+        yield
+
+    class Place:
+        def get(self) -> Routes | None:
+            return newest[0]
+
+    with (
+        mock.patch.object(schedule, "routed", routed),
+        mock.patch.object(hooks, "_current", Place()),
+    ):
+        yield
+
+
+def _replacing(method: Callable[..., Choice]) -> Mistake:
+    return mock.patch.object(Replaying, "choose", method)
+
+
+def replay_of_nothing() -> Mistake:
+    """Everything is in place, and nothing happens."""
+    return _replacing(lambda self, layer, scores, native: native())
+
+
+def weights_of_the_recorded_pass() -> Mistake:
+    """Not only the experts are kept but their scores too."""
+    native_record, native_replay = Recording.choose, Replaying.choose
+    kept: dict[int, Tensor] = {}
+
+    def record(self: Recording, layer: int, *args: Any) -> Choice:
+        scores, experts = native_record(self, layer, *args)
+        kept[layer] = scores.detach()
+        return scores, experts
+
+    def replayed(self: Replaying, layer: int, *args: Any) -> Choice:
+        return kept[layer], native_replay(self, layer, *args)[1]
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(Recording, "choose", record))
+    stack.enter_context(mock.patch.object(Replaying, "choose", replayed))
+    return stack
+
+
+def weights_of_what_the_router_would_have_chosen() -> Mistake:
+    """The recorded experts' scores are looked up among those of the router's own top k, where
+    the others have none, and no gradient."""
+    native_replay = Replaying.choose
+
+    def choose(self: Replaying, layer: int, scores: Tensor, native: Any) -> Choice:
+        own_scores, own = native()
+        sparse = torch.zeros_like(scores).scatter(1, own, own_scores)
+        return native_replay(self, layer, sparse, native)
+
+    return _replacing(choose)
+
+
+def padding_replays_zeros() -> Mistake:
+    """Every row of a rollout's table counts as known, those without routes are zeros."""
+    native = StepRoutes._of_rollout
+
+    def of_rollout(self: StepRoutes, *args: Any) -> tuple[RouteTable, Tensor]:
+        table, sound = native(self, *args)
+        table.known = None
+        return table, sound
+
+    return mock.patch.object(StepRoutes, "_of_rollout", of_rollout)
+
+
+def routes_are_never_given_up() -> Mistake:
+    def finish(self: StepRoutes, batch: Sequence[MicroBatch]) -> None:
+        for micro_batch in batch:
+            micro_batch.routes = None
+
+    return mock.patch.object(StepRoutes, "finish_training_pass", finish)
+
+
+def routes_get_lost() -> Mistake:
+    """By a key that is not the same in both passes."""
+    native = StepRoutes._keep
+
+    def keep(self: StepRoutes, micro_batch: MicroBatch, table: RouteTable) -> None:
+        native(self, micro_batch, table)
+        self._tables[id(table)] = self._tables.pop(id(micro_batch))
+
+    return mock.patch.object(StepRoutes, "_keep", keep)
+
+
+def one_layer_is_passed_by() -> Mistake:
+    native = Replaying.choose
+
+    def choose(self: Replaying, layer: int, scores: Tensor, own: Any) -> Choice:
+        return own() if layer == 2 else native(self, layer, scores, own)
+
+    return _replacing(choose)
+
+
+def experts_are_recorded_twice() -> Mistake:
+    """A pass is run once more without new recordings."""
+    native = step_routes.Recording
+
+    def recording(*args: Any, **kwargs: Any) -> Recording:
+        made = native(*args, **kwargs)
+        made.experts[1] = torch.zeros((1, 2), dtype=torch.uint8)
+        return made
+
+    return mock.patch.object(step_routes, "Recording", recording)
+
+
+def a_byte_for_any_number_of_experts() -> Mistake:
+    return mock.patch.object(replay, "expert_dtype", return_value=torch.uint8)

@@ -1,0 +1,171 @@
+"""Policy updates on one rank, with a look at what every router did."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from gspo_megatron.config.algorithm import ObjectiveSection, RoutingSection
+from gspo_megatron.config.schema import OptimizerSection
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.optimizer import Schedule, build_trainer
+from gspo_megatron.objectives import build_objective
+from gspo_megatron.routing import hooks
+from gspo_megatron.routing.hooks import Routes, attach_hooks
+from gspo_megatron.train.exchange import Sequences, StepIndex
+from gspo_megatron.train.plan import MiniBatch
+from gspo_megatron.train.schedule import MicroBatch, MicroBatchBuilder
+from gspo_megatron.train.step import PolicyUpdater, Update
+from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_policy
+
+LENGTHS = [(3, 5), (1, 9), (6, 2), (4, 11), (2, 3), (5, 6)]
+LAYERS, EXPERTS, TOP_K = 2, 8, 2
+RATE = 0.02  # high: routes have to move within a step
+RECOMPUTES = ("none", "selective", "full")
+
+
+def moe_policy(recompute: str = "none", **megatron: Any) -> Policy:
+    """Two MoE layers of 8 experts, top 2, with routers that are far from indifferent. Selective
+    recomputation is that of whole MoE layers, router included."""
+    if recompute == "selective":
+        megatron["recompute_modules"] = ["moe"]
+    return tiny_policy(
+        model={"megatron": {"init_method_std": 0.15, **megatron}},
+        training={"recompute": recompute},
+    )
+
+
+def builder_for(policy: Policy, *, padded: bool = False) -> MicroBatchBuilder:
+    return MicroBatchBuilder(policy, PAD, 1.0, padded=padded)
+
+
+def micro_batches(policy: Policy, *, padded: bool = False) -> list[MicroBatch]:
+    """Three of two sequences each."""
+    sequences = random_sequences(1, LENGTHS)
+    builder = builder_for(policy, padded=padded)
+    return [micro_batch(builder, sequences[start : start + 2]) for start in (0, 2, 4)]
+
+
+@dataclass
+class Seen:
+    """One forward pass of one router."""
+
+    layer: int
+    routes: Routes | None
+    with_gradients: bool
+    logits: Tensor  # [tokens, experts]
+    weights: Tensor  # [tokens, experts]
+    chosen: Tensor  # [tokens, experts] bool
+
+    @property
+    def natural(self) -> Tensor:
+        """[tokens, experts] bool: the router's own choice, of a plain top k of the logits."""
+        own = self.logits.topk(TOP_K, dim=-1).indices
+        return torch.zeros_like(self.chosen).scatter(1, own, True)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Seen]]:
+    """Everything that routers do inside."""
+    seen: list[Seen] = []
+    native = TopKRouter.routing
+
+    def routing(self: TopKRouter, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        weights, chosen = native(self, logits, *args, **kwargs)
+        flat = logits.detach().flatten(0, -2).clone()
+        routes, with_gradients = hooks._current.get(), torch.is_grad_enabled()
+        seen.append(Seen(self.layer_number, routes, with_gradients, flat, weights.detach(), chosen))
+        return weights, chosen
+
+    with mock.patch.object(TopKRouter, "routing", routing):
+        yield seen
+
+
+def map_of(experts: Tensor) -> Tensor:
+    """[tokens, k] -> [tokens, experts] bool."""
+    empty = torch.zeros((len(experts), EXPERTS), dtype=torch.bool)
+    return empty.scatter(1, experts.long(), True)
+
+
+@dataclass
+class Step:
+    """The data of one RL step: six sequences, three mini-batches of two micro-batches."""
+
+    sequences: Sequences
+    index: StepIndex
+    plans: list[MiniBatch]
+
+
+def a_step(*, routes: bool = False) -> Step:
+    """`routes`: random experts for every token, as no router would choose them."""
+    tokens = [torch.tensor(p + r) for p, r in random_sequences(1, LENGTHS)]
+    prompts, responses = zip(*LENGTHS)
+    generator = torch.Generator().manual_seed(5)
+    starts = [sum(responses[:n]) for n in range(len(LENGTHS))]
+    chosen = [
+        torch.rand((len(t), LAYERS, EXPERTS), generator=generator).topk(TOP_K).indices
+        for t in tokens
+    ]
+    sequences = Sequences(
+        tokens=dict(enumerate(tokens)),
+        logprobs=-torch.rand(sum(responses), generator=generator),
+        offsets=dict(enumerate(starts)),
+        routes={n: c.to(torch.uint8) for n, c in enumerate(chosen)} if routes else None,
+    )
+    index = StepIndex(
+        source=(0,) * len(LENGTHS),
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        groups=tuple(n // 2 for n in range(len(LENGTHS))),
+        rewards=torch.tensor([1.0, 0.0] * (len(LENGTHS) // 2), dtype=torch.float64),
+    )
+    plans = [
+        MiniBatch((((n,), (n + 1,)),), 2, responses[n] + responses[n + 1])
+        for n in range(0, len(LENGTHS), 2)
+    ]
+    return Step(sequences, index, plans)
+
+
+def updater_for(
+    policy: Policy, routing: dict[str, Any], objective: dict[str, Any] | None = None
+) -> PolicyUpdater:
+    section = ObjectiveSection(**{"name": "grpo", **(objective or {})})
+    trainer = build_trainer(policy, OptimizerSection(), Schedule(RATE, RATE, 0, 1, "constant"))
+    return PolicyUpdater(
+        policy,
+        trainer,
+        builder_for(policy),
+        build_objective(section, max(response for _, response in LENGTHS)),
+        section,
+        RoutingSection(**routing),
+    )
+
+
+def update(updater: PolicyUpdater, *, routes: bool = False) -> Update:
+    step = a_step(routes=routes)
+    return updater.update(step.sequences, step.index, step.plans)
+
+
+def parameters_after(
+    routing: dict[str, Any], *, recompute: str = "none", objective: dict[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """Of a new policy after one step."""
+    policy = moe_policy(recompute)
+    updater = updater_for(policy, routing, objective)
+    update(updater, routes=routing.get("replay") == "r3")
+    return {name: p.detach().clone() for name, p in policy.models[0].named_parameters()}
+
+
+def detach_hooks(policy: Policy) -> None:
+    """As stock Megatron-Core builds them."""
+    attach_hooks(policy.models)
+    for module in policy.models[0].modules():
+        if isinstance(module, TopKRouter):
+            module.router_replay = None

@@ -1,0 +1,136 @@
+"""Megatron-Core's routing function with a hook: the experts of the table, the live weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from torch import Tensor
+
+from gspo_megatron.ops.expert_ids import expert_dtype
+from gspo_megatron.routing.hooks import RouterHook, Routes, routed
+from gspo_megatron.routing.replay import Recording, Replaying
+from gspo_megatron.routing.store import RouteTable
+from tests.unit.routing.formulas import EXPERTS, ROUTERS, TOP_K, chosen_experts, gate_weights
+
+TOKENS, LAYER = 11, 3
+
+every_router = pytest.mark.parametrize("name", ROUTERS)
+
+
+def random_logits(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((TOKENS, EXPERTS), generator=generator, dtype=torch.float32)
+
+
+def route(logits: Tensor, router: dict[str, Any], routes: Routes | None) -> tuple[Tensor, Tensor]:
+    """Weights [tokens, experts] and map [tokens, experts]."""
+    with routed(routes):
+        return topk_routing_with_score_function(
+            logits, TOP_K, router_replay=RouterHook(LAYER), **router
+        )
+
+
+def recorded_table(logits: Tensor, router: dict[str, Any]) -> RouteTable:
+    recording = Recording()
+    route(logits, router, recording)
+    return recording.table()
+
+
+@every_router
+def test_a_hook_without_routes_changes_nothing(name: str) -> None:
+    logits = random_logits(1)
+    stock = topk_routing_with_score_function(logits, TOP_K, **ROUTERS[name])
+    for ours, theirs in zip(route(logits, ROUTERS[name], None), stock):
+        assert torch.equal(ours, theirs)
+
+
+@every_router
+def test_recorded_experts_are_those_of_the_plain_choice(name: str) -> None:
+    logits = random_logits(1)
+    recording = Recording(keep_scores=True)
+    weights, chosen = route(logits, ROUTERS[name], recording)
+    table = recording.table()
+    assert table.layers == (LAYER,) and table.experts.shape == (1, TOKENS, TOP_K)
+    assert table.experts[0].sort(-1).values.tolist() == chosen_experts(logits, ROUTERS[name])
+    assert torch.equal(weights, route(logits, ROUTERS[name], None)[0])
+    assert torch.equal(chosen, torch.zeros_like(chosen).scatter(1, table.experts[0].long(), True))
+
+
+@every_router
+def test_replay_takes_the_recorded_experts_and_the_live_weights(name: str) -> None:
+    """With gradients through the weights: those of the formula."""
+    router = ROUTERS[name]
+    table = recorded_table(random_logits(1), router)
+    logits = random_logits(2).requires_grad_()
+    weights, chosen = route(logits, router, Replaying(table))
+    experts = table.experts[0].long()
+    assert torch.equal(chosen, torch.zeros_like(chosen).scatter(1, experts, True))
+    natural = route(logits, router, None)[1]
+    assert (natural != chosen).any(-1).sum() > TOKENS / 3, "the test says little"
+
+    expected = gate_weights(logits, experts, router)
+    torch.testing.assert_close(weights, expected)
+    upstream = random_logits(3)
+    (gradient,) = torch.autograd.grad((weights * upstream).sum(), logits)
+    (wanted,) = torch.autograd.grad((expected * upstream).sum(), logits)
+    torch.testing.assert_close(gradient, wanted)
+    assert gradient.abs().sum(-1).min() > 1e-4  # through every token
+
+
+@every_router
+def test_tokens_without_routes_go_where_they_like(name: str) -> None:
+    router, logits = ROUTERS[name], random_logits(2)
+    table = recorded_table(random_logits(1), router)
+    table.known = torch.arange(TOKENS) % 3 > 0
+    weights, chosen = route(logits, router, Replaying(table))
+    natural_weights, natural = route(logits, router, None)
+    assert torch.equal(chosen[~table.known], natural[~table.known])
+    assert torch.equal(weights[~table.known], natural_weights[~table.known])
+    recorded = torch.zeros_like(chosen).scatter(1, table.experts[0].long(), True)
+    assert torch.equal(chosen[table.known], recorded[table.known])
+
+
+@pytest.mark.parametrize("size", [0.3, 30.0])
+def test_however_far_the_router_moves_the_experts_stay(size: float) -> None:
+    logits = random_logits(1)
+    table = recorded_table(logits, {})
+    before = route(logits, {}, Replaying(table))
+    weights, chosen = route(logits + size * random_logits(2), {}, Replaying(table))
+    assert torch.equal(chosen, before[1])
+    assert ((weights - before[0]).abs().amax(-1) > 0.01).all()
+
+
+@pytest.mark.parametrize(
+    ("experts", "dtype"),
+    [(8, torch.uint8), (256, torch.uint8), (257, torch.int16), (4096, torch.int16)],
+)
+def test_a_byte_up_to_256_experts_and_two_beyond(experts: int, dtype: torch.dtype) -> None:
+    assert expert_dtype(experts) is dtype
+    logits = torch.zeros(3, experts)
+    logits[:, -1], logits[:, 0] = 2.0, 1.0  # the largest number has to survive
+    recording = Recording()
+
+    def native() -> tuple[Tensor, Tensor]:
+        return torch.topk(logits, k=2, dim=1)
+
+    recording.choose(1, logits, native)
+    table = recording.table()
+    assert table.experts.dtype is dtype
+    assert table.num_bytes == 3 * 2 * dtype.itemsize
+    scores, chosen = Replaying(table).choose(1, logits, _never)
+    assert chosen.dtype is torch.int64
+    assert chosen.tolist() == [[experts - 1, 0]] * 3
+    assert scores.tolist() == [[2.0, 1.0]] * 3
+
+
+def _never() -> Any:
+    raise AssertionError("a router whose routes are all known has no choice to make")
+
+
+def test_routes_of_another_number_of_tokens_are_refused() -> None:
+    table = recorded_table(random_logits(1), {})
+    with pytest.raises(AssertionError, match="layer 3: routes of 11 tokens for 10"):
+        route(random_logits(2)[:10], {}, Replaying(table))

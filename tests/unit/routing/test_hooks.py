@@ -1,0 +1,151 @@
+"""Which routers get a hook, and that nobody pays for one who does not want it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.moe.router import Router, TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+
+from gspo_megatron.models.build import Policy
+from gspo_megatron.routing.hooks import RouterHook, attach_hooks, routed
+from gspo_megatron.routing.replay import Recording, recorded
+from gspo_megatron.train.schedule import response_logprobs
+from tests.unit.routing.steps import (
+    LAYERS,
+    TOP_K,
+    detach_hooks,
+    micro_batches,
+    moe_policy,
+    update,
+    updater_for,
+)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def routers(policy: Policy) -> list[TopKRouter]:
+    return [m for m in policy.models[0].modules() if isinstance(m, TopKRouter)]
+
+
+def test_every_router_gets_a_hook_with_its_layer_number() -> None:
+    policy = moe_policy(num_layers=4, moe_layer_freq=[0, 1, 0, 1])
+    assert attach_hooks(policy.models) == (2, 4)
+    assert [router.router_replay.layer for router in routers(policy)] == [2, 4]
+    assert attach_hooks(policy.models) == (2, 4)  # once more is no harm
+
+
+def test_without_replay_and_volatility_there_is_no_hook_and_no_work() -> None:
+    policy = moe_policy()
+    updater = updater_for(policy, {})
+    assert updater.routes is None
+    metrics = update(updater).metrics
+    assert all(router.router_replay is None for router in routers(policy))
+    assert not [name for name in metrics if name.startswith(("routing/", "replay/"))]
+
+
+def test_layers_of_multi_token_prediction_are_left_alone() -> None:
+    model, other = moe_policy().models[0], moe_policy().models[0]
+    policy = torch.nn.Module()
+    policy.decoder = model.decoder
+    policy.mtp = torch.nn.ModuleList([other.decoder.layers[0]])
+    assert attach_hooks([policy]) == (1, 2)
+    assert other.decoder.layers[0].mlp.router.router_replay is None
+    # By any other name its layer number would be the decoder's.
+    del policy.mtp
+    policy.extra = other.decoder
+    with pytest.raises(AssertionError, match="two routers of one layer number"):
+        attach_hooks([policy])
+
+
+def test_routers_that_never_ask_are_refused() -> None:
+    policy = moe_policy()
+    policy.config.moe_router_fusion = True
+    with pytest.raises(AssertionError, match="a fused router never asks"):
+        attach_hooks(policy.models)
+    policy.config.moe_router_fusion = False
+    routers(policy)[1].routing_type = "sinkhorn"
+    with pytest.raises(AssertionError, match="sinkhorn routing never asks"):
+        attach_hooks(policy.models)
+
+
+def test_routers_of_another_kind_are_refused() -> None:
+    class HashRouter(Router):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.config = SimpleNamespace(moe_router_fusion=False)
+
+        def routing(self, logits: torch.Tensor) -> None:
+            raise NotImplementedError
+
+        def forward(self, hidden: torch.Tensor) -> None:
+            raise NotImplementedError
+
+    policy = torch.nn.Module()
+    policy.router = HashRouter()
+    with pytest.raises(AssertionError, match="HashRouter has no place for a hook"):
+        attach_hooks([policy])
+
+
+def test_hooks_stay_out_of_megatrons_process_wide_list() -> None:
+    before = len(RouterReplay.global_router_replay_instances)
+    attach_hooks(moe_policy().models)
+    assert len(RouterReplay.global_router_replay_instances) == before
+
+
+def test_hooks_without_routes_change_no_log_prob() -> None:
+    policy = moe_policy()
+    batches = micro_batches(policy)
+    detach_hooks(policy)
+    plain = response_logprobs(policy, batches)
+    attach_hooks(policy.models)
+    for ours, theirs in zip(response_logprobs(policy, batches), plain, strict=True):
+        assert torch.equal(ours[0], theirs[0])
+
+
+def test_routes_hold_for_the_passes_inside_and_no_longer() -> None:
+    policy = moe_policy()
+    attach_hooks(policy.models)
+    (batch, *_) = micro_batches(policy)
+    outer, inner = Recording(), Recording()
+
+    def forward() -> None:
+        packed = batch.packed
+        policy.models[0](
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            attention_mask=None,
+            labels=batch.head,
+            packed_seq_params=batch.sequences,
+        )
+
+    with torch.no_grad():
+        forward()
+        with routed(outer):
+            with routed(inner):
+                forward()
+            assert not outer.experts and len(inner.experts) == LAYERS
+            forward()
+        forward()  # a third recording of a layer would be an error
+        with recorded() as experts:
+            forward()
+    assert experts.keys() == outer.experts.keys() == {1, 2}
+    tokens = batch.packed.input_ids.numel()
+    for layer, chosen in experts.items():
+        assert chosen.shape == (tokens, TOP_K)
+        assert torch.equal(chosen, outer.experts[layer])
+
+
+def test_a_layer_is_recorded_once() -> None:
+    recording, scores = Recording(), torch.rand(3, 4)
+    hook = RouterHook(2)
+
+    def ask() -> None:
+        with routed(recording):
+            hook.get_replay_topk(scores, 2, None, None, lambda s, k, **_: s.topk(k))
+
+    ask()
+    with pytest.raises(AssertionError, match="layer 2 is recorded already"):
+        ask()

@@ -1,0 +1,169 @@
+"""Router noise: on real routers' top k, and in the engine that rolls out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from torch import Tensor
+
+from gspo_megatron.config import check_config
+from gspo_megatron.errors import ConfigError
+from gspo_megatron.models.build import Policy
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.routing.hooks import RouterHook, attach_hooks
+from gspo_megatron.routing.noise import RouterNoise, normal
+from gspo_megatron.routing.replay import recorded
+from gspo_megatron.types import RolloutBatch
+from tests.unit.models.one_rank import (
+    PAD,
+    one_rank_groups,
+    random_sequences,
+    tiny_config,
+    tiny_policy,
+)
+
+TOKENS, EXPERTS, TOPK = 64, 8, 2
+NEVER = -1  # an end-of-sequence id that is not in the vocabulary
+ROUTERS: list[dict[str, Any]] = [
+    {},
+    {"use_pre_softmax": True},
+    {"score_function": "sigmoid"},
+    {"score_function": "sigmoid", "expert_bias": torch.linspace(-0.2, 0.2, EXPERTS)},
+    {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2},
+]
+
+
+def numbers(layer: int, experts: int) -> Tensor:
+    generator = torch.Generator().manual_seed(layer)
+    return torch.rand((TOKENS, experts), dtype=torch.float64, generator=generator)
+
+
+def scores_of(logits: Tensor, router: dict[str, Any]) -> Tensor:
+    """What the router takes the top k of."""
+    if router.get("use_pre_softmax"):
+        return logits.softmax(-1)
+    scores = logits if "score_function" not in router else logits.sigmoid()
+    return scores + router.get("expert_bias", 0.0)
+
+
+@pytest.fixture
+def logits() -> Tensor:
+    return torch.randn((TOKENS, EXPERTS), generator=torch.Generator().manual_seed(7))
+
+
+def route(logits: Tensor, router: dict[str, Any], layer: int = 3) -> Tensor:
+    """[tokens, experts] bool."""
+    hook = RouterHook(layer)
+    _, chosen = topk_routing_with_score_function(logits.clone(), TOPK, router_replay=hook, **router)
+    return chosen
+
+
+def test_uniform_numbers_become_normal_ones() -> None:
+    count = 20_000
+    values = normal((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    assert abs(float(values.mean())) < 1e-12
+    assert float(values.std()) == pytest.approx(1.0, abs=1e-3)
+    below = float((values < -1.0).double().mean())
+    assert below == pytest.approx(0.158655, abs=1e-4)
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=lambda r: "-".join(map(str, r)) or "softmax")
+def test_the_experts_are_those_of_the_noisy_scores(router: dict[str, Any], logits: Tensor) -> None:
+    std = 0.3
+    with torch.no_grad(), RouterNoise(std)(numbers, record=True) as experts:
+        chosen = route(logits, router)
+    noisy = scores_of(logits, router) + std * normal(numbers(3, EXPERTS)).float()
+    if "num_groups" in router:  # a group is worth its best expert: topk / group_topk = 1
+        best = noisy.view(TOKENS, 4, 2).max(-1).values.topk(2).indices
+        outside = torch.ones(TOKENS, 4, dtype=torch.bool).scatter(1, best, False)
+        noisy = noisy.masked_fill(outside.repeat_interleave(2, 1), float("-inf"))
+    expected = torch.zeros_like(chosen).scatter(1, noisy.topk(TOPK).indices, True)
+    assert torch.equal(chosen, expected)
+    assert not torch.equal(chosen, route(logits, router)), "no token went elsewhere"
+    assert torch.equal(torch.zeros_like(chosen).scatter(1, experts[3].long(), True), chosen)
+
+
+def test_nothing_is_recorded_unless_wanted_and_nothing_lasts(logits: Tensor) -> None:
+    with torch.no_grad(), RouterNoise(0.3)(numbers, record=False) as experts:
+        route(logits, {})
+    assert not experts
+    assert torch.equal(route(logits, {}), topk_routing_with_score_function(logits, TOPK)[1])
+
+
+def test_a_pass_with_gradients_is_no_rollout(logits: Tensor) -> None:
+    with RouterNoise(0.3)(numbers, record=False), pytest.raises(AssertionError, match="rollouts"):
+        route(logits, {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wrong"),
+    [
+        ({"num_moe_experts": None}, "routing.rollout_noise = 0.1: the model has no experts"),
+        ({"moe_router_fusion": True}, "a fused router never asks"),
+    ],
+)
+def test_a_model_whose_routers_cannot_be_noisy_is_refused(
+    overrides: dict[str, Any], wrong: str
+) -> None:
+    config = tiny_config(model={"megatron": overrides}, routing={"rollout_noise": 0.1})
+    with pytest.raises(ConfigError, match=wrong):
+        check_config(config, 1)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Iterator[Policy]:
+    with one_rank_groups():
+        policy = tiny_policy(model={"megatron": {"init_method_std": 0.15}})
+        attach_hooks(policy.models)
+        yield policy
+
+
+def generate(
+    policy: Policy, std: float, seed: int = 5, batch_size: int | None = None, **sampling: Any
+) -> RolloutBatch:
+    prompts = [prompt for prompt, _ in random_sequences(8, [(3, 0), (9, 0), (1, 0), (6, 0)])]
+    engine = MegatronEngine(
+        policy,
+        pad_id=PAD,
+        eos_id=NEVER,
+        batch_size=batch_size,
+        record_routes=recorded,
+        router_noise=RouterNoise(std) if std else None,
+    )
+    requests = Requests(prompts, range(len(prompts)), 3)
+    return engine.generate(requests, Sampling(12, **sampling), seed)
+
+
+def test_noise_depends_on_seed_sample_and_position_alone(policy: Policy) -> None:
+    whole, again = generate(policy, 0.5), generate(policy, 0.5)
+    assert torch.equal(whole.routes, again.routes) and torch.equal(whole.tokens, again.tokens)
+    parts = generate(policy, 0.5, batch_size=6)  # two prompts at a time
+    assert torch.equal(whole.tokens, parts.tokens)
+    assert torch.equal(whole.routes, parts.routes)
+    assert not torch.equal(whole.routes, generate(policy, 0.5, seed=6).routes)
+
+
+def test_the_routes_and_log_probs_are_those_of_the_noisy_routers(policy: Policy) -> None:
+    """Forced to the same tokens, as far as both engines draw the same."""
+    noisy, plain = generate(policy, 0.05), generate(policy, 0.0)
+    length = (plain.prompt_lengths + plain.response_lengths).cumsum(0)
+    starts = length - plain.prompt_lengths - plain.response_lengths
+    prompts = torch.cat(
+        [torch.arange(s, s + n) for s, n in zip(starts.tolist(), plain.prompt_lengths.tolist())]
+    )
+    assert torch.equal(noisy.tokens[prompts], plain.tokens[prompts])
+    changed = (noisy.routes[prompts].sort().values != plain.routes[prompts].sort().values).any(-1)
+    assert 0.0 < float(changed.double().mean()) < 0.5
+    first = plain.response_lengths.cumsum(0) - plain.response_lengths  # of each response
+    assert not torch.equal(noisy.logprobs[first], plain.logprobs[first])
+
+
+def test_greedy_answers_are_the_policys_own(policy: Policy) -> None:
+    noisy, plain = (generate(policy, std, temperature=0.0) for std in (0.5, 0.0))
+    assert torch.equal(noisy.tokens, plain.tokens) and torch.equal(noisy.routes, plain.routes)
+    assert torch.equal(noisy.logprobs, plain.logprobs)

@@ -1,0 +1,222 @@
+"""Whole updates on one rank: what is recorded is used, once, and nothing else has a say in it."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from gspo_megatron.config.algorithm import RoutingSection
+from gspo_megatron.models.optimizer import zero_gradients
+from gspo_megatron.routing.hooks import attach_hooks
+from gspo_megatron.routing.replay import Recording, Replaying
+from gspo_megatron.routing.store import RouteTable
+from gspo_megatron.routing.volatility import Observing
+from gspo_megatron.train.routes import StepRoutes
+from gspo_megatron.train.schedule import MicroBatch, forward_backward, response_logprobs
+from tests.unit.routing.steps import (
+    LAYERS,
+    LENGTHS,
+    RECOMPUTES,
+    TOP_K,
+    Seen,
+    map_of,
+    micro_batches,
+    moe_policy,
+    parameters_after,
+    update,
+    updater_for,
+    watched,
+)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+CPU = torch.device("cpu")
+
+
+def replayed(seen: list[Seen]) -> Iterator[tuple[Seen, RouteTable]]:
+    """The passes that had routes to follow."""
+    for one in seen:
+        routes = one.routes
+        inner = routes.inner if isinstance(routes, (Observing, Recording)) else routes
+        if isinstance(inner, Replaying):
+            yield one, inner._table
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("mode", ["r2", "r3"])
+def test_every_token_goes_to_its_recorded_experts(mode: str, recompute: str) -> None:
+    policy = moe_policy(recompute)
+    updater = updater_for(policy, {"replay": mode})
+    with watched() as seen:
+        metrics = update(updater, routes=mode == "r3").metrics
+    moved = 0
+    training = []
+    for one, table in replayed(seen):
+        experts = map_of(table.experts[table.layers.index(one.layer)])
+        known = torch.ones(len(experts), dtype=torch.bool) if table.known is None else table.known
+        assert torch.equal(one.chosen[known], experts[known])
+        assert torch.equal(one.chosen[~known], one.natural[~known])
+        # the weights: a softmax of the live logits over these experts
+        weights = one.logits.masked_fill(~one.chosen, -torch.inf).softmax(-1)
+        torch.testing.assert_close(one.weights, weights)
+        moved += int((one.natural != experts)[known].any(-1).sum())
+        if one.with_gradients:
+            training.append(one)
+    assert moved > 10, "the routers would have gone there anyway"
+    replaying = {"r2": 4, "r3": 6}[mode]  # micro-batches; r2 spares those of the first mini-batch
+    assert len(training) == replaying * LAYERS
+    # recomputation has a pass without gradients before each with them
+    again = [one for one in seen if not one.with_gradients and isinstance(one.routes, Replaying)]
+    old_pass = {"r2": 0, "r3": 4}[mode] * LAYERS
+    assert len(again) == old_pass + (recompute != "none") * replaying * LAYERS
+    lengths = [prompt + response for prompt, response in LENGTHS]
+    tokens = sum(lengths[2:] if mode == "r2" else lengths)
+    assert metrics["replay/bytes"] == tokens * LAYERS * TOP_K
+
+
+@pytest.mark.parametrize("mode", ["r2", "r3"])
+def test_recomputation_and_storage_change_no_weight(mode: str) -> None:
+    plain = parameters_after({"replay": mode})
+    others = [parameters_after({"replay": mode}, recompute=name) for name in RECOMPUTES[1:]]
+    others.append(parameters_after({"replay": mode, "store_on_host": True}))
+    others.append(parameters_after({"replay": mode, "volatility": True}))
+    for other in others:
+        assert all(torch.equal(plain[name], other[name]) for name in plain)
+    without = parameters_after({})
+    assert not all(torch.equal(plain[name], without[name]) for name in plain)
+
+
+@pytest.mark.gpu
+def test_routes_wait_in_pinned_host_memory() -> None:
+    experts = torch.randint(8, (2, 5, 2), dtype=torch.uint8, device="cuda")
+    table = RouteTable((1, 2), experts, None).moved(on_host=True)
+    assert table.experts.is_pinned() and table.num_bytes == 20
+    assert torch.equal(table.to(torch.device("cuda")), experts)
+
+
+class Recorded:
+    """A policy whose routes of the last two of three micro-batches are recorded."""
+
+    def __init__(self, recompute: str = "none") -> None:
+        self.policy = moe_policy(recompute)
+        self.updater = updater_for(self.policy, {"replay": "r2"})
+        self.routes = self.updater.routes
+        first, *self.batch = micro_batches(self.policy)
+        self.routes.start([[first], self.batch], None)
+        self.routes.set_old_pass(self.batch)
+        with watched() as self.seen:
+            response_logprobs(self.policy, self.batch)
+        self.routes.take_old_pass(self.batch)
+
+    def train(self) -> list[Seen]:
+        def loss(_: MicroBatch, logprobs: torch.Tensor, __: torch.Tensor) -> Any:
+            return logprobs.sum(), None
+
+        zero_gradients(self.policy.chunks, self.updater.trainer.optimizer)
+        self.routes.set_training_pass(self.batch)
+        with watched() as seen:
+            forward_backward(self.policy, self.batch, loss, len(self.batch))
+        self.routes.finish_training_pass(self.batch)
+        return [one for one in seen if one.with_gradients]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+def test_strongly_perturbed_routers_keep_the_experts_and_move_the_weights(recompute: str) -> None:
+    setting = Recorded(recompute)
+    routers = [layer.mlp.router for layer in setting.policy.models[0].decoder.layers]
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for router in routers:
+            noise = torch.randn(router.weight.shape, generator=generator)
+            router.weight.add_(noise * 3 * router.weight.std())
+    trained = setting.train()
+    if recompute != "none":  # layers come backwards
+        order = [trained[n] for start in (0, 2) for n in (start + 1, start)]
+        trained = order
+    for before, after in zip(setting.seen, trained, strict=True):
+        assert before.layer == after.layer
+        assert torch.equal(before.chosen, after.chosen)
+        assert (after.natural != after.chosen).any(-1).float().mean() > 0.5
+        assert (before.weights - after.weights).abs().amax(-1).median() > 0.1
+    for router in routers:  # and learn from where the tokens really went
+        assert router.weight.main_grad.norm() > 1e-3
+    setting.routes.figures()
+
+
+def test_another_model_between_record_and_replay_changes_nothing() -> None:
+    plain = parameters_after({"replay": "r2", "volatility": True})
+    native = StepRoutes.set_training_pass
+    runs = []
+
+    def disturbed(self: StepRoutes, batch: list[MicroBatch]) -> None:
+        other = moe_policy()
+        with torch.no_grad():
+            for parameter in other.models[0].parameters():
+                parameter.mul_(1.5)
+        own = StepRoutes(other, RoutingSection(replay="r2", volatility=True), CPU)
+        others = micro_batches(other)
+        own.start([others[:1], others[1:]], None)
+        own.set_old_pass(others[1:])
+        response_logprobs(other, others)
+        own.take_old_pass(others[1:])
+        assert len(own._tables) == 2
+        runs.append(native(self, batch))
+        response_logprobs(other, others)  # and while the routes wait for their pass
+
+    with mock.patch.object(StepRoutes, "set_training_pass", disturbed):
+        after = parameters_after({"replay": "r2", "volatility": True})
+    assert len(runs) == 3
+    assert all(torch.equal(plain[name], after[name]) for name in plain)
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+
+def test_a_thousand_forward_passes_leave_nothing_behind() -> None:
+    policy = moe_policy()
+    routes = StepRoutes(policy, RoutingSection(replay="r2", volatility=True), CPU)
+    attach_hooks(policy.models)
+    first, second, _ = micro_batches(policy)
+
+    def passes(count: int) -> None:
+        for number in range(count):
+            second.routes = Recording(keep_scores=True) if number % 2 else None
+            response_logprobs(policy, [second])
+            second.routes = None
+
+    routes.start([[first], [second]], None)
+    passes(10)
+    tensors = live_tensors()
+    tracemalloc.start()
+    passes(10)
+    before = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    passes(980)
+    tracemalloc.start()
+    passes(10)
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert live_tensors() == tensors
+    assert after < before + 20_000  # bytes; one pass's routes are Python objects of some 2000
+    assert not routes._tables and not routes._natural
+    routes.figures()
+
+
+def test_a_step_leaves_nothing_behind() -> None:
+    policy = moe_policy()
+    updater = updater_for(policy, {"replay": "r2", "volatility": True, "store_on_host": True})
+    update(updater)
+    update(updater)
+    before = live_tensors()
+    for _ in range(3):
+        update(updater)
+    assert live_tensors() == before
+    assert not updater.routes._tables and not updater.routes._natural

@@ -1,0 +1,209 @@
+"""Figures of the routers against plain loops over tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from gspo_megatron.routing.replay import Recording, Replaying
+from gspo_megatron.routing.store import RouteTable
+from gspo_megatron.routing.volatility import Observing, RoutingFigures
+from tests.unit.routing.steps import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    Seen,
+    moe_policy,
+    update,
+    updater_for,
+    watched,
+)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+CPU = torch.device("cpu")
+TOKENS = 13
+
+
+def top_k(scores: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: scores.topk(TOP_K, dim=1)
+
+
+def reduced(figures: RoutingFigures) -> dict[str, float]:
+    return figures.reduce(parallel_state.get_pipeline_model_parallel_group())
+
+
+def violation_and_dead(experts: list[list[int]]) -> tuple[float, int]:
+    loads = [sum(chosen.count(expert) for chosen in experts) for expert in range(EXPERTS)]
+    mean = sum(loads) / EXPERTS
+    return (max(loads) - mean) / mean, loads.count(0)
+
+
+class Layers:
+    """Old and new scores of each layer, and what an Observing makes of them."""
+
+    def __init__(self, real: Tensor | None, *, replays: bool, recomputes: bool = False) -> None:
+        generator = torch.Generator().manual_seed(2)
+        size = (LAYERS, TOKENS, EXPERTS)
+        # of few bits, so that rounding to bfloat16 is none
+        self.old = torch.randint(-32, 32, size, generator=generator) / 16
+        self.new = self.old + torch.randint(-16, 16, size, generator=generator) / 16
+        self.new[:, ::3] = self.old[:, ::3]  # these do not change
+        self.real = torch.ones(TOKENS, dtype=torch.bool) if real is None else real
+        recording = Recording(keep_scores=True)
+        for layer, scores in enumerate(self.old, 1):
+            recording.choose(layer, scores, top_k(scores))
+        table = recording.table()
+        other = torch.rand(size, generator=generator).topk(TOP_K).indices
+        self.replayed = other if replays else None
+        inner = Replaying(RouteTable((1, 2), other, None)) if replays else None
+        self.figures = RoutingFigures(LAYERS, EXPERTS, CPU, replayed=replays)
+        observing = Observing(table, recording.scores, real, self.figures, inner)
+        self.used = [
+            observing.choose(layer, scores, top_k(scores))[1]
+            for _ in range(1 + recomputes)
+            for layer, scores in enumerate(self.new, 1)
+        ]
+
+    def expected(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        changed = set()
+        tokens = self.real.nonzero().flatten().tolist()
+        for layer in range(LAYERS):
+            lost = shift = 0.0
+            natural = []
+            for token in tokens:
+                before = set(self.old[layer, token].topk(TOP_K).indices.tolist())
+                after = set(self.new[layer, token].topk(TOP_K).indices.tolist())
+                natural.append(sorted(after))
+                lost += 1 - len(before & after) / TOP_K
+                shift += float((self.new[layer, token] - self.old[layer, token]).abs().mean())
+                if before != after:
+                    changed.add(token)
+            prefix = f"routing/layer_{layer + 1:02d}"
+            metrics[f"{prefix}/volatility"] = lost / len(tokens)
+            metrics[f"{prefix}/logit_shift"] = shift / len(tokens)
+            choices = {"": natural}
+            if self.replayed is not None:
+                choices["replayed_"] = self.replayed[layer, tokens].tolist()
+            for label, experts in choices.items():
+                worst, dead = violation_and_dead(experts)
+                metrics[f"{prefix}/{label}max_violation"] = worst
+                metrics[f"{prefix}/{label}dead_experts"] = dead
+        for name in {name.rsplit("/", 1)[1] for name in metrics}:
+            values = [metrics[f"routing/layer_{n + 1:02d}/{name}"] for n in range(LAYERS)]
+            metrics[f"routing/{name}"] = sum(values) / (1 if "dead" in name else LAYERS)
+        metrics["routing/tokens_changed"] = len(changed) / len(tokens)
+        return metrics
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_figures_are_those_of_the_loops(padded: bool, replays: bool) -> None:
+    real = torch.arange(TOKENS) % 5 > 0 if padded else None
+    layers = Layers(real, replays=replays)
+    found, expected = reduced(layers.figures), layers.expected()
+    assert found == pytest.approx(expected)
+    assert 0 < expected["routing/volatility"] < expected["routing/tokens_changed"] < 1
+    if replays:
+        assert found["routing/max_violation"] != found["routing/replayed_max_violation"]
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_observing_has_no_say_in_the_choice(replays: bool) -> None:
+    layers = Layers(None, replays=replays)
+    for layer, used in enumerate(layers.used):
+        wanted = layers.new[layer].topk(TOP_K).indices
+        assert torch.equal(used, wanted if layers.replayed is None else layers.replayed[layer])
+
+
+def test_recomputation_is_not_counted_twice() -> None:
+    once = reduced(Layers(None, replays=True).figures)
+    assert reduced(Layers(None, replays=True, recomputes=True).figures) == once
+
+
+def test_micro_batches_add_up_by_tokens_not_by_batches() -> None:
+    """A short one weighs less."""
+    figures = RoutingFigures(1, EXPERTS, CPU, replayed=False)
+    old, other = torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
+    for changed, tokens in ((True, 1), (False, 9)):
+        experts = old.expand(tokens, -1)
+        table = RouteTable((1,), experts[None].to(torch.uint8), None)
+        new = other.expand(tokens, -1) if changed else experts
+        scores = torch.zeros(tokens, EXPERTS).scatter(1, new, 1.0)
+        observing = Observing(table, {1: scores}, None, figures, None)
+        observing.choose(1, scores, top_k(scores))
+    metrics = reduced(figures)
+    assert metrics["routing/volatility"] == metrics["routing/tokens_changed"] == 0.1
+    assert metrics["routing/logit_shift"] == 0
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-5, 1e-3, 0.1])
+def test_a_shift_far_below_bfloat16s_resolution_is_measured(size: float) -> None:
+    """Old scores are kept in bfloat16, 2^-9 of their size off."""
+    generator = torch.Generator().manual_seed(4)
+    old = torch.randn((4000, 64), generator=generator)
+    new = old + size * torch.randn(old.shape, generator=generator)
+    recording = Recording(keep_scores=True)
+    recording.choose(1, old, top_k(old))
+    figures = RoutingFigures(1, 64, CPU, replayed=False)
+    observing = Observing(recording.table(), recording.scores, None, figures, None)
+    observing.choose(1, new, top_k(new))
+    expected = size * math.sqrt(2 / math.pi)  # the mean size of a normal variable
+    assert reduced(figures)["routing/logit_shift"] == pytest.approx(expected, rel=0.1)
+
+
+def experts_of(seen: list[Seen]) -> dict[int, list[list[int]]]:
+    """By layer, token after token."""
+    found: dict[int, list[list[int]]] = {}
+    for one in seen:
+        for token in one.natural:
+            found.setdefault(one.layer, []).append(token.nonzero().flatten().tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("routing", "objective"),
+    [
+        ({}, {}),
+        ({"replay": "r2"}, {}),
+        # its old pass covers the first mini-batch too, which is not to dilute the figures
+        ({"replay": "r2"}, {"kl": "k3", "kl_in": "reward", "kl_coefficient": 0.1}),
+        ({"replay": "r3"}, {}),
+    ],
+)
+def test_a_steps_volatility_compares_natural_choices(
+    routing: dict[str, str], objective: dict[str, object]
+) -> None:
+    """Those of the old policy's pass and those of the training pass, of all mini-batches but the
+    first, whatever experts are used."""
+    updater = updater_for(moe_policy(), {"volatility": True, **routing}, objective)
+    with watched() as seen:
+        metrics = update(updater, routes=routing.get("replay") == "r3").metrics
+    recording = [one for one in seen if isinstance(one.routes, Recording)]
+    old = experts_of([one for one in recording if one.routes.scores])
+    new = experts_of([one for one in seen if isinstance(one.routes, Observing)])
+    changed = [False] * len(old[1])
+    for layer in (1, 2):
+        lost = 0.0
+        for token, (before, after) in enumerate(zip(old[layer], new[layer], strict=True)):
+            lost += 1 - len({*before} & {*after}) / TOP_K
+            changed[token] |= before != after
+        prefix = f"routing/layer_{layer:02d}"
+        assert metrics[f"{prefix}/volatility"] == pytest.approx(lost / len(changed))
+        worst, dead = violation_and_dead(new[layer])
+        assert metrics[f"{prefix}/max_violation"] == pytest.approx(worst)
+        assert metrics[f"{prefix}/dead_experts"] == dead
+    assert metrics["routing/tokens_changed"] == pytest.approx(sum(changed) / len(changed))
+    assert 0.02 < metrics["routing/tokens_changed"] < 1
+    assert ("routing/replayed_max_violation" in metrics) == bool(routing)
+
+
+def test_one_mini_batch_has_nothing_to_compare() -> None:
+    figures = RoutingFigures(LAYERS, EXPERTS, CPU, replayed=True)
+    assert reduced(figures) == {}
