@@ -199,7 +199,7 @@ parallel: 4
         (
             "routing.xyz=1",
             "routing.xyz = 1: unknown key; legal: replay, reference_replay, store_on_host, "
-            "volatility",
+            "volatility, rollout_noise",
         ),
         (
             "objective.name=gsop",

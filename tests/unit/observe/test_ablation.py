@@ -218,7 +218,7 @@ def test_it_is_said_what_differs_and_what_does_not() -> None:
     ]
     said = " ".join(findings(arms))
     assert "of 2 pairs told apart: gspo above grpo by 20.3 points (± 1.4)" in said
-    assert "The other 1 are not." in said
+    assert "The other one is not." in said
 
 
 def test_collapsed_runs_are_named() -> None:
