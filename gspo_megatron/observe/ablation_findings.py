@@ -106,7 +106,7 @@ def _verdicts(arms: Sequence[LoadedArm]) -> list[str]:
             )
             continue
         rest = len(judged) - len(apart)
-        more = f" The other {rest} are not." if rest else ""
+        more = f" The other {'one is' if rest == 1 else f'{rest} are'} not." if rest else ""
         texts = "; ".join(_in_words(d, subject) for d in apart)
         said.append(f"By {subject.name}, of {len(judged)} pairs told apart: {texts}.{more}")
     return said

@@ -70,7 +70,8 @@ def plot_arms(arms: Sequence[LoadedArm], path: Path) -> Path | None:
             values: list[float] = []
             for index, (arm, found) in enumerate(zip(arms, bands[panel], strict=True)):
                 if found is not None:
-                    values += _draw_band(axes, found, PALETTE[index % len(PALETTE)], arm.name)
+                    color = PALETTE[index % len(PALETTE)]
+                    values += _draw_band(axes, found, color, arm.name, log=panel.log)
             if panel.percent:
                 as_percent(axes, values)
             if panel.log:
@@ -80,7 +81,7 @@ def plot_arms(arms: Sequence[LoadedArm], path: Path) -> Path | None:
         return save(figure, path)
 
 
-def _draw_band(axes: Axes, found: Band, color: str, label: str) -> list[float]:
+def _draw_band(axes: Axes, found: Band, color: str, label: str, *, log: bool) -> list[float]:
     """Returns what is drawn."""
     means, deviations = np.asarray(found.means), np.asarray(found.deviations)
     smooth, spread = smoothed(found.means), smoothed(found.deviations)
@@ -89,6 +90,8 @@ def _draw_band(axes: Axes, found: Band, color: str, label: str) -> list[float]:
     marker = "o" if len(found.steps) <= 20 else None
     axes.plot(found.steps, means, color=color, label=label, marker=marker, markersize=3)
     low, high = means - deviations, means + deviations
+    if log:  # where a mean less its deviation may have no place
+        low = np.maximum(low, np.nanmin(means))
     axes.fill_between(found.steps, low, high, color=color, alpha=0.12, lw=0)
     return means.tolist()
 

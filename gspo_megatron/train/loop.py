@@ -162,10 +162,14 @@ class ReinforcementLoop:
         if floor <= narrow:
             return None
         self.noise_was_said = True
+        if section.old_logprobs == "rollout":
+            advice = "widen objective.clip_low and clip_high, or set old_logprobs = recompute"
+        else:
+            advice = "old_logprobs = recompute keeps it out of the ratio, but not out of the samples"
         return (
             f"warning: the clip range {narrow:g} is narrower than the noise of the sequence ratio, "
-            f"{floor:.2g} (ratio/noise_floor: trainer against rollout engine, same weights); widen "
-            "objective.clip_low and clip_high, or compute both in a higher precision"
+            f"{floor:.2g} (ratio/noise_floor: trainer against rollout engine, same weights): "
+            f"{advice}"
         )
 
     def step(self, step: int) -> dict[str, float]:
