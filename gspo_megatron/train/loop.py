@@ -165,7 +165,9 @@ class ReinforcementLoop:
         if section.old_logprobs == "rollout":
             advice = "widen objective.clip_low and clip_high, or set old_logprobs = recompute"
         else:
-            advice = "old_logprobs = recompute keeps it out of the ratio, but not out of the samples"
+            advice = (
+                "old_logprobs = recompute keeps it out of the ratio, but not out of the samples"
+            )
         return (
             f"warning: the clip range {narrow:g} is narrower than the noise of the sequence ratio, "
             f"{floor:.2g} (ratio/noise_floor: trainer against rollout engine, same weights): "
