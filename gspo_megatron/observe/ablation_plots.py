@@ -90,7 +90,7 @@ def _draw_band(axes: Axes, found: Band, color: str, label: str, *, log: bool) ->
     marker = "o" if len(found.steps) <= 20 else None
     axes.plot(found.steps, means, color=color, label=label, marker=marker, markersize=3)
     low, high = means - deviations, means + deviations
-    if log:  # where a mean less its deviation may have no place
+    if log and np.isfinite(means).any():  # a mean less its deviation may have no place there
         low = np.maximum(low, np.nanmin(means))
     axes.fill_between(found.steps, low, high, color=color, alpha=0.12, lw=0)
     return means.tolist()
