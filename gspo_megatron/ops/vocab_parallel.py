@@ -19,17 +19,18 @@ from torch.autograd.function import once_differentiable
 
 # Rows of a tile, and its bytes in the dtype of the result. The forward pass holds two tiles, the
 # backward pass one. On a CPU a tile this small stays in the caches from one operation to the next;
-# a GPU needs more work in each kernel. With all rows in a tile the gradient of the weight is
-# written once. tools/bench_logprob_head.py --sweep compares sizes.
-TILE_ROWS = 4096
-TILE_BYTES = 16 * 2**20
+# a GPU needs more work in each kernel. tools/bench_logprob_head.py --sweep compares sizes.
+TILE_ROWS = 2048
+TILE_BYTES = 8 * 2**20
 GPU_TILE_BYTES = 32 * 2**20
 
 # The exponentials of a batch that is a single tile are kept for the backward pass up to this size:
 # small models need not compute the logits twice, and large ones never notice the memory.
 KEEP_EXPONENTIALS_BYTES = 16 * 2**20
 
-_LOG2_E = math.log2(math.e)
+# Logits are kept in units of log 2: exp2 is a vector instruction or two wherever torch runs, while
+# exp on a CPU is a library call of several times the cost.
+_LOG2_E, _LN_2 = math.log2(math.e), math.log(2.0)
 
 
 def logprob_and_entropy(
@@ -107,10 +108,11 @@ class VocabParallelLogProb(torch.autograd.Function):
         figures = hidden.new_empty((3, len(column_blocks), len(hidden)), dtype=dtype)
         target_logit = hidden.new_zeros(len(hidden), dtype=dtype)
         buffers = [_buffer(hidden, row_blocks, column_blocks, dtype) for _ in range(2)]
+        inputs, factor = _to_base_2(hidden, temperature, dtype)
         exponentials = None
         for place, columns in enumerate(column_blocks):
             for rows in row_blocks:
-                logits = _logits(hidden[rows], weight[columns], temperature, buffers[0])
+                logits = _logits(inputs[rows], weight[columns], factor, buffers[0])
                 index, inside = _locate(local_targets[rows], columns)
                 target_logit[rows] += logits.gather(1, index[:, None])[:, 0].where(inside, 0.0)
                 exponentials = _tile_sums(logits, buffers[1], figures[:, place, rows])
@@ -120,10 +122,10 @@ class VocabParallelLogProb(torch.autograd.Function):
         if process_group is not None:
             dist.all_reduce(sums, group=process_group)
         sum_exp, weighted_logit, target_logit, owners = sums
-        log_sum = sum_exp.log()
+        log_sum = sum_exp.log2()
         # 0/0 = NaN where no rank owns the target: it must not pass for a likely token.
-        logprob = target_logit / owners - log_sum
-        entropy = log_sum - weighted_logit / sum_exp
+        logprob = (target_logit / owners - log_sum) * _LN_2
+        entropy = (log_sum - weighted_logit / sum_exp) * _LN_2
         norm = None
         one_tile = len(row_blocks) * len(column_blocks) == 1
         if one_tile and not entropy_gradient and exponentials.nbytes <= KEEP_EXPONENTIALS_BYTES:
@@ -156,28 +158,34 @@ class VocabParallelLogProb(torch.autograd.Function):
         if entropy_grad is not None:
             entropy_grad = entropy_grad / ctx.temperature
         row_blocks, column_blocks = ctx.tiles
-        sums = _GradientSums(hidden, weight, ctx.tiles, ctx.needs_input_grad[:2])
+        # Where a row's gradient is its upstream gradient times (p - [is the target]), the factor
+        # goes to the rows of the products instead of to every element of the tiles.
+        factors = -logprob_grad if entropy_grad is None else None
+        sums = _GradientSums(hidden, weight, ctx.tiles, ctx.needs_input_grad[:2], factors)
         if exponentials is None:
+            inputs, factor = _to_base_2(hidden, ctx.temperature, entropy.dtype)
             buffers = [
                 _buffer(hidden, row_blocks, column_blocks, entropy.dtype)
                 for _ in range(1 if entropy_grad is None else 2)
             ]
         for columns in column_blocks:
             for rows in row_blocks:
-                from_logprob = logprob_grad[rows]
-                if exponentials is not None:
-                    gradient = exponentials * (from_logprob * -norm)[:, None]
-                else:
-                    log_p = _logits(hidden[rows], weight[columns], ctx.temperature, buffers[0])
-                    log_p -= logsumexp[rows, None]
-                    if entropy_grad is None:
-                        gradient = _exp(log_p, log_p).mul_(-from_logprob[:, None])
-                    else:
-                        from_entropy = entropy_grad[rows], entropy[rows]
-                        p = _exp(log_p, buffers[1])
-                        gradient = _softmax_gradient(p, log_p, from_logprob, *from_entropy)
                 index, inside = _locate(local_targets[rows], columns)
-                gradient.scatter_add_(1, index[:, None], (from_logprob * inside)[:, None])
+                if exponentials is not None:
+                    gradient = exponentials * norm[:, None]
+                else:
+                    log_p = _logits(inputs[rows], weight[columns], factor, buffers[0])
+                    log_p -= logsumexp[rows, None]
+                    p_memory = log_p if factors is not None else _tile(buffers[1], log_p.shape)
+                    gradient = torch.exp2(log_p, out=p_memory)
+                if factors is not None:
+                    at_target = -inside.to(gradient.dtype)
+                else:
+                    gradient = _softmax_gradient(
+                        gradient, log_p, logprob_grad[rows], entropy_grad[rows], entropy[rows]
+                    )
+                    at_target = logprob_grad[rows] * inside
+                gradient.scatter_add_(1, index[:, None], at_target[:, None])
                 sums.add(rows, columns, gradient.to(hidden.dtype))
         return *sums.result(), None, None, None, None, None, None, None
 
@@ -196,14 +204,16 @@ class _GradientSums:
         weight: Tensor,
         tiles: tuple[list[slice], list[slice]],
         wanted: Sequence[bool],
+        factors: Tensor | None,
     ) -> None:
-        self.hidden, self.weight = hidden, weight
+        """factors: [rows], by which the gradients of the logits are still to be multiplied."""
+        self.weight, self.factors = weight, factors
+        self.hidden = hidden if factors is None else (hidden * factors[:, None]).to(hidden.dtype)
         row_blocks, column_blocks = tiles
         precise = torch.promote_types(hidden.dtype, torch.float32)
         self.hidden_grad = self.weight_grad = None
         if wanted[0]:
-            dtype = precise if len(column_blocks) > 1 else hidden.dtype
-            self.hidden_grad = torch.zeros_like(hidden, dtype=dtype)
+            self.hidden_grad = torch.zeros_like(hidden, dtype=precise)
         if wanted[1]:
             self.weight_grad = torch.empty_like(weight)
             # nothing will be written where there is only padding, or no row at all
@@ -235,6 +245,8 @@ class _GradientSums:
         """In the dtype of the inputs."""
         hidden_grad = self.hidden_grad
         if hidden_grad is not None:
+            if self.factors is not None:
+                hidden_grad *= self.factors[:, None]
             hidden_grad = hidden_grad.to(self.hidden.dtype)
         return hidden_grad, self.weight_grad
 
@@ -257,6 +269,8 @@ def _tiles(
     rows: int, columns: int, chunk_size: int | None, element_bytes: int, device: torch.device
 ) -> tuple[list[slice], list[slice]]:
     """Blocks of rows and blocks of columns that make the tiles; no blocks of what is empty."""
+    if chunk_size is None and rows * columns * element_bytes <= KEEP_EXPONENTIALS_BYTES:
+        return _blocks(rows, max(rows, 1), 1), _blocks(columns, max(columns, 1), 1)
     height = max(min(rows, chunk_size or TILE_ROWS), 1)
     tile_bytes = TILE_BYTES if device.type == "cpu" else GPU_TILE_BYTES
     width = max(tile_bytes // (element_bytes * height), 1)
@@ -295,22 +309,24 @@ def _locate(local_targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     return index, index == place
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor) -> Tensor:
+def _to_base_2(hidden: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Hidden states, and a factor that makes their product with the weight the logits, divided by
+    the temperature, in units of log 2. It is in the hidden states where these are precise enough:
+    they are few beside the logits."""
+    factor = _LOG2_E / temperature
+    return (hidden * factor, 1.0) if hidden.dtype == dtype else (hidden, factor)
+
+
+def _logits(hidden: Tensor, weight: Tensor, factor: float, buffer: Tensor) -> Tensor:
     """[rows, columns] in the memory and dtype of `buffer`."""
-    rows, columns = hidden.shape[0], weight.shape[0]
-    logits = buffer[: rows * columns].view(rows, columns)
+    logits = _tile(buffer, (hidden.shape[0], weight.shape[0]))
     if hidden.dtype == logits.dtype:
-        torch.mm(hidden, weight.t(), out=logits)
-    else:
-        logits.copy_(hidden @ weight.t())
-    return logits if temperature == 1.0 else logits.div_(temperature)
+        return torch.mm(hidden, weight.t(), out=logits)
+    return logits.copy_(hidden @ weight.t()).mul_(factor)
 
 
-def _exp(values: Tensor, buffer: Tensor) -> Tensor:
-    """exp of `values` in the memory of `buffer`. By way of exp2, which is a vector instruction or
-    two wherever torch runs, while exp on a CPU is a library call of several times the cost."""
-    out = buffer.view(-1)[: values.numel()].view(values.shape)
-    return torch.mul(values, _LOG2_E, out=out).exp2_()
+def _tile(buffer: Tensor, shape: Sequence[int]) -> Tensor:
+    return buffer[: math.prod(shape)].view(*shape)
 
 
 def _tile_sums(logits: Tensor, buffer: Tensor, figures: Tensor) -> Tensor:
@@ -319,7 +335,7 @@ def _tile_sums(logits: Tensor, buffer: Tensor, figures: Tensor) -> Tensor:
     memory of `buffer`; overwrites the logits."""
     maximum = logits.amax(dim=-1)
     logits -= maximum[:, None]
-    exponentials = _exp(logits, buffer)
+    exponentials = torch.exp2(logits, out=_tile(buffer, logits.shape))
     figures[0] = maximum
     figures[1] = exponentials.sum(-1)
     figures[2] = logits.mul_(exponentials).sum(-1)
@@ -339,7 +355,7 @@ def _merge(
         return maxima[0], torch.ones_like(maxima), (sum_exp[0], weighted_logit[0])
     maximum = _row_maximum(maxima, process_group)
     shift = maxima - maximum
-    scale = shift.exp()
+    scale = shift.exp2()
     weighted_logit = (weighted_logit + shift * sum_exp) * scale
     return maximum, scale, ((sum_exp * scale).sum(0), weighted_logit.sum(0))
 
@@ -360,7 +376,9 @@ def _softmax_gradient(
     """Gradient of the logits [rows, columns] but for the targets' own; overwrites `p` and `log_p`.
 
     d logprob / d logit_j = [j is the target] - p_j and d entropy / d logit_j = -p_j (log p_j + H).
+    `log_p` is in units of log 2.
     """
+    log_p *= _LN_2
     log_p += entropy[:, None]
     log_p *= entropy_grad[:, None]
     log_p += logprob_grad[:, None]
