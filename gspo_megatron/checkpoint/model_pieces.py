@@ -1,0 +1,162 @@
+"""Every tensor of the model on this rank as boxes of layout-independent global tensors.
+
+The map is Megatron-Core's own sharded_state_dict; what is added here is which ranges of a flat
+parameter belong to which box, because the distributed optimizer cuts parameters anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from gspo_megatron.checkpoint.storage import Piece
+from gspo_megatron.models.build import Policy
+
+
+@dataclass(frozen=True)
+class ModelPiece:
+    """One run of consecutive elements of a parameter or buffer, a box of the global tensor."""
+
+    key: str
+    tensor: Tensor  # the parameter or buffer
+    start: int  # first element in the flat parameter
+    shape: tuple[int, ...]  # of the box, vocabulary padding cut off; as many axes as global_shape
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    replica: tuple[
+        int, ...
+    ]  # the last number counts data-parallel ranks, the others are not theirs
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+    @property
+    def is_original(self) -> bool:
+        """False on all but one of the tensor- and pipeline-parallel ranks that hold a copy."""
+        return not any(self.replica[:-1])
+
+    def whole(self) -> Piece:
+        return next(self.range_of(self.tensor.detach().view(-1), 0, self.key))
+
+    def range_of(self, flat: Tensor, first: int, key: str) -> Iterator[Piece]:
+        """The pieces that `flat` [n] holds, which stands for elements first to first + n of the
+        flat parameter; views of it. Their global tensor is called `key`."""
+        start, stop = max(self.start, first), min(self.stop, first + flat.numel())
+        for offset, size in boxes(self.shape, start - self.start, stop - self.start):
+            data = flat[start - first : start - first + math.prod(size)].view(size)
+            place = tuple(a + b for a, b in zip(self.offset, offset, strict=True))
+            yield Piece(key, data, self.global_shape, place)
+            start += math.prod(size)
+
+
+def model_pieces(policy: Policy) -> list[ModelPiece]:
+    """All parameters and buffers of the rank's chunks that belong into a checkpoint."""
+    found = []
+    for model in policy.models:
+        own = {t.data_ptr(): t for t in [*model.buffers(), *model.parameters()]}
+        covered: dict[int, int] = dict.fromkeys((p.data_ptr() for p in model.parameters()), 0)
+        entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+        for entry in entries.values():
+            if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
+                continue  # Transformer Engine's extra state: pickles, of FP8 scales alone
+            tensor = own[entry.data.data_ptr()]
+            built = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+            parts = list(nested_values(built)) if isinstance(built, dict) else built
+            for part in parts:
+                found.append(_piece(part, tensor, policy.vocab_size))
+                if tensor.data_ptr() in covered:
+                    covered[tensor.data_ptr()] += part.data.numel()
+        for name, parameter in model.named_parameters():
+            assert covered[parameter.data_ptr()] == parameter.numel(), f"{name} has no global place"
+    return found
+
+
+def _piece(part: ShardedTensor, tensor: Tensor, vocab_size: int) -> ModelPiece:
+    data = part.data
+    assert data.is_contiguous(), f"{part.key}: a shard of scattered elements"
+    shape = [1] * part.prepend_axis_num + list(data.shape)
+    global_shape = list(part.global_shape)
+    if is_vocabulary(part.key):
+        # the padding depends on TP; what is stored must not
+        global_shape[0] = vocab_size
+        shape[0] = max(0, min(shape[0], vocab_size - part.global_offset[0]))
+    replica = part.replica_id
+    return ModelPiece(
+        key=part.key,
+        tensor=tensor,
+        start=data.storage_offset() - tensor.storage_offset(),
+        shape=tuple(shape),
+        global_shape=tuple(global_shape),
+        offset=tuple(part.global_offset),
+        replica=replica if isinstance(replica, tuple) else (replica,),
+    )
+
+
+def is_vocabulary(key: str) -> bool:
+    """Tensors whose first axis is the vocabulary."""
+    return key.endswith(("word_embeddings.weight", "output_layer.weight"))
+
+
+def pieces_to_write(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
+    """This rank's share of the weights: each is written by one of the data-parallel ranks that
+    hold it, the largest first to the rank with the least to write so far."""
+    dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    expert = parallel_state.get_expert_data_parallel_world_size()
+    for size, is_expert in ((dense, False), (expert, True)):
+        loads = [0] * size
+        mine = [p for p in pieces if _is_expert(p) == is_expert and p.is_original]
+        for piece in sorted(mine, key=lambda p: -math.prod(p.shape)):  # stable: alike on all ranks
+            writer = loads.index(min(loads))
+            loads[writer] += math.prod(piece.shape)
+            if writer == piece.replica[-1] and math.prod(piece.shape):
+                yield piece.whole()
+
+
+def pieces_to_read(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
+    """All of them, replicas too; vocabulary padding, of which nothing is stored, becomes zero."""
+    for piece in pieces:
+        if is_vocabulary(piece.key):
+            with torch.no_grad():
+                piece.tensor[piece.shape[0] :].zero_()
+        if math.prod(piece.shape):
+            yield piece.whole()
+
+
+def _is_expert(piece: ModelPiece) -> bool:
+    return not getattr(piece.tensor, "allreduce", True)
+
+
+def boxes(
+    shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements start to stop of a flattened tensor as boxes (offset, size), in their order: at
+    most 2 * axes - 1 of them."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # inside one row
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    yield from _in_row(shape, first - 1, row - (first * row - start), row)
+    if first < last:
+        yield (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(
+    shape: Sequence[int], row: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, size in boxes(shape[1:], start, stop):
+        yield (row, *offset), (1, *size)

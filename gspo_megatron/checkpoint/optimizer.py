@@ -1,0 +1,215 @@
+"""The distributed optimizer's state as boxes of global tensors, whatever the layout.
+
+Megatron-Core's own formats do not do it: `dp_reshardable` is bound to the layout of its buffers,
+`fully_sharded_model_space` rests on flattened ranges that ShardedTensor no longer has, and
+`fully_reshardable` gathers each buffer on one rank and names the optimizers by how many there are,
+so that a change of EP finds no state. Here every data-parallel rank writes the ranges that it owns,
+and reads those that it is to own: nothing is gathered, and no layout shows in the keys
+`optimizer.<param | exp_avg | exp_avg_sq>.<parameter>`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
+
+from gspo_megatron.checkpoint.model_pieces import ModelPiece, is_vocabulary
+from gspo_megatron.checkpoint.storage import Piece
+from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.models.optimizer import Trainer
+
+GROUPS_FILE = "groups.json"
+# What tells the groups of parameters apart. That experts have an optimizer of their own under
+# expert parallelism is the layout's doing, not the group's.
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
+_SCHEDULED = ("lr", "weight_decay")
+
+
+@dataclass(frozen=True)
+class OwnedRange:
+    """The elements of a parameter whose state this rank holds."""
+
+    optimizer: DistributedOptimizer
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+
+    def tensors(self) -> dict[str, Tensor]:
+        """[stop - start] fp32 each: the main parameter and the moments. The optimizer's own
+        tensors, or copies of them where it keeps them in another precision."""
+        found = self.optimizer._get_main_param_and_optimizer_states(self.parameter)
+        states = {k: v for k, v in found.items() if torch.is_tensor(v) and v.dim()}
+        for name, state in states.items():
+            assert state.numel() == self.stop - self.start, f"{name} is not of the range's size"
+        return {name: state.detach() for name, state in states.items()}
+
+    def set_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `tensors` returned; nothing to do where they are the optimizer's own."""
+        if self.optimizer.config.use_precision_aware_optimizer:
+            self.optimizer._set_main_param_and_optimizer_states(self.parameter, tensors)
+
+
+def trainer_state(trainer: Trainer) -> dict[str, Any]:
+    """The learning-rate schedule's position and shape, for JSON."""
+    return {"scheduler": trainer.scheduler.state_dict()}
+
+
+def load_trainer_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Continue where `trainer_state` was taken. The configuration's schedule stays: another peak,
+    floor or length takes effect from here on."""
+    scheduler = trainer.scheduler
+    scheduler.num_steps = 0
+    scheduler.step(increment=int(state["scheduler"]["num_steps"]))
+
+
+def owned_ranges(optimizer: MegatronOptimizer) -> list[OwnedRange]:
+    """All ranges of this rank, of the dense parameters' optimizer and of the experts'. Raises
+    UserError where an optimizer is not the distributed one."""
+    found = []
+    for part in _parts(optimizer):
+        for buffer in part.gbuf_ranges:
+            for buckets in buffer.values():
+                for bucket in buckets:
+                    for parameter, ranges in bucket["param_map"].items():
+                        own = ranges["param"]
+                        found.append(OwnedRange(part, parameter, own.start, own.end))
+    return found
+
+
+def state_pieces(
+    model: Sequence[ModelPiece], ranges: Sequence[OwnedRange], *, originals_only: bool
+) -> Iterator[tuple[OwnedRange, dict[str, Tensor], list[Piece]]]:
+    """The pieces of one range after the other, views of its `tensors`. Of copies that other tensor-
+    or pipeline-parallel ranks hold too, only the original with `originals_only`."""
+    places: dict[int, list[ModelPiece]] = {}
+    for place in model:
+        places.setdefault(id(place.tensor), []).append(place)
+    for own in ranges:
+        tensors = own.tensors()
+        pieces, covered = [], 0
+        for place in places[id(own.parameter)]:
+            covered += max(0, min(own.stop, place.stop) - max(own.start, place.start))
+            if is_vocabulary(place.key):  # whose last rows may be padding, of which nothing is kept
+                padding = max(0, own.stop - max(own.start, place.stop))
+                covered += padding
+                if padding and not originals_only:
+                    for state in tensors.values():
+                        state[-padding:].zero_()
+            first_instance = own.optimizer.distributed_optimizer_instance_id == 0
+            if originals_only and not (place.is_original and first_instance):
+                continue
+            for name, state in tensors.items():
+                pieces.extend(place.range_of(state, own.start, f"optimizer.{name}.{place.key}"))
+        assert covered == own.stop - own.start, "a range without a place in the model"
+        yield own, tensors, pieces
+
+
+def prepare_state(optimizer: MegatronOptimizer) -> None:
+    """Allocate the moments of an optimizer that has not stepped yet, as its first step would."""
+    for part in _parts(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+        if _counts_by_parameter(part):
+            for group in part.optimizer.param_groups:
+                on_device = group.get("capturable") or group.get("fused")
+                for parameter in group["params"]:
+                    # without it torch's Adam takes the state for complete, and raises KeyError
+                    device = parameter.device if on_device else "cpu"
+                    step = torch.zeros((), dtype=torch.float32, device=device)
+                    part.optimizer.state[parameter].setdefault("step", step)
+
+
+def groups_document(optimizer: MegatronOptimizer) -> dict[str, Any]:
+    """The number of updates so far, and each group's learning rate and weight decay, for JSON."""
+    groups = []
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
+            values = {key: _plain(group.get(key)) for key in (*_GROUP_KEYS, *_SCHEDULED)}
+            if values not in groups:
+                groups.append(values)
+    return {"step": _steps(optimizer), "groups": groups}
+
+
+def read_groups(folder: Path) -> dict[str, Any]:
+    """What groups_document made. Raises DataError."""
+    path = folder / GROUPS_FILE
+    try:
+        document = json.loads(path.read_text())
+        assert isinstance(document["step"], int)
+        assert all({*_GROUP_KEYS, *_SCHEDULED} <= group.keys() for group in document["groups"])
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        raise DataError(f"{path}: not the groups of an optimizer") from None
+    return document
+
+
+def load_groups(optimizer: MegatronOptimizer, document: dict[str, Any], folder: Path) -> None:
+    """Set the number of updates, and what the schedule changes; all else is the configuration's.
+    Raises DataError where a group of parameters is not saved."""
+    saved = {_identity(group): group for group in document["groups"]}
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
+            if (values := saved.get(_identity(group))) is None:
+                identity = dict(zip(_GROUP_KEYS, _identity(group)))
+                raise DataError(f"{folder / GROUPS_FILE}: has no group with {identity}")
+            for name in _SCHEDULED:
+                group[name] = values[name]
+            if not _counts_by_parameter(part):
+                group["step"] = document["step"]
+        if _counts_by_parameter(part):
+            for state in part.optimizer.state.values():
+                state["step"].fill_(document["step"])
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    chained = isinstance(optimizer, ChainedOptimizer)
+    parts = []
+    for part in optimizer.chained_optimizers if chained else [optimizer]:
+        if type(part) is not DistributedOptimizer:
+            raise UserError(
+                f"checkpoints hold the state of Megatron's DistributedOptimizer alone, and this is "
+                f"a {type(part).__name__}; set parallel.ddp.use_distributed_optimizer = true and "
+                f"optimizer adam"
+            )
+        if not part.is_stub_optimizer:
+            parts.append(part)
+    return parts
+
+
+def _counts_by_parameter(part: DistributedOptimizer) -> bool:
+    """torch's Adam counts steps for each parameter, fused ones for each group."""
+    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _steps(optimizer: MegatronOptimizer) -> int:
+    """Updates so far, the same for all parameters of all ranks."""
+    found = set()
+    for part in _parts(optimizer):
+        if _counts_by_parameter(part):
+            found |= {int(state["step"]) for state in part.optimizer.state.values()}
+        else:
+            found |= {int(g.get("step", 0)) for g in part.optimizer.param_groups if g["params"]}
+    assert len(found) <= 1, f"parameters with different numbers of updates: {found}"
+    lists: list[set[int]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(lists, found)
+    everyones = set().union(*lists)
+    assert len(everyones) == 1, f"ranks with different numbers of updates: {everyones}"
+    return everyones.pop()
+
+
+def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key) for key in _GROUP_KEYS)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if torch.is_tensor(value) else value

@@ -1,0 +1,127 @@
+"""The state of every random number generator of a rank."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from gspo_megatron.checkpoint.storage import raise_everywhere, write_file
+from gspo_megatron.errors import DataError
+
+FOLDER = "rng"
+_TRACKER = "tracker."
+
+
+def save_rng(folder: Path) -> None:
+    """Write `folder`/rng/rank_NNNNN.safetensors; every rank calls it."""
+    tensors = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state().cpu()
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        tensors[_TRACKER + name] = _state_tensor(state)
+    _, keys, position, has_gauss, gauss = np.random.get_state()
+    tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
+    version, words, next_gauss = random.getstate()
+    tensors["python"] = torch.tensor(words, dtype=torch.int64)
+    details = {
+        "layout": _layout(),
+        "numpy": [int(position), int(has_gauss), float(gauss).hex()],
+        "python": [version, None if next_gauss is None else next_gauss.hex()],
+    }
+    path = _path(folder, dist.get_rank())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = save(
+        {name: t.contiguous().clone() for name, t in tensors.items()},
+        {"rng": json.dumps(details)},
+    )
+    write_file(path, content)
+
+
+def load_rng(folder: Path) -> bool:
+    """Set this rank's generators to what save_rng wrote; every rank calls it. Returns False, the
+    same on all ranks, where it was another layout's: there is nothing to continue then, and the
+    generators stay as they are. Raises DataError, the same on all ranks.
+    """
+    error, details, tensors = None, {}, {}
+    try:
+        details, tensors = _read(_path(folder, 0))
+        same = details["layout"] == _layout()
+        if same:
+            details, tensors = _read(_path(folder, dist.get_rank()))
+            same = details["layout"] == _layout()
+    except DataError as found:
+        error, same = str(found), False
+    raise_everywhere(error)
+    if not same:
+        return False
+    try:
+        _set(details, tensors)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as found:
+        error = f"{_path(folder, dist.get_rank())}: not the state of this program: {found}"
+    raise_everywhere(error)
+    return True
+
+
+def _set(details: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    version, gauss = details["python"]
+    words = tuple(tensors["python"].tolist())
+    random.setstate((version, words, None if gauss is None else float.fromhex(gauss)))
+    position, has_gauss, gauss = details["numpy"]
+    keys = tensors["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, float.fromhex(gauss)))
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    for name, state in states.items():
+        saved = tensors[_TRACKER + name]
+        if isinstance(state, torch.Generator):
+            state.set_state(saved)
+        else:
+            states[name] = saved
+    tracker.set_states(states)
+    if torch.cuda.is_available() and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"])
+    torch.set_rng_state(tensors["torch"])
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            details = json.loads(file.metadata()["rng"])
+            return details, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+
+
+def _state_tensor(state: Tensor | torch.Generator) -> Tensor:
+    """Graph-safe trackers keep generators, others their states."""
+    return (state.get_state() if isinstance(state, torch.Generator) else state).cpu()
+
+
+def _layout() -> dict[str, int]:
+    """What decides which rank has which part."""
+    return {
+        "world": dist.get_world_size(),
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / FOLDER / f"rank_{rank:05d}.safetensors"

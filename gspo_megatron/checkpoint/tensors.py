@@ -1,0 +1,181 @@
+"""Save and load the weights and the optimizer's state, on any layout."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gspo_megatron.checkpoint import optimizer as states
+from gspo_megatron.checkpoint.model_pieces import (
+    model_pieces,
+    pieces_to_read,
+    pieces_to_write,
+)
+from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
+from gspo_megatron.checkpoint.storage import Piece, raise_everywhere, read_pieces, write_pieces
+from gspo_megatron.errors import DataError
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.optimizer import Trainer
+
+__all__ = [
+    "Save",
+    "load_model",
+    "load_optimizer",
+    "load_trainer_state",
+    "save_tensors",
+    "trainer_state",
+]
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+class Save:
+    """A save under way, in a thread if it is asynchronous."""
+
+    def __init__(self, write: Callable[[], None], *, asynchronous: bool) -> None:
+        self._error: BaseException | None = None
+        self._write: Callable[[], None] | None = write
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        if asynchronous:
+            self._thread.start()
+        else:
+            self._run()
+
+    def done(self) -> bool:
+        """Whether wait() would return (or raise) at once on this rank."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when this rank's bytes are on the disk. Raises the writer's error, on all ranks
+        when it is that of any of them: DataError where a file cannot be written."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        assert self._write is not None
+        try:
+            self._write()
+        except BaseException as error:  # noqa: BLE001 (raised again by wait, in the main thread)
+            self._error = error
+        self._write = None  # and with it the copies
+
+
+def save_tensors(
+    folder: Path, policy: Policy, trainer: Trainer | None, *, asynchronous: bool
+) -> Save:
+    """Write `folder`/model and, with a trainer, `folder`/optimizer; every rank calls it.
+
+    Asynchronously, it returns as soon as everything is copied to host memory, and the weights may
+    change; ranks talk to each other in the background over a group of their own. Wait for a save
+    before the next one starts and before torch.distributed is taken down.
+    """
+    _finish_parameter_gather(policy)
+    model = model_pieces(policy)
+    weights = list(pieces_to_write(model))
+    moments: list[Piece] = []
+    groups = b""
+    if trainer is not None:
+        states.prepare_state(trainer.optimizer)
+        ranges = states.owned_ranges(trainer.optimizer)
+        for _, _, pieces in states.state_pieces(model, ranges, originals_only=True):
+            moments += pieces
+        groups = json.dumps(states.groups_document(trainer.optimizer), indent=1).encode()
+    if asynchronous:
+        weights, moments = _copies(weights), _copies(moments)
+    group = _writers() if asynchronous else None
+
+    def write() -> None:
+        write_pieces(folder / MODEL, weights, group)
+        if trainer is not None:
+            write_pieces(folder / OPTIMIZER, moments, group, {states.GROUPS_FILE: groups})
+
+    return Save(write, asynchronous=asynchronous)
+
+
+def load_model(folder: Path, policy: Policy) -> None:
+    """Read `folder`/model into the policy, of any layout; every rank calls it. An optimizer that is
+    built already keeps its own fp32 copy of 16-bit weights: load its state too, or call its
+    reload_model_params.
+
+    Raises DataError, the same on all ranks.
+    """
+    _finish_parameter_gather(policy)
+    with torch.no_grad():
+        read_pieces(folder / MODEL, list(pieces_to_read(model_pieces(policy))))
+
+
+def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
+    """Read `folder`/optimizer into the trainer's optimizer, of any layout, after load_model of the
+    same folder; every rank calls it. The schedule is not in it (load_trainer_state).
+
+    Raises DataError, the same on all ranks.
+    """
+    folder = folder / OPTIMIZER
+    model = model_pieces(policy)
+    error = None
+    try:
+        document = states.read_groups(folder)
+    except DataError as found:
+        error = str(found)
+    raise_everywhere(error)
+    with torch.no_grad():
+        states.prepare_state(trainer.optimizer)
+        ranges = states.owned_ranges(trainer.optimizer)
+        loaded = list(states.state_pieces(model, ranges, originals_only=False))
+        pieces = [piece for _, _, listed in loaded for piece in listed]
+        read_pieces(folder, pieces)
+        for own, tensors, _ in loaded:
+            own.set_tensors(tensors)
+        try:
+            states.load_groups(trainer.optimizer, document, folder)
+            _check_weights(folder, ranges)
+        except DataError as found:
+            error = str(found)
+    raise_everywhere(error)
+
+
+def _check_weights(folder: Path, ranges: list[states.OwnedRange]) -> None:
+    """16-bit weights are the rounded fp32 ones: else model and optimizer are of different saves."""
+    for own in ranges:
+        weight = own.parameter.detach().view(-1)[own.start : own.stop]
+        main = own.tensors()["param"]
+        if not torch.equal(main.to(weight.dtype), weight):
+            raise DataError(f"{folder}: its fp32 weights are not those of {folder.parent / MODEL}")
+
+
+def _finish_parameter_gather(policy: Policy) -> None:
+    """Under overlap_param_gather the weights of the last update may still be on their way."""
+    for chunk in policy.chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _copies(pieces: list[Piece]) -> list[Piece]:
+    """In host memory, pinned where they come from a device."""
+    copied = []
+    for piece in pieces:
+        pinned = piece.data.is_cuda
+        host = torch.empty_like(piece.data, device="cpu", pin_memory=pinned)
+        copied.append(replace(piece, data=host.copy_(piece.data, non_blocking=pinned)))
+    torch.cuda.synchronize()
+    return copied
+
+
+_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the world, and its writers
+
+
+def _writers() -> dist.ProcessGroup:
+    """All ranks over gloo, for the background: collectives of two threads must not mix."""
+    global _group
+    world = dist.group.WORLD
+    if _group is None or _group[0] is not world:
+        _group = (world, dist.new_group(backend="gloo"))
+    return _group[1]

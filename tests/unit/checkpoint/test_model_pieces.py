@@ -1,0 +1,68 @@
+"""A rank's parameters as boxes of global tensors, however an optimizer cuts them."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from gspo_megatron.checkpoint.model_pieces import ModelPiece, _piece
+
+
+def place_all(piece: ModelPiece, flat: Tensor, cuts: list[int]) -> Tensor:
+    """The global tensor as filled by ranges of `flat`; each element once."""
+    whole = torch.full(piece.global_shape, -1, dtype=flat.dtype)
+    for first, last in zip(cuts, cuts[1:]):
+        for part in piece.range_of(flat[first:last], first, "key"):
+            box = tuple(slice(o, o + n) for o, n in zip(part.offset, part.data.shape))
+            assert (whole[box] == -1).all()
+            whole[box] = part.data
+    return whole
+
+
+def test_expert_of_a_stack_that_axes_before_it_number() -> None:
+    """As Transformer Engine's and Megatron-Core's own experts say where they are."""
+    parameter = torch.arange(6.0).view(2, 3)
+    shard = ShardedTensor.from_rank_offsets(
+        "experts.weight", parameter, (0, 3, 5), (1, 1, 2), replica_id=(0, 0, 7), prepend_axis_num=1
+    )
+    piece = _piece(shard, parameter, vocab_size=45)
+    assert piece.is_original
+    assert (piece.global_shape, piece.offset, piece.shape) == ((5, 4, 3), (3, 2, 0), (1, 2, 3))
+    for cuts in ([0, 6], [0, 1, 6], [0, 2, 4, 6], [0, 5, 6]):
+        whole = place_all(piece, parameter.view(-1), cuts)
+        assert torch.equal(whole[3, 2:], parameter)
+        assert (whole >= 0).sum() == 6
+
+
+def test_half_of_a_parameter() -> None:
+    """Gate and up projection lie in one parameter, and apart in the global tensor."""
+    parameter = torch.arange(20.0).view(10, 2)
+    gate, up = (
+        _piece(ShardedTensor.from_rank_offsets("fc1", half, (0, 1 + 3 * number, 6)), parameter, 45)
+        for number, half in enumerate(parameter.chunk(2))
+    )
+    assert (gate.start, gate.stop, up.start, up.stop) == (0, 10, 10, 20)
+    cuts = [0, 7, 13, 20]
+    whole = torch.maximum(*(place_all(p, parameter.view(-1), cuts) for p in (gate, up)))
+    assert torch.equal(whole[5:10], parameter[:5]) and torch.equal(whole[20:25], parameter[5:])
+    assert (whole >= 0).sum() == 20
+
+
+def test_vocabulary_ends_where_the_tokenizer_does() -> None:
+    parameter = torch.arange(16.0 * 2).view(16, 2)
+    found = []
+    for rank in range(4):  # of 64 rows, 45 are true
+        shard = ShardedTensor.from_rank_offsets("output_layer.weight", parameter, (0, rank, 4))
+        piece = _piece(shard, parameter, vocab_size=45)
+        assert piece.global_shape == (45, 2)
+        found.append(piece.shape[0])
+    assert found == [16, 16, 13, 0]
+    assert list(piece.range_of(parameter.view(-1), 0, "key")) == []
+
+
+def test_copies_of_tensor_parallel_ranks_are_no_originals() -> None:
+    weight = torch.zeros(3)
+    for replica, original in (((0, 0, 5), True), ((0, 1, 0), False), ((1, 0, 0), False)):
+        shard = ShardedTensor.from_rank_offsets("norm", weight, replica_id=replica)
+        assert _piece(shard, weight, 45).is_original is original

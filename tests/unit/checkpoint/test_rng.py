@@ -1,0 +1,63 @@
+"""The generators of one rank."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from safetensors import safe_open
+
+from gspo_megatron.checkpoint.rng import load_rng, save_rng
+from gspo_megatron.errors import DataError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    from tests.unit.models.one_rank import one_rank_groups
+
+    with one_rank_groups():
+        yield
+
+
+def draw() -> list:
+    with get_cuda_rng_tracker().fork():
+        tracked = torch.randn(2).tolist()
+    numbers = [torch.randn(3).tolist(), tracked, np.random.randn(3).tolist()]
+    return [*numbers, random.gauss(0, 1), random.random()]
+
+
+def test_each_generator_goes_on(tmp_path: Path) -> None:
+    random.gauss(0, 1)  # so that the second of a pair is waiting
+    np.random.randn()
+    save_rng(tmp_path)
+    expected = draw()
+    assert draw() != expected
+    assert load_rng(tmp_path)
+    assert draw() == expected
+
+
+def test_what_is_on_the_disk_is_no_pickle(tmp_path: Path) -> None:
+    save_rng(tmp_path)
+    with safe_open(tmp_path / "rng" / "rank_00000.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    assert {"torch", "numpy", "python", "tracker.model-parallel-rng"} <= names
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1])
+def test_truncated(tmp_path: Path, keep: int) -> None:
+    save_rng(tmp_path)
+    path = tmp_path / "rng" / "rank_00000.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    before = torch.get_rng_state()
+    with pytest.raises(DataError, match="rank_00000.safetensors: cannot be read"):
+        load_rng(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_missing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        load_rng(tmp_path)

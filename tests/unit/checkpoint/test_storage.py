@@ -1,0 +1,232 @@
+"""Pieces of tensors in a folder, and folders that cannot be trusted."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gspo_megatron.checkpoint.restricted import read_index
+from gspo_megatron.checkpoint.storage import Piece, read_pieces, write_pieces
+from gspo_megatron.errors import DataError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    yield
+    dist.destroy_process_group()
+
+
+def halves(key: str, whole: Tensor, cut: int) -> list[Piece]:
+    """Two pieces along the first axis; views."""
+    rest = (0,) * (whole.dim() - 1)
+    shape = tuple(whole.shape)
+    return [
+        Piece(key, whole[:cut], shape, (0, *rest)),
+        Piece(key, whole[cut:], shape, (cut, *rest)),
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(5)
+    write_pieces(tmp_path, halves("a", torch.randn(5, 3, generator=generator), 2))
+    return tmp_path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_cut_in_one_way_and_read_in_another(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = torch.randint(0, 100, (7, 3)).to(dtype)
+    scalar = torch.tensor(3.5)
+    write_pieces(tmp_path, [*halves("a", whole, 2), Piece("b", scalar, (), ())])
+    found, number = torch.zeros_like(whole), torch.zeros(())
+    read_pieces(tmp_path, [*halves("a", found, 5), Piece("b", number, (), ())])
+    assert torch.equal(found, whole) and number == 3.5
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        lambda whole: halves("a", whole, 2)[:1],
+        lambda whole: halves("a", whole, 2) + [Piece("a", whole[1:2], (5, 3), (1, 0))],
+    ],
+    ids=["gap", "overlap"],
+)
+def test_gaps_and_overlaps_are_not_written(
+    tmp_path: Path, pieces: Callable[[Tensor], list[Piece]]
+) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        write_pieces(tmp_path, pieces(torch.ones(5, 3)))
+    assert not (tmp_path / ".metadata").exists()
+
+
+def test_two_pieces_at_one_place(tmp_path: Path) -> None:
+    first = halves("a", torch.ones(4, 3), 2)
+    with pytest.raises(AssertionError, match="two pieces at one place"):
+        write_pieces(tmp_path, [first[0], *first])
+
+
+def test_further_files_lie_beside(tmp_path: Path) -> None:
+    write_pieces(tmp_path, halves("a", torch.ones(4, 3), 2), files={"more.json": b"{}"})
+    assert (tmp_path / "more.json").read_bytes() == b"{}"
+
+
+def test_index_does_not_tell_where_it_was_written(folder: Path) -> None:
+    assert str(folder).encode() not in (folder / ".metadata").read_bytes()
+
+
+def test_a_key_that_nobody_asks_for(folder: Path) -> None:
+    write_pieces(
+        folder / "two", [*halves("a", torch.ones(4, 2), 1), *halves("b", torch.ones(3), 1)]
+    )
+    wanted = halves("a", torch.zeros(4, 2), 3)
+    with pytest.raises(DataError, match="two: b belongs to no part of the model"):
+        read_pieces(folder / "two", wanted)
+    read_pieces(folder / "two", wanted, all_keys=False)
+
+
+def edit(folder: Path, change: Callable[[Any], Any]) -> None:
+    path = folder / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    changed = change(index)
+    path.write_bytes(pickle.dumps(index if changed is None else changed))
+
+
+def _set_path(index: Any, path: str) -> None:
+    for info in index.storage_data.values():
+        info.relative_path = path
+
+
+def _drop_chunk(index: Any) -> None:
+    index.state_dict_metadata["a"].chunks.pop()
+
+
+def _drop_place(index: Any) -> None:
+    index.storage_data.popitem()
+
+
+def _other_place(index: Any) -> None:
+    index.state_dict_metadata["a"].chunks[1].offsets = torch.Size((1, 0))
+
+
+def _no_places(index: Any) -> None:
+    index.storage_data = None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: _set_path(index, "../other/__0_0.distcp"), "is not a file of this folder"),
+        (lambda index: _set_path(index, "/etc/hostname"), "is not a file of this folder"),
+        (lambda index: _set_path(index, "__9_9.distcp"), "__9_9.distcp: no such file"),
+        (_drop_chunk, "a is not whole: 6 of 15"),
+        (_drop_place, "a is not whole"),
+        (_other_place, "a is not whole"),
+        (_no_places, "not an index of a checkpoint"),
+        (lambda _: {"some": "dictionary"}, "not an index of a checkpoint, but a dict"),
+        (lambda _: print, "it names builtins.print"),
+        (lambda _: torch.load, "it names torch.serialization.load"),
+        (lambda _: torch.save, "it names torch.serialization.save"),
+    ],
+)
+def test_foreign_index(folder: Path, change: Callable[[Any], Any], message: str) -> None:
+    edit(folder, change)
+    with pytest.raises(DataError) as caught:
+        read_index(folder)
+    assert message in str(caught.value) and str(folder) in str(caught.value)
+
+
+def _shift(index: Any) -> None:
+    """As many elements as there ought to be, but some of them twice."""
+    [second] = [place for place in index.storage_data if place.offset[0] == 2]
+    info = index.storage_data.pop(second)
+    moved = torch.Size((1, 0))
+    index.storage_data[type(second)("a", moved)] = info
+    index.state_dict_metadata["a"].chunks[1].offsets = moved
+
+
+def test_index_with_a_gap(folder: Path) -> None:
+    edit(folder, _shift)
+    with pytest.raises(DataError, match=r"pieces of \['a', 'a'\] overlap or leave gaps"):
+        read_pieces(folder, halves("a", torch.zeros(5, 3), 2))
+
+
+class _Runs:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (self.path,))
+
+
+def test_a_pickle_that_runs_something_does_not(folder: Path) -> None:
+    edit(folder, lambda _: _Runs(folder / "intruded"))
+    with pytest.raises(DataError, match="it names "):
+        read_pieces(folder, halves("a", torch.zeros(5, 3), 2))
+    assert not (folder / "intruded").exists()
+
+
+def test_common_file_is_never_read(folder: Path) -> None:
+    """Stock Megatron-Core reads it; here nothing is in it."""
+    (folder / "common.pt").write_bytes(pickle.dumps(_Runs(folder / "intruded")))
+    read_pieces(folder, halves("a", torch.zeros(5, 3), 2))
+    assert not (folder / "intruded").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"not a pickle"], ids=["empty", "cut", "text"])
+def test_damaged_index(folder: Path, content: bytes) -> None:
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(DataError, match="not an index of a checkpoint"):
+        read_index(folder)
+
+
+def test_a_cut_of_the_index_is_noticed(folder: Path) -> None:
+    whole = (folder / ".metadata").read_bytes()
+    for length in [*range(0, len(whole), 29), len(whole) - 1]:
+        (folder / ".metadata").write_bytes(whole[:length])
+        with pytest.raises(DataError):
+            read_index(folder)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is this the folder of a checkpoint"):
+        read_index(tmp_path / "nowhere")
+
+
+def test_piece_beyond_the_tensor(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"a has shape \[5, 3\], the model \[6, 3\]"):
+        read_pieces(folder, halves("a", torch.zeros(6, 3), 2))
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """The system refuses to let a file grow beyond 1 MB, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("count", [270_000, 3_000_000], ids=["at its end", "in the middle"])
+@pytest.mark.usefixtures("small_files")
+def test_full_disk(tmp_path: Path, count: int) -> None:
+    whole = torch.zeros(count)
+    with pytest.raises(DataError, match="part: rank 0 cannot write: File too large"):
+        write_pieces(tmp_path / "part", [Piece("a", whole, (count,), (0,))])
+    assert not (tmp_path / "part" / ".metadata").exists()
+
+
+def test_disk_that_refuses(tmp_path: Path) -> None:
+    (tmp_path / "part").write_text("a file")
+    with pytest.raises(DataError, match="part: rank 0 cannot write: "):
+        write_pieces(tmp_path / "part", halves("a", torch.zeros(6, 3), 2))
