@@ -15,13 +15,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelPreset:
-    """A named model; `vocab_size` None means that the tokenizer decides."""
+    """A named model; `vocab_size` None means that the tokenizer decides. `joint_qk_norm`: its
+    qk_layernorm is over all heads together."""
 
     vocab_size: int | None
     max_sequence_length: int
     rotary_base: float
     tie_embeddings: bool
     megatron: Mapping[str, Any]
+    joint_qk_norm: bool = False
 
 
 _QWEN3_MOE: dict[str, Any] = {

@@ -24,6 +24,7 @@ class KeyValueCache:
     def __init__(self, frequencies: Tensor, max_length: int) -> None:
         """frequencies: rotary angles [positions, 1, 1, dim], as Megatron's RotaryEmbedding gives
         them; max_length: the positions to make room for."""
+        self._frequencies = frequencies
         self._cos, self._sin = frequencies.cos(), frequencies.sin()
         self._max_length = max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -36,6 +37,7 @@ class KeyValueCache:
         """The next forward pass writes `length` tokens of every sequence from position 0 on."""
         self._prefill_length, self._positions = length, None
         self.cos, self.sin = self._cos[:length], self._sin[:length]
+        self.angles = self._frequencies[:length]
 
     def start_token(self, positions: Tensor, longest: int) -> None:
         """The next forward pass adds one token a sequence, at `positions` [sequences]; `longest`
@@ -47,18 +49,23 @@ class KeyValueCache:
         ]
         self.cos = self._cos[positions, 0].unsqueeze(0)  # [1, sequences, 1, dim]
         self.sin = self._sin[positions, 0].unsqueeze(0)
+        self.angles = self._frequencies[positions, 0].unsqueeze(0)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all sequences but `rows`."""
         self._layers = {n: (k[rows], v[rows]) for n, (k, v) in self._layers.items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[length, sequences, heads, dim] each -> [length, sequences, heads * dim]."""
+        """[length, sequences, heads, dim] each, where values may have another dim -> [length,
+        sequences, heads * dim of the values]."""
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         if self._positions is None:
             out = attend(query, key, value, scale, mask=None)
-            shape = (*key.shape[:2], self._max_length, key.shape[3])
-            keys, values = self._layers[layer] = key.new_zeros(shape), key.new_zeros(shape)
+            rows = (*key.shape[:2], self._max_length)
+            keys, values = self._layers[layer] = (
+                key.new_zeros((*rows, key.shape[3])),
+                value.new_zeros((*rows, value.shape[3])),
+            )
             keys[:, :, : self._prefill_length] = key
             values[:, :, : self._prefill_length] = value
         else:
@@ -87,6 +94,17 @@ class CachedSelfAttention(SelfAttention):
         query, key = rotate(query, cache.cos, cache.sin), rotate(key, cache.cos, cache.sin)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
         return self.linear_proj(cache.attend(self.layer_number, query, key, value, scale))
+
+
+def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:
+    """The rotary angles of positions 0 to length - 1 [length, 1, 1, dim], under context parallelism
+    too."""
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if rotary is None:  # latent attention has them in each layer
+        rotary = next(m.rotary_pos_emb for m in model.modules() if hasattr(m, "rotary_pos_emb"))
+    # packed_seq: the angles of all positions
+    frequencies = rotary(length, packed_seq=True)
+    return frequencies[0] if isinstance(frequencies, tuple) else frequencies
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -119,7 +137,7 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterato
         for name in _SEQUENCE_PARALLEL_SWITCHES
         if getattr(owner, name, False)
     ]
-    attentions = [m for m in modules if isinstance(m, CachedSelfAttention)]
+    attentions = [m for m in modules if hasattr(m, "key_value_cache")]
     for module in attentions:
         module.key_value_cache = cache
     for owner, name in switched:

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from gspo_megatron.config import Config, ResolvedParallel
+from gspo_megatron.config import Config, ModelShape, ResolvedParallel
 from gspo_megatron.models.initialize import initialize_weights
 from gspo_megatron.models.policy import PolicyModel
 from gspo_megatron.models.specs import block_spec, choose_backend
@@ -29,6 +29,7 @@ class Policy:
     chunks: list[DistributedDataParallel]
     config: TransformerConfig
     vocab_size: int
+    shape: ModelShape
 
     @property
     def models(self) -> list[PolicyModel]:
@@ -66,7 +67,9 @@ def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) ->
         model = PolicyModel(
             true_vocab_size=vocab_size,
             config=megatron,
-            transformer_layer_spec=block_spec(megatron, backend, vp_stage),
+            transformer_layer_spec=block_spec(
+                megatron, backend, vp_stage, joint_qk_norm=shape.joint_qk_norm
+            ),
             vocab_size=-(-vocab_size // step) * step,
             max_sequence_length=shape.max_sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(
@@ -93,7 +96,7 @@ def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) ->
                 disable_bucketing=stage > 0,
             )
         )
-    return Policy(chunks, megatron, vocab_size)
+    return Policy(chunks, megatron, vocab_size, shape)
 
 
 def ddp_config(config: Config) -> DistributedDataParallelConfig:

@@ -23,7 +23,9 @@ class Schedule:
     floor: float
     warmup: int
     total: int
-    decay: str  # constant | linear | cosine
+    decay: str  # constant | linear | cosine | wsd: constant, then down in the last `wsd_steps`
+    wsd_steps: int | None = None
+    wsd_decay: str | None = None  # linear | cosine | exponential | minus_sqrt
 
 
 @dataclass
@@ -76,11 +78,13 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
         min_lr=min(schedule.floor, schedule.peak),
         lr_warmup_steps=schedule.warmup,
         lr_decay_steps=max(schedule.total, schedule.warmup + 1),
-        lr_decay_style=schedule.decay,
+        lr_decay_style="WSD" if schedule.decay == "wsd" else schedule.decay,
         start_wd=section.weight_decay,
         end_wd=section.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        wsd_decay_steps=schedule.wsd_steps,
+        lr_wsd_decay_style=schedule.wsd_decay,
     )
     policy.config.grad_scale_func = optimizer.scale_loss
     policy.config.finalize_model_grads_func = finalize_model_grads

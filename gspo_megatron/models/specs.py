@@ -12,6 +12,10 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -28,6 +32,12 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.models.attention import CachedSelfAttention
 from gspo_megatron.models.core_attention import TorchCoreAttention
 from gspo_megatron.models.experts import GroupedExperts
+from gspo_megatron.models.joint_norm import JointKeyNorm, JointQueryNorm
+from gspo_megatron.models.latent_attention import (
+    LATENT_EPSILON,
+    CachedLatentAttention,
+    LatentNorm,
+)
 from gspo_megatron.models.norms import TorchNorm
 
 
@@ -66,17 +76,27 @@ def choose_backend(wanted: str) -> str:
 
 
 def block_spec(
-    config: TransformerConfig, backend: str, vp_stage: int | None
+    config: TransformerConfig, backend: str, vp_stage: int | None, *, joint_qk_norm: bool = False
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage (and virtual stage), MoE and dense by moe_layer_freq."""
+    """The layers of this pipeline stage (and virtual stage), MoE and dense by moe_layer_freq.
+
+    joint_qk_norm: queries and keys are normalised over all heads together. Raises UserError for a
+    layout that the attention cannot be cut for.
+    """
+    _check_attention(config, joint_qk_norm, backend)
     if backend == "transformer_engine":
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
             config=config, use_transformer_engine=True, vp_stage=vp_stage
         )
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.module = CachedSelfAttention
+            attention = layer.submodules.self_attention
+            latent = config.multi_latent_attention
+            attention.module = CachedLatentAttention if latent else CachedSelfAttention
+            if joint_qk_norm:
+                attention.submodules.q_layernorm = JointQueryNorm
+                attention.submodules.k_layernorm = JointKeyNorm
         return spec
-    layers = [_torch_layer(config, is_moe) for is_moe in _moe_pattern(config)]
+    layers = [_torch_layer(config, is_moe, joint_qk_norm) for is_moe in _moe_pattern(config)]
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         numbers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
@@ -98,20 +118,70 @@ def _moe_pattern(config: TransformerConfig) -> list[bool]:
     return [bool(flag) for flag in frequency]
 
 
-def _torch_layer(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
+def _check_attention(config: TransformerConfig, joint_qk_norm: bool, backend: str) -> None:
+    tp = config.tensor_model_parallel_size
+    if joint_qk_norm and config.num_query_groups % tp:
+        raise UserError(
+            f"parallel.tensor_model_parallel_size = {tp}: keys are normalised over all "
+            f"{config.num_query_groups} heads of keys together; legal: what divides that number"
+        )
+    if config.multi_latent_attention and tp > 1 and not config.sequence_parallel:
+        raise UserError(
+            "parallel.sequence_parallel = false: latent attention with "
+            f"tensor_model_parallel_size = {tp} needs it; legal: null or true"
+        )
+    fused = config.multi_latent_attention and backend == "transformer_engine"
+    resolves = hasattr(MLASelfAttention, "_resolve_qk_norm_config")  # 0.19
+    if fused and resolves and config.q_lora_rank is None:
+        raise UserError(
+            "model.backend = transformer_engine: the installed megatron-core normalises queries "
+            "that have no latent (q_lora_rank = null); legal: torch_native"
+        )
+    if fused and config.layernorm_epsilon != LATENT_EPSILON:
+        raise UserError(
+            "model.backend = transformer_engine: it has one epsilon for all norms, and those of "
+            f"the latents have {LATENT_EPSILON}, the others {config.layernorm_epsilon}; legal: "
+            "torch_native"
+        )
+
+
+def _torch_attention(config: TransformerConfig, joint_qk_norm: bool) -> ModuleSpec:
     provider = TorchSpecProvider()
-    qk_norm = TorchNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    if config.multi_latent_attention:
+        column = provider.column_parallel_linear()
+        return ModuleSpec(
+            module=CachedLatentAttention,
+            params=causal,
+            submodules=MLASelfAttentionSubmodules(
+                linear_q_proj=column,
+                linear_q_down_proj=column,
+                linear_q_up_proj=column,
+                linear_kv_down_proj=column,
+                linear_kv_up_proj=column,
+                core_attention=provider.core_attention(),
+                linear_proj=provider.row_parallel_linear(),
+                q_layernorm=LatentNorm if config.q_lora_rank is not None else IdentityOp,
+                kv_layernorm=LatentNorm,
+            ),
+        )
+    norms = (JointQueryNorm, JointKeyNorm) if joint_qk_norm else (TorchNorm, TorchNorm)
+    q_norm, k_norm = norms if config.qk_layernorm else (IdentityOp, IdentityOp)
+    return ModuleSpec(
         module=CachedSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params=causal,
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_linear(),
             core_attention=provider.core_attention(),
             linear_proj=provider.row_parallel_linear(),
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
+            q_layernorm=q_norm,
+            k_layernorm=k_norm,
         ),
     )
+
+
+def _torch_layer(config: TransformerConfig, is_moe: bool, joint_qk_norm: bool) -> ModuleSpec:
+    provider = TorchSpecProvider()
     mlp = gpt_layer_specs.get_mlp_module_spec_for_backend(
         backend=provider,
         num_experts=config.num_moe_experts if is_moe else None,
@@ -121,7 +191,7 @@ def _torch_layer(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=TorchNorm,
-            self_attention=attention,
+            self_attention=_torch_attention(config, joint_qk_norm),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=TorchNorm,
             mlp=mlp,

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
 from gspo_megatron.config import Config, ResolvedParallel
 
@@ -52,8 +55,12 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
     values["activation_func"] = ACTIVATIONS[values.get("activation_func", "silu")]
     if isinstance(values.get("attention_backend"), str):
         values["attention_backend"] = AttnBackend[values["attention_backend"]]
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    return TransformerConfig(**{name: value for name, value in values.items() if name in known})
+    kind: type[TransformerConfig] = TransformerConfig
+    if values.get("multi_latent_attention"):
+        kind = MLATransformerConfig
+        values["rotary_base"] = shape.rotary_base  # its layers make their rotary angles themselves
+    known = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in values.items() if name in known})
 
 
 def leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ def install() -> None:
     _count_no_tokens_as_one()
     _average_z_loss_over_tokens()
     _carry_context_into_recompute()
+    _latent_attention_without_transformer_engine()
+    _count_real_tokens_of_experts()
 
 
 def _count_no_tokens_as_one() -> None:
@@ -89,6 +91,33 @@ def _carry_context_into_recompute() -> None:
         return te_native(in_present_context(function), *args, **kwargs)
 
     transformer_engine.checkpoint = checkpoint
+
+
+def _latent_attention_without_transformer_engine() -> None:
+    """0.16 takes Transformer Engine for installed, because what it imports is there either way, as
+    mocks, and then asks whether a layer is an instance of one."""
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+
+
+def _count_real_tokens_of_experts() -> None:
+    """A router with a bias for each expert counts the tokens of each, padding left out, by a mask
+    of one flag a token against a map of one flag a token and expert: tokens do not broadcast."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    native = TopKRouter._apply_expert_bias
+
+    @functools.wraps(native)
+    def counted(
+        self: TopKRouter, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> None:
+        if padding_mask is not None and padding_mask.dim() < routing_map.dim():
+            padding_mask = padding_mask.unsqueeze(-1)
+        native(self, routing_map, padding_mask=padding_mask)
+
+    TopKRouter._apply_expert_bias = counted
 
 
 def in_present_context(function: Callable[..., Any]) -> Callable[..., Any]:

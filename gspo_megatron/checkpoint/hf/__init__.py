@@ -1,0 +1,1 @@
+"""Weights in the published layout of Hugging Face models."""

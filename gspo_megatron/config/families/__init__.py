@@ -1,0 +1,114 @@
+"""The model families of Hugging Face that the map knows, one file each."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_megatron.config.families import (
+    deepseek_v3,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
+from gspo_megatron.config.families.family import Family, differences, experts_in_layers
+from gspo_megatron.config.presets import ModelPreset
+from gspo_megatron.config.problems import format_value, suggest
+from gspo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gspo_megatron.config.shape import ModelShape
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "describe",
+    "experts_in_layers",
+    "family_of",
+    "family_of_shape",
+    "preset_of_folder",
+]
+
+FAMILIES: Mapping[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY
+    for module in (qwen3_moe, qwen3, qwen2_moe, mixtral, olmoe, deepseek_v3)
+}
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a config.json. Raises ConfigError for an architecture that is not mapped."""
+    named = hf_config.get("architectures") or []
+    model_type = hf_config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is not None and named in ([], [family.architecture]):
+        return family
+    wanted = str(named[0] if named else model_type)
+    known = [family.architecture for family in FAMILIES.values()]
+    raise ConfigError(
+        [f"architectures = {format_value(named or model_type)}: unknown; {suggest(wanted, known)}"]
+    )
+
+
+def family_of_shape(shape: ModelShape) -> Family:
+    """The family that has models of this shape. Raises ConfigError with what keeps each of them
+    from it."""
+    for family in FAMILIES.values():
+        if family.config(shape, 1) is not None:
+            return family
+    # the sizes are everybody's: what is left is what the family would have to be told
+    lines = []
+    for family in FAMILIES.values():
+        names = _unsaid(family, shape)
+        lines.append(f"{family.model_type}: {', '.join(names)}")
+    raise ConfigError(["no Hugging Face family has such models; what does not fit:", *lines])
+
+
+def describe(hf_config: Mapping[str, Any]) -> ModelPreset:
+    """The model that a config.json describes. Raises ConfigError with all that we cannot do."""
+    preset, problems = family_of(hf_config).preset(hf_config)
+    if problems:
+        raise ConfigError(problems)
+    return preset
+
+
+def preset_of_folder(path: str) -> ModelPreset:
+    """The model of a Hugging Face folder. Raises ConfigError."""
+    file = Path(path) / "config.json"
+    try:
+        changed = file.stat()
+    except OSError as error:
+        raise ConfigError(
+            [f"model.hf_path = {format_value(path)}: {file}: {error.strerror}"]
+        ) from None
+    return _read(file, changed.st_mtime_ns, changed.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(file: Path, _changed: int, _size: int) -> ModelPreset:
+    """A model's shape is asked for many times in a run."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"model.hf_path: {file}: cannot be read: {error}"]) from None
+    if not isinstance(content, dict):
+        raise ConfigError([f"model.hf_path: {file}: not a JSON object"])
+    try:
+        return describe(content)
+    except ConfigError as error:
+        raise ConfigError([f"model.hf_path: {file}: {line}" for line in error.problems]) from None
+
+
+def _unsaid(family: Family, shape: ModelShape) -> list[str]:
+    """The fields of TransformerConfig in which every model of a family differs from this one."""
+    told = {entry.ours: shape.megatron.get(entry.ours) for entry in family.fields}
+    if family.write_pattern is not None and family.write_pattern(experts_in_layers(shape)):
+        told["moe_layer_freq"] = [int(flag) for flag in experts_in_layers(shape)]
+    told = {name: value for name, value in told.items() if value is not None}
+    preset, _ = family.preset({})
+    preset = ModelPreset(1, 1, 1.0, False, {**preset.megatron, **told})
+    return differences(shape, preset) or ["config.json cannot say it"]

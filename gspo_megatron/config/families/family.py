@@ -1,0 +1,349 @@
+"""What a family of published models is: its config.json in our terms, and the names of its tensors.
+
+A family is a table, and torch-free: the configuration takes a model's shape from it before torch is
+imported, and checkpoint/hf its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from gspo_megatron.config.presets import ModelPreset
+from gspo_megatron.config.problems import format_value
+
+if TYPE_CHECKING:
+    from gspo_megatron.config.shape import ModelShape
+
+REQUIRED = object()
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Field:
+    """A key of config.json that is a keyword argument of TransformerConfig, and how to get from one
+    value to the other; `default` is what transformers takes where the key is missing, `also` its
+    other spelling."""
+
+    hf: str
+    ours: str
+    default: Any = REQUIRED
+    read: Callable[[Any], Any] = _same
+    write: Callable[[Any], Any] = _same
+    also: str = ""
+    nullable: bool = False  # null is a value; else TransformerConfig's default is taken for it
+
+    def value(self, config: Mapping[str, Any]) -> Any:
+        return config.get(self.hf, config.get(self.also, self.default))
+
+
+def negated(hf: str, ours: str, default: bool) -> Field:
+    """A flag that says the opposite."""
+    return Field(hf, ours, default, read=lambda value: not value, write=lambda value: not value)
+
+
+# An expert pattern, both ways: config.json -> one flag a layer, and flags -> keys of config.json or
+# None where it cannot say so.
+ReadPattern = Callable[[Mapping[str, Any]], list[bool]]
+WritePattern = Callable[[list[bool]], "dict[str, Any] | None"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that share an architecture of transformers.
+
+    `always` are values of TransformerConfig that all models of the family have; `only` the keys of
+    config.json of which the map knows some values alone, the first being the one of a missing key;
+    `names` the template of each tensor's name by what it is (checkpoint/hf/arrangement.py).
+    """
+
+    model_type: str
+    architecture: str
+    fields: tuple[Field, ...]
+    names: Mapping[str, str]
+    always: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    rope_theta: float = 10_000.0
+    max_position_embeddings: int = 32_768
+    tied: bool = False  # transformers' own where config.json leaves it out
+    joint_qk_norm: bool = False
+    read_pattern: ReadPattern | None = None
+    write_pattern: WritePattern | None = None
+    # What no table says: problems of several keys together, and fields made of several keys.
+    check: Callable[[Mapping[str, Any]], list[str]] | None = None
+    read_rest: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    write_rest: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    # Tensors that published files may hold and nobody reads, by the end of their names.
+    unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
+
+    def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:
+        """The model that a config.json describes, and what of it we cannot do, one line each."""
+        problems = [
+            f"{key} = {format_value(hf[key])}: not supported; legal: "
+            + " or ".join(format_value(value) for value in legal)
+            for key, legal in (_ONLY | dict(self.only)).items()
+            if key in hf and hf[key] not in legal
+        ]
+        problems += _windows(hf)
+        theta, wrong = _rope(hf, self.rope_theta)
+        problems += wrong
+        megatron = dict(_ALWAYS | dict(self.always))
+        for entry in self.fields:
+            value = entry.value(hf)
+            if value is REQUIRED:
+                problems.append(f"{entry.hf}: required and missing")
+            elif value is not None or entry.nullable:
+                megatron[entry.ours] = entry.read(value)
+        if not isinstance(hf.get("vocab_size"), int):
+            problems.append("vocab_size: required, and an integer")
+        if self.check is not None:
+            problems += self.check(hf)
+        if self.read_rest is not None:
+            rest = self.read_rest(hf)
+            megatron |= {name: value for name, value in rest.items() if value is not None}
+        if self.read_pattern is not None and not problems:
+            experts = self.read_pattern(hf)
+            if not any(experts):
+                megatron = {k: v for k, v in megatron.items() if not k.startswith("moe_")}
+                megatron.pop("num_moe_experts")
+            elif not all(experts):
+                megatron["moe_layer_freq"] = [int(flag) for flag in experts]
+        preset = ModelPreset(
+            vocab_size=hf.get("vocab_size"),
+            max_sequence_length=hf.get("max_position_embeddings", self.max_position_embeddings),
+            rotary_base=theta,
+            tie_embeddings=bool(hf.get("tie_word_embeddings", self.tied)),
+            megatron=MappingProxyType(megatron),
+            joint_qk_norm=self.joint_qk_norm,
+        )
+        return preset, problems
+
+    def config(self, shape: ModelShape, vocab_size: int) -> dict[str, Any] | None:
+        """config.json of a model of this shape, as published checkpoints write it; None where the
+        family has no such models."""
+        hf: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        for entry in self.fields:
+            value = shape.megatron.get(entry.ours)
+            if value is not None:
+                hf[entry.hf] = entry.write(value)
+        hf |= {key: legal[0] for key, legal in self.only.items()}
+        hf |= {
+            "vocab_size": vocab_size,
+            "max_position_embeddings": shape.max_sequence_length,
+            "rope_theta": shape.rotary_base,
+            "rope_scaling": None,
+            "tie_word_embeddings": shape.tie_embeddings,
+            "attention_dropout": 0.0,
+        }
+        if self.write_rest is not None:
+            hf |= self.write_rest(shape.megatron)
+        if self.write_pattern is not None:
+            pattern = self.write_pattern(experts_in_layers(shape))
+            if pattern is None:
+                return None
+            hf |= pattern
+        preset, problems = self.preset(hf)
+        if problems or differences(shape, preset):
+            return None
+        return hf
+
+
+_ALWAYS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    # Dropout would make the old and the new policy differ by noise: their ratio is the objective.
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0.0,),
+    "quantization_config": (None,),
+}
+
+# What every family has: sizes, norms, positions.
+SIZES = (
+    Field("num_hidden_layers", "num_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("num_key_value_heads", "num_query_groups", None),
+    Field("intermediate_size", "ffn_hidden_size"),
+    Field("rms_norm_eps", "layernorm_epsilon", 1e-6),
+    Field("hidden_act", "activation_func", "silu"),
+)
+
+# Routing by the softmax of a linear router.
+SOFTMAX_ROUTER: dict[str, Any] = {
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+EMBEDDINGS = {
+    "embedding": "model.embed_tokens.weight",
+    "head": "lm_head.weight",
+    "final_norm": "model.norm.weight",
+}
+NORMS = {
+    "input_norm": "model.layers.{layer}.input_layernorm.weight",
+    "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
+}
+ATTENTION = {
+    part: f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in ("q", "k", "v", "o")
+}
+QK_NORMS = {
+    f"{part}_norm": f"model.layers.{{layer}}.self_attn.{part}_norm.weight" for part in ("q", "k")
+}
+DENSE = {part: f"model.layers.{{layer}}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+ROUTER = {"router": "model.layers.{layer}.mlp.gate.weight"}
+EXPERTS = {
+    f"expert_{part}": f"model.layers.{{layer}}.mlp.experts.{{expert}}.{part}_proj.weight"
+    for part in ("gate", "up", "down")
+}
+
+
+def experts_in_layers(shape: ModelShape) -> list[bool]:
+    """Whether each layer has experts, as Megatron-Core reads moe_layer_freq."""
+    if shape.num_moe_experts is None:
+        return [False] * shape.num_layers
+    frequency = shape.megatron.get("moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(shape.num_layers)]
+    return [bool(flag) for flag in frequency]
+
+
+def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
+    """The fields of TransformerConfig in which the function of a model differs from that of a
+    preset."""
+    own, its = dict(shape.megatron), dict(preset.megatron)
+    # one pattern, two spellings
+    own["moe_layer_freq"] = experts_in_layers(shape)
+    frequency = its.get("moe_layer_freq", [1] * shape.num_layers)
+    flags = [bool(flag) for flag in frequency]
+    its["moe_layer_freq"] = flags if its.get("num_moe_experts") else [False] * shape.num_layers
+    # sizes that a config.json may leave to their defaults; ModelShape has them all
+    defaults = ["num_query_groups", "kv_channels"]
+    if not shape.has_dense_layers:
+        defaults.append("ffn_hidden_size")
+    for key in defaults:
+        if key not in its:
+            its[key] = own.get(key)
+    own["joint_qk_norm"], its["joint_qk_norm"] = shape.joint_qk_norm, preset.joint_qk_norm
+    names = sorted(own.keys() | its.keys())
+    return [
+        name
+        for name in names
+        if not is_neutral(name) and (own.get(name) or None) != (its.get(name) or None)
+    ]
+
+
+def is_neutral(name: str) -> bool:
+    """Whether a field of TransformerConfig changes how a model is computed, cut or trained, and not
+    what it computes."""
+    return name in _NEUTRAL or name.startswith(_NEUTRAL_STARTS) or name.endswith("_fusion")
+
+
+_NEUTRAL = {
+    "attention_backend",
+    "attention_softmax_in_fp32",
+    "apply_query_key_layer_scaling",
+    "apply_rope_fusion",
+    "barrier_with_L1_time",
+    "batch_p2p_comm",
+    "batch_p2p_sync",
+    "deterministic_mode",
+    "disable_bf16_reduced_precision_matmul",
+    "gradient_accumulation_fusion",
+    "hidden_dropout",
+    "init_method_std",
+    "attention_dropout",
+    "moe_aux_loss_coeff",
+    "moe_grouped_gemm",
+    "moe_layer_recompute",
+    "moe_router_bias_update_rate",
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_router_padding_for_fp8",
+    "moe_router_padding_for_quantization",
+    "moe_shared_expert_overlap",
+    "moe_token_dispatcher_type",
+    "moe_z_loss_coeff",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "test_mode",
+}
+_NEUTRAL_STARTS = (
+    "cpu_offloading",
+    "cuda_graph",
+    "deallocate_",
+    "defer_embedding",
+    "delay_wgrad",
+    "distribute_saved",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "fine_grained_activation",
+    "flash_decode",
+    "fp8",
+    "inference_",
+    "log_",
+    "microbatch_group_size",
+    "moe_deepep",
+    "moe_enable_deepep",
+    "moe_flex",
+    "moe_hybridep",
+    "moe_pad_",
+    "moe_per_layer_logging",
+    "offload_",
+    "overlap_",
+    "recompute_",
+    "tp_comm_",
+    "tp_only_amax",
+    "wgrad_deferral",
+)
+
+
+def _windows(hf: Mapping[str, Any]) -> list[str]:
+    """Attention to the last tokens alone."""
+    window, used = hf.get("sliding_window"), hf.get("use_sliding_window", "sliding_window" in hf)
+    problems = []
+    if window is not None and used:
+        problems.append(
+            f"sliding_window = {format_value(window)}: not supported; legal: null, or "
+            "use_sliding_window = false"
+        )
+    others = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
+    if others:
+        problems.append(
+            f"layer_types: {', '.join(map(str, others))}: not supported; legal: full_attention"
+        )
+    return problems
+
+
+def _rope(hf: Mapping[str, Any], default: float) -> tuple[float, list[str]]:
+    """The rotary base; config.json of transformers 5 has it in `rope_parameters`, older ones in
+    `rope_theta` beside `rope_scaling`."""
+    key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    parameters = hf.get(key) or {}
+    if not isinstance(parameters, Mapping):
+        return default, [f"{key} = {format_value(parameters)}: must be a mapping"]
+    problems = []
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        problems.append(f"{key}.rope_type = {format_value(kind)}: not supported; legal: default")
+    partial = parameters.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    if partial not in (None, 1, 1.0):
+        problems.append(f"partial_rotary_factor = {format_value(partial)}: not supported; legal: 1")
+    theta = parameters.get("rope_theta", hf.get("rope_theta", default))
+    if not isinstance(theta, int | float) or theta <= 0:
+        problems.append(f"rope_theta = {format_value(theta)}: must be a number above 0")
+    return theta, problems

@@ -1,0 +1,106 @@
+"""Multi-head latent attention (DeepSeek's MLA) with a key/value cache for decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from gspo_megatron.models.attention import KeyValueCache
+from gspo_megatron.models.norms import TorchNorm
+
+_RESOLVED = (
+    "linear_q_proj",
+    "linear_q_up_proj",
+    "linear_kv_up_proj",
+    "q_layernorm",
+    "kv_layernorm",
+)
+LATENT_EPSILON = 1e-6  # whatever rms_norm_eps says, in DeepSeek's models and transformers
+
+
+class CachedLatentAttention(MLASelfAttention):
+    """Megatron-Core's MLASelfAttention; while a cache is attached, its forward decodes with it.
+
+    The cache holds keys and values of all heads, which needs more memory than the latent they are
+    made of and no second way to compute attention.
+    """
+
+    key_value_cache: KeyValueCache | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotary_pos_emb = RotaryAngles(self.rotary_pos_emb)
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            if isinstance(getattr(self, name, None), ColumnParallelLinear):
+                setattr(self, name, ReplicatedLinear(getattr(self, name), self.config))
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """0.19 asks here which layers to build; what the spec of our own backend says is taken as
+        it is. It would put a norm before queries that have no latent, and no model has one there.
+        """
+        if submodules.kv_layernorm is not LatentNorm:
+            return super()._resolve_qk_norm_config(submodules)
+        return {name: getattr(submodules, name) for name in _RESOLVED}
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        cache = self.key_value_cache
+        if cache is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        self.rotary_pos_emb.angles = cache.angles
+        try:
+            query, key, value = self.get_query_key_value_tensors(hidden_states)[:3]
+        finally:
+            self.rotary_pos_emb.angles = None
+        scale = self.softmax_scale
+        return self.linear_proj(cache.attend(self.layer_number, query, key, value, scale))
+
+
+class LatentNorm(TorchNorm):
+    """The norms of the latents, whose epsilon is not the other norms'."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps=LATENT_EPSILON)
+
+
+class RotaryAngles(torch.nn.Module):
+    """Megatron-Core's rotary angles of positions 0, 1, 2, ..., or those it is given."""
+
+    def __init__(self, stock: torch.nn.Module) -> None:
+        super().__init__()
+        self.stock = stock
+        self.angles: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.stock(*args, **kwargs) if self.angles is None else self.angles
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        return self.stock.get_rotary_seq_len(*args, **kwargs)
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """The projection down to the latent, whole on every tensor-parallel rank.
+
+    Under sequence parallelism each rank projects its own tokens, as with Transformer Engine's
+    layers. Megatron-Core's fallback for other backends cuts the latent over the ranks and joins it
+    again, and the gradient of the positional part of the keys, which the heads of all ranks share,
+    is then that of one rank's heads alone.
+    """
+
+    def __init__(self, replaced: ColumnParallelLinear, config: TransformerConfig) -> None:
+        super().__init__()
+        shape = (replaced.output_size, replaced.input_size)
+        self.weight = torch.nn.Parameter(replaced.weight.new_empty(shape).detach())
+        # partial sums over the ranks' tokens: finalize_model_grads adds up what bears the mark
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        return F.linear(hidden, self.weight), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are not delayed here."""

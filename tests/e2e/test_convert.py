@@ -1,0 +1,318 @@
+"""The convert command: models of transformers and runs of ours there and back, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gspo_megatron.checkpoint.hf.files import HfFolder
+from gspo_megatron.checkpoint.hf.offline import hf_to_megatron
+from gspo_megatron.checkpoint.manifest import find_damage
+from gspo_megatron.cli.main import main
+from tests.e2e.conftest import Command, command_environment
+from tests.unit.checkpoint.hf.published import (
+    assert_same_bits,
+    model_config,
+    random_tensors,
+    read_folder,
+    write_folder,
+    write_model,
+)
+
+# fp32 logits of size 1 from four layers, summed in another order
+TOLERANCE = 1e-5
+
+
+def converted(gspo: Command, *arguments: object) -> None:
+    result = gspo("convert", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "every tensor compared" in result.stdout
+
+
+def published_by_transformers(folder: Path, dtype: torch.dtype, tied: bool) -> None:
+    """A random model with odd sizes and norms that are not 1, in several files."""
+    transformers = pytest.importorskip("transformers")
+    settings = model_config("qwen3_moe", tie_word_embeddings=tied)
+    settings = {k: v for k, v in settings.items() if k not in ("architectures", "torch_dtype")}
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**settings)
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape) / 4 + ("norm" in name))
+    model.to(dtype).save_pretrained(folder, max_shard_size="60KB")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tied"),
+    [
+        (torch.bfloat16, False),
+        pytest.param(torch.float32, True, marks=pytest.mark.full),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.full),
+    ],
+)
+def test_a_model_of_transformers_there_and_back(
+    gspo: Command, tmp_path: Path, dtype: torch.dtype, tied: bool
+) -> None:
+    source, ours, back = (tmp_path / name for name in ("source", "ours", "back"))
+    published_by_transformers(source, dtype, tied)
+    assert len(list(source.glob("*.safetensors"))) > 2
+    converted(gspo, "hf-to-megatron", source, ours)
+    assert find_damage(ours) == []
+    converted(gspo, "megatron-to-hf", ours, back, "--layout", "tp=2,ep=2")
+    assert len(list(back.glob("*.safetensors"))) >= 2  # a file for each process
+    assert_same_bits(read_folder(back), read_folder(source))
+    tokens = torch.randint(37, (2, 11))
+    logits = [logits_by_transformers(folder, tokens) for folder in (source, back)]
+    assert torch.equal(*logits)
+
+
+def logits_by_transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    import transformers
+
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def test_a_sharded_run_as_a_model_of_transformers(
+    gspo: Command, config_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    overrides = ["parallel.layout=tp=2,ep=2", "checkpoint.interval=1", "training.steps=1"]
+    result = gspo("train", config_file, *overrides, "training.warm_start.steps=1")
+    assert result.returncode == 0, result.stderr
+    run, back = tmp_path / "run", tmp_path / "back"
+    converted(gspo, "megatron-to-hf", run, back)
+    tokens = torch.randint(30, (1, 9))
+    ours = logits_of_checkpoint(run / "checkpoints", config_file, tokens)
+    theirs = logits_by_transformers(back, tokens)
+    torch.testing.assert_close(theirs[0], ours, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def logits_of_checkpoint(
+    checkpoints: Path, config_file: Path, tokens: torch.Tensor
+) -> torch.Tensor:
+    """[length, vocabulary] by Megatron-Core on one rank."""
+    from gspo_megatron.checkpoint.hf.offline_source import open_checkpoint
+    from gspo_megatron.checkpoint.tensors import load_model
+    from gspo_megatron.config import load_config, resolve_parallel
+    from gspo_megatron.models.build import build_policy
+    from tests.unit.checkpoint.hf.policies import logits_of
+    from tests.unit.models.one_rank import one_rank_groups
+
+    source = open_checkpoint(checkpoints)
+    config = load_config(str(config_file), [])
+    with one_rank_groups():
+        policy = build_policy(config, resolve_parallel(config, 1), source.vocab_size)
+        load_model(source.folder, policy)
+        return logits_of(policy, tokens[0].tolist())
+
+
+def test_mistakes_are_told_line_by_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def refusal(*arguments: object) -> list[str]:
+        assert main(["convert", *map(str, arguments)]) == 2
+        return capsys.readouterr().err.splitlines()
+
+    config = model_config("qwen3_moe")
+    tensors = random_tensors(config, seed=1)
+    del tensors["model.norm.weight"]
+    tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(20, 43)
+    tensors["model.layers.1.self_attn.k_proj.bias"] = torch.zeros(20)
+    source = write_folder(tmp_path / "source", config, tensors)
+    lines = refusal("hf-to-megatron", source, tmp_path / "ours")
+    assert len(lines) == 3, lines
+    other = write_folder(tmp_path / "other", config | {"architectures": ["BertModel"]}, tensors)
+    (line,) = refusal("hf-to-megatron", other, tmp_path / "ours")
+    assert "BertModel" in line
+    (line,) = refusal("megatron-to-hf", tmp_path, tmp_path / "back")
+    assert "not a checkpoint of ours" in line
+    (line,) = refusal("megatron-to-hf", tmp_path, tmp_path / "back", "--layout", "tp=x")
+    assert "layout" in line
+    (line,) = refusal("megatron-to-hf", tmp_path, tmp_path / "back", "--layout", "tp=8,pp=16")
+    assert "takes 128 processes" in line
+    whole = write_model(tmp_path / "whole", "qwen3", seed=1)
+    (line,) = refusal("hf-to-megatron", whole, tmp_path / "source")
+    assert line.startswith(f"{tmp_path / 'source'}: has files in it already")
+    assert not any((tmp_path / name).exists() for name in ("ours", "back"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> list[str]:
+    """A command line that runs another with a file system of 2 MB at tmp_path/disk."""
+    (tmp_path / "disk").mkdir()
+    script = 'mount -t tmpfs -o "$0" none "$1" && shift && exec "$@"'
+    start = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
+    words = [*start, "size=2m", str(tmp_path / "disk")]
+    try:
+        worked = subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        worked = False
+    if not worked:
+        pytest.skip("this user may not mount a file system of its own")
+    return words
+
+
+def test_a_disk_that_is_too_small_and_one_that_is_read_only(
+    small_disk: list[str], tmp_path: Path
+) -> None:
+    source = write_model(tmp_path / "source", "qwen3_moe", seed=2, vocab_size=9001)
+    disk = tmp_path / "disk"
+    command = [sys.executable, "-m", "gspo_megatron", "convert", "hf-to-megatron", str(source)]
+    for mount, expected in (("size=2m", r"bytes to write, "), ("ro", "Read-only file system")):
+        words = [mount if word == "size=2m" else word for word in small_disk]
+        result = subprocess.run(
+            [*words, *command, str(disk / "ours")],
+            capture_output=True,
+            text=True,
+            env=command_environment(),
+            check=False,
+        )
+        assert result.returncode == 2, result.stderr
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"{disk / 'ours'}: ")
+        assert expected in line
+
+
+@pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
+def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, direction: str) -> None:
+    """What is free was enough at the start: here no file may grow beyond 256 KB."""
+    source = write_model(tmp_path / "hf", "qwen3_moe", seed=3, vocab_size=9001)
+    if direction == "megatron-to-hf":
+        hf_to_megatron(source, tmp_path / "ours")
+        source = tmp_path / "ours"
+    limit = 256 * 1024
+
+    def small_files() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # write returns EFBIG
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    result = subprocess.run(
+        [sys.executable, "-m", "gspo_megatron", "convert", direction, str(source), "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=command_environment(),
+        preexec_fn=small_files,
+        check=False,
+    )
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.splitlines()[-1] == "out: cannot be written: File too large"
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def kill_while_it_writes(command: list[str], partial: Path, delay: float) -> None:
+    process = subprocess.Popen(
+        command, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not partial.exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def kill_at_random_moments(gspo: Command, tmp_path: Path, kills: int) -> None:
+    drawn = random.Random(kills)
+    # some 20 MB, a few tenths of a second to write and to compare
+    source = write_model(tmp_path / "hf", "qwen3_moe", seed=4, vocab_size=60_001)
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    hidden = 0
+    for words, result in (
+        (["hf-to-megatron", str(source), str(ours)], ours),
+        (["megatron-to-hf", str(ours), str(back)], back),
+    ):
+        partial = tmp_path / f".{result.name}.partial"
+        command = [sys.executable, "-m", "gspo_megatron", "convert", *words]
+        for _ in range(kills):
+            kill_while_it_writes(command, partial, drawn.random() * 0.4)
+            hidden += partial.exists()
+            if result.exists():  # killed after its end, or just before
+                assert_whole(result, source)
+                shutil.rmtree(result)
+        converted(gspo, *words)
+        assert_whole(result, source)
+        assert not partial.exists()
+    assert hidden, "no kill came while something was being written"
+
+
+def assert_whole(result: Path, source: Path) -> None:
+    if result.name == "ours":
+        assert find_damage(result) == []
+    else:
+        assert_same_bits(read_folder(result), read_folder(source))
+
+
+def test_a_killed_conversion_leaves_nothing_that_looks_whole(gspo: Command, tmp_path: Path) -> None:
+    kill_at_random_moments(gspo, tmp_path, 1)
+
+
+@pytest.mark.full
+def test_many_killed_conversions(gspo: Command, tmp_path: Path) -> None:
+    kill_at_random_moments(gspo, tmp_path, 25)
+
+
+def peak_memory(*words: str) -> int:
+    """The largest resident set of a Python process, in bytes. A small process starts it, because a
+    process begins with the peak of the one that starts it."""
+    script = (
+        "import json, os, subprocess, sys\n"
+        "process = subprocess.Popen(sys.argv[1:], stdout=2)\n"
+        "_, status, usage = os.wait4(process.pid, 0)\n"
+        "print(json.dumps([status, usage.ru_maxrss * 1024]))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, sys.executable, *words],
+        capture_output=True,
+        text=True,
+        env=command_environment(),
+        check=True,
+    )
+    status, peak = json.loads(result.stdout)
+    assert status == 0, result.stderr
+    return peak
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """Two tensors of 211 MB; what the process has before it converts anything is not counted."""
+    source = write_model(
+        tmp_path / "source", "qwen3_moe", seed=5, vocab_size=1_200_001, num_hidden_layers=1
+    )
+    assert HfFolder(source).tensors["lm_head.weight"].bytes > 200e6
+    start = peak_memory("-c", "import gspo_megatron.checkpoint.hf.offline")
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    for words in (("hf-to-megatron", source, ours), ("megatron-to-hf", ours, back)):
+        peak = peak_memory("-m", "gspo_megatron", "convert", *map(str, words))
+        # up to four threads with a few buffers of 8 MiB each
+        assert peak - start < 150e6, words
+        assert peak < 600e6, words
+
+
+def test_the_script_is_the_command(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "tools/convert_checkpoint.py"
+    source = write_model(tmp_path / "source", "qwen3", seed=6, files=1)
+    subprocess.run(
+        [sys.executable, str(script), "hf-to-megatron", str(source), str(tmp_path / "ours")],
+        env=command_environment() | {"PYTHONPATH": os.fspath(script.parents[1])},
+        capture_output=True,
+        check=True,
+    )
+    assert find_damage(tmp_path / "ours") == []
+    assert json.loads((tmp_path / "ours/model.json").read_text())["vocab_size"] == 37

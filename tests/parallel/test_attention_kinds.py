@@ -1,0 +1,67 @@
+"""Norms over all heads and latent attention: the same update on every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.config.parallel import Layout
+from gspo_megatron.train.parity import Cut, StepResult, compare, run_update
+from gspo_megatron.train.synthetic import synthetic_batch
+from tests.parallel.pool import Pool
+from tests.parallel.updates import FP32_TOLERANCE, assert_same_metrics
+from tests.unit.checkpoint.hf.policies import config_of
+from tests.unit.checkpoint.hf.published import VOCABULARY, write_model
+
+CUT = Cut(replicas=4, token_budget=40, multiple=2)
+
+
+def _update(pool: Pool, folder: Path, layout: str) -> StepResult:
+    # far from uniform: log-probs and gradients of an untrained model say little
+    config = config_of(folder, layout=layout, init_method_std=0.15)
+    return pool.run(
+        Layout.parse(layout).world_size,
+        run_update,
+        config=config,
+        vocab_size=VOCABULARY,
+        batch=synthetic_batch(config.objective, VOCABULARY, num_sequences=13),
+        cut=CUT,
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of models; weights are drawn, the same on every layout."""
+    root = tmp_path_factory.mktemp("models")
+    for family in ("olmoe", "deepseek_v3"):
+        write_model(root / family, family, seed=1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def references(pool: Pool, folders: Path) -> dict[str, StepResult]:
+    return {name: _update(pool, folders / name, "tp=1") for name in ("olmoe", "deepseek_v3")}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("olmoe", "tp=2"),
+        pytest.param("olmoe", "tp=2,pp=2,ep=2", marks=pytest.mark.full),
+        pytest.param("olmoe", "cp=2", marks=pytest.mark.full),
+        ("deepseek_v3", "tp=2"),
+        ("deepseek_v3", "cp=2"),
+        ("deepseek_v3", "tp=2,pp=2,ep=2"),
+        pytest.param("deepseek_v3", "tp=2,cp=2", marks=pytest.mark.full),
+        pytest.param("deepseek_v3", "pp=2,vpp=2", marks=pytest.mark.full),
+    ],
+)
+def test_the_update_is_that_of_one_rank(
+    pool: Pool, folders: Path, references: dict[str, StepResult], family: str, layout: str
+) -> None:
+    result = _update(pool, folders / family, layout)
+    worst = compare(references[family].gradients, result.gradients)[0]
+    assert worst[1] <= FP32_TOLERANCE, worst
+    assert result.replica_error <= FP32_TOLERANCE
+    assert_same_metrics(result, references[family])

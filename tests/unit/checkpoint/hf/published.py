@@ -1,0 +1,319 @@
+"""Small random models in the layout of the published checkpoints, without the package's map.
+
+All sizes that a wrong map could confuse differ: hidden, intermediate and heads * head_dim; query
+groups and heads; the vocabulary divides by nothing; no norm is 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+VOCABULARY = 37
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 44,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "intermediate_size": 52,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 300.0,
+    "rope_scaling": None,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "use_cache": True,
+}
+_QWEN_MOE: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 28,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.003,
+    "output_router_logits": False,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _COMMON
+    | _QWEN_MOE
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 4,
+    },
+    "qwen3": _COMMON
+    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False},
+    "qwen2_moe": _COMMON
+    | _QWEN_MOE
+    | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 36,
+        "use_sliding_window": False,
+        "sliding_window": 32,
+    },
+    "mixtral": _COMMON
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.002,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+    },
+    "olmoe": {key: value for key, value in _COMMON.items() if key != "head_dim"}
+    | {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "hidden_size": 60,  # heads * head_dim here, as there is no head_dim
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.02,
+        "attention_bias": False,
+        "clip_qkv": None,
+        "pad_token_id": None,
+        "eos_token_id": 1,
+    },
+    "deepseek_v3": {key: value for key, value in _COMMON.items() if key != "head_dim"}
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 6,
+        "q_lora_rank": 18,
+        "kv_lora_rank": 14,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 28,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.75,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_interleave": True,
+        "attention_bias": False,
+        "num_nextn_predict_layers": 0,
+        "pad_token_id": None,
+    },
+}
+
+Make = Callable[..., Tensor]
+
+
+def model_config(family: str, dtype: str = "float32", **changes: Any) -> dict[str, Any]:
+    return CONFIGS[family] | {"torch_dtype": dtype} | changes
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's published tensors."""
+    family, hidden = config["model_type"], config["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        start = f"model.layers.{layer}."
+        shapes[start + "input_layernorm.weight"] = (hidden,)
+        shapes[start + "post_attention_layernorm.weight"] = (hidden,)
+        attention = _latent_attention if family == "deepseek_v3" else _attention
+        parts = {**dict(attention(config)), **dict(_MLPS[family](config, layer))}
+        shapes |= {start + name: shape for name, shape in parts.items()}
+    return shapes
+
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def _attention(config: dict[str, Any]) -> Shapes:
+    hidden = config["hidden_size"]
+    width = config.get("head_dim", hidden // config["num_attention_heads"])
+    queries = config["num_attention_heads"] * width
+    keys = config["num_key_value_heads"] * width
+    for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+        yield f"self_attn.{part}_proj.weight", (rows, hidden)
+        if config["model_type"] == "qwen2_moe":
+            yield f"self_attn.{part}_proj.bias", (rows,)
+    yield "self_attn.o_proj.weight", (hidden, queries)
+    if config["model_type"] in ("qwen3", "qwen3_moe"):
+        yield "self_attn.q_norm.weight", (width,)
+        yield "self_attn.k_norm.weight", (width,)
+    if config["model_type"] == "olmoe":
+        yield "self_attn.q_norm.weight", (queries,)
+        yield "self_attn.k_norm.weight", (keys,)
+
+
+def _latent_attention(config: dict[str, Any]) -> Shapes:
+    hidden, heads, latent = (
+        config[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank")
+    )
+    plain, rotated, values = (
+        config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    rank = config["q_lora_rank"]
+    if rank is None:
+        yield "self_attn.q_proj.weight", (heads * (plain + rotated), hidden)
+    else:
+        yield "self_attn.q_a_proj.weight", (rank, hidden)
+        yield "self_attn.q_a_layernorm.weight", (rank,)
+        yield "self_attn.q_b_proj.weight", (heads * (plain + rotated), rank)
+    yield "self_attn.kv_a_proj_with_mqa.weight", (latent + rotated, hidden)
+    yield "self_attn.kv_a_layernorm.weight", (latent,)
+    yield "self_attn.kv_b_proj.weight", (heads * (plain + values), latent)
+    yield "self_attn.o_proj.weight", (hidden, heads * values)
+
+
+def _gated(start: str, hidden: int, width: int, names: tuple[str, str, str]) -> Shapes:
+    gate, up, down = names
+    yield f"{start}{gate}.weight", (width, hidden)
+    yield f"{start}{up}.weight", (width, hidden)
+    yield f"{start}{down}.weight", (hidden, width)
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _dense(config: dict[str, Any], layer: int) -> Shapes:
+    return _gated("mlp.", config["hidden_size"], config["intermediate_size"], _PROJECTIONS)
+
+
+def _qwen(config: dict[str, Any], layer: int) -> Shapes:
+    hidden = config["hidden_size"]
+    if layer in config["mlp_only_layers"] or (layer + 1) % config["decoder_sparse_step"]:
+        yield from _dense(config, layer)
+        return
+    yield "mlp.gate.weight", (config["num_experts"], hidden)
+    for expert in range(config["num_experts"]):
+        width = config["moe_intermediate_size"]
+        yield from _gated(f"mlp.experts.{expert}.", hidden, width, _PROJECTIONS)
+    if config["model_type"] == "qwen2_moe":
+        width = config["shared_expert_intermediate_size"]
+        yield from _gated("mlp.shared_expert.", hidden, width, _PROJECTIONS)
+        yield "mlp.shared_expert_gate.weight", (1, hidden)
+
+
+def _mixtral(config: dict[str, Any], layer: int) -> Shapes:
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    yield "block_sparse_moe.gate.weight", (config["num_local_experts"], hidden)
+    for expert in range(config["num_local_experts"]):
+        start = f"block_sparse_moe.experts.{expert}."
+        yield from _gated(start, hidden, width, ("w1", "w3", "w2"))
+
+
+def _olmoe(config: dict[str, Any], layer: int) -> Shapes:
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    yield "mlp.gate.weight", (config["num_experts"], hidden)
+    for expert in range(config["num_experts"]):
+        yield from _gated(f"mlp.experts.{expert}.", hidden, width, _PROJECTIONS)
+
+
+def _deepseek(config: dict[str, Any], layer: int) -> Shapes:
+    if layer < config["first_k_dense_replace"]:
+        yield from _dense(config, layer)
+        return
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    yield "mlp.gate.weight", (config["n_routed_experts"], hidden)
+    yield "mlp.gate.e_score_correction_bias", (config["n_routed_experts"],)
+    for expert in range(config["n_routed_experts"]):
+        yield from _gated(f"mlp.experts.{expert}.", hidden, width, _PROJECTIONS)
+    shared = config["n_shared_experts"] * width
+    yield from _gated("mlp.shared_experts.", hidden, shared, _PROJECTIONS)
+
+
+_MLPS: dict[str, Callable[[dict[str, Any], int], Shapes]] = {
+    "qwen3_moe": _qwen,
+    "qwen3": _dense,
+    "qwen2_moe": _qwen,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "deepseek_v3": _deepseek,
+}
+
+
+def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
+    """Weights of order 1 over the square root of their width; norms around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config["torch_dtype"])
+    tensors = {}
+    for name, shape in tensor_shapes(config).items():
+        noise = 0.25 * torch.randn(shape, generator=generator)
+        is_bias = name.endswith(
+            "e_score_correction_bias"
+        )  # published in fp32, whatever the rest is
+        kind = torch.float32 if is_bias else dtype
+        tensors[name] = (1.0 + noise if "norm" in name else noise).to(kind)
+    return tensors
+
+
+def write_folder(
+    path: Path, config: dict[str, Any], tensors: dict[str, Tensor], files: int = 3
+) -> Path:
+    """The published layout: config.json, `files` safetensors files and their index."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    names = sorted(tensors, key=lambda name: name[::-1])  # parts of a layer in different files
+    if files == 1:
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        return path
+    weight_map = {}
+    for number in range(files):
+        file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        chosen = names[number::files]
+        save_file({name: tensors[name] for name in chosen}, path / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(chosen, file)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+def write_model(path: Path, family: str, seed: int, files: int = 3, **changes: Any) -> Path:
+    config = model_config(family, **changes)
+    return write_folder(path, config, random_tensors(config, seed), files)
+
+
+def read_folder(path: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, by the reference implementation of safetensors."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        found = load_file(file)
+        assert not tensors.keys() & found.keys()
+        tensors |= found
+    return tensors
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    wrong = [
+        name
+        for name, tensor in expected.items()
+        if found[name].dtype != tensor.dtype
+        or found[name].shape != tensor.shape
+        or not torch.equal(found[name], tensor)
+    ]
+    assert not wrong, wrong

@@ -1,0 +1,248 @@
+"""Hugging Face folders: any part of any tensor, and every kind of damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gspo_megatron.checkpoint.hf.files import DTYPES, HfFolder
+from gspo_megatron.errors import DataError
+
+CONFIG = {"model_type": "qwen3_moe"}
+INDEX = "model.safetensors.index.json"
+
+
+def noise(dtype: torch.dtype, *shape: int, seed: int = 1) -> Tensor:
+    """Random bits, NaN and -0.0 among them where the dtype has such."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    size = (*shape[:-1], shape[-1] * dtype.itemsize) if shape else (dtype.itemsize,)
+    data = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+    return data.view(dtype) if shape else data.view(dtype).reshape(())
+
+
+def assert_same_bits(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found, expected)]
+    assert torch.equal(*flat)
+
+
+def write(folder: Path, files: dict[str, dict[str, Tensor]], **index: Any) -> Path:
+    """A folder of several files with its index; `index` replaces keys of that."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, {"format": "pt"})
+    content: dict[str, Any] = {
+        "metadata": {"total_size": sum(t.nbytes for each in files.values() for t in each.values())},
+        "weight_map": {name: file for file, each in files.items() for name in each},
+    }
+    (folder / INDEX).write_text(json.dumps(content | index))
+    return folder
+
+
+def two_files(folder: Path, **index: Any) -> Path:
+    first = {"a": noise(torch.float32, 3, 5), "b": noise(torch.bfloat16, 7)}
+    return write(folder, {"one.safetensors": first, "two.safetensors": {"c": first["b"]}}, **index)
+
+
+def problems_of(folder: Path) -> list[str]:
+    with pytest.raises(DataError) as caught:
+        HfFolder(folder)
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_is_read_as_safetensors_reads_it(tmp_path: Path, name: str) -> None:
+    tensors = {
+        "matrix": noise(DTYPES[name], 5, 7),
+        "vector": noise(DTYPES[name], 9),
+        "number": noise(DTYPES[name]),
+        "nothing": noise(DTYPES[name], 0, 4),
+    }
+    folder = HfFolder(write(tmp_path / "hf", {"x.safetensors": tensors}))
+    assert folder.tensors.keys() == tensors.keys()
+    for key, expected in load_file(tmp_path / "hf/x.safetensors").items():
+        assert_same_bits(folder.read(key), expected)
+        entry = folder.tensors[key]
+        assert (entry.dtype, entry.shape) == (expected.dtype, tuple(expected.shape))
+    assert folder.bytes == sum(t.nbytes for t in tensors.values())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(11,), (13, 6), (4, 5, 7), (2, 3, 4, 5), (5, 40_000), (3, 2, 30_000), (4_000, 700)],
+    ids=str,
+)
+def test_slices(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Short and long runs of bytes, one dimension cut or several."""
+    tensor = noise(torch.float32, *shape)
+    write(tmp_path / "hf", {"x.safetensors": {"w": tensor}})
+    drawn = random.Random(len(shape))
+    with safe_open(tmp_path / "hf/x.safetensors", "pt") as reference:
+        whole = reference.get_tensor("w")
+    folder = HfFolder(tmp_path / "hf")
+    for _ in range(20):
+        slices = []
+        for extent in shape[: drawn.randint(1, len(shape))]:
+            start = drawn.randrange(extent + 1)
+            slices.append(slice(start, drawn.randint(start, extent)))
+            if drawn.random() < 0.3:
+                slices[-1] = slice(None)
+        assert_same_bits(folder.read("w", slices), whole[tuple(slices)])
+
+
+def test_no_more_is_read_than_asked_for(tmp_path: Path) -> None:
+    """Of a tensor far larger than any memory, in a file with holes."""
+    rows, width = 1 << 21, 1 << 17  # 512 GB
+    header = {"w": {"dtype": "BF16", "shape": [rows, width], "data_offsets": [0, 2 * rows * width]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "config.json").write_text("{}")
+    place = 8 + len(text) + 2 * ((rows - 2) * width + 5)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.seek(place)
+        file.write(struct.pack("<3H", 1, 2, 3))
+        try:
+            file.truncate(8 + len(text) + 2 * rows * width)
+        except OSError:
+            pytest.skip("the file system has no files of that size")
+    part = HfFolder(tmp_path).read("w", (slice(rows - 2, rows - 1), slice(4, 9)))
+    assert part.view(torch.int16).tolist() == [[0, 1, 2, 3, 0]]
+
+
+def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
+    tensors = {"a": noise(torch.float32, 3, 5)}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "modeling_own.py").write_text("raise SystemExit('never run')")
+    folder = HfFolder(tmp_path)
+    assert_same_bits(folder.read("a"), tensors["a"])
+    assert folder.config == CONFIG
+    assert folder.generation_config is None
+    assert [file.name for file in folder.side_files] == ["config.json", "tokenizer.json"]
+
+
+def shorten(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def lengthen(file: Path) -> None:
+    with file.open("ab") as stream:
+        stream.write(b"x")
+
+
+def rename_tensor(file: Path) -> None:
+    tensors = load_file(file)
+    save_file({"d" if name == "c" else name: tensor for name, tensor in tensors.items()}, file)
+
+
+def say_other_dtype(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"BF16"', b'"E8M0"'))
+
+
+def say_other_shape(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"shape":[7]', b'"shape":[9]'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (shorten, r"two.safetensors: truncated: \d+ bytes, its header says \d+"),
+        (lengthen, r"two.safetensors: \d+ bytes, its header says \d+"),
+        (lambda file: os.truncate(file, 30), "two.safetensors: not a safetensors file, or cut off"),
+        (lambda file: os.truncate(file, 0), "two.safetensors: not a safetensors file, or cut off"),
+        (lambda file: file.write_bytes(bytes(100)), "two.safetensors: not a safetensors file"),
+        (
+            lambda file: file.write_bytes(struct.pack("<Q", 4) + b"text"),
+            "two.safetensors: not a safetensors file .its header is not JSON",
+        ),
+        (lambda file: file.unlink(), f"{INDEX}: two.safetensors, with 1 tensors, does not exist"),
+        (say_other_dtype, "two.safetensors: c: dtype E8M0; known: BOOL, "),
+        (say_other_shape, r"two.safetensors: c: 14 bytes for BF16 \[9\], which takes 18"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    tmp_path: Path, damage: Callable[[Path], object], expected: str
+) -> None:
+    import re
+
+    damage(two_files(tmp_path / "hf") / "two.safetensors")
+    (line,) = problems_of(tmp_path / "hf")
+    assert re.search(expected, line), line
+
+
+def test_files_and_index_that_differ(tmp_path: Path) -> None:
+    rename_tensor(two_files(tmp_path / "hf") / "two.safetensors")
+    missing, extra = problems_of(tmp_path / "hf")
+    assert missing.endswith("two.safetensors: c is missing")
+    assert f"two.safetensors: d is in the file, and not in {INDEX}" in extra
+
+
+def test_wrong_total(tmp_path: Path) -> None:
+    (line,) = problems_of(two_files(tmp_path / "hf", metadata={"total_size": 87}))
+    assert line.endswith(f"{INDEX}: total_size is 87, the tensors have 88 bytes")
+    assert HfFolder(two_files(tmp_path / "other", metadata={})).bytes == 88
+
+
+@pytest.mark.parametrize("name", ["../one.safetensors", "/one.safetensors"])
+def test_an_index_stays_in_its_folder(tmp_path: Path, name: str) -> None:
+    folder = two_files(tmp_path / "hf", weight_map={"a": name})
+    (line,) = problems_of(folder)
+    assert f"{INDEX}: {name!r} is not the name of a file beside it" in line
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": []}'])
+def test_an_index_without_a_map(tmp_path: Path, content: str) -> None:
+    folder = two_files(tmp_path / "hf")
+    (folder / INDEX).write_text(content)
+    assert len(problems_of(folder)) == 1
+
+
+def test_only_pickles(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    (line,) = problems_of(tmp_path)
+    assert "weights only as pickles (pytorch_model.bin)" in line
+
+
+def test_no_folder_no_weights_no_config(tmp_path: Path) -> None:
+    assert problems_of(tmp_path / "none") == [f"{tmp_path / 'none'}: no such folder"]
+    config, weights = problems_of(tmp_path)
+    assert config == f"{tmp_path / 'config.json'}: No such file or directory"
+    assert weights == f"{tmp_path}: neither model.safetensors nor {INDEX}"
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    folder = two_files(tmp_path / "hf")
+    (folder / "config.json").write_text('{"model_type": ')
+    (folder / "generation_config.json").write_text("[]")
+    shorten(folder / "one.safetensors")
+    (folder / "two.safetensors").unlink()
+    lines = problems_of(folder)
+    assert len(lines) == 4
+    for part in ("config.json: not JSON", "generation_config.json: not a JSON object"):
+        assert any(part in line for line in lines)
+
+
+def test_code_of_the_folder_is_refused_unless_asked(tmp_path: Path) -> None:
+    folder = two_files(tmp_path / "hf")
+    (folder / "config.json").write_text('{"auto_map": {"AutoModel": "own.Model"}}')
+    (line,) = problems_of(folder)
+    assert "auto_map" in line
+    assert "never run" in line
+    assert HfFolder(folder, ignore_custom_code=True).tensors.keys() == {"a", "b", "c"}

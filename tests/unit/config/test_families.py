@@ -1,0 +1,326 @@
+"""config.json of published models in our terms, and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_megatron.config import PRESETS, ModelShape, check_config, parse_config
+from gspo_megatron.config.families import FAMILIES, describe, family_of, family_of_shape
+from gspo_megatron.config.shape import shape_of
+from gspo_megatron.errors import ConfigError
+
+# Of Qwen/Qwen3-30B-A3B, as published.
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+# Of mistralai/Mixtral-8x7B-v0.1.
+MIXTRAL_8X7B: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+
+
+def shape(hf: dict[str, Any]) -> ModelShape:
+    return shape_of(describe(hf))
+
+
+def problems(hf: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        describe(hf)
+    return error.value.problems
+
+
+def test_the_preset_is_the_published_model() -> None:
+    preset = PRESETS["qwen3-30b-a3b"]
+    assert shape(QWEN3_30B_A3B) == shape_of(preset)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_models_of_a_family(name: str) -> None:
+    ours = replace(shape_of(PRESETS[name]), vocab_size=45)
+    family = family_of_shape(ours)
+    assert family.model_type == "qwen3_moe"
+    written = family.config(ours, 45)
+    assert written is not None
+    assert shape(written) == ours
+
+
+def test_mixtral() -> None:
+    found = shape(MIXTRAL_8X7B)
+    assert (found.kv_channels, found.num_query_groups) == (128, 8)
+    assert (found.moe_ffn_hidden_size, found.num_moe_experts) == (14336, 8)
+    assert found.rotary_base == 1e6 and found.max_sequence_length == 32768
+    megatron = found.megatron
+    assert megatron["moe_router_pre_softmax"] is False and megatron["qk_layernorm"] is False
+    assert megatron["moe_aux_loss_coeff"] == 0.02 and megatron["layernorm_epsilon"] == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "frequency"),
+    [
+        ({}, None),
+        ({"mlp_only_layers": [0, 3]}, [0, 1, 1, 0, 1]),
+        ({"decoder_sparse_step": 2}, [0, 1, 0, 1, 0]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [0, 0, 0, 1, 0]),
+    ],
+)
+def test_layers_with_experts(changes: dict[str, Any], frequency: list[int] | None) -> None:
+    hf = QWEN3_30B_A3B | {"num_hidden_layers": 5} | changes
+    found = shape(hf)
+    assert found.megatron.get("moe_layer_freq") == frequency
+    written = family_of(hf).config(found, 151936)
+    assert written is not None
+    assert shape(written) == found
+
+
+def test_no_layer_with_experts_is_a_dense_model() -> None:
+    hf = QWEN3_30B_A3B | {"num_hidden_layers": 2, "mlp_only_layers": [0, 1]}
+    found = shape(hf)
+    assert found.num_moe_experts is None
+    assert not [name for name in found.megatron if name.startswith("moe_")]
+
+
+def test_both_spellings_of_the_rotary_base() -> None:
+    hf = dict(QWEN3_30B_A3B)
+    del hf["rope_theta"], hf["rope_scaling"]
+    hf["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
+    assert shape(hf).rotary_base == 5e5
+    del hf["rope_parameters"]
+    assert shape(hf).rotary_base == 1e4  # what transformers takes then
+
+
+def test_what_transformers_takes_for_a_missing_key() -> None:
+    hf = {k: v for k, v in QWEN3_30B_A3B.items() if k not in ("norm_topk_prob", "head_dim")}
+    found = shape(hf)
+    assert found.megatron["moe_router_pre_softmax"] is True
+    assert found.kv_channels == 2048 // 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window = 4096"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type = 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type = 'linear'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type = 'dynamic'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"attention_bias": True}, "attention_bias = true"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"vocab_size": None}, "vocab_size: required"),
+    ],
+)
+def test_options_that_cannot_be_done_are_named(changes: dict[str, Any], named: str) -> None:
+    [line] = problems(QWEN3_30B_A3B | changes)
+    assert named in line
+
+
+def test_all_of_them_at_once() -> None:
+    hf = QWEN3_30B_A3B | {"attention_bias": True, "partial_rotary_factor": 0.5}
+    del hf["hidden_size"]
+    assert len(problems(hf)) == 3
+
+
+@pytest.mark.parametrize(
+    ("hf", "named"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "LlamaForCausalLM"),
+        ({"architectures": ["Qwen3MoeForRewards"], "model_type": "qwen3_moe"}, "ForRewards"),
+        ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({}, "null"),
+        ({"architectures": [["x"]], "model_type": ["x"]}, "unknown"),
+    ],
+)
+def test_unknown_architectures_are_named(hf: dict[str, Any], named: str) -> None:
+    [line] = problems(hf)
+    assert named in line and line.startswith("architectures = ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_experts_per_tok": 8, "topk_group": 2, "n_group": 4}, "num_experts_per_tok = 8"),
+        ({"norm_topk_prob": False}, "norm_topk_prob = false"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn'"),
+    ],
+)
+def test_deepseeks_options(changes: dict[str, Any], named: str) -> None:
+    hf = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "rms_norm_eps": 1e-6,
+    }
+    found = shape(hf)
+    assert found.megatron["moe_layer_freq"] == [0, 0, 0, 1]
+    assert found.moe_shared_expert_intermediate_size == 64
+    [line] = problems(hf | changes)
+    assert named in line
+
+
+def folder(path: Path, **changes: Any) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(QWEN3_30B_A3B | changes))
+    return path
+
+
+def config(path: Path | str, **model: Any) -> Any:
+    model = {"hf_path": str(path)} | model
+    return parse_config({"data": {"tokenizer": "none"}, "model": model})
+
+
+def test_hf_path_decides_the_shape_and_overrides_win(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", num_hidden_layers=3)
+    assert config(path).resolved_model() == shape(QWEN3_30B_A3B | {"num_hidden_layers": 3})
+    changed = config(
+        path,
+        rotary_base=2e6,
+        max_sequence_length=4096,
+        megatron={"moe_aux_loss_coeff": 0.5, "moe_router_topk": 4},
+    )
+    check_config(changed, 1)
+    found = changed.resolved_model()
+    assert (found.rotary_base, found.max_sequence_length) == (2e6, 4096)
+    assert (found.megatron["moe_aux_loss_coeff"], found.moe_router_topk) == (0.5, 4)
+
+
+def test_a_folder_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model")
+    assert config(path).resolved_model().num_layers == 48
+    (path / "config.json").write_text(json.dumps(QWEN3_30B_A3B | {"num_hidden_layers": 12}))
+    assert config(path).resolved_model().num_layers == 12
+
+
+def test_keys_that_contradict_the_folder_are_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", num_hidden_layers=4)
+    wrong = config(
+        path,
+        preset="qwen3-30b-a3b",
+        vocab_size=100,
+        tie_embeddings=True,
+        megatron={"num_layers": 8, "moe_ffn_hidden_size": 700, "qk_layernorm": False},
+    )
+    with pytest.raises(ConfigError) as error:
+        check_config(wrong, 1)
+    lines = error.value.problems
+    keys = [line.split(" = ")[0] for line in lines]
+    assert keys == [
+        "model.preset",
+        "model.vocab_size",
+        "model.tie_embeddings",
+        "model.megatron.num_layers",
+        "model.megatron.moe_ffn_hidden_size",
+        "model.megatron.qk_layernorm",
+    ]
+    assert "have 151936" in lines[1] and "have 4;" in lines[3]
+
+
+def test_what_keeps_a_folder_from_being_read(tmp_path: Path) -> None:
+    for path, named in (
+        (tmp_path / "absent", "No such file"),
+        (folder(tmp_path / "llama", model_type="llama", architectures=["Llama"]), "Llama"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            config(path).resolved_model()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        config(broken).resolved_model()
+    (broken / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        config(broken).resolved_model()
+
+
+def test_fields_that_change_the_function_are_not_dropped_in_silence() -> None:
+    for changes in (
+        {"moe_expert_capacity_factor": 1.0},
+        {"softmax_scale": 0.5},
+        {"layernorm_zero_centered_gamma": True},
+        {"moe_router_topk_scaling_factor": 2.0},
+    ):
+        ours = shape_of(PRESETS["tiny"], changes)
+        with pytest.raises(ConfigError, match=next(iter(changes))):
+            family_of_shape(ours)
+    neutral = {"moe_token_dispatcher_type": "allgather", "init_method_std": 0.1, "fp8": "hybrid"}
+    assert family_of_shape(shape_of(PRESETS["tiny"], neutral)).model_type == "qwen3_moe"
+
+
+def test_every_family_has_a_file_of_its_own() -> None:
+    assert list(FAMILIES) == [
+        "qwen3_moe",
+        "qwen3",
+        "qwen2_moe",
+        "mixtral",
+        "olmoe",
+        "deepseek_v3",
+    ]

@@ -1,0 +1,199 @@
+"""Conversion from and to Hugging Face against `cp` of the same bytes: throughput and peak memory.
+
+    python tools/bench_convert.py [--gigabytes 4] [--rounds 3] [--directory SCRATCH]
+
+A random qwen3_moe checkpoint (the widths of Qwen3-30B-A3B, fewer layers and experts) of several
+files is imported and exported again by `gspo-megatron convert`, each beside a `cp -r` of what it
+reads. What is the same for both: the source has just been read or written, so it is in the page
+cache as far as memory allows; nothing else waits to be written (`sync` before each); the time ends
+when the result is on the disk, which the conversion sees to itself and `cp` is given a `sync` for.
+The time of `cp` alone, most of whose bytes are still in memory then, is shown too. Copy and
+conversion take turns, and the last line has the median of each round's ratio. A conversion starts
+with some two seconds of imports: the larger the checkpoint, the less they count.
+
+Peak memory is the largest resident set of the converting process as the kernel counts it (wait4):
+the interpreter, torch and its libraries included, and the pages of their files too. The
+checkpoints' files are read and written, not mapped: no page of theirs is in it.
+
+It takes three times the size in scratch space, and leaves nothing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_BLOCK = 1 << 26  # bytes of noise made at once
+_COPIES = 3  # of the checkpoint on the disk at a time
+
+
+@dataclass
+class Timing:
+    """Seconds, and the largest resident set in MB."""
+
+    seconds: float
+    peak: float
+
+
+@dataclass
+class Turn:
+    """Throughput over that of cp with its sync, over that of cp alone, and the peak in MB."""
+
+    ratio: float
+    ratio_alone: float
+    peak: float
+
+
+def config_of(gigabytes: float) -> dict:
+    """config.json of a checkpoint of about that size in bf16."""
+    vocab_size = int(151_936 * min(1.0, gigabytes / 4))
+    layers, hidden, width = 4, 2048, 768
+    left = gigabytes * 1e9 - 2 * 2 * vocab_size * hidden
+    experts = max(8, round(left / (layers * 3 * 2 * hidden * width)))
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": experts,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def make_checkpoint(folder: Path, gigabytes: float) -> None:
+    """Write random bits of the published layout.
+
+    In a process of its own: a process starts out with the peak memory of the one that starts it.
+    """
+    import torch
+
+    from gspo_megatron.checkpoint.hf.arrangement import weight_map
+    from gspo_megatron.checkpoint.hf.files import HfWriter, TensorSpec
+    from gspo_megatron.config.families import describe, family_of
+    from gspo_megatron.config.shape import shape_of
+
+    config = config_of(gigabytes)
+    shape = shape_of(describe(config))
+    shapes = weight_map(family_of(config), shape, config["vocab_size"]).shapes
+    specs = {name: TensorSpec(torch.bfloat16, size) for name, size in shapes.items()}
+    total = sum(spec.bytes for spec in specs.values())
+    generator = torch.Generator().manual_seed(1)
+    with HfWriter(folder, specs, max_shard_bytes=total // 4 + 1, read_back=False) as writer:
+        for name, spec in specs.items():
+            rows = max(1, _BLOCK // (spec.bytes // spec.shape[0]))
+            for first in range(0, spec.shape[0], rows):
+                block = (min(rows, spec.shape[0] - first), *spec.shape[1:])
+                noise = torch.randint(-(2**15), 2**15, block, generator=generator).to(torch.int16)
+                writer.write(name, noise.view(torch.bfloat16), first)
+        writer.seal()
+        writer.publish({"config.json": config})
+
+
+def run(command: list[str]) -> Timing:
+    """Run it to its end with the disk idle before."""
+    os.sync()
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    said = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed:\n{said[-3000:]}")
+    return Timing(time.perf_counter() - started, usage.ru_maxrss / 1e3)
+
+
+def copy(source: Path, destination: Path) -> tuple[float, float]:
+    """Seconds of `cp -r`, and with what it leaves to be written."""
+    alone = run(["cp", "-r", str(source), str(destination)]).seconds
+    started = time.perf_counter()
+    os.sync()
+    durable = alone + time.perf_counter() - started
+    shutil.rmtree(destination)
+    return alone, durable
+
+
+def compare(direction: str, source: Path, destination: Path, total: int) -> Turn:
+    """One turn of both."""
+    alone, durable = copy(source, source.with_name("copy"))
+    command = [sys.executable, "-m", "gspo_megatron", "convert", direction]
+    timing = run([*command, str(source), str(destination)])
+    rate = total / 1e9
+    print(
+        f"  {direction:<15} {rate / timing.seconds:5.2f} GB/s, peak {timing.peak:4.0f} MB   cp + "
+        f"sync {rate / durable:5.2f} GB/s (cp alone {rate / alone:5.2f})   ratio "
+        f"{durable / timing.seconds:.2f} ({alone / timing.seconds:.2f})",
+        flush=True,
+    )
+    return Turn(durable / timing.seconds, alone / timing.seconds, timing.peak)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="of the checkpoint")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of cp and conversion")
+    parser.add_argument("--directory", type=Path, help="where to write (default: a temporary one)")
+    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.make is not None:
+        make_checkpoint(arguments.make, arguments.gigabytes)
+        return
+    if arguments.gigabytes <= 0 or arguments.rounds < 1:
+        parser.error("--gigabytes must be above 0, --rounds at least 1")
+    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="bench_convert_") as name:
+        scratch = Path(name)
+        needed = int((_COPIES + 0.1) * arguments.gigabytes * 1e9)
+        free = shutil.disk_usage(scratch).free
+        if free < needed:
+            parser.error(f"{scratch}: {needed:,} bytes needed, {free:,} are free; see --directory")
+        hf, ours, back = scratch / "hf", scratch / "ours", scratch / "back"
+        make = [sys.executable, __file__, "--make", str(hf)]
+        subprocess.run([*make, "--gigabytes", str(arguments.gigabytes)], check=True)
+        files = list(hf.glob("*.safetensors"))
+        total = sum(file.stat().st_size for file in files)
+        print(f"{total / 1e9:.2f} GB in {len(files)} files")
+        results: dict[str, list[Turn]] = {"import": [], "export": []}
+        for number in range(1, arguments.rounds + 1):
+            print(f"round {number}")
+            results["import"].append(compare("hf-to-megatron", hf, ours, total))
+            results["export"].append(compare("megatron-to-hf", ours, back, total))
+            shutil.rmtree(ours)
+            shutil.rmtree(back)
+    pairs = {}
+    for direction, turns in results.items():
+        pairs[f"ratio_{direction}"] = f"{statistics.median(turn.ratio for turn in turns):.2f}"
+    for direction, turns in results.items():
+        pairs[f"peak_{direction}_mb"] = f"{max(turn.peak for turn in turns):.0f}"
+    for direction, turns in results.items():
+        median = statistics.median(turn.ratio_alone for turn in turns)
+        pairs[f"ratio_{direction}_cp_alone"] = f"{median:.2f}"
+    print(" ".join(f"{name}={value}" for name, value in pairs.items()))
+
+
+if __name__ == "__main__":
+    main()
