@@ -19,6 +19,9 @@ from gspo_megatron.errors import UserError
 
 USER_ERROR = 2
 DEFECT = 1
+# A run that was told to stop, and is saved: sysexits.h's EX_TEMPFAIL, "try again". Whoever started
+# it, a batch script for one, starts it again with the same command.
+STOPPED = 75
 
 # What torch's stores and collectives say when a peer is gone: gloo, c10d's TCPStore, NCCL.
 _LOST_CONNECTION = re.compile(

@@ -19,7 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from gspo_megatron.cli.failures import USER_ERROR, Failure, is_lost_connection, parse_failure
+from gspo_megatron.cli.failures import (
+    STOPPED,
+    USER_ERROR,
+    Failure,
+    is_lost_connection,
+    parse_failure,
+)
 from gspo_megatron.cli.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
 from gspo_megatron.cli.rendezvous import rank_environment, reserved_port
 
@@ -39,13 +45,18 @@ def launch(
     *,
     grace_seconds: float = GRACE_SECONDS,
     settle_seconds: float = SETTLE_SECONDS,
+    saves_on_signals: bool = False,
 ) -> int:
     """Run `command` as ranks 0 to world_size - 1 of this machine and wait for all of them.
 
     `environ` is the environment they start from, os.environ unless given; `rank_environment` says
     what is added. Returns 0 when all ranks did, the code of the rank that caused the failure
     (128 + n where signal n killed it), or 128 + n after SIGINT, SIGTERM or SIGHUP to the launcher.
-    No rank outlives the call. SIGUSR1 is passed on.
+    No rank outlives the call. SIGUSR1 is passed on, and ranks that end with STOPPED after it make
+    that the code.
+
+    `saves_on_signals`: the ranks do so after SIGTERM too. It is passed on once, and they take the
+    time they need; a second one ends them.
 
     Raises UserError where MASTER_PORT is set and cannot be used.
     """
@@ -61,6 +72,7 @@ def launch(
                 ranks.append(_Rank(number, command, {**environ, **added}, events))
             pass_on_from_now()
             supervisor = _Supervisor(ranks, events, grace_seconds, settle_seconds)
+            supervisor.waits_after_sigterm = saves_on_signals
             supervisor.run()
         finally:
             for rank in ranks:
@@ -69,7 +81,9 @@ def launch(
             _restore_cursor()
         if supervisor.failed:
             return _tell(supervisor.failed, world_size)
-        return 128 + supervisor.interrupted_by if supervisor.interrupted_by else 0
+        if supervisor.interrupted_by:
+            return 128 + supervisor.interrupted_by
+        return STOPPED if any(rank.code == STOPPED for rank in ranks) else 0
 
 
 class _Rank:
@@ -191,6 +205,8 @@ class _Supervisor:
         self._deadline: float | None = None  # when the next stage of ending begins
         self._stopping = False
         self._killed = False
+        self.waits_after_sigterm = False
+        self._was_asked = False  # to save the run and end
 
     def run(self) -> None:
         """Return when every rank has ended."""
@@ -213,7 +229,12 @@ class _Supervisor:
         if self._stopping:
             rank.kill_group()
             return
-        if rank.code == 0:
+        if rank.code in (0, STOPPED):
+            return
+        if self._was_asked and rank.code == 128 + signal.SIGTERM:
+            # It was not ready for the signal yet: there is nothing to save.
+            self.interrupted_by = signal.SIGTERM
+            self._stop(signal.SIGTERM)
             return
         self.failed.append(rank)
         if rank.is_user_error():
@@ -227,6 +248,11 @@ class _Supervisor:
                 rank.send(signum)
         elif self._stopping:
             self._kill()  # asked for twice
+        elif signum == signal.SIGTERM and self.waits_after_sigterm and not self._was_asked:
+            self._was_asked = True
+            print("told to end: the run is saved first; once more ends it now", file=sys.stderr)
+            for rank in self._running:
+                rank.send(signum)
         else:
             if not self.failed:
                 self.interrupted_by = signum

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
 from gspo_megatron.cli.check import check_all
+from gspo_megatron.cli.failures import STOPPED
 from gspo_megatron.errors import UserError
 
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
+    from gspo_megatron.data.inputs import Inputs
 
 # A layout for a cluster, started by mistake on a laptop or a login node, is refused rather than
 # turned into hundreds of processes. So many are fine on any machine: small models share cores.
@@ -34,18 +36,30 @@ def add_parser(commands: Commands) -> None:
         help="ranks to start on this machine; as many as the layout asks for unless given. "
         "Under torchrun or srun leave it out",
     )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="begin a new run: the run folder must be empty or absent. Without this, the same "
+        "command goes on from the newest checkpoint in that folder",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train with the parsed arguments."""
-    return train(arguments.config, arguments.overrides, arguments.nproc)
+    return train(arguments.config, arguments.overrides, arguments.nproc, fresh=arguments.fresh)
 
 
-def train(config_path: str, overrides: Sequence[str] = (), nproc: int | None = None) -> int:
+def train(
+    config_path: str,
+    overrides: Sequence[str] = (),
+    nproc: int | None = None,
+    *,
+    fresh: bool = False,
+) -> int:
     """Be a rank where the environment says so, else be the only one, or launch them all here.
 
-    Returns the exit code. Raises UserError for everything that is wrong with the configuration,
-    before any process group or other process exists.
+    Returns the exit code. Raises UserError for everything that is wrong with the configuration or
+    the run that it would go on with, before any process group or other process exists.
     """
     from gspo_megatron.config import check_config, load_config
 
@@ -54,18 +68,46 @@ def train(config_path: str, overrides: Sequence[str] = (), nproc: int | None = N
     config = load_config(config_path, overrides)
     world_size = decide_world_size(config, nproc, rank_of)
     if rank_of is None:
-        check_all(config, world_size)  # with the input files: torch is not even imported yet
+        inputs = check_all(config, world_size)  # torch is not even imported yet
+        if _is_finished(config, inputs, fresh):
+            return 0
     else:
         check_config(config, world_size, for_training=True)
     if rank_of is None and world_size > 1:
         from gspo_megatron.cli.launch import launch
 
         rank_command = [sys.executable, "-m", "gspo_megatron", "train", config_path, *overrides]
-        return launch(rank_command, world_size)
+        if fresh:
+            rank_command.append("--fresh")
+        # A run that saves itself when it is told to stop takes as long as its step does.
+        return launch(rank_command, world_size, saves_on_signals=config.checkpoint.interval > 0)
     from gspo_megatron.train.run import run_training
 
-    run_training(config)
-    return 0
+    return 0 if run_training(config, fresh=fresh) else STOPPED
+
+
+def _is_finished(config: Config, inputs: Inputs | None, fresh: bool) -> bool:
+    """Whether the run folder holds this run, done; says so, and adds a report that is missing.
+
+    Raises UserError where the run in the folder is not one to go on with, or a new one could not
+    begin with the weights that it names.
+    """
+    from gspo_megatron.checkpoint.resume import check_given, finished_text, preview, run_folder
+    from gspo_megatron.data.inputs import model_vocab_size
+
+    start = preview(config, fresh=fresh)
+    if start.state is None and config.model.checkpoint_path is not None:
+        assert inputs is not None, "checked without its files"
+        check_given(config, model_vocab_size(config, inputs.tokenizer))
+    if start.state is None or not start.is_finished:
+        return False
+    folder = run_folder(config)
+    if config.logging.plots and not (folder / "report.html").exists():  # killed just before
+        from gspo_megatron.observe.report import finish_run
+
+        finish_run(folder)
+    print(finished_text(config, start.state), flush=True)
+    return True
 
 
 def decide_world_size(config: Config, nproc: int | None, rank_of: int | None) -> int:

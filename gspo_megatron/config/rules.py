@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
+from gspo_megatron.config.hf_rules import hf_problems
 from gspo_megatron.config.objectives import objective_problems
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.config.problems import problem
@@ -330,13 +330,32 @@ def routing_can_be_replayed(plan: Plan) -> Iterator[str]:
     yield from routing_problems(plan.config, plan.shape)
 
 
-def features_exist(plan: Plan) -> Iterator[str]:
-    unbuilt: tuple[tuple[str, Any, Any], ...] = (
-        ("checkpoint.interval", plan.config.checkpoint.interval, 0),
-    )
-    for key, value, only in unbuilt:
-        if value != only:
-            yield problem(key, value, f"not built yet; legal: {only}")
+def weights_have_one_source(plan: Plan) -> Iterator[str]:
+    model = plan.config.model
+    if model.checkpoint_path is not None and model.hf_path is not None:
+        yield problem(
+            "model.checkpoint_path",
+            model.checkpoint_path,
+            f"the weights would come from model.hf_path = {model.hf_path!r} too; legal: null, or "
+            "leave model.hf_path out",
+        )
+
+
+def hf_path_decides_the_shape(plan: Plan) -> Iterator[str]:
+    yield from hf_problems(plan.config.model, plan.shape)
+
+
+def best_checkpoints_are_known(plan: Plan) -> Iterator[str]:
+    section, training = plan.config.checkpoint, plan.config.training
+    if not (section.keep_best and section.best_metric.startswith("evaluation/")):
+        return
+    if training.evaluation_interval == 0:
+        yield problem(
+            "checkpoint.keep_best",
+            section.keep_best,
+            f"no checkpoint before the last has {section.best_metric}; legal: 0, or set "
+            "training.evaluation_interval",
+        )
 
 
 def _must_divide(name: str, size: int) -> str:
@@ -362,5 +381,7 @@ RULES: tuple[Rule, ...] = (
     learning_rates_agree,
     prompts_are_given,
     routing_can_be_replayed,
-    features_exist,
+    weights_have_one_source,
+    hf_path_decides_the_shape,
+    best_checkpoints_are_known,
 )

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gspo_megatron.config.algorithm import ObjectiveSection, RoutingSection
+from gspo_megatron.config.checkpointing import CheckpointSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
 from gspo_megatron.config.section import ImportPath, NotNegative, Positive, Section, Text
 from gspo_megatron.config.shape import ModelShape, resolve_shape
@@ -24,6 +25,11 @@ class ModelSection(Section):
     )
     hf_path: Text | None = Field(
         None, description="Hugging Face folder with the weights to start from; null: random weights"
+    )
+    checkpoint_path: Text | None = Field(
+        None,
+        description="a checkpoint of ours with the weights to start from; of a run folder, or of "
+        "its checkpoints folder, the newest; null: random weights",
     )
     backend: Literal["auto", "torch_native", "transformer_engine"] = Field(
         "auto",
@@ -212,15 +218,27 @@ class TrainingSection(Section):
     recompute: Literal["none", "full", "selective"] = Field(
         "none", description="activations recomputed in the backward pass to save memory"
     )
+    dump_batches: NotNegative = Field(
+        0,
+        description="the inputs of the last so many steps are kept in the run folder, for "
+        "`verify --from-dump`; 0: none",
+    )
+    hang_timeout_seconds: NotNegative = Field(
+        1200,
+        description="so long a rank may stand still before the run is ended, with the stacks of "
+        "every rank; 0: for ever",
+    )
+    stop_margin_seconds: NotNegative = Field(
+        300,
+        description="time left of a Slurm job, besides that of the longest step so far, at which "
+        "the run is saved and stops",
+    )
+    idle_restarts: NotNegative = Field(
+        3, description="restarts of a Slurm job at the same point of the run; one more ends it"
+    )
     warm_start: WarmStartSection = Field(
         default_factory=WarmStartSection, description="supervised steps before RL"
     )
-
-
-class CheckpointSection(Section):
-    """Saving and resuming."""
-
-    interval: NotNegative = Field(0, description="steps between checkpoints; 0: none")
 
 
 class LoggingSection(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gspo_megatron.observe.records import RL, WARM_START
+from gspo_megatron.observe.records import FINE_TUNING, PRETRAINING, RL, WARM_START
 
 QUANTILES = ("min", "p01", "p50", "p99", "max")
 
@@ -160,6 +160,27 @@ PAGES = (
             ACCURACY,
         ),
         phase=WARM_START,
+    ),
+    *(
+        Page(
+            phase,
+            title,
+            (
+                Panel(
+                    "Loss",
+                    "cross-entropy, nats per token",
+                    (("loss", "batch"), ("evaluation/loss", "held out")),
+                ),
+                GRAD_NORM,
+                Panel("Learning rate", "learning rate", (("lr", "learning rate"),), noisy=False),
+                THROUGHPUT,
+            ),
+            phase=phase,
+        )
+        for phase, title in (
+            (PRETRAINING, "Pre-training"),
+            (FINE_TUNING, "Supervised fine-tuning"),
+        )
     ),
 )
 

@@ -1,6 +1,6 @@
 """Reading the line-by-line JSON files of a run folder.
 
-A metric record is a flat dict: `step`, an optional `phase` ("rl" when absent, or "warm_start"), and
+A metric record is a flat dict: `step`, an optional `phase` ("rl" when absent), and
 figures under nested names such as "ratio/sequence/p50". A figure that was not finite is null.
 """
 
@@ -18,6 +18,7 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 RL = "rl"
 WARM_START = "warm_start"
+PRETRAINING, FINE_TUNING = "pretrain", "sft"  # runs of their own
 
 Record = dict[str, Any]
 

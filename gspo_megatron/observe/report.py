@@ -16,11 +16,12 @@ from rich.console import Console
 from gspo_megatron.errors import UserError
 from gspo_megatron.observe import formats, html
 from gspo_megatron.observe.plots import plot_comparison, plot_run
-from gspo_megatron.observe.records import RL, WARM_START, Record, read_samples
+from gspo_megatron.observe.records import WARM_START, Record, read_samples
 from gspo_megatron.observe.runs import Run, groups, load_runs
 from gspo_megatron.observe.streams import SafeStream
 from gspo_megatron.observe.summary import (
     Row,
+    main_phase,
     steps_done,
     summarize,
     summary_renderable,
@@ -83,7 +84,7 @@ def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool
 
 def _single(run: Run, out: Path) -> tuple[str, list[str]]:
     pictures = plot_run(run.path, out)
-    rows = summarize(run.records)
+    rows = summarize(run.records, main_phase(run.records))
     body = [html.heading(run.name, str(run.path)), html.tiles(_tiles(run, rows))]
     body.append(html.section("Figures", html.card(_single_table(rows))))
     if pictures:
@@ -116,7 +117,7 @@ def _tiles(run: Run, rows: Sequence[Row]) -> list[tuple[str, str]]:
         for row in rows[:2]
         if row.last is not None
     ]
-    tiles.append(("steps", f"{steps_done(run.records, RL):,}"))
+    tiles.append(("steps", f"{steps_done(run.records, main_phase(run.records)):,}"))
     warm = steps_done(run.records, WARM_START)
     if warm:
         tiles.append(("warm start steps", f"{warm:,}"))

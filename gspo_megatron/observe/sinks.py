@@ -12,7 +12,9 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from gspo_megatron.observe.records import (
+    FINE_TUNING,
     METRICS_FILE,
+    PRETRAINING,
     RL,
     SAMPLES_FILE,
     WARM_START,
@@ -24,7 +26,7 @@ from gspo_megatron.observe.records import (
 from gspo_megatron.types import Sample
 
 # The order in which a run goes through its phases: a later one is undone with an earlier step.
-_PHASES = (WARM_START, RL)
+_PHASES = (PRETRAINING, FINE_TUNING, WARM_START, RL)
 _TAIL_BLOCK = 65536  # bytes read at a time when looking for the start of the last line
 
 
@@ -46,6 +48,10 @@ class JsonLinesWriter(AbstractContextManager):  # type: ignore[type-arg]
         # Sampled text may hold lone surrogates, which are not UTF-8; losing them loses no figure.
         self._file.write(line.encode("utf-8", errors="replace") + b"\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk. Raises OSError."""
+        os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int, phase: str = RL) -> None:
         """Drop everything written after `step` of `phase`, in order to go on from there.

@@ -13,7 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from gspo_megatron.observe import formats
-from gspo_megatron.observe.records import RL, WARM_START, Record, phase_of, read_metrics, series
+from gspo_megatron.observe.records import (
+    FINE_TUNING,
+    PRETRAINING,
+    RL,
+    WARM_START,
+    Record,
+    phase_of,
+    read_metrics,
+    series,
+)
 
 
 @dataclass(frozen=True)
@@ -48,21 +57,34 @@ _FIGURES = (
     _Figure("tokens/s", ("perf/tokens_per_second",), max, formats.number),
     _Figure("step time", ("perf/step_seconds",), min, formats.duration),
 )
+# Of pre-training and fine-tuning.
+_SUPERVISED = (
+    _Figure("held-out loss", ("evaluation/loss",), min, formats.number),
+    *(figure for figure in _FIGURES if figure.name in ("loss", "gradient norm", "tokens/s")),
+    _FIGURES[-1],
+)
 
 
-def summarize(records: Sequence[Record]) -> list[Row]:
-    """The main figures of the RL phase of a run, in a fixed order; one row each, present or not.
+def main_phase(records: Sequence[Record]) -> str:
+    """The phase that a run is about."""
+    phases = {phase_of(record) for record in records}
+    return next((phase for phase in (PRETRAINING, FINE_TUNING) if phase in phases), RL)
+
+
+def summarize(records: Sequence[Record], phase: str = RL) -> list[Row]:
+    """The main figures of a phase of a run, in a fixed order; one row each, present or not.
 
     Values that are not finite are never the best.
     """
-    return [_row(records, figure) for figure in _FIGURES]
+    figures = _FIGURES if phase == RL else _SUPERVISED
+    return [_row(records, figure, phase) for figure in figures]
 
 
 def wall_seconds(records: Sequence[Record]) -> float | None:
     """Seconds spent in the steps of all phases; None when the run did not time them."""
     seconds = [
         value
-        for phase in (WARM_START, RL)
+        for phase in (PRETRAINING, FINE_TUNING, WARM_START, RL)
         for value in series(records, "perf/step_seconds", phase)[1]
         if math.isfinite(value)
     ]
@@ -98,7 +120,7 @@ def summary_renderable(run_dir: str | Path) -> Table:
     table.add_column("")
     for name in ("first", "last", "best", "at step"):
         table.add_column(name, justify="right", style="bold" if name == "last" else None)
-    for row in summarize(records):
+    for row in summarize(records, main_phase(records)):
         name = row.name + (f" (not finite at {row.not_finite} steps)" if row.not_finite else "")
         step = formats.MISSING if row.best_step is None else str(row.best_step)
         values = (row.write(value) for value in (row.first, row.last, row.best))
@@ -108,16 +130,16 @@ def summary_renderable(run_dir: str | Path) -> Table:
 
 
 def _title(run_dir: Path, records: Sequence[Record]) -> str:
-    title = f"{run_dir.resolve().name}: {steps_done(records)} steps"
+    title = f"{run_dir.resolve().name}: {steps_done(records, main_phase(records))} steps"
     warm = steps_done(records, WARM_START)
     return title + (f" after a warm start of {warm}" if warm else "")
 
 
-def _row(records: Sequence[Record], figure: _Figure) -> Row:
+def _row(records: Sequence[Record], figure: _Figure, phase: str) -> Row:
     steps: list[int] = []
     values: list[float] = []
     for key in figure.keys:
-        steps, values = series(records, key)
+        steps, values = series(records, key, phase)
         if values:
             break
     finite = [(step, value) for step, value in zip(steps, values) if math.isfinite(value)]

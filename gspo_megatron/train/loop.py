@@ -1,119 +1,48 @@
-"""The order of things: warm start, evaluation, RL steps."""
+"""RL: evaluation, and steps of rolling out, scoring, updating and writing down."""
 
 from __future__ import annotations
 
-import math
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
 
-from gspo_megatron.config import Config
 from gspo_megatron.config.objectives import resolve_objective
-from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.models.build import Policy
-from gspo_megatron.models.optimizer import Schedule, build_trainer
-from gspo_megatron.objectives import Objective
-from gspo_megatron.rollout.engine import RolloutEngine, Sampling
+from gspo_megatron.models.optimizer import build_trainer
+from gspo_megatron.observe.records import RL
+from gspo_megatron.rollout.engine import Sampling
+from gspo_megatron.train.dumps import StepDumps
 from gspo_megatron.train.exchange import exchange, index_step
-from gspo_megatron.train.experience import ExperienceCollector
+from gspo_megatron.train.job import Job, held_out
 from gspo_megatron.train.plan import MiniBatch, plan_step
-from gspo_megatron.train.record import RunRecord
-from gspo_megatron.train.schedule import MicroBatchBuilder
-from gspo_megatron.train.step import PolicyUpdater
-from gspo_megatron.train.warm_start import SupervisedUpdater, micro_batch_multiple
+from gspo_megatron.train.rollout_buffer import RolloutBuffer
+from gspo_megatron.train.step import PolicyUpdater, learning_rates
+from gspo_megatron.train.warm_start import micro_batch_multiple
 from gspo_megatron.types import Prompt
 
-# Steps between two looks at the held-out accuracy during a warm start that has a target.
-LOOK_EVERY = 5
-
-
-@dataclass
-class Job:
-    """A run's parts, as `train.run` puts them together."""
-
-    config: Config
-    policy: Policy
-    inputs: Inputs
-    engine: RolloutEngine
-    collector: ExperienceCollector
-    builder: MicroBatchBuilder
-    objective: Objective
-    record: RunRecord
-
-
-def held_out(job: Job) -> dict[str, float]:
-    """Greedy answers to the held-out prompts; nothing without such prompts."""
-    config = job.config
-    prompts = job.inputs.evaluation[: config.training.evaluation_prompts]
-    if not prompts:
-        return {}
-    greedy = Sampling(
-        config.rollout.max_response_tokens, temperature=0.0, stop=tuple(config.rollout.stop)
-    )
-    return job.collector.evaluate(prompts, greedy, config.training.seed)
-
-
-def warm_start(job: Job) -> None:
-    """Supervised steps on prompt and answer, with an optimizer of their own."""
-    config = job.config
-    section = config.training.warm_start
-    if section.steps == 0:
-        return
-    schedule = Schedule(
-        section.learning_rate,
-        section.learning_rate,
-        section.warmup_steps,
-        section.steps,
-        "constant",
-    )
-    trainer = build_trainer(job.policy, config.optimizer, schedule)
-    updater = SupervisedUpdater(
-        job.policy, trainer, job.builder, config.training.micro_batch_tokens
-    )
-    prompts = job.inputs.supervised
-    tokenizer = job.inputs.tokenizer
-    answers = [(*tokenizer.encode(p.answer), tokenizer.eos_id) for p in prompts]
-    loader = PromptLoader(len(prompts), section.batch_size, config.training.seed, shuffle=True)
-    with job.record.progress(section.steps, "warm start (supervised)") as progress:
-        for step in range(1, section.steps + 1):
-            chosen = loader.next()
-            metrics = updater.update(
-                [prompts[i].token_ids for i in chosen], [answers[i] for i in chosen]
-            )
-            if section.target_accuracy and step % LOOK_EVERY == 0:
-                metrics |= held_out(job)
-            job.record.write("warm_start", step, metrics)
-            progress.update(step, metrics)
-            if metrics.get("evaluation/accuracy", 0.0) >= (section.target_accuracy or math.inf):
-                progress.note(f"held-out accuracy {metrics['evaluation/accuracy']:.3f}: enough")
-                return
+# A warning that is given once in a run, resumed or not.
+_NOISE = "ratio/noise_floor"
 
 
 class ReinforcementLoop:
     """RL steps: roll out, score, update, write down."""
 
     def __init__(self, job: Job) -> None:
+        """Goes on where the run's checkpoint was taken, if it is one of this phase."""
         self.job, self.config = job, job.config
         config = job.config
-        updates_per_step = config.objective.mini_batches
-        schedule = Schedule(
-            peak=config.optimizer.learning_rate,
-            floor=config.optimizer.min_learning_rate,
-            warmup=config.optimizer.warmup_steps * updates_per_step,
-            total=config.training.steps * updates_per_step,
-            decay=config.optimizer.decay,
-        )
-        trainer = build_trainer(job.policy, config.optimizer, schedule)
-        rollout = config.rollout
+        rollout, needs_reference = config.rollout, job.objective.needs_reference
+        if needs_reference:
+            job.checkpoints.begin_reference()
+        self.trainer = build_trainer(job.policy, config.optimizer, learning_rates(config))
         self.updater = PolicyUpdater(
-            job.policy, trainer, job.builder, job.objective, config.objective, config.routing
+            job.policy, self.trainer, job.builder, job.objective, config.objective, config.routing
         )
-        self.noise_was_said = False
+        if needs_reference:
+            job.checkpoints.end_reference()
         self.sampling = Sampling(
             max_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,
@@ -128,32 +57,42 @@ class ReinforcementLoop:
             shuffle=config.data.shuffle,
         )
         self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.done = job.checkpoints.restore(RL, self.trainer, self.loader)
+        # of the step after those, where the run stopped in the middle of it
+        self.rollouts = job.checkpoints.restored_rollouts()
+        self.dumps = StepDumps(config, job.policy, job.record)
 
     def run(self) -> None:
-        """All steps of the configuration, with evaluations before, between and after."""
+        """The steps of the configuration that are not done yet, with evaluations before, between
+        and after. Raises StopRun where the run was told to stop, and is saved."""
         steps, interval = self.config.training.steps, self.config.training.evaluation_interval
-        record = self.job.record
-        with record.progress(steps, self.job.objective.name) as progress:
-            before = held_out(self.job)
-            if before:
-                record.write("rl", 0, before)
-                progress.note(f"held-out accuracy before RL: {before['evaluation/accuracy']:.3f}")
-                progress.update(0, before)
-            for step in range(1, steps + 1):
+        record, checkpoints = self.job.record, self.job.checkpoints
+        with record.progress(steps, self.job.objective.name, self.done) as progress:
+            if self.done == 0 and self.rollouts is None:
+                before = held_out(self.job)
+                if before:
+                    record.write(RL, 0, before)
+                    accuracy = before["evaluation/accuracy"]
+                    progress.note(f"held-out accuracy before RL: {accuracy:.3f}")
+                    progress.update(0, before)
+            for step in range(self.done + 1, steps + 1):
                 metrics = self.step(step)
                 if step == steps or (interval and step % interval == 0):
                     metrics |= held_out(self.job)
-                record.write("rl", step, metrics)
+                record.write(RL, step, metrics)
                 progress.update(step, metrics)
                 warning = self._noise_warning(metrics)
                 if warning:
                     progress.note(warning)
+                checkpoints.end_of_step(
+                    RL, step, self.trainer, self.loader, metrics, is_last=step == steps
+                )
 
     def _noise_warning(self, metrics: dict[str, float]) -> str | None:
         """Said once, when the clip range lies inside what the sequence ratios would vary by without
         any learning: there the clip cuts noise."""
-        section = self.config.objective
-        if self.noise_was_said or section.import_path is not None:
+        section, said = self.config.objective, self.job.checkpoints.said
+        if _NOISE in said or section.import_path is not None:
             return None
         recipe, floor = resolve_objective(section), metrics["ratio/noise_floor"]
         if not recipe.clips_sequences:
@@ -161,7 +100,7 @@ class ReinforcementLoop:
         narrow = min(recipe.parameters["clip_low"], recipe.parameters["clip_high"])
         if floor <= narrow:
             return None
-        self.noise_was_said = True
+        said.append(_NOISE)
         if section.old_logprobs == "rollout":
             advice = "widen objective.clip_low and clip_high, or set old_logprobs = recompute"
         else:
@@ -177,36 +116,48 @@ class ReinforcementLoop:
     def step(self, step: int) -> dict[str, float]:
         """One RL step. Returns its metrics, the same on every rank."""
         start = time.perf_counter()
-        job, config = self.job, self.config
-        seed = (config.training.seed << 32) + step
-        experience = job.collector.collect(self._draw, self.sampling, seed)
-        index = index_step(experience.batch, experience.rewards, self.data_group)
+        job = self.job
+        rollouts = self._roll_out(step)
+        self.dumps.write(step, rollouts)
+        index = index_step(rollouts.batch, rollouts.rewards, self.data_group)
         plan = self._plan(index.lengths, index.response_lengths)
         sequences = exchange(
-            experience.batch,
+            rollouts.batch,
             index,
             self._destinations(plan, len(index.lengths)),
             self.data_group,
-            experience.token_advantages,
+            rollouts.token_advantages,
         )
         update = self.updater.update(sequences, index, plan)
         sync_start = time.perf_counter()
         job.engine.update_weights()
         now = time.perf_counter()
-        metrics = experience.metrics | update.metrics
+        metrics = rollouts.metrics | update.metrics
         metrics["ratio/noise_floor"] = metrics.pop("ratio/noise_floor_squared") ** 0.5
         metrics |= {
             "perf/step_seconds": now - start,
-            "perf/rollout_seconds": experience.rollout_seconds,
+            "perf/rollout_seconds": rollouts.rollout_seconds,
             "perf/logprob_seconds": update.seconds["logprob"],
             "perf/train_seconds": update.seconds["train"],
             "perf/sync_seconds": now - sync_start,
-            "perf/tokens_per_second": experience.num_tokens / (now - start),
+            "perf/tokens_per_second": rollouts.num_tokens / (now - start),
             "perf/peak_memory_bytes": peak_memory_bytes(),
         }
-        if job.record.is_main:
-            job.record.write_samples(step, *job.collector.samples(experience))
+        job.record.write_samples(step, rollouts.samples, rollouts.sample_rewards)
         return metrics
+
+    def _roll_out(self, step: int) -> RolloutBuffer:
+        """The step's responses with their rewards: sampled now, or before the run was stopped."""
+        rollouts, self.rollouts = self.rollouts, None
+        if rollouts is not None:
+            return rollouts
+        job = self.job
+        seed = (self.config.training.seed << 32) + step
+        experience = job.collector.collect(self._draw, self.sampling, seed)
+        shown = job.collector.samples(experience) if job.record.is_main else ([], [])
+        rollouts = RolloutBuffer.of(experience, shown)
+        job.checkpoints.after_rollouts(step, self.trainer, self.loader, rollouts)
+        return rollouts
 
     def _draw(self) -> list[Prompt]:
         """The next prompts, the same on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,25 +21,52 @@ from gspo_megatron.types import Sample
 class RunRecord:
     """Metrics, samples, trackers and the progress display; inert on all ranks but the main one."""
 
-    def __init__(self, config: Config, is_main: bool) -> None:
+    def __init__(
+        self, config: Config, is_main: bool, resumed_at: tuple[str, int] | None = None
+    ) -> None:
+        """`resumed_at`: phase and step that the run goes on from. What was written down after them
+        is dropped; without them an earlier run of the same name is moved aside.
+
+        Raises DataError where the metrics of the earlier run are damaged.
+        """
         self.is_main = is_main
         self.folder = Path(str(config.logging.dir))
         self.plots = config.logging.plots
+        self._progress: Progress | None = None
         if not is_main:
             return
-        self._keep_earlier_run()
+        if resumed_at is None:
+            self._keep_earlier_run()
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / "config.resolved.yaml", to_yaml(config).encode())
         write_environment(self.folder)
         self._metrics = MetricsWriter(self.folder)
         self._samples = SampleWriter(self.folder)
+        if resumed_at is not None:
+            phase, step = resumed_at
+            self._metrics.truncate_after(step, phase)
+            self._samples.truncate_after(step, phase)
         self._trackers = open_trackers(
             config.logging.trackers, self.folder, config.model_dump(mode="json")
         )
 
-    def progress(self, total: int, title: str) -> Progress:
-        """A progress display of one phase."""
-        return Progress(total, title, enabled=self.is_main)
+    def progress(self, total: int, title: str, done: int = 0) -> Progress:
+        """A progress display of one phase, of which `done` steps were finished before."""
+        self._progress = Progress(total, title, enabled=self.is_main, initial_step=done)
+        return self._progress
+
+    def note(self, text: str) -> None:
+        """Show a line that stays; on the main rank."""
+        if self._progress is not None:
+            self._progress.note(text)
+        elif self.is_main:
+            print(text, file=sys.stderr, flush=True)
+
+    def sync(self) -> None:
+        """Wait until what was written so far is on the disk: a checkpoint must not outlive it."""
+        if self.is_main:
+            self._metrics.sync()
+            self._samples.sync()
 
     def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:
         """One step's figures."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -9,12 +10,61 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.packing import BatchShape
 from gspo_megatron.models.build import Policy
-from gspo_megatron.models.optimizer import Trainer, zero_gradients
+from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
+from gspo_megatron.observe.records import WARM_START
+from gspo_megatron.train.job import Job, held_out
 from gspo_megatron.train.metrics import StepFigures, share_with_all_stages
 from gspo_megatron.train.plan import MiniBatch, plan_step
 from gspo_megatron.train.schedule import MicroBatch, MicroBatchBuilder, forward_backward
+
+# Steps between two looks at the held-out accuracy during a warm start that has a target.
+LOOK_EVERY = 5
+
+
+def warm_start(job: Job) -> None:
+    """Supervised steps on prompt and answer, with an optimizer of their own; those that are not
+    done yet. Raises StopRun where the run was told to stop, and is saved."""
+    config = job.config
+    section = config.training.warm_start
+    if section.steps == 0 or job.checkpoints.is_past(WARM_START):
+        return
+    schedule = Schedule(
+        section.learning_rate,
+        section.learning_rate,
+        section.warmup_steps,
+        section.steps,
+        "constant",
+    )
+    trainer = build_trainer(job.policy, config.optimizer, schedule)
+    updater = SupervisedUpdater(
+        job.policy, trainer, job.builder, config.training.micro_batch_tokens
+    )
+    prompts = job.inputs.supervised
+    tokenizer = job.inputs.tokenizer
+    answers = [(*tokenizer.encode(p.answer), tokenizer.eos_id) for p in prompts]
+    loader = PromptLoader(len(prompts), section.batch_size, config.training.seed, shuffle=True)
+    done = job.checkpoints.restore(WARM_START, trainer, loader)
+    target = section.target_accuracy or math.inf
+    with job.record.progress(section.steps, "warm start (supervised)", done) as progress:
+        for step in range(done + 1, section.steps + 1):
+            chosen = loader.next()
+            metrics = updater.update(
+                [prompts[i].token_ids for i in chosen], [answers[i] for i in chosen]
+            )
+            if section.target_accuracy and step % LOOK_EVERY == 0:
+                metrics |= held_out(job)
+            job.record.write(WARM_START, step, metrics)
+            progress.update(step, metrics)
+            enough = metrics.get("evaluation/accuracy", 0.0) >= target
+            if enough:
+                progress.note(f"held-out accuracy {metrics['evaluation/accuracy']:.3f}: enough")
+            is_last = enough or step == section.steps
+            job.checkpoints.end_of_step(WARM_START, step, trainer, loader, metrics, is_last=is_last)
+            if is_last:
+                return
 
 
 class SupervisedUpdater:

@@ -1,0 +1,130 @@
+"""manifest.json: size and CRC-32 of every file of a checkpoint, written last of all.
+
+A folder without one is no checkpoint; with it, every file can be told to be whole, cut short,
+altered, missing or foreign.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+FORMAT = "gspo-megatron checkpoint"
+VERSION = 1
+
+_BLOCK = 1 << 22  # bytes read at a time
+
+
+class ManifestError(ValueError):
+    """A manifest that cannot be read as one; the message begins with the file's name."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a manifest says of one file."""
+
+    bytes: int
+    crc32: str  # 8 hexadecimal digits
+
+
+Files = dict[str, FileRecord]  # by the path inside the checkpoint, with / on every system
+
+
+def record_of(path: Path) -> FileRecord:
+    """Size and checksum of a file as it is now."""
+    checksum, size = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+            size += len(block)
+    return FileRecord(size, f"{checksum:08x}")
+
+
+def files_below(folder: Path) -> list[str]:
+    """The paths of all files inside a checkpoint but its manifest, sorted."""
+    found = (path for path in folder.rglob("*") if not path.is_dir())
+    return sorted(name for p in found if (name := p.relative_to(folder).as_posix()) != MANIFEST)
+
+
+def dump_manifest(files: Mapping[str, FileRecord]) -> bytes:
+    """The contents of manifest.json."""
+    table = {
+        name: {"bytes": record.bytes, "crc32": record.crc32}
+        for name, record in sorted(files.items())
+    }
+    whole = {"format": FORMAT, "version": VERSION, "files": table}
+    return (json.dumps(whole, indent=1) + "\n").encode()
+
+
+def read_manifest(folder: Path) -> Files:
+    """The files of a checkpoint as its manifest has them. Raises ManifestError."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise ManifestError(f"{MANIFEST}: missing") from None
+    except OSError as error:
+        raise ManifestError(f"{MANIFEST}: cannot be read: {error.strerror or error}") from error
+    except ValueError:
+        raise ManifestError(f"{MANIFEST}: damaged, it is not JSON") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ManifestError(f"{MANIFEST}: not that of a {FORMAT}")
+    version = content.get("version")
+    if version != VERSION:
+        raise ManifestError(
+            f"{MANIFEST}: of version {version!r}, this program reads version {VERSION}"
+        )
+    try:
+        return {
+            str(name): FileRecord(int(record["bytes"]), str(record["crc32"]))
+            for name, record in content["files"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ManifestError(f"{MANIFEST}: damaged, its list of files is malformed") from None
+
+
+def find_damage(
+    folder: Path,
+    *,
+    share: tuple[int, int] = (0, 1),
+    contents: bool = True,
+    only: Callable[[str], bool] | None = None,
+) -> list[str]:
+    """What is wrong with a checkpoint, one line a file; nothing for a whole one.
+
+    `share` (rank, size): every size-th file is looked at, so that many ranks read a large
+    checkpoint together. Without `contents` sizes alone are. `only` leaves out the files that it is
+    false for.
+    """
+    rank, size = share
+    wanted = only or (lambda _: True)
+    try:
+        files = read_manifest(folder)
+    except ManifestError as error:
+        return [str(error)] if rank == 0 else []
+    damage = []
+    for name in sorted(filter(wanted, files))[rank::size]:
+        wrong = _damage_of(folder / name, files[name], contents=contents)
+        damage += [] if wrong is None else [f"{name}: {wrong}"]
+    if rank == 0:
+        foreign = [name for name in files_below(folder) if name not in files and wanted(name)]
+        damage += [f"{name}: foreign, the manifest does not list it" for name in foreign]
+    return damage
+
+
+def _damage_of(path: Path, wanted: FileRecord, *, contents: bool) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != wanted.bytes:
+            manner = "cut short" if size < wanted.bytes else "too long"
+            return f"{manner}, it has {size:,} of {wanted.bytes:,} bytes"
+        if contents and record_of(path).crc32 != wanted.crc32:
+            return "altered, its checksum is not the manifest's"
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None

@@ -1,0 +1,192 @@
+"""What a run begins with: an earlier one's newest whole checkpoint, given weights, or nothing.
+
+The same command goes on with the run in its folder; nothing here imports torch, so that a refusal
+comes before anything is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
+from gspo_megatron.checkpoint.manifest import MANIFEST, find_damage
+from gspo_megatron.checkpoint.run_state import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    RunState,
+    fingerprints,
+    read_model,
+)
+from gspo_megatron.config import Config
+from gspo_megatron.config.changes import find_changes
+from gspo_megatron.config.problems import problem
+from gspo_megatron.config.stages import StageConfig
+from gspo_megatron.config.yaml_text import YamlError, parse_yaml
+from gspo_megatron.errors import ConfigError, DataError, UserError
+
+_LINES_SHOWN = 8  # of one checkpoint's damage
+# Of a model's shape, what its weights do not depend on; the vocabulary is looked at by itself.
+_NOT_IN_THE_WEIGHTS = ("max_sequence_length", "vocab_size", "megatron")
+
+Damage = Mapping[str, Sequence[str]]  # what is wrong, by the checkpoint's name
+
+
+@dataclass
+class Start:
+    """What a run goes on from; nothing for one that begins."""
+
+    checkpoint: Path | None = None
+    state: RunState | None = None
+    is_finished: bool = False
+    notes: list[str] = field(default_factory=list)  # for the user
+
+
+def run_folder(config: Config) -> Path:
+    """Where the run writes."""
+    return Path(str(config.logging.dir))
+
+
+def candidates(config: Config, *, fresh: bool) -> list[Path]:
+    """The checkpoints that a run may go on from, the newest first, whole or not. Raises UserError
+    where `fresh` forbids what is there."""
+    folder = run_folder(config)
+    if fresh:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(
+                f"--fresh: {folder} is not empty; move it away, or give another logging.dir"
+            )
+        return []
+    return [folder / CHECKPOINTS / position.name for position in positions(folder / CHECKPOINTS)]
+
+
+def conclude(config: Config, chosen: Path | None, damage: Damage) -> Start:
+    """The start of a run, once it is known which checkpoint is the newest whole one, and what is
+    wrong with those after it.
+
+    Raises UserError where none is whole, and ConfigError with all keys that have changed and must
+    not.
+    """
+    notes = [line for name, lines in damage.items() for line in _told(name, lines)]
+    if chosen is None:
+        if damage:
+            where = run_folder(config)
+            notes.append(
+                f"{where}: no checkpoint of this run is whole; mend one, or move the folder away "
+                "to begin anew"
+            )
+            raise UserError("\n".join(notes))
+        return Start()
+    state = RunState.read(chosen)
+    notes.append(f"going on from {chosen}")
+    if damage:
+        notes[-1] += ", the newest whole checkpoint"
+    notes += _changes(config, chosen, state)
+    last = config.phase if isinstance(config, StageConfig) else "rl"
+    done = state.phase == last and state.step >= config.training.steps and not state.rollouts
+    return Start(chosen, state, done, notes)
+
+
+def preview(config: Config, *, fresh: bool) -> Start:
+    """What the ranks will find, by the sizes of files alone. Raises as `candidates` and `conclude`
+    do."""
+    damage: dict[str, list[str]] = {}
+    for checkpoint in candidates(config, fresh=fresh):
+        wrong = find_damage(checkpoint, contents=False)
+        if not wrong:
+            return conclude(config, checkpoint, damage)
+        damage[checkpoint.name] = wrong
+    return conclude(config, None, damage)
+
+
+def finished_text(config: Config, state: RunState) -> str:
+    """What to tell of a run that is done already."""
+    folder, steps = run_folder(config), config.training.steps
+    newest = folder / CHECKPOINTS / state.position.name
+    ways = []
+    if config.optimizer.decay == "constant":
+        ways.append("raise training.steps to go on")
+    ways.append(f"give another logging.dir and model.checkpoint_path={newest} to train its weights")
+    ways.append("move the folder away to begin anew")
+    return f"{folder}: finished, with {state.step} of {steps} steps; {'; '.join(ways)}"
+
+
+def given_checkpoint(path: str) -> Path:
+    """The checkpoint that model.checkpoint_path means. Raises DataError."""
+    given = Path(path)
+    if (given / MANIFEST).is_file():
+        return given
+    for folder in (given / CHECKPOINTS, given):
+        for position in positions(folder):
+            if (folder / position.name / MANIFEST).is_file():
+                return folder / position.name
+    reason = "holds no checkpoint of ours" if given.is_dir() else "no such folder"
+    raise DataError(problem("model.checkpoint_path", path, reason))
+
+
+def check_given(config: Config, vocab_size: int) -> None:
+    """Look at what model.checkpoint_path names without reading its tensors. Raises UserError."""
+    checkpoint = given_checkpoint(str(config.model.checkpoint_path))
+    damage = find_damage(checkpoint, contents=False, only=is_of_model)
+    if damage:
+        raise DataError("\n".join(f"{checkpoint}: {line}" for line in damage))
+    weights_fit(checkpoint, config, vocab_size)
+
+
+def weights_fit(checkpoint: Path, config: Config, vocab_size: int) -> None:
+    """Raise ConfigError with all sizes in which a checkpoint's model is not the configured one."""
+    there = read_model(checkpoint)
+    wanted = vars(config.resolved_model())
+    different: list[tuple[str, Any, Any]] = [
+        (name, size, wanted[name])
+        for name, size in there["shape"].items()
+        if name in wanted and name not in _NOT_IN_THE_WEIGHTS and size != wanted[name]
+    ]
+    if there["vocab_size"] != vocab_size:
+        different.append(("vocab_size", there["vocab_size"], vocab_size))
+    if different:
+        raise ConfigError(
+            [
+                problem(f"model: {name}", size, f"{checkpoint} has {old}")
+                for name, old, size in different
+            ]
+        )
+
+
+def is_of_model(name: str) -> bool:
+    """Whether a file of a checkpoint is read where its weights alone are wanted."""
+    return name.startswith("model/") or name == MODEL_FILE
+
+
+def _told(name: str, lines: Sequence[str]) -> list[str]:
+    shown = [f"checkpoint {name} is damaged and not used: {line}" for line in lines[:_LINES_SHOWN]]
+    if len(lines) > _LINES_SHOWN:
+        shown.append(f"checkpoint {name}: {len(lines) - _LINES_SHOWN} more files are damaged")
+    return shown
+
+
+def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
+    """A note on harmless changes. Raises ConfigError with the others."""
+    path = checkpoint / CONFIG_FILE
+    try:
+        before = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, YamlError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    now = fingerprints(config)
+    same = {key: now[key] == known for key, known in state.fingerprints.items() if key in now}
+    changes = find_changes(before, config, same)
+    if changes.refused:
+        folder = run_folder(config)
+        raise ConfigError(
+            [
+                *changes.refused,
+                f"{folder}: holds a run with the values named, which shape it; set them back to go "
+                f"on, or start a run of its own from these weights: another logging.dir and "
+                f"model.checkpoint_path={checkpoint}",
+            ]
+        )
+    if not changes.allowed:
+        return []
+    return [f"changed since then, without effect on what is learned: {'; '.join(changes.allowed)}"]

@@ -1,0 +1,153 @@
+"""What the tests of resumed runs share: a very small run, and what two runs must have in common."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.e2e.conftest import command_environment
+
+ROOT = Path(__file__).parents[2]
+TAIL = 3000  # characters of stderr in a failure
+
+# Rewards of all sizes, whatever an untrained model says. A letter in `calls` tells that a response
+# was sampled; `signal_at` tells in which call this process, a rank, is told to stop; `full_disk`,
+# between which calls of rank 1 it can write no file larger than 9 kB.
+REWARD = """
+import os, resource, signal, zlib
+from pathlib import Path
+folder = Path(__file__).parent
+own_calls = 0
+def limit_files():
+    global own_calls
+    own_calls += 1
+    first, last = map(int, (folder / "full_disk").read_text().split())
+    size = 9000 if first <= own_calls <= last else resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+def reward(sample):
+    if os.environ.get("RANK") == "1" and (folder / "full_disk").exists():
+        limit_files()
+    calls = folder / "calls"
+    with calls.open("a") as file:
+        file.write("x")
+    at = folder / "signal_at"
+    if at.exists() and calls.stat().st_size >= int(at.read_text()):
+        at.unlink(missing_ok=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return zlib.crc32(repr((sample.prompt, sample.response)).encode()) % 97 / 96
+"""
+
+TINY_MODEL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "moe_ffn_hidden_size": 32,
+    "num_moe_experts": 4,
+    # it depends on how tokens fall into micro-batches, which another layout changes
+    "moe_aux_loss_coeff": 0.0,
+}
+
+
+def make_small(config_file: Path, **sections: dict[str, Any]) -> Path:
+    """Change a configuration file: a smaller model, rewards of its own, a checkpoint every step."""
+    config = yaml.safe_load(config_file.read_text())
+    (config_file.parent / "resuming_reward.py").write_text(REWARD)
+    config["model"] = {"megatron": dict(TINY_MODEL)}
+    config["reward"] = {"import_path": "resuming_reward:reward"}
+    # large enough for steps that differ to show, and for a lost moment to change what follows
+    config["optimizer"] = {"learning_rate": 3e-3}
+    config["checkpoint"] = {"interval": 1}
+    config["logging"]["plots"] = False
+    for section, values in sections.items():
+        config[section] = {**config.get(section, {}), **values}
+    config_file.write_text(yaml.safe_dump(config))
+    return config_file
+
+
+def environment(config_file: Path) -> dict[str, str]:
+    """Of a command that finds the rewards."""
+    paths = [str(config_file.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return command_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def command(config_file: Path, *words: object) -> list[str]:
+    """`gspo-megatron train` with a configuration."""
+    program = [sys.executable, "-m", "gspo_megatron", "train"]
+    return [*program, str(config_file), *map(str, words)]
+
+
+def start(config_file: Path, *words: object) -> subprocess.Popen[str]:
+    """Begin `train`; its output goes to files, so that a killed rank leaves no open pipe."""
+    with (config_file.parent / "stderr").open("w") as err:
+        return subprocess.Popen(
+            command(config_file, *words),
+            env=environment(config_file),
+            stdout=subprocess.DEVNULL,
+            stderr=err,
+            text=True,
+        )
+
+
+def train(config_file: Path, *words: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run `train` to its end, with the exit code that is expected."""
+    result = subprocess.run(
+        command(config_file, *words),
+        env=environment(config_file),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == expect, (result.returncode, result.stderr[-TAIL:])
+    return result
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
+    """Until it holds (True) or the process has ended (False)."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+    return True
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the machine and the moment."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.startswith("perf/")}
+        for line in lines
+    ]
+
+
+def checkpoint_names(run: Path) -> list[str]:
+    """Of all that is in the folder, hidden files too."""
+    folder = run / "checkpoints"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def tensors(checkpoint: Path) -> dict[str, bytes]:
+    """The files with weights and the optimizer's state; their bytes are the layout's and theirs
+    alone."""
+    found = {p.relative_to(checkpoint).as_posix(): p for p in checkpoint.rglob("*.distcp")}
+    assert {name.split("/")[0] for name in found} == {"model", "optimizer"}
+    return {name: path.read_bytes() for name, path in found.items()}
+
+
+def assert_same_run(run: Path, undisturbed: Path, last: str) -> None:
+    """Metrics, samples, weights and optimizer are equal, bit for bit."""
+    for mine, theirs in zip(records(run), records(undisturbed), strict=True):
+        assert mine == theirs
+    assert (run / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
+    mine, theirs = (tensors(folder / "checkpoints" / last) for folder in (run, undisturbed))
+    assert mine == theirs

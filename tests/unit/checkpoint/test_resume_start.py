@@ -1,0 +1,197 @@
+"""What a run goes on from, by what is in its folder; and weights that are given to a new one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, Position, Publication
+from gspo_megatron.checkpoint.manifest import files_below, record_of
+from gspo_megatron.checkpoint.resume import (
+    check_given,
+    finished_text,
+    given_checkpoint,
+    preview,
+    weights_fit,
+)
+from gspo_megatron.checkpoint.run_state import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    STATE_FILE,
+    RunState,
+    describe_model,
+    fingerprints,
+)
+from gspo_megatron.config import Config, parse_config, to_yaml
+from gspo_megatron.errors import ConfigError, DataError, UserError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "p.jsonl").write_text("{}")
+    (tmp_path / "t.model").write_text("t")
+    return parse_config(
+        {
+            "data": {"prompts": str(tmp_path / "p.jsonl"), "tokenizer": str(tmp_path / "t.model")},
+            "training": {"steps": 9},
+            "logging": {"dir": str(tmp_path / "run")},
+        }
+    )
+
+
+def state_at(config: Config, position: Position) -> RunState:
+    rollouts = {"metrics": {}} if position.rolled_out else None
+    return RunState(
+        phase=position.phase,
+        step=position.step,
+        phase_is_done=False,
+        trainer={},
+        loader={},
+        fingerprints=fingerprints(config),
+        layout="tp=1",
+        world_size=1,
+        versions={"torch": "2"},
+        figures={"loss": 0.1 + 0.2},
+        rollouts=rollouts,
+    )
+
+
+def add(config: Config, position: Position) -> Path:
+    """A checkpoint without tensors."""
+    publication = Publication(Path(str(config.logging.dir)) / CHECKPOINTS, position.name)
+    publication.begin()
+    contents = {
+        STATE_FILE: state_at(config, position).dump(),
+        CONFIG_FILE: to_yaml(config).encode(),
+        MODEL_FILE: json.dumps(describe_model(config, 48)).encode(),
+        "model/__0_0.distcp": b"weights",
+    }
+    for name, content in contents.items():
+        path = publication.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    folder = publication.folder
+    return publication.publish({name: record_of(folder / name) for name in files_below(folder)})
+
+
+def changed(config: Config, *overrides: str) -> Config:
+    return parse_config(config.model_dump(exclude_unset=True), overrides)
+
+
+def test_a_state_comes_back_as_it_was(config: Config) -> None:
+    path = add(config, Position("rl", 3, True))
+    assert RunState.read(path) == state_at(config, Position("rl", 3, True))
+    (path / STATE_FILE).write_text('{"phase": "rl"}')
+    with pytest.raises(DataError, match="another version"):
+        RunState.read(path)
+
+
+def test_an_absent_or_empty_folder_is_a_new_run(config: Config) -> None:
+    folder = Path(str(config.logging.dir))
+    for fresh in (False, True):
+        assert preview(config, fresh=fresh).checkpoint is None
+    (folder / CHECKPOINTS).mkdir(parents=True)
+    (folder / CHECKPOINTS / ".partial-rl_00000001-00").mkdir()
+    assert preview(config, fresh=False).checkpoint is None
+    with pytest.raises(UserError, match=f"--fresh: {folder} is not empty"):
+        preview(config, fresh=True)
+
+
+def test_the_newest_is_the_one_that_the_run_reached_last(config: Config) -> None:
+    for position in (Position("rl", 2), Position("warm_start", 700), Position("rl", 2, True)):
+        path = add(config, position)
+    found = preview(config, fresh=False)
+    assert found.checkpoint == path
+    assert found.state is not None and found.state.position == Position("rl", 2, True)
+    assert not found.is_finished
+    assert found.notes == [f"going on from {path}"]
+
+
+def test_many_damaged_files_do_not_fill_the_screen(config: Config) -> None:
+    whole = add(config, Position("rl", 1))
+    damaged = add(config, Position("rl", 2))
+    for number in range(50):
+        (damaged / f"foreign{number:02d}").touch()
+    notes = preview(config, fresh=False).notes
+    assert len(notes) == 10
+    assert "42 more files" in notes[8]
+    assert notes[-1] == f"going on from {whole}, the newest whole checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("position", "steps", "finished"),
+    [
+        (Position("rl", 9), 9, True),
+        (Position("rl", 9), 5, True),
+        (Position("rl", 9), 10, False),
+        (Position("rl", 8), 9, False),
+        (Position("warm_start", 9), 9, False),
+    ],
+)
+def test_when_a_run_is_finished(
+    config: Config, position: Position, steps: int, finished: bool
+) -> None:
+    add(config, position)
+    config = changed(config, f"training.steps={steps}")
+    assert preview(config, fresh=False).is_finished == finished
+
+
+def test_how_to_go_on_with_a_finished_run(config: Config) -> None:
+    path = add(config, Position("rl", 9))
+    state = RunState.read(path)
+    said = finished_text(config, state)
+    assert "9 of 9 steps" in said and "raise training.steps" in said
+    assert f"model.checkpoint_path={path}" in said
+    decaying = changed(config, "optimizer.decay=linear")
+    assert "raise training.steps" not in finished_text(decaying, state)
+
+
+def test_a_changed_prompt_file_is_refused(config: Config) -> None:
+    add(config, Position("rl", 3))
+    Path(str(config.data.prompts)).write_text("{} ")
+    with pytest.raises(ConfigError, match="data.prompts = .*: its contents are not what they were"):
+        preview(config, fresh=False)
+
+
+def test_a_given_checkpoint_is_found_by_any_of_its_folders(config: Config, tmp_path: Path) -> None:
+    add(config, Position("rl", 3))
+    newest = add(config, Position("rl", 4))
+    run = newest.parents[1]
+    for path in (newest, run, run / CHECKPOINTS):
+        assert given_checkpoint(str(path)) == newest
+    with pytest.raises(DataError, match="no such folder"):
+        given_checkpoint(str(tmp_path / "absent"))
+    with pytest.raises(DataError, match="holds no checkpoint of ours"):
+        given_checkpoint(str(tmp_path))
+
+
+def test_given_weights_are_looked_at(config: Config) -> None:
+    path = add(config, Position("rl", 4))
+    new = changed(config, f"model.checkpoint_path={path}", "model.max_sequence_length=64")
+    check_given(new, 48)
+    (path / STATE_FILE).unlink()  # nothing of the run is needed
+    check_given(new, 48)
+    with pytest.raises(ConfigError, match="model: vocab_size = 64: .* has 48"):
+        check_given(new, 64)
+    (path / "model" / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(DataError, match="cut short"):
+        check_given(new, 48)
+
+
+def test_all_sizes_that_differ_are_told(config: Config) -> None:
+    path = add(config, Position("rl", 4))
+    model: dict[str, Any] = json.loads((path / MODEL_FILE).read_bytes())
+    model["shape"] |= {"num_layers": 77, "tie_embeddings": not model["shape"]["tie_embeddings"]}
+    (path / MODEL_FILE).write_text(json.dumps(model))
+    with pytest.raises(ConfigError) as caught:
+        weights_fit(path, config, 48)
+    assert len(caught.value.problems) == 2
+    shape = dataclasses.asdict(config.resolved_model())
+    assert f"model: num_layers = {shape['num_layers']}: {path} has 77" in caught.value.problems
+    (path / MODEL_FILE).write_text("[]")
+    with pytest.raises(DataError, match="lacks the model's shape"):
+        weights_fit(path, config, 48)

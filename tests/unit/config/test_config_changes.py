@@ -1,0 +1,107 @@
+"""Which keys may change when a run goes on, and how those that may not are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from gspo_megatron.config import Config, parse_config
+from gspo_megatron.config.changes import KINDS, Changes, find_changes, schema_keys
+from gspo_megatron.config.yaml_text import dump_yaml, parse_yaml
+
+VALUES = {"data": {"tokenizer": "t.model", "prompts": "p.jsonl", "eval_prompts": "e.jsonl"}}
+SAME = {"data.tokenizer": True, "data.prompts": True, "data.eval_prompts": True}
+
+
+def config(*overrides: str) -> Config:
+    return parse_config(VALUES, overrides)
+
+
+def changes(*overrides: str, before: Config | None = None, **contents: bool) -> Changes:
+    stored = parse_yaml(dump_yaml((before or config()).model_dump()), "config.yaml")
+    same = SAME | {f"data.{name}": value for name, value in contents.items()}
+    return find_changes(stored, config(*overrides), same)
+
+
+def test_every_key_of_the_schema_has_a_class_and_no_other_has() -> None:
+    """A new key must be put into the table of config/changes.py: may it differ when a run that was
+    saved goes on?"""
+    assert set(schema_keys()) == set(KINDS)
+
+
+def test_nothing_has_changed_in_the_same_configuration() -> None:
+    assert changes() == Changes()
+
+
+def test_all_that_shapes_a_run_is_refused_at_once() -> None:
+    found = changes(
+        "training.seed=2",
+        "model.megatron.num_layers=4",
+        "reward.options={a: 1}",
+        "training.warm_start.steps=5",
+        "training.recompute=full",
+    )
+    assert found.refused == [
+        "model.megatron.num_layers = 4: was null",
+        "reward.options = {'a': 1}: was {}",
+        "training.seed = 2: was 1",
+        "training.warm_start.steps = 5: was 0",
+    ]
+    assert found.allowed == ["training.recompute: 'none' -> 'full'"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "parallel.layout=tp=2,pp=2",
+        "parallel.ddp.overlap_grad_reduce=true",
+        "training.micro_batch_tokens=64",
+        "training.evaluation_interval=3",
+        "logging.dir=elsewhere",
+        "checkpoint.interval=9",
+        "rollout.batch_size=2",
+        "model.megatron.recompute_num_layers=1",
+    ],
+)
+def test_where_and_how_fast_it_runs_is_harmless(override: str) -> None:
+    found = changes(override)
+    assert found.refused == []
+    assert found.allowed
+
+
+def test_of_a_path_the_contents_count() -> None:
+    moved = "data.prompts=moved.jsonl"
+    assert changes(moved).allowed == [
+        "data.prompts: 'p.jsonl' -> 'moved.jsonl', with the same contents"
+    ]
+    assert changes(moved, prompts=False).refused == [
+        "data.prompts = 'moved.jsonl': was 'p.jsonl', of other contents"
+    ]
+    assert changes(prompts=False).refused == [
+        "data.prompts = 'p.jsonl': its contents are not what they were"
+    ]
+    assert changes(eval_prompts=False) == Changes([], ["data.eval_prompts: its contents"])
+
+
+def test_a_file_that_was_not_read_before_is_another() -> None:
+    found = changes("training.warm_start.prompts=w.jsonl")
+    assert found.refused == ["training.warm_start.prompts = 'w.jsonl': was null, of other contents"]
+
+
+def test_more_steps_are_harmless_where_no_decay_ends_with_them() -> None:
+    assert changes("training.steps=300").allowed == ["training.steps: 100 -> 300"]
+    decaying = config("optimizer.decay=cosine")
+    found = changes("training.steps=300", "optimizer.decay=cosine", before=decaying)
+    assert found.refused == [
+        "training.steps = 300: was 100, and optimizer.decay = cosine ends there"
+    ]
+
+
+def test_keys_of_another_version() -> None:
+    """One that did not exist yet had its default; one that is gone cannot be followed."""
+    before = config().model_dump()
+    del before["rollout"]["top_k"], before["checkpoint"]
+    before["rollout"]["beam_width"] = 3
+    found = find_changes(before, config(), SAME)
+    assert found == Changes(["rollout.beam_width: was 3 and is no key now"])
+    found = find_changes(before, config("rollout.top_k=5"), SAME)
+    assert "rollout.top_k = 5: was 0" in found.refused
