@@ -70,10 +70,9 @@ def default_arms(config: Config) -> list[Arm]:
             chosen += ["objective.clip_low=null", "objective.clip_high=null"]
         for replay in REPLAYS:
             overrides = [*chosen, override("routing.replay", replay)]
-            if replay == "off":
-                unread = ("reference_replay", "store_on_host")
-                set_keys = [key for key in unread if getattr(config.routing, key)]
-                overrides += [f"routing.{key}=false" for key in set_keys]
+            reference_replays = config.routing.reference_replay != "off"
+            if replay == "off" and config.routing.store_on_host and not reference_replays:
+                overrides.append("routing.store_on_host=false")  # nothing would read it
             arms.append(Arm(name if replay == "off" else f"{name}+{replay}", tuple(overrides)))
     return arms
 
@@ -185,7 +184,7 @@ class ArmProblems:
 
 def baselines(runs: Sequence[PlannedRun]) -> dict[str, str]:
     """For each arm with replay the arm that is the same without it, where there is one."""
-    no_replay = {"replay": "off", "reference_replay": False, "store_on_host": False}
+    no_replay = {"replay": "off", "store_on_host": False}
     without: dict[str, str] = {}
     keys = {}
     for run in runs:

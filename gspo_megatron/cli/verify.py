@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +57,23 @@ def add_parser(commands: Commands) -> None:
         + ", ".join(f"{value:g} in {name}" for name, value in TOLERANCES.items())
         + ")",
     )
+    parser.add_argument(
+        "--from-dump",
+        type=Path,
+        metavar="DIR",
+        help="compute a step of a run again, instead of random sequences: a folder of "
+        "RUN/dumps (training.dump_batches). Its loss is printed beside the one that was logged",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="with --from-dump, the weights; the run's newest checkpoint that is not of a later "
+        "step unless given, or where there is none the weights that the run began with",
+    )
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # what a rank is told
     parser.add_argument("--cut", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--optimizer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--updates", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,7 +99,60 @@ def run(arguments: argparse.Namespace) -> int:
             problems += [f"layout {layout}: {text}" for text in error.problems]
     if problems:
         raise ConfigError(problems)
-    return _compare_all(arguments, config, reference, layouts)
+    if arguments.from_dump is not None:
+        return _verify_dump(arguments, config, reference, layouts)
+    if arguments.checkpoint is not None:
+        raise UserError("--checkpoint: nothing reads it without --from-dump")
+    worst, _ = _compare_all(arguments, config, reference, layouts)
+    return _conclude(arguments, layouts, worst)
+
+
+def _verify_dump(
+    arguments: argparse.Namespace, config: Config, reference: Layout, layouts: Sequence[Layout]
+) -> int:
+    """The same of a dumped step, with its loss."""
+    from rich.console import Console
+
+    from gspo_megatron.checkpoint.resume import weights_fit
+    from gspo_megatron.data.inputs import model_vocab_size
+    from gspo_megatron.data.tokenizers import load_tokenizer
+    from gspo_megatron.train.dumps import Dump, find_weights
+
+    dump = Dump.read(arguments.from_dump)
+    vocab_size = model_vocab_size(config, load_tokenizer(config.data.tokenizer))
+    problems = dump.problems(config, vocab_size)
+    if problems:
+        raise ConfigError(problems)
+    weights = find_weights(dump, config, arguments.checkpoint)
+    if weights.checkpoint is not None:
+        weights_fit(weights.checkpoint, config, vocab_size)
+    arguments.updates = weights.is_start and arguments.precision != "fp64"
+    arguments.optimizer = weights.optimizer and arguments.updates
+    arguments.checkpoint = None if weights.checkpoint is None else str(weights.checkpoint)
+    console = Console(soft_wrap=True)
+    for line in weights.notes:
+        console.print(f"warning: {line}", markup=False)
+    console.print(f"step {dump.step}, weights: {weights.text}", markup=False)
+    if not arguments.updates:
+        console.print("all mini-batches at these weights: the loss is not that of the run")
+    elif arguments.precision != dump.precision:
+        console.print(f"the run computed in {dump.precision}: its loss differs by rounding")
+    worst, loss = _compare_all(arguments, config, reference, layouts)
+    logged = dump.logged_loss()
+    beside = "" if logged is None else f" logged_loss={logged:.9g}"
+    return _conclude(arguments, layouts, worst, f" step={dump.step} loss={loss:.9g}{beside}")
+
+
+def _conclude(
+    arguments: argparse.Namespace, layouts: Sequence[Layout], worst: float, more: str = ""
+) -> int:
+    """The last line, and the exit code."""
+    good = worst <= arguments.tolerance
+    print(
+        f"layouts={len(layouts)} worst_error={worst:.2e} tolerance={arguments.tolerance:.2e} "
+        f"equal={int(good)}{more}"
+    )
+    return 0 if good else 1
 
 
 def _on(config: Config, layout: Layout) -> Config:
@@ -112,12 +180,12 @@ def _usual_layouts(config: Config) -> list[Layout]:
 
 def _compare_all(
     arguments: argparse.Namespace, config: Config, reference: Layout, layouts: Sequence[Layout]
-) -> int:
-    import torch
+) -> tuple[float, float]:
+    """The worst error of all layouts, and the reference's loss."""
     from rich.console import Console
     from rich.table import Table
 
-    from gspo_megatron.train.parity import compare, relative_error
+    from gspo_megatron.train.parity import compare
 
     cut = _common_cut(config, (reference, *layouts))
     console = Console()
@@ -129,22 +197,25 @@ def _compare_all(
             console.print(f"[dim]{layout} on {layout.world_size} ranks ...[/dim]")
             result = _measure(arguments, layout, cut, Path(folder))
             name, error = compare(expected["gradients"], result["gradients"])[0]
-            others = [
-                relative_error(torch.tensor(result[key]), torch.tensor(expected[key]))
-                for key in ("loss", "grad_norm")
-            ]
+            others = [_error(result, expected, key) for key in ("loss", "grad_norm")]
             largest = max(error, result["replica_error"], *others)
             worst = max(worst, largest)
             verdict = "ok" if largest <= arguments.tolerance else "DIFFERS"
             figures = [f"{value:.1e}" for value in (error, *others)]
             table.add_row(str(layout), str(layout.world_size), name, *figures, verdict)
     console.print(table)
-    good = worst <= arguments.tolerance
-    print(
-        f"layouts={len(layouts)} worst_error={worst:.2e} tolerance={arguments.tolerance:.2e} "
-        f"equal={int(good)}"
-    )
-    return 0 if good else 1
+    return worst, expected["loss"]
+
+
+def _error(result: Mapping[str, Any], expected: Mapping[str, Any], key: str) -> float:
+    """Of a figure; a loss near 0 is held against the size of the terms that it is a sum of."""
+    scale = abs(expected[key])
+    if key == "loss":
+        scale = max(scale, expected["loss_scale"])
+    difference = abs(result[key] - expected[key])
+    if difference == 0.0:
+        return 0.0
+    return difference / scale if scale and math.isfinite(difference) else math.inf
 
 
 def _common_cut(config: Config, layouts: Sequence[Layout]) -> tuple[int, int]:
@@ -173,6 +244,11 @@ def _measure(
     command = [sys.executable, "-m", "gspo_megatron", "verify", arguments.config]
     command += [*arguments.overrides, "--layouts", str(layout)]
     command += ["--precision", arguments.precision]
+    if arguments.from_dump is not None:
+        command += ["--from-dump", str(arguments.from_dump)]
+        command += [f"--{name}" for name in ("optimizer", "updates") if getattr(arguments, name)]
+    if arguments.checkpoint is not None:
+        command += ["--checkpoint", arguments.checkpoint]
     command += ["--result", str(path), "--cut", *map(str, cut)]
     code = launch(command, layout.world_size)
     if code != 0:
@@ -187,6 +263,8 @@ def _be_a_rank(config: Config, arguments: argparse.Namespace) -> int:
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.platform.groups import start_processes, stop_processes
+    from gspo_megatron.train.dumped_step import run_dumped_step
+    from gspo_megatron.train.dumps import Dump
     from gspo_megatron.train.parity import Cut, run_update
     from gspo_megatron.train.synthetic import synthetic_batch
 
@@ -194,14 +272,26 @@ def _be_a_rank(config: Config, arguments: argparse.Namespace) -> int:
     config = _on(config, Layout.parse(arguments.layouts[0]))
     vocab_size = model_vocab_size(config, load_tokenizer(config.data.tokenizer))
     replicas, multiple = arguments.cut
-    batch = synthetic_batch(config.objective, vocab_size)
     started = start_processes()
-    result = run_update(config, vocab_size, batch, Cut(replicas, TOKEN_BUDGET, multiple))
+    if arguments.from_dump is None:
+        batch = synthetic_batch(config.objective, vocab_size)
+        result = run_update(config, vocab_size, batch, Cut(replicas, TOKEN_BUDGET, multiple))
+    else:
+        result = run_dumped_step(
+            config,
+            vocab_size,
+            Dump.read(arguments.from_dump, contents=False),
+            None if arguments.checkpoint is None else Path(arguments.checkpoint),
+            Cut(replicas, config.training.micro_batch_tokens, multiple),
+            optimizer=arguments.optimizer,
+            updates=arguments.updates,
+        )
     if started.is_main:
         found = {
             "gradients": result.gradients,
             "replica_error": result.replica_error,
             "loss": result.metrics["loss"],
+            "loss_scale": result.loss_scale,
             "grad_norm": result.metrics["grad_norm"],
         }
         torch.save(found, arguments.result)

@@ -128,8 +128,8 @@ class RoutingSection(Section):
     replay: Literal["off", "r2", "r3"] = Field(
         "off", description="replay the experts of the old policy (r2) or of the rollout (r3)"
     )
-    reference_replay: bool = Field(
-        False, description="the reference policy uses the replayed experts too"
+    reference_replay: Literal["off", "r2", "r3"] = Field(
+        "off", description="the same for the reference policy, whatever the policy replays"
     )
     store_on_host: bool = Field(
         False, description="keep recorded routes in host memory until their micro-batch"
@@ -142,3 +142,9 @@ class RoutingSection(Section):
         description="std of Gaussian noise on the routers' scores while rolling out, to stand for "
         "an engine whose experts differ from the trainer's; 0.0: none",
     )
+
+    @property
+    def modes(self) -> frozenset[str]:
+        """Whose routes are replayed, by the policy or by the reference policy: r2, r3, both or
+        none."""
+        return frozenset({self.replay, self.reference_replay} - {"off"})

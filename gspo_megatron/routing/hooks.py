@@ -18,6 +18,9 @@ import torch
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from torch import Tensor
 
+# Megatron-Core's ways to balance the load that choose experts by themselves.
+NEVER_ASKING = ("sinkhorn", "quantile_balancing")
+
 Choice = tuple[Tensor, Tensor]  # scores [tokens, k] of the chosen experts, experts [tokens, k]
 
 
@@ -72,15 +75,21 @@ def attach_hooks(models: Sequence[torch.nn.Module]) -> tuple[int, ...]:
     the policy whose log-probs are trained on."""
     layers = []
     for name, module in _named_modules(models):
-        if not isinstance(module, Router) or ".mtp." in f".{name}.":
+        if not isinstance(module, Router) or _predicts_further_tokens(name, module):
             continue
         assert isinstance(module, TopKRouter), f"{type(module).__name__} has no place for a hook"
         assert not module.config.moe_router_fusion, "a fused router never asks its hook"
-        assert module.routing_type != "sinkhorn", "sinkhorn routing never asks its hook"
+        kind = module.routing_type
+        assert kind not in NEVER_ASKING, f"{kind} routing never asks its hook"
         module.router_replay = RouterHook(module.layer_number)
         layers.append(module.layer_number)
     assert len(set(layers)) == len(layers), f"two routers of one layer number: {layers}"
     return tuple(sorted(layers))
+
+
+def _predicts_further_tokens(name: str, module: Any) -> bool:
+    # Newer routers know it; all can be told by where they are.
+    return ".mtp." in f".{name}." or getattr(module, "is_mtp_layer", False)
 
 
 def _named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:

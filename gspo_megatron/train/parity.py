@@ -55,6 +55,7 @@ class StepResult:
     metrics: dict[str, float]  # with loss and grad_norm
     gradients: dict[str, Tensor] = field(default_factory=dict)  # whole parameters, on the cpu
     replica_error: float = 0.0  # largest relative difference between copies of a gradient
+    loss_scale: float = 0.0  # size of the terms that a loss near 0 is a sum of
 
 
 def run_update(
@@ -76,10 +77,12 @@ def run_update(
     policy = build_policy(config, parallel, vocab_size)
     rate = config.optimizer.learning_rate
     trainer = build_trainer(policy, config.optimizer, Schedule(rate, rate, 0, 1, "constant"))
-    recorder = _Recorder(trainer.optimizer, trainer.scheduler, policy)
+    recorder = Recorder(trainer.optimizer, trainer.scheduler, policy)
     padded = not config.training.packing
     builder = MicroBatchBuilder(policy, _PAD_ID, config.rollout.temperature, padded=padded)
-    plans = _plans(batch, cut, mini_batches, parallel.data_parallel_size, padded)
+    lengths = [len(tokens) for tokens in batch.tokens]
+    size = parallel.data_parallel_size
+    plans = plan_alike(lengths, batch.response_lengths, cut, mini_batches, size, padded=padded)
     sequences, index = _receive(batch, plans, policy)
     _set_old_logprobs(policy, builder, plans, sequences, index)
     section = config.objective
@@ -140,7 +143,7 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
 
 
 @dataclass
-class _Recorder(Trainer):
+class Recorder(Trainer):
     """Keeps the gradients that the optimizer is about to apply."""
 
     policy: Policy
@@ -148,16 +151,22 @@ class _Recorder(Trainer):
     replica_error: float = 0.0
 
     def update(self) -> tuple[float, float]:
+        """See Trainer.update; float64 weights, which no optimizer takes, go down the gradient."""
         self.gradients, self.replica_error = gather_gradients(self.policy)
         if self.policy.config.params_dtype != torch.float64:
             return super().update()
-        # Megatron-Core's norm and clipping refuse float64: the norm of what rank 0 has gathered
+        # Megatron-Core's norm and clipping refuse float64
+        norm = self.norm()
+        self._descend()
+        return norm, 0.0
+
+    def norm(self) -> float:
+        """Of the gradients, from what rank 0 has gathered."""
         norm = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for gradient in self.gradients.values():
-            norm += gradient.square().sum()
+            norm += gradient.double().square().sum()
         dist.broadcast(norm, src=0)
-        self._descend()
-        return math.sqrt(norm), 0.0
+        return math.sqrt(norm)
 
     @torch.no_grad()
     def _descend(self) -> None:
@@ -221,13 +230,20 @@ def _complete_shards(policy: Policy) -> None:
                 bucket.grad_data.copy_(gathered)
 
 
-def _plans(
-    batch: SyntheticBatch, cut: Cut, mini_batches: int, data_parallel_size: int, padded: bool
+def plan_alike(
+    lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    cut: Cut,
+    mini_batches: int,
+    data_parallel_size: int,
+    *,
+    padded: bool,
 ) -> list[MiniBatch]:
+    """The same micro-batches for each layout whose data-parallel size divides `cut.replicas`."""
     assert cut.replicas % data_parallel_size == 0
     plans = plan_step(
-        [len(t) for t in batch.tokens],
-        batch.response_lengths,
+        lengths,
+        response_lengths,
         mini_batches=mini_batches,
         data_parallel_size=cut.replicas,
         token_budget=cut.token_budget,
@@ -245,12 +261,24 @@ def _plans(
     return joined
 
 
+def destinations_of(plans: Sequence[MiniBatch], context_parallel_size: int) -> list[range]:
+    """The data ranks, all CP ranks of a data-parallel rank, that train on each sequence."""
+    owner = {
+        number: rank
+        for plan in plans
+        for rank, micro_batches in enumerate(plan.micro_batches)
+        for members in micro_batches
+        for number in members
+    }
+    cp = context_parallel_size
+    return [range(owner[n] * cp, (owner[n] + 1) * cp) for n in range(len(owner))]
+
+
 def _receive(
     batch: SyntheticBatch, plans: Sequence[MiniBatch], policy: Policy
 ) -> tuple[Sequences, StepIndex]:
     """Pairs of sequences start on the data ranks in turn, as if sampled there."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    cp_size = policy.config.context_parallel_size
     device = torch.device(torch.cuda.current_device())
     mine = [n for n in range(len(batch.tokens)) if n // 2 % group.size() == group.rank()]
 
@@ -275,17 +303,8 @@ def _receive(
     )
     advantages = torch.tensor(batch.advantages, dtype=torch.float64, device=device)[numbers]
     index = index_step(rollout, advantages, group)
-    owner = {
-        number: rank
-        for plan in plans
-        for rank, micro_batches in enumerate(plan.micro_batches)
-        for members in micro_batches
-        for number in members
-    }
-    destinations = [
-        range(owner[n] * cp_size, (owner[n] + 1) * cp_size) for n in range(len(batch.tokens))
-    ]
-    return exchange(rollout, index, destinations, group), index
+    cp_size = policy.config.context_parallel_size
+    return exchange(rollout, index, destinations_of(plans, cp_size), group), index
 
 
 def _local_routes(batch: SyntheticBatch, mine: Sequence[int], policy: Policy) -> Tensor | None:

@@ -5,11 +5,17 @@
 | old log-probs | as the routers like | recorded | the rollout's |
 | first mini-batch | as they like | as they like: the policy is still the old one | the rollout's |
 | further mini-batches | as they like | the recorded ones | the rollout's |
+
+The reference policy has a mode of its own: its pass goes as its routers like, by what the old
+policy's routers chose (r2), or by the rollout's experts (r3), whatever the policy replays. Where it
+wants r2, the old policy's pass covers all mini-batches and records what the routers would choose,
+also while it replays the rollout's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,14 +33,24 @@ from gspo_megatron.train.exchange import Sequences
 from gspo_megatron.train.schedule import MicroBatch
 
 
+@dataclass
+class _Kept:
+    """Routes of a micro-batch that passes have yet to use."""
+
+    table: RouteTable
+    passes: set[str]  # "reference", "training"
+
+
 class StepRoutes:
     """The routes of one step's micro-batches, from the rollout or from the old policy's pass."""
 
     def __init__(self, policy: Policy, section: RoutingSection, device: torch.device) -> None:
         self.section, self.device, self.config = section, device, policy.config
         self.layers = attach_hooks(policy.models)
+        drops = policy.config.moe_expert_capacity_factor is not None
+        assert not (drops and section.modes), "full experts would drop tokens that are replayed"
         # by the micro-batch's id():
-        self._tables: dict[int, RouteTable] = {}  # to be replayed
+        self._tables: dict[tuple[str, int], _Kept] = {}  # to be replayed; by r2 or r3 too
         self._natural: dict[int, tuple[RouteTable, dict[int, Tensor]]] = {}  # with the scores
         self._first: set[int] = set()  # of the first mini-batch, which is its own old pass
         self._bytes = 0
@@ -43,25 +59,25 @@ class StepRoutes:
     @property
     def records(self) -> bool:
         """Whether the old policy's pass has to remember its routes."""
-        return self.section.replay == "r2" or self.section.volatility
+        return "r2" in self.section.modes or self.section.volatility
 
     @property
     def records_all(self) -> bool:
         """Whether it has to cover the first mini-batch too: there the reference replays routes that
         the policy's own training pass does without."""
-        return self.section.replay == "r2" and self.section.reference_replay
+        return self.section.reference_replay == "r2"
 
     def start(self, batches: Sequence[Sequence[MicroBatch]], sequences: Sequences) -> None:
         """A new step: take over the rollout's routes where they are to be replayed."""
         assert not self._tables, "routes of the step before were never used"
         self._bytes, self._figures = 0, self._new_figures()
         self._first = {id(micro_batch) for micro_batch in batches[0]}
-        if self.section.replay != "r3":
+        if "r3" not in self.section.modes:
             return
         sound = []
         for micro_batch in _all(batches):
             table, is_sound = self._of_rollout(micro_batch, sequences)
-            self._keep(micro_batch, table)
+            self._keep("r3", micro_batch, table)
             sound.append(is_sound)
         assert bool(torch.stack(sound).all()), (
             "the rollout's routes name an expert twice for one token, or one that does not exist"
@@ -73,9 +89,9 @@ class StepRoutes:
         for micro_batch in micro_batches:
             routes: Routes | None = None
             if self.section.replay == "r3":
-                routes = Replaying(self._tables[id(micro_batch)])
+                routes = self._replaying("r3", micro_batch)
             observed = self._is_observed(micro_batch)
-            if observed or self.section.replay == "r2":
+            if observed or "r2" in self.section.modes:
                 routes = Recording(routes, keep_scores=observed)
             micro_batch.routes = routes
 
@@ -91,27 +107,35 @@ class StepRoutes:
             layers = tuple(sorted(routes.experts))
             assert layers == self.layers, f"layers {layers} recorded of {self.layers}"
             table = self._recorded(routes, micro_batch)
-            if self.section.replay == "r2":
-                self._keep(micro_batch, table)
+            if "r2" in self.section.modes:
+                self._keep("r2", micro_batch, table)
             if self._is_observed(micro_batch):
                 self._natural[id(micro_batch)] = (table, routes.scores)
 
     def set_reference_pass(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Before the reference policy's pass; it may use the policy's experts."""
+        """Before the reference policy's pass."""
+        mode = self.section.reference_replay
+        if mode != "off":
+            for micro_batch in micro_batches:
+                micro_batch.routes = self._replaying(mode, micro_batch)
+
+    def finish_reference_pass(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """After it: its routes were used, and those are given up that nobody else wants."""
         for micro_batch in micro_batches:
-            table = self._tables.get(id(micro_batch))
-            if self.section.reference_replay and table is not None:
-                micro_batch.routes = Replaying(table)
+            routes, micro_batch.routes = micro_batch.routes, None
+            if isinstance(routes, Replaying):
+                routes.assert_used(training=False)
+                self._give_up(self.section.reference_replay, micro_batch, "reference")
 
     def set_training_pass(self, batch: Sequence[MicroBatch]) -> None:
         """Before the training pass of a mini-batch."""
+        mode = self.section.replay
         for micro_batch in batch:
-            if isinstance(micro_batch.routes, Replaying):  # of the reference policy's pass
-                micro_batch.routes.assert_used(training=False)
-            table = self._tables.get(id(micro_batch))
-            wanted = {"off": False, "r2": id(micro_batch) not in self._first, "r3": True}
-            assert table is not None or not wanted[self.section.replay], "no routes to replay"
-            routes: Routes | None = None if table is None else Replaying(table)
+            routes: Routes | None = None
+            unrecorded = (mode, id(micro_batch)) not in self._tables
+            spared = mode == "r2" and unrecorded and id(micro_batch) in self._first
+            if mode != "off" and not spared:
+                routes = self._replaying(mode, micro_batch)
             if id(micro_batch) in self._natural:
                 padding = self._local(micro_batch.packed.padding_mask)
                 real = None if padding is None else ~padding
@@ -124,17 +148,16 @@ class StepRoutes:
         for micro_batch in batch:
             routes, micro_batch.routes = micro_batch.routes, None
             self._natural.pop(id(micro_batch), None)
-            if self._tables.pop(id(micro_batch), None) is None:
-                continue
             inner = routes.inner if isinstance(routes, Observing) else routes
             if isinstance(inner, Replaying):
                 inner.assert_used(training=True)
+                self._give_up(self.section.replay, micro_batch, "training")
 
     def figures(self) -> dict[str, float]:
         """The step's metrics, the same on every rank. Every rank calls it."""
         assert not self._tables, "recorded routes were never used"
         metrics = {}
-        if self.section.replay != "off":
+        if self.section.modes:
             stored = torch.tensor(float(self._bytes), dtype=torch.float64, device=self.device)
             dist.all_reduce(stored)
             metrics["replay/bytes"] = float(stored)
@@ -168,9 +191,23 @@ class StepRoutes:
         dtype = expert_dtype(self.config.num_moe_experts)
         return torch.zeros(size, dtype=dtype, device=self.device)
 
-    def _keep(self, micro_batch: MicroBatch, table: RouteTable) -> None:
-        self._tables[id(micro_batch)] = table
+    def _keep(self, mode: str, micro_batch: MicroBatch, table: RouteTable) -> None:
+        wanted = {"training": self.section.replay, "reference": self.section.reference_replay}
+        passes = {name for name, wants in wanted.items() if wants == mode}
+        self._tables[mode, id(micro_batch)] = _Kept(table, passes)
         self._bytes += table.num_bytes
+
+    def _replaying(self, mode: str, micro_batch: MicroBatch) -> Replaying:
+        kept = self._tables.get((mode, id(micro_batch)))
+        assert kept is not None, "no routes to replay"
+        return Replaying(kept.table)
+
+    def _give_up(self, mode: str, micro_batch: MicroBatch, name: str) -> None:
+        """The pass `name` is over; the last one frees the routes."""
+        kept = self._tables[mode, id(micro_batch)]
+        kept.passes.remove(name)
+        if not kept.passes:
+            del self._tables[mode, id(micro_batch)]
 
     def _of_rollout(
         self, micro_batch: MicroBatch, sequences: Sequences

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from gspo_megatron.config.schema import ObjectiveSection, RoutingSection
+from gspo_megatron.config.schema import Config, ObjectiveSection, RoutingSection
 from gspo_megatron.models.build import Policy
-from gspo_megatron.models.optimizer import Trainer, zero_gradients
+from gspo_megatron.models.optimizer import Schedule, Trainer, zero_gradients
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.objectives import Objective
 from gspo_megatron.objectives.regularisation import divergence
@@ -29,6 +29,18 @@ from gspo_megatron.train.schedule import (
     response_logprobs,
 )
 from gspo_megatron.types import LossInputs, LossOutputs
+
+
+def learning_rates(config: Config) -> Schedule:
+    """The learning rate of all updates of a run's RL steps."""
+    optimizer, updates_per_step = config.optimizer, config.objective.mini_batches
+    return Schedule(
+        peak=optimizer.learning_rate,
+        floor=optimizer.min_learning_rate,
+        warmup=optimizer.warmup_steps * updates_per_step,
+        total=config.training.steps * updates_per_step,
+        decay=optimizer.decay,
+    )
 
 
 @dataclass
@@ -60,7 +72,7 @@ class PolicyUpdater:
             self.reference = ReferencePolicy(policy, offload=section.reference_offload)
         self.device = builder.device
         self.routes = None
-        if routing is not None and (routing.replay != "off" or routing.volatility):
+        if routing is not None and (routing.modes or routing.volatility):
             self.routes = StepRoutes(policy, routing, self.device)
         self.cp_group = parallel_state.get_context_parallel_group()
         self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -133,6 +145,8 @@ class PolicyUpdater:
                 self.routes.set_reference_pass(everything)
             with self.reference.in_place():
                 self._record(everything, anchors, "reference")
+            if self.routes is not None:
+                self.routes.finish_reference_pass(everything)
         return anchors
 
     def _old_pass(

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 from pathlib import Path
 
-from tests.e2e.conftest import Command
+import pytest
+
+from tests.e2e.conftest import Command, write_config
+from tests.e2e.resuming import command, environment, make_small
 
 
 def figures(stdout: str) -> dict[str, float]:
@@ -45,3 +51,106 @@ def test_a_layout_that_the_model_does_not_fit_is_refused(gspo: Command, config_f
     assert result.returncode == 2
     assert "layout pp=3" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def dumped_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a run of 3 steps on two pipeline stages, of which the last 2 are dumped:
+    with the rollout's routes, a reference policy, and an optimizer that has gone through a warm
+    start and two mini-batches a step."""
+    folder = tmp_path_factory.mktemp("dumped")
+    path = write_config(toy, folder)
+    make_small(
+        path,
+        parallel={"layout": "pp=2"},
+        objective={"name": "grpo", "kl": "k3", "kl_coefficient": 0.1},
+        routing={"replay": "r3", "reference_replay": "r2"},
+        training={"steps": 3, "dump_batches": 2},
+    )
+    result = subprocess.run(
+        command(path),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment(path),
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return path
+
+
+def logged(run: Path, step: int) -> float:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    (found,) = (r["loss"] for r in records if (r["phase"], r["step"]) == ("rl", step))
+    return found
+
+
+def test_a_dumped_step_has_the_logged_loss_on_every_layout(gspo: Command, dumped_run: Path) -> None:
+    run = dumped_run.parent / "run"
+    assert sorted(p.name for p in (run / "dumps").iterdir()) == ["step_00000002", "step_00000003"]
+    dump = run / "dumps" / "step_00000003"
+    result = gspo("verify", dumped_run, "--from-dump", dump, "--layouts", "tp=2", "dp=2")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "rl_00000002, with its optimizer" in result.stdout
+    found = figures(result.stdout)
+    assert (found["layouts"], found["equal"], found["step"]) == (2, 1, 3)
+    assert 0 < found["worst_error"] < 2e-5
+    assert found["logged_loss"] == pytest.approx(logged(run, 3), rel=1e-8)
+    # Advantages are of size 1, and the loss is a mean of hundreds of such terms in fp32.
+    assert found["loss"] == pytest.approx(found["logged_loss"], abs=1e-6)
+    # Other weights or another step's inputs would show.
+    assert abs(found["loss"] - logged(run, 2)) > 1e-5
+
+
+@pytest.mark.full
+def test_without_the_steps_own_weights_it_says_so(gspo: Command, dumped_run: Path) -> None:
+    run = dumped_run.parent / "run"
+    older = run / "checkpoints" / "rl_00000001"
+    dump = run / "dumps" / "step_00000003"
+    words = ("--from-dump", dump, "--checkpoint", older, "--layouts", "tp=2")
+    result = gspo("verify", dumped_run, *words)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "rl_00000001, not those that the step began with" in result.stdout
+    assert "all mini-batches at these weights: the loss is not that of the run" in result.stdout
+    found = figures(result.stdout)
+    assert abs(found["loss"] - found["logged_loss"]) > 1e-6
+
+
+def test_a_damaged_dump_is_named(gspo: Command, dumped_run: Path, tmp_path: Path) -> None:
+    dump = tmp_path / "step_00000002"
+    shutil.copytree(dumped_run.parent / "run" / "dumps" / "step_00000002", dump)
+    [file, *_] = sorted((dump / "rollouts").iterdir())
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 4
+    file.write_bytes(content)
+    result = gspo("verify", dumped_run, "--from-dump", dump, "--layouts", "tp=2")
+    assert result.returncode == 2
+    assert f"{dump}: rollouts/{file.name}: altered" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.full
+def test_a_step_in_bf16_is_computed_with_the_fp32_weights_behind_it(
+    gspo: Command, toy: Path, tmp_path: Path
+) -> None:
+    """They lie with the optimizer, each on one data rank: all have to get them."""
+    path = make_small(
+        write_config(toy, tmp_path), training={"precision": "bf16", "dump_batches": 1}
+    )
+    result = subprocess.run(
+        command(path),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment(path),
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    dump = tmp_path / "run" / "dumps" / "step_00000002"
+    result = gspo("verify", path, "--from-dump", dump, "--layouts", "dp=2", "ep=2,dp=2")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "the run computed in bf16: its loss differs by rounding" in result.stdout
+    found = figures(result.stdout)
+    # bf16 has 8 bits; advantages are of size 1
+    assert found["loss"] == pytest.approx(found["logged_loss"], abs=2e-3)
+    assert found["loss"] != found["logged_loss"]

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
+from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.routing import hooks
-from gspo_megatron.routing.replay import Replaying
+from gspo_megatron.routing.replay import Recording, Replaying
 from gspo_megatron.routing.volatility import Observing
+from gspo_megatron.train import step
 from gspo_megatron.train.parity import StepResult, run_update
 
 
@@ -28,6 +30,22 @@ class Watched:
     passes: dict[str, int]  # forward passes of routers, by what they were told
 
 
+class DistantReference(ReferencePolicy):
+    """Far from the policy, by the same amount whatever the layout: a function of the weight."""
+
+    @torch.no_grad()
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for weight in self._weights:
+            weight.add_(0.1 * torch.sin(37.0 * weight))
+
+
+def watched_update_away_from_the_reference(**arguments: Any) -> Watched:
+    """`watched_update` with a reference policy that would choose other experts."""
+    with mock.patch.object(step, "ReferencePolicy", DistantReference):
+        return watched_update(**arguments)
+
+
 def watched_update(**arguments: Any) -> Watched:
     """`run_update`, every routing map of Megatron-Core held against the routes of the pass."""
     counts, passes = defaultdict(int), defaultdict(int)
@@ -36,8 +54,10 @@ def watched_update(**arguments: Any) -> Watched:
     def routing(self: TopKRouter, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         routes = hooks._current.get()
         passes[type(routes).__name__] += 1
+        # a checkpointed training pass, to be repeated when gradients are wanted
+        passes["checkpointed"] += isinstance(routes, Observing) and not torch.is_grad_enabled()
         probs, chosen = native(self, logits, *args, **kwargs)
-        inner = routes.inner if isinstance(routes, Observing) else routes
+        inner = routes.inner if isinstance(routes, (Observing, Recording)) else routes
         if isinstance(inner, Replaying):
             table = inner._table
             wanted = table.experts[table.layers.index(self.layer_number)].long()

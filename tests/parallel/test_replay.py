@@ -14,11 +14,16 @@ from gspo_megatron.train.parity import Cut, StepResult, compare
 from gspo_megatron.train.synthetic import SyntheticBatch, synthetic_batch
 from tests.parallel.models import VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool
-from tests.parallel.replays import Watched, watched_update
+from tests.parallel.replays import (
+    Watched,
+    watched_update,
+    watched_update_away_from_the_reference,
+)
 from tests.parallel.updates import FP64_TOLERANCE_OF_ROUTERS, assert_same_metrics
 
 CUT = Cut(replicas=2, token_budget=40, multiple=2)
 LAYOUTS = ("tp=2", "pp=2", "pp=2,vpp=2", "ep=2", "cp=2", "tp=2,pp=2,ep=2,cp=2")
+RECOMPUTES = ("none", "selective", "full")
 EXPERTS, TOP_K, LAYERS, MOE_LAYERS = 8, 2, 4, 3
 
 
@@ -33,20 +38,29 @@ def batch_with_routes(config: Any) -> SyntheticBatch:
     return dataclasses.replace(batch, routes=[r.to(torch.uint8) for r in routes])
 
 
-def run(pool: Pool, layout: str, mini_batches: int = 3, **routing: Any) -> Watched:
+def run(
+    pool: Pool,
+    layout: str,
+    mini_batches: int = 3,
+    objective: dict[str, Any] | None = None,
+    **routing: Any,
+) -> Watched:
     training = {
         "precision": "fp64",
         "packing": routing.pop("packing", True),
         "recompute": routing.pop("recompute", "none"),
     }
-    losses = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
-    config = odd_moe(layout, {"name": "grpo"}, training=training, routing=routing, **losses)
+    megatron: dict[str, Any] = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+    if training["recompute"] == "selective":
+        megatron["recompute_modules"] = ["moe"]  # whole layers of experts, router included
+    objective = objective or {"name": "grpo"}
+    config = odd_moe(layout, objective, training=training, routing=routing, **megatron)
     batch = synthetic_batch(config.objective, VOCAB_SIZE)
-    if routing.get("replay") == "r3":
+    if "r3" in config.routing.modes:
         batch = batch_with_routes(config)
     return pool.run(
         Layout.parse(layout).world_size,
-        watched_update,
+        watched_update_away_from_the_reference if "kl" in objective else watched_update,
         config=config,
         vocab_size=VOCAB_SIZE,
         batch=batch,
@@ -79,20 +93,17 @@ def test_replay_changes_the_update(alone: dict[str, Watched], mode: str) -> None
     assert differences[0][1] > 1e-3
 
 
-# Each pair of mode, packing and recomputation meets on each layout, but for what the last line
-# takes in turn.
+# Each layout meets each recomputation, both modes, packed and padded; each recomputation meets all
+# four pairs of mode and packing on some layout.
+WAYS = (("r2", True), ("r3", False), ("r3", True), ("r2", False))
 SELECTION = [
-    (layout, mode, packing, recompute)
-    for number, layout in enumerate(LAYOUTS)
-    for mode, packing, recompute in (
-        ("r2", True, "none"),
-        ("r3", True, "full"),
-        (("r2", "r3")[number % 2], False, "full"),
-    )
+    (layout, *WAYS[(row + column) % len(WAYS)], recompute)
+    for row, layout in enumerate(LAYOUTS)
+    for column, recompute in enumerate(RECOMPUTES)
 ]
 REST = [
     case
-    for case in itertools.product(LAYOUTS, ("r2", "r3"), (True, False), ("none", "full"))
+    for case in itertools.product(LAYOUTS, ("r2", "r3"), (True, False), RECOMPUTES)
     if case not in SELECTION
 ]
 
@@ -114,6 +125,7 @@ def test_every_token_goes_to_the_recorded_experts_on_every_layout(
     )
     assert watched.replayed > 0
     assert watched.wrong == 0
+    assert (watched.passes["checkpointed"] > 0) == (recompute != "none")
     worst = compare(alone[mode].result.gradients, watched.result.gradients)[0]
     assert worst[1] <= FP64_TOLERANCE_OF_ROUTERS, worst
     if packing:  # rows are cut into other micro-batches
@@ -130,3 +142,37 @@ def test_a_route_takes_one_byte_a_layer_and_expert(alone: dict[str, Watched]) ->
         stored = alone[mode].result.metrics["replay/bytes"] / (MOE_LAYERS * TOP_K)
         # r2 needs none for the first of three mini-batches, which has 4 of the 13 sequences
         assert needed <= stored <= needed + 24, mode
+
+
+KL = {"name": "grpo", "kl": "k3", "kl_coefficient": 0.5}
+DIFFERENT = [("off", "r2"), ("off", "r3"), ("r2", "off"), ("r2", "r3"), ("r3", "off"), ("r3", "r2")]
+APART = [("cp=2", "off", "r2"), ("pp=2,vpp=2", "r2", "r3"), ("tp=2", "r3", "r2")]
+APART_REST = [
+    (layout, *modes)
+    for layout, modes in itertools.product(LAYOUTS, DIFFERENT)
+    if (layout, *modes) not in APART
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy", "reference"),
+    [*APART, *(pytest.param(*case, marks=pytest.mark.full) for case in APART_REST)],
+)
+def test_policy_and_reference_replay_apart_on_every_layout(
+    pool: Pool, layout: str, policy: str, reference: str
+) -> None:
+    modes = {"replay": policy, "reference_replay": reference, "objective": KL}
+    plain = run(pool, "tp=1", **modes)
+    sharded = run(pool, layout, **modes, recompute="full")
+    assert min(plain.replayed, sharded.replayed) > 0
+    assert plain.wrong == sharded.wrong == 0
+    worst = compare(plain.result.gradients, sharded.result.gradients)[0]
+    assert worst[1] <= FP64_TOLERANCE_OF_ROUTERS, worst
+    figures = dict(sharded.result.metrics), dict(plain.result.metrics)
+    for metrics in figures:
+        assert metrics.pop("replay/bytes") > 0  # padding is stored too
+    assert_same_metrics(*(StepResult(metrics) for metrics in figures))
+    if reference != "off":
+        other = run(pool, "tp=1", **modes | {"reference_replay": "off"})
+        distance = compare(plain.result.gradients, other.result.gradients)[0][1]
+        assert distance > 1e-3, "the reference's mode does nothing"

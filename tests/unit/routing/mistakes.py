@@ -156,9 +156,9 @@ def routes_get_lost() -> Mistake:
     """By a key that is not the same in both passes."""
     native = StepRoutes._keep
 
-    def keep(self: StepRoutes, micro_batch: MicroBatch, table: RouteTable) -> None:
-        native(self, micro_batch, table)
-        self._tables[id(table)] = self._tables.pop(id(micro_batch))
+    def keep(self: StepRoutes, mode: str, micro_batch: MicroBatch, table: RouteTable) -> None:
+        native(self, mode, micro_batch, table)
+        self._tables[mode, id(table)] = self._tables.pop((mode, id(micro_batch)))
 
     return mock.patch.object(StepRoutes, "_keep", keep)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from gspo_megatron.models.build import Policy
-from gspo_megatron.routing.hooks import RouterHook, attach_hooks, routed
+from gspo_megatron.routing.hooks import NEVER_ASKING, RouterHook, attach_hooks, routed
 from gspo_megatron.routing.replay import Recording, recorded
 from gspo_megatron.train.schedule import response_logprobs
 from tests.unit.routing.steps import (
@@ -53,8 +56,13 @@ def test_layers_of_multi_token_prediction_are_left_alone() -> None:
     policy.mtp = torch.nn.ModuleList([other.decoder.layers[0]])
     assert attach_hooks([policy]) == (1, 2)
     assert other.decoder.layers[0].mlp.router.router_replay is None
-    # By any other name its layer number would be the decoder's.
+    # By any other name its layer number would be the decoder's, unless the router knows it.
     del policy.mtp
+    policy.further = torch.nn.ModuleList([other.decoder.layers[0]])
+    other.decoder.layers[0].mlp.router.is_mtp_layer = True
+    assert attach_hooks([policy]) == (1, 2)
+    other.decoder.layers[0].mlp.router.is_mtp_layer = False
+    del policy.further
     policy.extra = other.decoder
     with pytest.raises(AssertionError, match="two routers of one layer number"):
         attach_hooks([policy])
@@ -66,9 +74,34 @@ def test_routers_that_never_ask_are_refused() -> None:
     with pytest.raises(AssertionError, match="a fused router never asks"):
         attach_hooks(policy.models)
     policy.config.moe_router_fusion = False
-    routers(policy)[1].routing_type = "sinkhorn"
-    with pytest.raises(AssertionError, match="sinkhorn routing never asks"):
-        attach_hooks(policy.models)
+    for kind in ("sinkhorn", "quantile_balancing"):
+        routers(policy)[1].routing_type = kind
+        with pytest.raises(AssertionError, match=f"{kind} routing never asks"):
+            attach_hooks(policy.models)
+
+
+def test_whatever_chooses_experts_asks_its_hook_or_is_refused() -> None:
+    """Megatron-Core's own list of what a router can do: a new way past the hook is seen here."""
+    source = inspect.getsource(TopKRouter.routing)
+    kinds = set(re.findall(r'self\.routing_type == "(\w+)"', source))
+    assert "sinkhorn" in kinds and kinds <= set(NEVER_ASKING)
+    call = r"topk_routing_with_score_function\((.*?)\n            \)"
+    (asking,) = re.findall(call, source, re.DOTALL)
+    assert "router_replay=self.router_replay" in asking
+    function = inspect.getsource(topk_routing_with_score_function)
+    choices = re.findall(r"(?<!_)torch\.topk\(|= compute_topk\(|return fused_\w+\(", function)
+    # The one torch.topk is the default that the hook is given, and the fused way is refused.
+    assert choices.count("torch.topk(") == 1
+    assert sum(choice.startswith("return fused") for choice in choices) == 1
+    assert choices.count("= compute_topk(") == 4
+
+
+def test_full_experts_drop_no_replayed_tokens() -> None:
+    policy = moe_policy(moe_expert_capacity_factor=1.0)
+    for routing in ({"replay": "r2"}, {"reference_replay": "r3"}):
+        with pytest.raises(AssertionError, match="would drop tokens that are replayed"):
+            updater_for(policy, routing)
+    updater_for(policy, {"volatility": True})
 
 
 def test_routers_of_another_kind_are_refused() -> None:

@@ -5,6 +5,7 @@ Traps that need several stages are in tests/parallel/test_replay_traps.py.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -155,7 +156,9 @@ def test_trap_padding_rows_of_zeros_go_to_expert_0() -> None:
         else:
             routes.start([[batch]], step.sequences)
         routes.set_old_pass([batch])
-        with watched() as seen:
+        # An expert named twice for a token: newer Megatron-Core counts, and stops after the router.
+        stops = contextlib.suppress(RuntimeError) if routing_mistake else contextlib.nullcontext()
+        with watched() as seen, stops:
             response_logprobs(policy, [batch])
         padding = batch.packed.padding_mask.t().flatten()
         assert padding.sum() > 15

@@ -1,22 +1,29 @@
-"""routing.reference_replay: the reference policy of the KL divergence uses the replayed experts."""
+"""routing.reference_replay: the experts of the reference policy, whatever the policy replays."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from gspo_megatron.config.algorithm import RoutingSection
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.routing.replay import Replaying
 from gspo_megatron.train.routes import StepRoutes
+from gspo_megatron.train.step import PolicyUpdater
 from tests.unit.routing.steps import (
     LAYERS,
+    LENGTHS,
+    RECOMPUTES,
+    TOP_K,
     Seen,
+    a_step,
     map_of,
     moe_policy,
     update,
@@ -27,7 +34,9 @@ from tests.unit.routing.steps import (
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 KL = {"name": "grpo", "kl": "k3", "kl_coefficient": 0.5}
-MICRO_BATCHES = 6
+MODES = ("off", "r2", "r3")
+SEQUENCES, FIRST = len(LENGTHS), 2  # a micro-batch each; as many are in the first mini-batch
+TOKENS = [prompt + response for prompt, response in LENGTHS]
 
 
 class DistantReference(ReferencePolicy):
@@ -41,54 +50,114 @@ class DistantReference(ReferencePolicy):
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
 
 
-def step(routing: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[Seen], list[Seen]]:
-    """The policy after a step, what routers did in the reference's pass, and all that they did."""
-    policy = moe_policy()
-    with mock.patch("gspo_megatron.train.step.ReferencePolicy", DistantReference):
-        updater = updater_for(policy, routing, KL)
-    native = updater.reference.in_place
-    with watched() as seen:
-        bounds = []
+class Step:
+    """An update with the policy's routers watched, pass by pass."""
 
-        @contextlib.contextmanager
-        def in_place() -> Iterator[None]:
-            with native():
-                bounds.append(len(seen))
-                yield
-                bounds.append(len(seen))
+    def __init__(self, recompute: str = "none", **routing: Any) -> None:
+        self.policy = moe_policy(recompute)
+        with mock.patch("gspo_megatron.train.step.ReferencePolicy", DistantReference):
+            self.updater = updater_for(self.policy, routing, KL)
+        self.spans: dict[str, slice] = {}
+        self.kept: set[tuple[str, int]] = set()  # after the reference's pass: mode, sequence
+        with watched() as self.seen, self._watch():
+            self.metrics = update(self.updater, routes="r3" in routing.values()).metrics
+        end = max((span.stop for span in self.spans.values()), default=0)
+        self.spans["training"] = slice(end, len(self.seen))
 
-        with mock.patch.object(updater.reference, "in_place", in_place):
-            update(updater, routes=routing.get("replay") == "r3")
-    start, end = bounds
-    weights = {name: p.detach().clone() for name, p in policy.models[0].named_parameters()}
-    return weights, seen[start:end], seen
+    @contextlib.contextmanager
+    def _watch(self) -> Iterator[None]:
+        record, finish = PolicyUpdater._record, StepRoutes.finish_reference_pass
+
+        def recorded(updater: PolicyUpdater, batches: Any, anchors: Any, name: str) -> None:
+            start = len(self.seen)
+            record(updater, batches, anchors, name)
+            self.spans[name] = slice(start, len(self.seen))
+
+        def finished(routes: StepRoutes, batches: Any) -> None:
+            finish(routes, batches)
+            numbers = {id(batch): batch.packed.members[0] for batch in batches}
+            self.kept = {(mode, numbers[key]) for mode, key in routes._tables}
+
+        with (
+            mock.patch.object(PolicyUpdater, "_record", recorded),
+            mock.patch.object(StepRoutes, "finish_reference_pass", finished),
+        ):
+            yield
+
+    def routers(self, name: str) -> dict[tuple[int, int], Seen]:
+        """What the routers of a pass did, by sequence and layer; passes cover the last sequences,
+        or all."""
+        passed = self.seen[self.spans.get(name, slice(0))]
+        missing = SEQUENCES - len(passed) // LAYERS
+        found = {(missing + place // LAYERS, one.layer): one for place, one in enumerate(passed)}
+        assert len(found) == len(passed), "one pass of a router a micro-batch"
+        assert all(len(one.chosen) == TOKENS[number] for (number, _), one in found.items())
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.policy.models[0].named_parameters()}
 
 
-@pytest.mark.parametrize("mode", ["r2", "r3"])
-def test_the_reference_uses_the_policys_experts(mode: str) -> None:
-    weights, reference, everything = step({"replay": mode, "reference_replay": True})
-    assert len(reference) == MICRO_BATCHES * LAYERS
-    moved = 0
-    tables = set()
-    for one in reference:
-        if not isinstance(one.routes, Replaying):
-            continue
-        table = one.routes._table
-        tables.add(id(table))
-        experts = map_of(table.experts[table.layers.index(one.layer)])
-        known = torch.ones(len(experts), dtype=torch.bool) if table.known is None else table.known
-        assert torch.equal(one.chosen[known], experts[known])
-        moved += int((one.natural != experts)[known].any(-1).sum())
-    assert moved > 10, "the reference would have gone there anyway"
-    # every micro-batch whose training pass replays has a reference that replays the same routes
-    trained = {id(one.routes._table) for one in everything if one.with_gradients and one.routes}
-    assert trained <= tables
+def expected(step: Step, mode: str, key: tuple[int, int], one: Seen) -> Tensor:
+    """[tokens, experts] bool: where a router sends the tokens of a sequence under a mode."""
+    number, layer = key
+    if mode == "r3":
+        rollout = map_of(a_step(routes=True).sequences.routes[number][:, layer - 1])
+        return torch.cat([rollout[:-1], one.natural[-1:]])  # no engine was fed the last token
+    return step.routers("old")[key].natural if mode == "r2" else one.natural
 
-    own, reference, _ = step({"replay": mode})
-    assert all(one.routes is None for one in reference)
-    assert all(torch.equal(one.chosen, one.natural) for one in reference)
-    distance = max(float((weights[name] - own[name]).norm() / own[name].norm()) for name in own)
-    assert distance > 1e-3, "the option does nothing"
+
+@pytest.mark.parametrize(("policy", "reference"), list(itertools.product(MODES, MODES)))
+def test_every_pass_uses_the_experts_of_its_own_mode(policy: str, reference: str) -> None:
+    step = Step(replay=policy, reference_replay=reference)
+    everything = set(itertools.product(range(SEQUENCES), range(1, LAYERS + 1)))
+    later = {(number, layer) for number, layer in everything if number >= FIRST}
+    old, training = step.routers("old"), step.routers("training")
+    assert old.keys() == (everything if reference == "r2" else later)
+    assert step.routers("reference").keys() == training.keys() == everything
+    moved = {"reference": 0, "training": 0}
+    passes = [("old", "r3" if policy == "r3" else "off")]
+    passes += [("reference", reference), ("training", policy)]
+    for name, mode in passes:
+        for key, one in step.routers(name).items():
+            spared = name == "training" and mode == "r2" and key not in later
+            wanted = expected(step, "off" if spared and key not in old else mode, key, one)
+            assert torch.equal(one.chosen, wanted), (name, key)
+            moved[name] = moved.get(name, 0) + int((one.chosen != one.natural).any(-1).sum())
+    assert (moved["training"] > 10) == (policy != "off")
+    assert (moved["reference"] > 10) == (reference != "off")
+    # Stored once, whoever uses it, and given up when the last one has.
+    modes = {policy, reference} - {"off"}
+    recorded = sum(TOKENS if reference == "r2" else TOKENS[FIRST:])
+    stored = recorded * ("r2" in modes) + sum(TOKENS) * ("r3" in modes)
+    assert step.metrics.get("replay/bytes", 0) == stored * LAYERS * TOP_K
+    covered = {number for number, _ in old} if policy == "r2" else set(range(SEQUENCES))
+    assert step.kept == ({(policy, number) for number in covered} if policy != "off" else set())
+
+
+@pytest.mark.parametrize(("policy", "reference"), [("r2", "r3"), ("r3", "r2"), ("off", "r2")])
+def test_recomputation_storage_and_volatility_change_no_weight(policy: str, reference: str) -> None:
+    routing = {"replay": policy, "reference_replay": reference}
+    plain = Step(**routing).weights()
+    for recompute in RECOMPUTES[1:]:
+        other = Step(recompute, **routing, store_on_host=True, volatility=True).weights()
+        assert all(torch.equal(plain[name], other[name]) for name in plain)
+
+
+@pytest.mark.parametrize("policy", MODES)
+def test_each_mode_of_the_reference_makes_another_update(policy: str) -> None:
+    found = [Step(replay=policy, reference_replay=mode).weights() for mode in MODES]
+    for one, other in itertools.combinations(found, 2):
+        distance = max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
+        assert distance > 1e-3, "the option does nothing"
+
+
+def test_volatility_is_of_the_policy_alone() -> None:
+    plain, mixed = Step(volatility=True), Step(volatility=True, reference_replay="r3")
+    assert "routing/replayed_max_violation" not in mixed.metrics
+    # The first mini-batch's update is another one: what follows differs, but not by much.
+    assert mixed.metrics["routing/volatility"] != plain.metrics["routing/volatility"]
+    assert mixed.metrics["routing/volatility"] < 0.9
 
 
 def test_the_old_pass_has_to_cover_the_first_mini_batch_for_the_references_sake() -> None:
@@ -98,20 +167,29 @@ def test_the_old_pass_has_to_cover_the_first_mini_batch_for_the_references_sake(
         routes = StepRoutes(moe_policy(), RoutingSection(**section), torch.device("cpu"))
         return routes.records_all
 
-    assert wants_all(replay="r2", reference_replay=True)
-    assert not wants_all(replay="r2")
-    assert not wants_all(replay="r3", reference_replay=True)
+    for policy in MODES:
+        assert wants_all(replay=policy, reference_replay="r2")
+        assert not wants_all(replay=policy)
+        assert not wants_all(replay=policy, reference_replay="r3")
 
 
-def test_a_reference_pass_that_goes_past_its_routes_is_noticed() -> None:
+def test_routes_for_a_reference_that_never_comes_are_noticed() -> None:
+    updater = updater_for(moe_policy(), {"reference_replay": "r2"}, {"name": "grpo"})
+    assert updater.reference is None
+    with pytest.raises(AssertionError, match="recorded routes were never used"):
+        update(updater)
+
+
+@pytest.mark.parametrize(("policy", "reference"), [("r3", "r3"), ("r2", "r3"), ("off", "r2")])
+def test_a_reference_pass_that_goes_past_its_routes_is_noticed(policy: str, reference: str) -> None:
     native = StepRoutes.set_reference_pass
 
     def forgotten(self: StepRoutes, micro_batches: Any) -> None:
         native(self, micro_batches)
         # as if the pass ran on a model whose routers have no hooks
         for micro_batch in micro_batches:
-            if isinstance(micro_batch.routes, Replaying):
-                micro_batch.routes = Unasked(micro_batch.routes)
+            assert isinstance(micro_batch.routes, Replaying)
+            micro_batch.routes = Unasked(micro_batch.routes)
 
     class Unasked(Replaying):
         def __init__(self, inner: Replaying) -> None:
@@ -124,4 +202,4 @@ def test_a_reference_pass_that_goes_past_its_routes_is_noticed() -> None:
         mock.patch.object(StepRoutes, "set_reference_pass", forgotten),
         pytest.raises(AssertionError, match="never asked for their routes"),
     ):
-        step({"replay": "r3", "reference_replay": True})
+        Step(replay=policy, reference_replay=reference)
