@@ -44,7 +44,7 @@ setup(
         "pyyaml>=6.0",
         "rich>=13.7",
         "matplotlib>=3.8",
-        "sentencepiece>=0.2.0",
+        "sentencepiece>=0.2.3",
         "safetensors>=0.4.3",
         "pyarrow>=15.0",
         "transformers>=4.57,<6",

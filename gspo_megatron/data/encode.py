@@ -28,7 +28,7 @@ def encode_prompts(
     problems = Problems()
     encoded = []
     for prompt in prompts:
-        token_ids = _encode(prompt.text, tokenizer, chat_template)
+        token_ids = encode_text(prompt.text, tokenizer, chat_template)
         if not prompt.text.strip() or not token_ids:
             problems.add(prompt.source, "the prompt is empty")
         elif len(token_ids) > max_prompt_tokens:
@@ -42,9 +42,10 @@ def encode_prompts(
     return encoded
 
 
-def _encode(text: str, tokenizer: Tokenizer, chat_template: bool) -> list[int]:
+def encode_text(text: str, tokenizer: Tokenizer, chat_template: bool = False) -> list[int]:
+    """The token ids of one prompt, as `encode_prompts` makes them."""
     if chat_template:
         messages = [{"role": "user", "content": text}]
-        return tokenizer.encode(tokenizer.apply_chat_template(messages))
+        return tokenizer.encode_rendered(tokenizer.apply_chat_template(messages)).ids
     token_ids = tokenizer.encode(text)
     return token_ids if tokenizer.bos_id is None else [tokenizer.bos_id, *token_ids]

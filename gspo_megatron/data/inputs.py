@@ -48,7 +48,7 @@ def read_inputs(config: Config) -> Inputs:
     tokenizer = None
     try:
         tokenizer = load_tokenizer(config.data.tokenizer)
-        problems += _vocabulary_problems(config, tokenizer)
+        problems += vocabulary_problems(config, tokenizer)
     except UserError as error:
         problems += str(error).splitlines()
     files = {}
@@ -107,10 +107,17 @@ def _check_answers(config: Config, prompts: Sequence[Prompt], tokenizer: Tokeniz
     problems.raise_if_any()
 
 
-def _vocabulary_problems(config: Config, tokenizer: Tokenizer) -> list[str]:
+def vocabulary_problems(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """What is wrong where the tokenizer has ids that the model has no room for."""
     wanted = model_vocab_size(config, tokenizer)
     if wanted >= tokenizer.vocab_size:
         return []
+    folder = config.model.hf_path
+    if folder is not None:
+        return [
+            f"data.tokenizer = {config.data.tokenizer}: it has {tokenizer.vocab_size} ids, the "
+            f"model in model.hf_path = {folder} {wanted}; legal: at most {wanted}"
+        ]
     return [
         f"model.vocab_size = {wanted}: the tokenizer {config.data.tokenizer} has "
         f"{tokenizer.vocab_size} ids; legal: {tokenizer.vocab_size} or more"

@@ -20,6 +20,9 @@ class Problems:
         if len(self._lines) < LISTED:
             self._lines.append(f"{where}: {what}")
 
+    def __bool__(self) -> bool:
+        return self._count > 0
+
     def raise_if_any(self) -> None:
         """Raises one DataError with a line for each problem and a count of those not listed."""
         if not self._count:

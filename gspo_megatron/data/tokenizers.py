@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from gspo_megatron.data.chat_templates import TEMPLATE_FILE, Rendered, read_template, render
 from gspo_megatron.data.files import write_atomically
 from gspo_megatron.errors import DataError
 
@@ -15,6 +18,15 @@ HELP = (
     "(python -m gspo_megatron.data.toy makes a small one)"
 )
 HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids, and which characters of the text each came from."""
+
+    ids: list[int]
+    starts: list[int]  # the tokens of a character that is spelled in bytes may share it, or have
+    ends: list[int]  # no character each but the last
 
 
 class Tokenizer(Protocol):
@@ -29,8 +41,13 @@ class Tokenizer(Protocol):
     eos_id: int
     pad_id: int
     bos_id: int | None
+    chat_template: str | None  # Jinja, as transformers has it
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """What `encode` makes of each, in one call of the library."""
+        ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -39,6 +56,22 @@ class Tokenizer(Protocol):
 
         Raises DataError where the tokenizer has no template or the template refuses the messages.
         """
+        ...
+
+    def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool = False) -> Rendered:
+        """The conversation as text, with where the answers are if the template marks them.
+
+        `open_answer` lets it end where the assistant's next answer begins. Raises DataError as
+        `apply_chat_template` does.
+        """
+        ...
+
+    def encode_rendered(self, text: str) -> Encoded:
+        """Tokens of what a chat template wrote: control symbols in it become their ids."""
+        ...
+
+    def symbol_id(self, symbol: str) -> int | None:
+        """The id of a piece or special token; None where there is none."""
         ...
 
 
@@ -84,18 +117,80 @@ class SentencePieceTokenizer:
         self.pad_id = pad_id if pad_id >= 0 else self.eos_id
         bos_id: int = self._processor.bos_id()
         self.bos_id = bos_id if bos_id >= 0 else None
+        # Control symbols stand in no text; a chat template writes them, as in transformers' eyes
+        # it writes <unk>.
+        self._control_symbols = {
+            self._processor.id_to_piece(token_id): token_id
+            for token_id in range(self.vocab_size)
+            if self._processor.is_control(token_id) or self._processor.is_unknown(token_id)
+        }
+        symbols = {
+            "unk": self._processor.unk_id(),
+            "bos": bos_id,
+            "eos": self.eos_id,
+            "pad": pad_id,
+        }
+        self._template_symbols = {
+            f"{name}_token": self._processor.id_to_piece(token_id)
+            for name, token_id in symbols.items()
+            if token_id >= 0
+        }
+        self.chat_template = read_template(path.parent)
+        self._adds_space = self._processor.normalize("a") != "a"
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._processor.encode(list(texts), num_threads=1)
+
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._processor.decode([int(token_id) for token_id in token_ids])
+        # a model may have more ids than its tokenizer, and draw one of them
+        known = [int(token_id) for token_id in token_ids if token_id < self.vocab_size]
+        return self._processor.decode(known)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        raise DataError(
-            f"{self.name}: a sentencepiece model has no chat template; set data.chat_template to "
-            "false or use a Hugging Face tokenizer folder"
-        )
+        return self.render(messages, open_answer=True).text
+
+    def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool = False) -> Rendered:
+        if self.chat_template is None:
+            raise DataError(
+                f"{self.name}: a sentencepiece model has no chat template of its own, and there is "
+                f"no {TEMPLATE_FILE} beside it; set data.chat_template to false, add that file or "
+                "use a Hugging Face tokenizer folder"
+            )
+        if self._adds_space:
+            raise DataError(
+                f"{self.name}: puts a space before every text, so what a chat template writes "
+                "between symbols cannot be encoded; use a Hugging Face tokenizer folder"
+            )
+        return render(self.name, self.chat_template, messages, open_answer, self._template_symbols)
+
+    def encode_rendered(self, text: str) -> Encoded:
+        encoded = Encoded([], [], [])
+        for start, part in self._split_at_control_symbols(text):
+            if part in self._control_symbols:
+                ids, offsets = [self._control_symbols[part]], [(0, len(part))]
+            else:
+                mapping = self._processor.encode(part, return_type="offset_mapping")
+                ids, offsets = mapping["ids"], mapping["offsets"]
+            encoded.ids.extend(ids)
+            encoded.starts.extend(start + begin for begin, _ in offsets)
+            encoded.ends.extend(start + end for _, end in offsets)
+        return encoded
+
+    def _split_at_control_symbols(self, text: str) -> Iterator[tuple[int, str]]:
+        """Offset and text of each part; a part is a control symbol or holds none."""
+        longest_first = sorted(self._control_symbols, key=len, reverse=True)
+        position = 0
+        for part in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
+            if part:
+                yield position, part
+            position += len(part)
+
+    def symbol_id(self, symbol: str) -> int | None:
+        token_id: int = self._processor.piece_to_id(symbol)  # that of <unk> for what it lacks
+        return token_id if self._processor.id_to_piece(token_id) == symbol else None
 
 
 class HuggingFaceTokenizer:
@@ -120,9 +215,18 @@ class HuggingFaceTokenizer:
         bos_id = self._tokenizer.bos_token_id
         first = self._tokenizer("", verbose=False)["input_ids"][:1]
         self.bos_id: int | None = bos_id if bos_id is not None and first == [bos_id] else None
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):  # several, by name
+            template = template.get("default")
+        self.chat_template: str | None = template or None
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:  # which transformers refuses
+            return []
+        return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
@@ -132,17 +236,26 @@ class HuggingFaceTokenizer:
         )
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        if not self._tokenizer.chat_template:
+        return self.render(messages, open_answer=True).text
+
+    def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool = False) -> Rendered:
+        if self.chat_template is None:
             raise DataError(
                 f"{self.name}: the tokenizer has no chat template; set data.chat_template to "
                 "false or use the folder of a chat model"
             )
-        try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # the template is the folder's own program: any error is its
-            raise DataError(f"{self.name}: the chat template failed: {error}") from error
+        symbols = self._tokenizer.special_tokens_map
+        return render(self.name, self.chat_template, messages, open_answer, symbols)
+
+    def encode_rendered(self, text: str) -> Encoded:
+        encoding = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        starts, ends = zip(*encoding["offset_mapping"]) if encoding["input_ids"] else ((), ())
+        return Encoded(encoding["input_ids"], list(starts), list(ends))
+
+    def symbol_id(self, symbol: str) -> int | None:
+        return self._tokenizer.get_vocab().get(symbol)
 
 
 def _load_hugging_face(path: Path) -> Any:
@@ -174,36 +287,64 @@ def _load_hugging_face(path: Path) -> Any:
 
 
 def train_sentencepiece(
-    lines: Iterable[str], vocab_size: int, out_prefix: str | Path, model_type: str = "unigram"
+    lines: Iterable[str],
+    vocab_size: int,
+    out_prefix: str | Path,
+    model_type: str = "unigram",
+    **options: Any,
 ) -> Path:
     """Trains a sentencepiece model of at most `vocab_size` pieces; returns `out_prefix`.model.
 
     Text is taken as it is (no normalisation, no added or removed spaces), so that decoding gives
     back exactly what was encoded as long as its characters were in `lines`. Ids: 0 unknown,
     1 padding, 2 end of sequence; no beginning of sequence. `model_type`: unigram, bpe, char.
+    `options` are further settings of sentencepiece's trainer, by its own names.
 
-    Raises DataError where sentencepiece cannot train on these lines.
+    Raises DataError where sentencepiece cannot train on these lines, or what reading them raised.
     """
     import sentencepiece
 
     model = io.BytesIO()
+    source = _Remembering(lines)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
+            sentence_iterator=iter(source),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
-            hard_vocab_limit=False,
-            character_coverage=1.0,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            unk_id=0,
-            pad_id=1,
-            eos_id=2,
-            bos_id=-1,
-            minloglevel=2,  # errors only
+            **{**_TRAINING_DEFAULTS, **options},
         )
     except (RuntimeError, OSError) as error:
+        if source.error is not None:  # sentencepiece repeats its message alone
+            raise source.error from None
         raise DataError(f"{out_prefix}.model: sentencepiece could not train: {error}") from error
     return write_atomically(f"{out_prefix}.model", model.getvalue())
+
+
+_TRAINING_DEFAULTS = {
+    "hard_vocab_limit": False,
+    "character_coverage": 1.0,
+    "normalization_rule_name": "identity",
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "unk_id": 0,
+    "pad_id": 1,
+    "eos_id": 2,
+    "bos_id": -1,
+    "minloglevel": 2,  # errors only
+}
+
+
+class _Remembering:
+    """Passes lines on, and keeps the error that ended them."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines = lines
+        self.error: DataError | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            yield from self._lines
+        except DataError as error:
+            self.error = error
+            raise

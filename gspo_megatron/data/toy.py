@@ -17,8 +17,9 @@ import json
 import random
 import string
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gspo_megatron.data.files import write_atomically
 from gspo_megatron.data.tokenizers import train_sentencepiece
@@ -110,9 +111,9 @@ def write_toy_dataset(
     out_dir = Path(out_dir)
     train_rows, test_rows = generate(task, train, test, seed)
     return [
-        write_atomically(out_dir / "train.jsonl", _json_lines(train_rows)),
-        write_atomically(out_dir / "supervised.jsonl", _json_lines(supervised_rows(train_rows))),
-        write_atomically(out_dir / "test.jsonl", _json_lines(test_rows)),
+        write_atomically(out_dir / "train.jsonl", json_lines(train_rows)),
+        write_atomically(out_dir / "supervised.jsonl", json_lines(supervised_rows(train_rows))),
+        write_atomically(out_dir / "test.jsonl", json_lines(test_rows)),
         train_toy_tokenizer(out_dir / "tokenizer"),
     ]
 
@@ -173,7 +174,8 @@ def _check_supply(task: str, count: int, available: int) -> None:
         )
 
 
-def _json_lines(rows: Sequence[Row]) -> bytes:
+def json_lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """The rows as a JSON Lines file."""
     return "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from gspo_megatron.data.encode import encode_prompts
+from gspo_megatron.data.tokenizers import Encoded
 from gspo_megatron.errors import DataError
 from gspo_megatron.types import Prompt
 
@@ -25,6 +26,9 @@ class CodePoints:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
+
+    def encode_rendered(self, text: str) -> Encoded:
+        return Encoded(self.encode(text), [*range(len(text))], [*range(1, len(text) + 1)])
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
         return "".join(f"[{m['role']}]{m['content']}" for m in messages) + "[assistant]"

@@ -57,6 +57,14 @@ def test_toy_round_trip_is_exact_for_any_text_with_spaces_anywhere(toy_model: Pa
         assert ids == [i for character in text for i in tokenizer.encode(character)]
 
 
+def test_ids_of_the_model_that_the_tokenizer_has_not_decode_to_nothing(toy_model: Path) -> None:
+    tokenizer = load_tokenizer(toy_model)
+    ids = tokenizer.encode("abc")
+    assert (
+        tokenizer.decode([*ids, tokenizer.vocab_size, ids[0], tokenizer.vocab_size + 7]) == "abca"
+    )
+
+
 def test_toy_tokenizer_is_the_same_file_every_time(toy_model: Path, tmp_path: Path) -> None:
     again = train_toy_tokenizer(tmp_path / "again")
     assert again.read_bytes() == toy_model.read_bytes()

@@ -1,0 +1,1 @@
+"""Corpora for pre-training: files of text to Megatron-Core's indexed datasets."""

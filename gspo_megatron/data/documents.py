@@ -1,0 +1,207 @@
+"""The documents of large files, cut into chunks that can be read apart from each other.
+
+A chunk is a range of bytes of a JSON Lines or text file, which owns the lines that begin in it, or
+a row group of a Parquet file. The cut depends on the files and the chunk size alone, so that any
+number of processes may read chunks in any order and the result be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from gspo_megatron.data.problems import Problems
+from gspo_megatron.data.rows import (
+    UTF8_BYTE_ORDER_MARK,
+    decode_line,
+    file_kind,
+    first_line,
+    parse_json_lines,
+    read_parquet,
+    string_fault,
+)
+from gspo_megatron.errors import DataError
+
+CHUNK_BYTES = 4 << 20
+TEXT_DOCUMENTS = ("line", "file")  # what a document of a text file is
+FIELD_SETTING = "--text-field"
+_COUNTED_AT_ONCE = 1 << 20
+
+Document = tuple[str, str]  # "path:line" or "path:row", and its text
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of an input file."""
+
+    path: str
+    kind: str  # jsonl, text or parquet
+    start: int  # in bytes; of Parquet, the row group
+    end: int
+    rows_before: int = 0  # of Parquet
+
+
+def plan_chunks(
+    paths: Sequence[str | Path], chunk_bytes: int = CHUNK_BYTES, text_documents: str = "line"
+) -> list[Chunk]:
+    """All chunks of the files, in order.
+
+    Raises DataError that names every file that is missing, unreadable or empty.
+    """
+    problems = Problems()
+    chunks: list[Chunk] = []
+    for path in map(Path, paths):
+        try:
+            kind = file_kind(path)
+            size = path.stat().st_size
+            if not size:
+                problems.add(f"{path}", "an empty file")
+            elif kind == "parquet":
+                chunks += _row_groups(path)
+            else:
+                whole = kind == "text" and text_documents == "file"
+                step = size if whole else chunk_bytes
+                for start in range(0, size, step):
+                    chunks.append(Chunk(str(path), kind, start, min(start + step, size)))
+        except DataError as error:
+            where, _, what = str(error).partition(": ")
+            problems.add(where, what)
+    problems.raise_if_any()
+    return chunks
+
+
+def read_chunk(
+    chunk: Chunk, text_field: str, problems: Problems, text_documents: str = "line"
+) -> Iterator[Document]:
+    """The documents of a chunk in order, those without any text included.
+
+    Faults go to `problems`; their line numbers are of the file.
+    """
+    attempt = Problems()
+    yield from _read_chunk(chunk, text_field, attempt, text_documents, 0)
+    if attempt:
+        # Only now is it worth to count the lines before the chunk.
+        before = _lines_before(chunk)
+        for _ in _read_chunk(chunk, text_field, problems, text_documents, before):
+            pass
+
+
+def read_documents(paths: Sequence[str | Path], text_field: str) -> Iterator[Document]:
+    """The documents of all files one by one; of text files, their lines.
+
+    Raises DataError at the first chunk with a fault, naming all in it by file and line.
+    """
+    for chunk in plan_chunks(paths):
+        problems = Problems()
+        yield from read_chunk(chunk, text_field, problems)
+        problems.raise_if_any()
+
+
+def sentences(documents: Iterable[Document], longest: int = 1000) -> Iterator[str]:
+    """Documents as lines that a tokenizer's trainer takes: no line ends, none too long.
+
+    A line of more than `longest` characters is cut before a space, where there is one: the trainer
+    cuts there anyway.
+    """
+    for _, text in documents:
+        for line in text.split("\n"):
+            start = 0
+            while len(line) - start > longest:
+                space = line.rfind(" ", start + 1, start + longest)
+                end = space if space > 0 else start + longest
+                yield line[start:end]
+                start = end
+            if start < len(line):
+                yield line[start:]
+
+
+def _row_groups(path: Path) -> list[Chunk]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            metadata = file.metadata
+            sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
+    if not sum(sizes):
+        raise DataError(f"{path}: has no rows")
+    return [
+        Chunk(str(path), "parquet", n, n + 1, rows_before=sum(sizes[:n])) for n in range(len(sizes))
+    ]
+
+
+def _read_chunk(
+    chunk: Chunk, text_field: str, problems: Problems, text_documents: str, lines_before: int
+) -> Iterator[Document]:
+    path = Path(chunk.path)
+    if chunk.kind == "text" and text_documents == "file":
+        text = decode_line(f"{path}", path.read_bytes(), problems)
+        if text is not None:
+            yield f"{path}", text.removeprefix("\ufeff")
+        return
+    lines = _numbered_lines(chunk, lines_before)
+    if chunk.kind == "text":
+        for where, line in lines:
+            text = decode_line(where, line.rstrip(b"\r\n"), problems)
+            if text is not None:
+                yield where, text
+        return
+    if chunk.kind == "parquet":
+        rows = read_parquet(
+            path,
+            {FIELD_SETTING: text_field},
+            problems,
+            row_groups=range(chunk.start, chunk.end),
+            first_row=chunk.rows_before + 1,
+            only_columns=True,
+        )
+    else:
+        rows = parse_json_lines(lines, problems)
+    for where, row in rows:
+        fault = string_fault(row, text_field, FIELD_SETTING)
+        if fault is None:
+            yield where, row[text_field]
+        else:
+            problems.add(where, fault)
+
+
+def _numbered_lines(chunk: Chunk, lines_before: int) -> Iterator[tuple[str, bytes]]:
+    """The lines that begin in the chunk."""
+    with Path(chunk.path).open("rb") as file:
+        position = _first_line_start(file, chunk.start)
+        number = lines_before
+        while position < chunk.end and (line := file.readline()):
+            number += 1
+            yield (
+                f"{chunk.path}:{number}",
+                line if position else line.removeprefix(UTF8_BYTE_ORDER_MARK),
+            )
+            position += len(line)
+
+
+def _first_line_start(file: BinaryIO, position: int) -> int:
+    """Where the first line at or after `position` begins; the file is left there."""
+    if position == 0:
+        return 0
+    file.seek(position - 1)  # the line before the chunk may end with its last byte
+    file.readline()
+    return file.tell()
+
+
+def _lines_before(chunk: Chunk) -> int:
+    if chunk.kind == "parquet" or not chunk.start:
+        return 0
+    count = 0
+    with Path(chunk.path).open("rb") as file:
+        left = _first_line_start(file, chunk.start)
+        file.seek(0)
+        while left > 0 and (block := file.read(min(left, _COUNTED_AT_ONCE))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count

@@ -1,0 +1,199 @@
+"""Megatron-Core's indexed datasets, checked without Megatron-Core.
+
+PREFIX.bin holds the tokens of all documents one after the other, PREFIX.idx where each begins.
+Megatron trusts both; a pair that does not belong together trains on garbage. PREFIX.json, which
+prepare_data writes beside them, says what they are and has their checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_megatron.data.fingerprints import fingerprint
+from gspo_megatron.data.problems import Problems
+from gspo_megatron.errors import DataError
+
+# The file format: magic, version, type code, number of sequences, number of document ends.
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # codes of whole numbers
+_TOKENS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What PREFIX.json says."""
+
+    documents: int
+    tokens: int
+    dtype: str
+    largest_token: int
+    vocab_size: int  # of the tokenizer
+    eod_id: int | None  # ends every document
+    tokenizer: dict[str, str]  # name and sha256
+    inputs: list[dict[str, Any]]  # name and bytes
+    text_field: str
+    empty_documents: int  # left out
+    duplicates: int  # left out
+    bytes: dict[str, int] = field(default_factory=dict)  # of the .bin and the .idx file
+    sha256: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        return (json.dumps(asdict(self), indent=2) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an .idx file says."""
+
+    dtype: np.dtype[Any]
+    lengths: np.ndarray  # [sequences] int32, in tokens
+    pointers: np.ndarray  # [sequences] int64, in bytes
+    document_ends: np.ndarray  # [documents + 1] int64, in sequences, from 0
+
+
+def data_files(prefix: str | Path) -> tuple[Path, Path, Path]:
+    """The .bin, .idx and .json file of a dataset."""
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), Path(f"{prefix}.json")
+
+
+def read_index(path: str | Path) -> Index:
+    """Reads an .idx file. Raises DataError where it is missing or no index."""
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; tools/prepare_data.py writes it") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(content) < _HEADER.size or not content.startswith(_MAGIC):
+        raise DataError(f"{path}: not an index of Megatron-Core's indexed datasets")
+    _, version, code, sequences, ends = _HEADER.unpack_from(content)
+    if version != 1 or code not in _DTYPES:
+        raise DataError(f"{path}: version {version}, type code {code}: not an index of tokens")
+    wanted = _HEADER.size + sequences * (4 + 8) + ends * 8
+    if len(content) != wanted:
+        raise DataError(
+            f"{path}: has {len(content)} bytes, {wanted} are wanted for its {sequences} sequences: "
+            "cut off or damaged"
+        )
+    at = _HEADER.size
+    lengths = np.frombuffer(content, "<i4", sequences, at)
+    pointers = np.frombuffer(content, "<i8", sequences, at + lengths.nbytes)
+    document_ends = np.frombuffer(content, "<i8", ends, at + lengths.nbytes + pointers.nbytes)
+    return Index(np.dtype(f"<{_DTYPES[code]}"), lengths, pointers, document_ends)
+
+
+def read_manifest(prefix: str | Path) -> Manifest | None:
+    """What PREFIX.json says; None without one. Raises DataError where it cannot be read."""
+    path = data_files(prefix)[2]
+    try:
+        return Manifest(**json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: not a description that prepare_data wrote: {error}") from error
+
+
+def check_dataset(prefix: str | Path, model_vocab_size: int | None = None) -> Manifest | None:
+    """Whether the files belong together and the model's vocabulary holds the tokens.
+
+    Cheap: reads the index and the sizes. `validate_tokens` reads the rest. Returns the manifest.
+
+    Raises DataError with all that is wrong.
+    """
+    bin_path, idx_path, _ = data_files(prefix)
+    index = read_index(idx_path)
+    manifest = read_manifest(prefix)
+    problems = Problems()
+    _check_index(index, idx_path, problems)
+    wanted = int(index.lengths.sum(dtype=np.int64)) * index.dtype.itemsize
+    try:
+        size = bin_path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{bin_path}: cannot be read: {error.strerror or error}") from error
+    if size != wanted:
+        problems.add(
+            f"{bin_path}",
+            f"has {size} bytes, but {idx_path} describes {wanted}: they do not belong together",
+        )
+    if manifest is not None:
+        _check_manifest(manifest, index, prefix, problems)
+        if model_vocab_size is not None and manifest.vocab_size > model_vocab_size:
+            problems.add(
+                f"{bin_path}",
+                f"made with a tokenizer of {manifest.vocab_size} ids, but the model's vocabulary "
+                f"has {model_vocab_size}; legal: model.vocab_size = {manifest.vocab_size} or more",
+            )
+    problems.raise_if_any()
+    return manifest
+
+
+def validate_tokens(prefix: str | Path, vocab_size: int, eod_id: int | None = None) -> None:
+    """Reads everything: checksums against the manifest, the range of tokens, document ends.
+
+    Raises DataError with all that is wrong.
+    """
+    manifest = check_dataset(prefix)
+    bin_path, idx_path, _ = data_files(prefix)
+    index = read_index(idx_path)
+    problems = Problems()
+    if manifest is not None:
+        for path in (bin_path, idx_path):
+            if fingerprint(path) != manifest.sha256.get(path.suffix[1:]):
+                problems.add(f"{path}", "its checksum is not the one noted when it was written")
+    tokens = np.memmap(bin_path, index.dtype, mode="r") if len(index.lengths) else np.empty(0)
+    bad = 0
+    for start in range(0, len(tokens), _TOKENS_AT_ONCE):
+        block = tokens[start : start + _TOKENS_AT_ONCE]
+        bad += int(np.count_nonzero((block < 0) | (block >= vocab_size)))
+    if bad:
+        problems.add(f"{bin_path}", f"{bad} tokens are outside the vocabulary of {vocab_size}")
+    if eod_id is not None and len(tokens) and not problems:
+        last = index.document_ends[1:] - 1  # a document's last sequence
+        ends = index.pointers[last] // index.dtype.itemsize + index.lengths[last] - 1
+        missing = int(np.count_nonzero(tokens[ends] != eod_id))
+        if missing:
+            problems.add(f"{bin_path}", f"{missing} documents do not end in token {eod_id}")
+    problems.raise_if_any()
+
+
+def _check_index(index: Index, path: Path, problems: Problems) -> None:
+    ends = np.cumsum(index.lengths, dtype=np.int64) * index.dtype.itemsize
+    if len(index.lengths) and (
+        index.lengths.min() < 0
+        or index.pointers[0] != 0
+        or not np.array_equal(index.pointers[1:], ends[:-1])
+    ):
+        problems.add(f"{path}", "sequences do not follow each other: damaged")
+    documents = index.document_ends
+    if (
+        not len(documents)
+        or documents[0] != 0
+        or documents[-1] != len(index.lengths)
+        or (np.diff(documents) < 0).any()
+    ):
+        problems.add(f"{path}", "documents do not cover all sequences: damaged")
+
+
+def _check_manifest(
+    manifest: Manifest, index: Index, prefix: str | Path, problems: Problems
+) -> None:
+    bin_path, idx_path, json_path = data_files(prefix)
+    for path in (bin_path, idx_path):
+        noted, size = manifest.bytes.get(path.suffix[1:]), path.stat().st_size
+        if noted != size:
+            problems.add(f"{path}", f"has {size} bytes, but {json_path} notes {noted}")
+    counted = (len(index.document_ends) - 1, int(index.lengths.sum(dtype=np.int64)))
+    if counted != (manifest.documents, manifest.tokens):
+        problems.add(
+            f"{idx_path}",
+            f"has {counted[0]} documents of {counted[1]} tokens, but {json_path} notes "
+            f"{manifest.documents} of {manifest.tokens}",
+        )

@@ -1,0 +1,190 @@
+"""Examples for supervised fine-tuning: token ids, and which of them are the answer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gspo_megatron.data.conversations import (
+    ASSISTANT,
+    check_template,
+    encode_conversation,
+    message_fault,
+)
+from gspo_megatron.data.encode import encode_text
+from gspo_megatron.data.problems import Problems
+from gspo_megatron.data.prompts import read_prompts
+from gspo_megatron.data.rows import read_rows
+from gspo_megatron.data.tokenizers import Tokenizer
+from gspo_megatron.errors import DataError
+
+TOO_LONG = ("error", "drop", "truncate")
+MESSAGES_SETTING = "data.messages_field"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation, or a prompt with its answer."""
+
+    token_ids: np.ndarray  # [length] int32
+    loss_mask: np.ndarray  # [length] bool: True on the tokens to learn
+    source: str  # "file:line"
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the rows of a file become examples."""
+
+    max_tokens: int  # of an example
+    messages_field: str | None = None  # rows are conversations; None: prompt and answer
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    chat_template: bool = False  # a prompt and its answer become two messages
+    # error; drop the example; truncate: keep its beginning if an answer's token is left in it
+    too_long: str = "error"
+
+
+@dataclass
+class Counts:
+    """What became of the rows that are too long."""
+
+    dropped: int = 0
+    truncated: int = 0
+
+
+class SupervisedData:
+    """All examples of a file, flat in memory, by number; `PromptLoader` draws the numbers."""
+
+    def __init__(self, examples: Iterator[Example], counts: Counts) -> None:
+        tokens, masks, ends, sources = [np.empty(0, np.int32)], [np.empty(0, bool)], [0], []
+        for example in examples:
+            tokens.append(example.token_ids)
+            masks.append(example.loss_mask)
+            ends.append(ends[-1] + len(example.token_ids))
+            sources.append(example.source)
+        self.counts = counts
+        self._tokens = np.concatenate(tokens)
+        self._mask = np.concatenate(masks)
+        self._ends = np.array(ends, np.int64)
+        self._sources = sources
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, number: int) -> Example:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        part = slice(self._ends[number], self._ends[number + 1])
+        return Example(self._tokens[part], self._mask[part], self._sources[number])
+
+    @property
+    def lengths(self) -> np.ndarray:  # [examples] int64, in tokens
+        return np.diff(self._ends)
+
+
+def load_supervised(path: str | Path, tokenizer: Tokenizer, form: Format) -> SupervisedData:
+    """Reads a file whole. Raises DataError as `read_supervised` does, or where nothing is left."""
+    counts = Counts()
+    data = SupervisedData(read_supervised(path, tokenizer, form, counts), counts)
+    if not len(data):
+        left_out = f" that fit {form.max_tokens} tokens" if counts.dropped else ""
+        raise DataError(f"{path}: holds no examples{left_out}")
+    return data
+
+
+def read_supervised(
+    path: str | Path, tokenizer: Tokenizer, form: Format, counts: Counts
+) -> Iterator[Example]:
+    """The examples of a JSON Lines or Parquet file, one by one, in its order.
+
+    A conversation is rendered by the tokenizer's chat template and learned where the assistant
+    speaks. A prompt is encoded as for a rollout, and its answer with the end-of-sequence token is
+    learned; with `chat_template` they are two messages.
+
+    Raises DataError, after the last row, that names every bad row by file and line; at once where
+    the tokenizer lacks what is needed.
+    """
+    assert form.too_long in TOO_LONG and form.max_tokens > 0
+    if form.messages_field is not None or form.chat_template:
+        check_template(tokenizer)
+    problems = Problems()
+    if form.messages_field is None:
+        examples = _from_prompts(Path(path), tokenizer, form, problems)
+    else:
+        examples = _from_messages(Path(path), tokenizer, form.messages_field, problems)
+    for example in examples:
+        fitting = _fit(example, form, problems, counts)
+        if fitting is not None:
+            yield fitting
+    problems.raise_if_any()
+
+
+def _from_prompts(
+    path: Path, tokenizer: Tokenizer, form: Format, problems: Problems
+) -> Iterator[Example]:
+    for prompt in read_prompts(path, form.prompt_field, form.answer_field, problems):
+        if form.chat_template:
+            messages = [
+                {"role": "user", "content": prompt.text},
+                {"role": ASSISTANT, "content": prompt.answer},
+            ]
+            yield from _conversation(prompt.source, messages, tokenizer, problems)
+            continue
+        question = encode_text(prompt.text, tokenizer)
+        answer = [*tokenizer.encode(prompt.answer), tokenizer.eos_id]
+        mask = np.arange(len(question) + len(answer)) >= len(question)
+        yield Example(np.array(question + answer, np.int32), mask, prompt.source)
+
+
+def _from_messages(
+    path: Path, tokenizer: Tokenizer, field: str, problems: Problems
+) -> Iterator[Example]:
+    for where, row in read_rows(path, {MESSAGES_SETTING: field}, problems):
+        if field not in row:
+            present = ", ".join(map(repr, row)) or "none"
+            what = f"no field {field!r}; the fields are: {present} ({MESSAGES_SETTING} chooses one)"
+            problems.add(where, what)
+            continue
+        fault = message_fault(row[field])
+        if fault is None:
+            yield from _conversation(where, row[field], tokenizer, problems)
+        else:
+            problems.add(where, f"field {field!r}: {fault}")
+
+
+def _conversation(
+    where: str, messages: list[dict[str, str]], tokenizer: Tokenizer, problems: Problems
+) -> Iterator[Example]:
+    """One example, or a problem."""
+    try:
+        token_ids, mask = encode_conversation(messages, tokenizer)
+    except DataError as error:
+        problems.add(where, str(error))
+        return
+    if not mask.any():
+        problems.add(where, "the chat template marks nothing that the assistant writes")
+    elif tokenizer.eos_id not in token_ids[mask]:
+        problems.add(
+            where,
+            "the chat template ends no answer with the end-of-sequence token "
+            f"(id {tokenizer.eos_id}): the model would not learn to stop",
+        )
+    else:
+        yield Example(token_ids, mask, where)
+
+
+def _fit(example: Example, form: Format, problems: Problems, counts: Counts) -> Example | None:
+    length, most = len(example.token_ids), form.max_tokens
+    if length <= most:
+        return example
+    if form.too_long == "error":
+        problems.add(example.source, f"the example has {length} tokens; at most {most} are allowed")
+        return None
+    if form.too_long == "truncate" and example.loss_mask[:most].any():
+        counts.truncated += 1
+        return Example(example.token_ids[:most], example.loss_mask[:most], example.source)
+    counts.dropped += 1
+    return None

@@ -1,0 +1,173 @@
+"""tools/train_tokenizer.py and tools/prepare_data.py as a user calls them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import command_environment
+from tests.unit.data.corpora import make_texts, write_jsonl
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(tool: str, *arguments: object) -> list[str]:
+    return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *map(str, arguments)]
+
+
+def call(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(tool, *arguments),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=command_environment(),
+        check=False,
+    )
+
+
+def figures(output: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in output.strip().splitlines()[-1].split())
+
+
+def refused(tool: str, *arguments: object) -> str:
+    result = call(tool, *arguments)
+    assert result.returncode == 2, result.stderr[-2000:]
+    assert "Traceback" not in result.stdout + result.stderr
+    return result.stderr.strip()
+
+
+def checksums(prefix: Path) -> list[str]:
+    files = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx", ".json")]
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with corpus.jsonl and a tokenizer that the tool trained."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_jsonl(folder / "corpus.jsonl", make_texts(2000, seed=1, words=120))
+    result = call(
+        *("train_tokenizer", folder / "corpus.jsonl", "-o", folder / "tokenizer"),
+        *("--vocab-size", 500, "--chat-template", "chatml", "--control-symbols", "<|doc|>"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert figures(result.stdout)["vocab_size"] == "500"
+    return folder
+
+
+def test_a_tokenizer_a_dataset_and_its_check(corpus: Path, tmp_path: Path) -> None:
+    tokenizer = corpus / "tokenizer"
+    prefix = tmp_path / "data"
+    words = (corpus / "corpus.jsonl", "--tokenizer", tokenizer / "tokenizer.model", "-o", prefix)
+    result = call("prepare_data", *words, "--workers", 2, "--chunk-bytes", 100_000, "--deduplicate")
+    assert result.returncode == 0, result.stderr
+    assert "tokenize" in result.stderr  # the progress
+    told = figures(result.stdout)
+    manifest = json.loads(Path(f"{prefix}.json").read_text())
+    assert {key: str(manifest[key]) for key in ("documents", "tokens", "dtype")} == {
+        key: told[key] for key in ("documents", "tokens", "dtype")
+    }
+
+    # The Hugging Face form of the tokenizer gives the same tokens.
+    folder_prefix = tmp_path / "folder"
+    words = (words[0], "--tokenizer", tokenizer, "-o", folder_prefix)
+    result = call("prepare_data", *words, "--workers", 1, "--deduplicate")
+    assert result.returncode == 0, result.stderr
+    assert checksums(prefix)[:2] == checksums(folder_prefix)[:2]
+
+    assert call("prepare_data", "--check", prefix, "--vocab-size", 512).returncode == 0
+    assert "the model's vocabulary has 499" in refused(
+        "prepare_data", "--check", prefix, "--vocab-size", 499
+    )
+    Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[:-2])
+    assert "do not belong together" in refused("prepare_data", "--check", prefix)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_was_stopped_continues(
+    corpus: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    tokenizer = corpus / "tokenizer" / "tokenizer.model"
+    words = ("--tokenizer", tokenizer, corpus / "corpus.jsonl", "--chunk-bytes", 2000)
+    assert call("prepare_data", *words, "-o", tmp_path / "whole", "--workers", 1).returncode == 0
+
+    stopped = ("prepare_data", *words, "-o", tmp_path / "stopped", "--workers", 2)
+    process = subprocess.Popen(
+        command(*stopped), env=command_environment(), stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("stopped.partial/*.npz"))) < 5:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert workers
+    process.send_signal(how)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGKILL: -9}[how]
+    if how == signal.SIGINT:
+        assert errors.strip().splitlines()[-1] == "interrupted; the same command continues"
+        assert "Traceback" not in errors
+    _, left = psutil.wait_procs(workers, timeout=30)
+    assert left == []
+    assert not (tmp_path / "stopped.idx").exists()
+
+    result = call(*stopped)
+    assert result.returncode == 0, result.stderr
+    assert "chunks were done before" in result.stderr
+    assert checksums(tmp_path / "stopped") == checksums(tmp_path / "whole")
+    assert not (tmp_path / "stopped.partial").exists()
+
+
+def test_mistakes_are_told_in_a_line(corpus: Path, tmp_path: Path) -> None:
+    tokenizer = corpus / "tokenizer" / "tokenizer.model"
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b'{"text": "fine"}\n{"text": "\xff\xfe"}\nno JSON\n{"body": "x"}\n')
+    out = ("-o", tmp_path / "out")
+    lines = refused("prepare_data", bad, "--tokenizer", tokenizer, *out).splitlines()
+    assert [line for line in lines if line.startswith(str(bad))] == [
+        f"{bad}:2: not valid UTF-8 at byte 11 of the line",
+        f"{bad}:3: not JSON: Expecting value at column 1",
+        f"{bad}:4: no field 'text'; the fields are: 'body' (--text-field chooses one)",
+    ]
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert (
+        refused("prepare_data", empty, "--tokenizer", tokenizer, *out) == f"{empty}: an empty file"
+    )
+    assert "cannot be written" in refused(
+        "prepare_data", corpus / "corpus.jsonl", "--tokenizer", tokenizer, "-o", empty / "out"
+    )
+    assert "has no symbol '<eod>'" in refused(
+        *("prepare_data", corpus / "corpus.jsonl", "--tokenizer", tokenizer, *out),
+        *("--end-of-document", "<eod>"),
+    )
+    assert "are needed" in refused("prepare_data", bad)
+    assert f"{bad}:2: not valid UTF-8" in refused("train_tokenizer", bad, *out, "--vocab-size", 400)
+    assert "an empty file" in refused("train_tokenizer", empty, *out, "--vocab-size", 400)
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ '<|user|>' ~ messages[0].content }}")
+    assert "writes <|user|>, which is none of the symbols" in refused(
+        *("train_tokenizer", corpus / "corpus.jsonl", *out, "--vocab-size", 400),
+        *("--chat-template", template),
+    )
+    assert "already" in refused(
+        *("train_tokenizer", corpus / "corpus.jsonl", "-o", corpus / "tokenizer"),
+        *("--vocab-size", 400),
+    )
+
+
+def test_the_benchmark_compares_equal_tokens() -> None:
+    result = call("bench_prepare_data", "--megabytes", 0.3, "--repeats", 1, "--vocab-size", 800)
+    assert result.returncode == 0, result.stderr
+    assert "preprocess_data.py is not in the megatron-core wheel" in result.stdout
+    told = figures(result.stdout)
+    assert told["same_tokens"] == "1" and float(told["speedup"]) > 0

@@ -1,0 +1,44 @@
+"""Small texts and tokenizers for the tests of data."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from gspo_megatron.data.tokenizer_training import Recipe, train_tokenizer, with_chatml
+
+SYLLABLES = ("ka", "lo", "mi", "ster", "ung", "é", "ß", "qu", "ax", "or", "日", "本", "-", "don't")
+
+
+def make_texts(count: int, seed: int, words: int = 40) -> list[str]:
+    """Documents of made-up words with white space of several kinds."""
+    source = random.Random(seed)
+    vocabulary = ["".join(source.choices(SYLLABLES, k=source.randint(1, 3))) for _ in range(300)]
+    texts = []
+    for _ in range(count):
+        chosen = source.choices(vocabulary, k=source.randint(1, words))
+        gaps = source.choices((" ", " ", " ", ", ", "\n", "  ", "\t"), k=len(chosen))
+        texts.append("".join(word + gap for word, gap in zip(chosen, gaps, strict=True)))
+    return texts
+
+
+def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> Path:
+    lines = [json.dumps({field: text, "n": n}) + "\n" for n, text in enumerate(texts)]
+    path.write_text("".join(lines))
+    return path
+
+
+def make_tokenizer(folder: Path, model_type: str = "unigram", **recipe: object) -> Path:
+    """A tokenizer folder of 500 ids with ChatML and a few symbols."""
+    corpus = write_jsonl(folder.parent / f"{folder.name}-corpus.jsonl", make_texts(300, seed=5))
+    settings = {
+        "vocab_size": 500,
+        "model_type": model_type,
+        "user_symbols": ("<sep>", "\n\n", "||"),
+        "control_symbols": ("<|doc|>",),
+        **recipe,
+    }
+    train_tokenizer([corpus], folder, with_chatml(Recipe(**settings)))  # type: ignore[arg-type]
+    return folder

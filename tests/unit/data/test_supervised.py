@@ -1,0 +1,309 @@
+"""Examples for fine-tuning: which tokens are learned, against transformers and by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gspo_megatron.data.chat_templates import CHATML
+from gspo_megatron.data.conversations import encode_conversation
+from gspo_megatron.data.loader import PromptLoader
+from gspo_megatron.data.supervised import Counts, Format, load_supervised, read_supervised
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
+from gspo_megatron.errors import DataError
+from tests.unit.data.corpora import SYLLABLES, make_tokenizer
+
+UNMARKED = re.sub(r"\{%-(end)?generation-%\}|\{%- (end)?generation -%\}", "", CHATML)
+assert "generation -%" not in UNMARKED
+
+
+@pytest.fixture(scope="module", params=["unigram", "bpe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / request.param, request.param)
+
+
+def with_template(folder: Path, tmp_path: Path, template: str) -> Path:
+    """A copy of a tokenizer folder with another chat template."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    (copy / "chat_template.jinja").write_text(template)
+    return copy
+
+
+def conversation(source: random.Random) -> list[dict[str, str]]:
+    turns = []
+    if source.random() < 0.5:
+        turns.append(("system", 5))
+    for _ in range(source.randint(1, 4)):
+        turns += [("user", 30), ("assistant", 30)]
+    if source.random() < 0.3:
+        turns.append(("user", 3))
+    pieces = [*SYLLABLES, " ", "\n", "<sep>", "🙂", "||"]
+    return [
+        {"role": role, "content": "".join(source.choices(pieces, k=source.randint(1, longest)))}
+        for role, longest in turns
+    ]
+
+
+def separable(source: random.Random) -> list[dict[str, str]]:
+    """A conversation whose messages do not begin with what a token joins to the line end before."""
+    return [{**m, "content": m["content"].lstrip("\n") or "ka"} for m in conversation(source)]
+
+
+def both(folder: Path) -> list[Tokenizer]:
+    return [load_tokenizer(folder), load_tokenizer(folder / "tokenizer.model")]
+
+
+def write_rows(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_marked_turns_are_those_of_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    source = random.Random(1)
+    for _ in range(60):
+        messages = conversation(source)
+        expected = theirs.apply_chat_template(
+            messages, return_assistant_tokens_mask=True, return_dict=True
+        )
+        for tokenizer in both(folder):
+            ids, mask = encode_conversation(messages, tokenizer)
+            assert ids.tolist() == expected["input_ids"]
+            assert mask.tolist() == [bool(flag) for flag in expected["assistant_masks"]]
+            assert (ids.dtype, mask.dtype) == (np.int32, bool)
+
+
+def test_learned_text_is_what_the_assistant_says(folder: Path) -> None:
+    source = random.Random(2)
+    for _ in range(30):
+        messages = separable(source)
+        said = [m["content"] for m in messages if m["role"] == "assistant"]
+        for tokenizer in both(folder):
+            ids, mask = encode_conversation(messages, tokenizer)
+            assert (ids[mask] == tokenizer.eos_id).sum() == len(said)
+            assert tokenizer.decode(ids[mask].tolist()) == "".join(said)
+            # Each answer begins where a rollout's would: right after the opened conversation.
+            starts = np.flatnonzero(mask & ~np.roll(mask, 1))
+            where = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+            for start, number in zip(starts, where, strict=True):
+                text = tokenizer.apply_chat_template(messages[:number])
+                assert tokenizer.encode_rendered(text).ids == ids[:start].tolist()
+
+
+def test_prefixes_find_the_same_tokens_as_marks(folder: Path, tmp_path: Path) -> None:
+    unmarked = with_template(folder, tmp_path, UNMARKED)
+    source = random.Random(3)
+    for _ in range(30):
+        messages = separable(source)
+        for marked, plain in zip(both(folder), both(unmarked), strict=True):
+            assert plain.render(messages).answers is None
+            for one, other in zip(
+                encode_conversation(messages, marked), encode_conversation(messages, plain)
+            ):
+                assert np.array_equal(one, other)
+
+
+def test_an_answer_that_is_spelled_in_bytes_is_learned_whole(folder: Path, tmp_path: Path) -> None:
+    bare = CHATML.replace(
+        "message['content'] ~ eos_token -}}{%- endgen", "message['content'] -}}{%- endgen"
+    )
+    assert bare != CHATML
+    for tokenizer in both(with_template(folder, tmp_path, bare)):
+        messages = [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "lo🙂"}]
+        ids, mask = encode_conversation(messages, tokenizer)
+        assert tokenizer.decode(ids[mask].tolist()) == "lo🙂"
+
+
+def test_a_template_that_forgets_is_refused(folder: Path, tmp_path: Path) -> None:
+    # Like those that drop the thoughts of earlier turns.
+    forgetful = UNMARKED.replace(
+        "message['content'] ~", "(message['content'] if loop.last else '…') ~"
+    )
+    path = write_rows(
+        tmp_path / "rows.jsonl",
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": "ka"},
+                    {"role": "assistant", "content": "lo"},
+                ]
+            },
+        ],
+    )
+    for tokenizer in both(with_template(folder, tmp_path, forgetful)):
+        with pytest.raises(DataError) as caught:
+            load_supervised(path, tokenizer, Format(100, messages_field="messages"))
+        message = str(caught.value)
+        assert message.startswith(f"{path}:1: message 2: where the answer begins or ends cannot be")
+        assert "changes what it wrote before" in message
+        assert "{% generation %}" in message
+
+
+def test_a_boundary_inside_a_token_is_refused(tmp_path: Path) -> None:
+    # Turns that only spaces part: the first word of the answer takes the space before it.
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+        "{% endif %}{% endfor %}"
+    )
+    folder = make_tokenizer(tmp_path / "bpe", "bpe")
+    messages = [{"role": "user", "content": "ka "}, {"role": "assistant", "content": "lo"}]
+    for tokenizer in both(with_template(folder, tmp_path, template)):
+        assert tokenizer.encode(" lo") != [*tokenizer.encode(" "), *tokenizer.encode("lo")]
+        with pytest.raises(DataError, match="joins the end of what came before"):
+            encode_conversation(messages, tokenizer)
+
+
+def test_an_answer_without_an_end_is_refused(folder: Path, tmp_path: Path) -> None:
+    template = UNMARKED.replace("eos_token", "'.'")
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    path = write_rows(tmp_path / "rows.jsonl", [row])
+    for tokenizer in both(with_template(folder, tmp_path, template)):
+        with pytest.raises(DataError, match="rows.jsonl:1: the chat template ends no answer with"):
+            load_supervised(path, tokenizer, Format(100, messages_field="messages"))
+
+
+def test_a_symbol_that_the_tokenizer_lacks_is_refused(folder: Path, tmp_path: Path) -> None:
+    template = CHATML.replace("<|im_start|>", "<|turn|>")
+    path = write_rows(tmp_path / "rows.jsonl", [])
+    for tokenizer in both(with_template(folder, tmp_path, template)):
+        with pytest.raises(DataError, match=r"its chat template writes <\|turn\|>, which"):
+            load_supervised(path, tokenizer, Format(100, messages_field="messages"))
+
+
+def test_prompts_and_answers_by_hand(folder: Path, tmp_path: Path) -> None:
+    rows = [{"q": "kalo?", "a": " mi"}, {"q": "ung", "a": ""}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    for tokenizer in both(folder):
+        form = Format(50, prompt_field="q", answer_field="a")
+        data = load_supervised(path, tokenizer, form)
+        assert len(data) == 2
+        for number, row in enumerate(rows):
+            question, answer = tokenizer.encode(row["q"]), tokenizer.encode(row["a"])
+            example = data[number]
+            assert example.token_ids.tolist() == [*question, *answer, tokenizer.eos_id]
+            assert example.loss_mask.tolist() == [False] * len(question) + [True] * (
+                len(answer) + 1
+            )
+            assert example.source == f"{path}:{number + 1}"
+        assert data.lengths.tolist() == [len(data[0].token_ids), len(data[1].token_ids)]
+
+
+def test_prompts_in_a_chat_template_are_two_messages(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "kalo", "answer": "mi"}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    for tokenizer in both(folder):
+        (example,) = read_supervised(path, tokenizer, Format(50, chat_template=True), Counts())
+        messages = [{"role": "user", "content": "kalo"}, {"role": "assistant", "content": "mi"}]
+        ids, mask = encode_conversation(messages, tokenizer)
+        assert np.array_equal(example.token_ids, ids) and np.array_equal(example.loss_mask, mask)
+
+
+def test_parquet_reads_like_json_lines(folder: Path, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    source = random.Random(5)
+    rows = [{"chat": conversation(source)} for _ in range(9)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    path = write_rows(tmp_path / "rows.jsonl", rows)  # type: ignore[arg-type]
+    tokenizer, form = load_tokenizer(folder), Format(10**6, messages_field="chat")
+    one, other = (load_supervised(p, tokenizer, form) for p in (path, tmp_path / "rows.parquet"))
+    assert len(one) == len(other) == 9
+    for n in range(9):
+        assert np.array_equal(one[n].token_ids, other[n].token_ids)
+        assert np.array_equal(one[n].loss_mask, other[n].loss_mask)
+
+
+def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    rows = [
+        {"prompt": "ka", "answer": "lo"},
+        {"prompt": "ka", "answer": "lo" * 40},
+        {"prompt": "ka" * 40, "answer": "lo"},
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)  # type: ignore[arg-type]
+    lengths = load_supervised(path, tokenizer, Format(1000)).lengths
+    assert lengths[0] < 12 < min(lengths[1:])
+
+    with pytest.raises(DataError) as caught:
+        load_supervised(path, tokenizer, Format(12))
+    assert str(caught.value).splitlines() == [
+        f"{path}:{n}: the example has {lengths[n - 1]} tokens; at most 12 are allowed"
+        for n in (2, 3)
+    ]
+
+    dropped = load_supervised(path, tokenizer, Format(12, too_long="drop"))
+    assert [dropped[n].source for n in range(len(dropped))] == [f"{path}:1"]
+    assert dropped.counts == Counts(dropped=2)
+
+    # Of the third only the question would be left, from which nothing is learned.
+    cut = load_supervised(path, tokenizer, Format(12, too_long="truncate"))
+    assert cut.lengths.tolist() == [lengths[0], 12]
+    whole = load_supervised(path, tokenizer, Format(1000))
+    assert np.array_equal(cut[1].token_ids, whole[1].token_ids[:12])
+    assert cut[1].loss_mask[-1] and tokenizer.eos_id not in cut[1].token_ids
+    assert cut.counts == Counts(dropped=1, truncated=1)
+
+    with pytest.raises(DataError, match="holds no examples that fit 1 tokens"):
+        load_supervised(path, tokenizer, Format(1, too_long="truncate"))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "a"}, "no field 'messages'; the fields are: 'text' (data.messages_field chooses"),
+        ({"messages": "hi"}, "field 'messages': a string; an array of messages is wanted"),
+        ({"messages": ["hi"]}, "field 'messages': message 1 is a string; an object is wanted"),
+        ({"messages": [{"role": "user"}]}, "'content' of message 1 is missing; a string is wanted"),
+        ({"messages": [{"role": 1, "content": ""}]}, "'role' of message 1 is a number; a string"),
+        ({"messages": [{"role": "user", "content": None}]}, "'content' of message 1 is null; a"),
+        ({"messages": []}, "no message of the role 'assistant', and so nothing to learn"),
+        (
+            {"messages": [{"role": "assistant", "content": "a\ud800"}]},
+            "'content' of message 1 holds half a surrogate pair at character 2",
+        ),
+    ],
+)
+def test_bad_rows_are_named(folder: Path, tmp_path: Path, row: object, expected: str) -> None:
+    good = {"messages": [{"role": "assistant", "content": "ka"}]}
+    path = write_rows(tmp_path / "rows.jsonl", [good, row, good, row])
+    with pytest.raises(DataError) as caught:
+        load_supervised(path, load_tokenizer(folder), Format(99, messages_field="messages"))
+    lines = str(caught.value).splitlines()
+    assert [line.startswith(f"{path}:{n}: ") for n, line in zip((2, 4), lines)] == [True, True]
+    assert len(lines) == 2 and expected in lines[0]
+
+
+def test_an_empty_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [])
+    with pytest.raises(DataError, match="rows.jsonl: holds no examples"):
+        load_supervised(path, load_tokenizer(folder), Format(99, messages_field="messages"))
+
+
+def test_order_is_resumed_in_the_middle_of_an_epoch(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"ka{n}", "answer": f"{n}"} for n in range(10)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)  # type: ignore[arg-type]
+
+    def start() -> tuple[object, PromptLoader]:
+        data = load_supervised(path, load_tokenizer(folder), Format(99))
+        return data, PromptLoader(len(data), 3, seed=4)
+
+    _, undisturbed = start()
+    expected = [undisturbed.next() for _ in range(9)]
+    _, first = start()
+    taken = [first.next() for _ in range(4)]
+    _, second = start()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert taken + [second.next() for _ in range(5)] == expected
+    assert sorted(n for step in expected[:3] for n in step) != list(range(10))
+    drawn = [n for step in expected for n in step]
+    assert all(drawn[:20].count(n) == 2 for n in range(10))  # two epochs, none lost or twice

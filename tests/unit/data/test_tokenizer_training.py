@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.data import tokenizer_training
+from gspo_megatron.data.chat_templates import CHATML
+from gspo_megatron.data.hugging_face import check_conversion
+from gspo_megatron.data.tokenizer_training import Recipe, train_tokenizer
+from gspo_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
+from gspo_megatron.errors import DataError
+from tests.unit.data.corpora import make_texts, make_tokenizer, write_jsonl
+
+SYMBOLS = ["<unk>", "<pad>", "<|im_end|>", "<|im_start|>", "<|doc|>", "<sep>", "\n\n", "||"]
+
+
+@pytest.fixture(scope="module", params=["unigram", "bpe", "char"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / request.param, request.param)
+
+
+def random_string(source: random.Random) -> str:
+    """Words, symbols whole and in parts, runs of one character, spelled bytes, any character."""
+    words = make_texts(1, seed=source.randint(0, 9), words=200)[0].split()
+    kinds = [
+        lambda: source.choice(words),
+        lambda: source.choice(SYMBOLS),
+        lambda: source.choice(SYMBOLS)[: source.randint(1, 6)],
+        lambda: source.choice(" \n\t\r|<>aklo▁") * source.randint(1, 9),
+        lambda: f"<0x{source.randint(0, 255):02X}>",
+        lambda: chr(source.choice([source.randint(0, 0xD7FF), source.randint(0xE000, 0x10FFFF)])),
+    ]
+    return "".join(source.choice(kinds)() for _ in range(source.randint(0, 40)))
+
+
+def test_transformers_gives_the_same_ids_and_text(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = load_tokenizer(folder / "tokenizer.model")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    source = random.Random(11)
+    texts = [random_string(source) for _ in range(1500)]
+    for text in texts:
+        # As a chat template's text, in which control symbols count …
+        ids = ours.encode_rendered(text).ids
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ids, text
+        assert theirs(text)["input_ids"] == ids  # nothing is added
+        # … and as plain text, in which they are characters like any other.
+        plain = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert plain == ours.encode(text), text
+        assert theirs.decode(plain) == ours.decode(plain) == text.replace("▁", " "), text
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.pad_id)
+    assert theirs.bos_token_id is None and ours.bos_id is None
+    assert len(theirs) == ours.vocab_size
+
+
+def test_our_own_face_of_the_folder_is_the_same_tokenizer(folder: Path) -> None:
+    model, hugging_face = load_tokenizer(folder / "tokenizer.model"), load_tokenizer(folder)
+    for name in ("vocab_size", "eos_id", "pad_id", "bos_id", "chat_template"):
+        assert getattr(model, name) == getattr(hugging_face, name), name
+    messages = [
+        {"role": "user", "content": "kalo <sep> 日本"},
+        {"role": "assistant", "content": "é"},
+    ]
+    assert model.render(messages) == hugging_face.render(messages)
+    assert model.apply_chat_template(messages[:1]) == hugging_face.apply_chat_template(messages[:1])
+    assert [model.symbol_id(s) for s in SYMBOLS] == [hugging_face.symbol_id(s) for s in SYMBOLS]
+    assert model.symbol_id("no such piece") is hugging_face.symbol_id("no such piece") is None
+
+
+def test_symbols_are_one_token_each(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder / "tokenizer.model")
+    for symbol in SYMBOLS:
+        assert tokenizer.encode_rendered(symbol).ids == [tokenizer.symbol_id(symbol)]
+    assert tokenizer.encode("<sep>") == [tokenizer.symbol_id("<sep>")]
+    # Nobody ends a sequence, or opens a turn, by writing its symbol.
+    for symbol in ("<|im_end|>", "<|im_start|>", "<|doc|>", "<pad>"):
+        assert tokenizer.symbol_id(symbol) not in tokenizer.encode(f"a{symbol}b")
+
+
+def test_offsets_cover_the_text(folder: Path) -> None:
+    for path in (folder, folder / "tokenizer.model"):
+        tokenizer = load_tokenizer(path)
+        text = "kalo<|im_start|> <sep>🙂 日\n\nund"
+        encoded = tokenizer.encode_rendered(text)
+        assert len(encoded.ids) == len(encoded.starts) == len(encoded.ends)
+        covered = {n for start, end in zip(encoded.starts, encoded.ends) for n in range(start, end)}
+        assert covered == set(range(len(text)))
+        assert encoded.starts == sorted(encoded.starts)
+
+
+def test_without_byte_fallback_unknown_characters_are_unknown(tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path / "t", byte_fallback=False)
+    ours = load_tokenizer(folder / "tokenizer.model")
+    assert ours.symbol_id("<unk>") in ours.encode("🙂")
+    check_conversion(folder / "tokenizer.model", folder, ["🙂🙂 a🙂", "<0x41>", "kalo"])
+
+
+def test_a_recipe_gives_the_same_files_every_time(tmp_path: Path, folder: Path) -> None:
+    again = make_tokenizer(tmp_path / folder.name, folder.name)
+    for file in folder.iterdir():
+        assert (again / file.name).read_bytes() == file.read_bytes(), file.name
+    assert sorted(f.name for f in again.iterdir()) == [
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+    ]
+
+
+def test_text_and_parquet_and_json_lines_train_alike(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = [text.replace("\n", " ") for text in make_texts(200, seed=3)]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    (tmp_path / "b.txt").write_text("".join(f"{text}\n" for text in texts))
+    table = pyarrow.table({"text": texts, "other": list(range(len(texts)))})
+    parquet.write_table(table, tmp_path / "c.parquet", row_group_size=17)
+    models = []
+    for name in ("a.jsonl", "b.txt", "c.parquet"):
+        out = tmp_path / f"tokenizer-{name}"
+        train_tokenizer([tmp_path / name], out, Recipe(400))
+        models.append((out / "tokenizer.model").read_bytes())
+    assert models[0] == models[1] == models[2]
+
+
+def test_normalisation_leaves_the_sentencepiece_model_alone(tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path / "t", normalization="nfkc")
+    assert sorted(f.name for f in folder.iterdir()) == ["chat_template.jinja", "tokenizer.model"]
+    tokenizer = load_tokenizer(folder / "tokenizer.model")
+    assert tokenizer.encode("ｋａ") == tokenizer.encode("ka")
+
+
+def test_a_difference_between_the_forms_is_found(tmp_path: Path) -> None:
+    folder, other = make_tokenizer(tmp_path / "a"), make_tokenizer(tmp_path / "b", "char")
+    with pytest.raises(DataError, match="gives other ids than"):
+        check_conversion(folder / "tokenizer.model", other, ["kalo"])
+
+
+def test_all_faults_of_a_recipe_come_at_once(tmp_path: Path) -> None:
+    recipe = Recipe(
+        vocab_size=1,
+        model_type="wordpiece",
+        control_symbols=["<a>", "x", "<pad>"],
+        user_symbols=["<a>", "two words", ""],
+        chat_template="{{ '<|user|>' }}{{ messages[0].content }}",
+        normalization="lower",
+        character_coverage=0.5,
+    )
+    with pytest.raises(DataError) as caught:
+        train_tokenizer([tmp_path / "none.jsonl"], tmp_path / "t", recipe)
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "vocab_size = 1",
+        "model_type = 'wordpiece'",
+        "normalization = 'lower'",
+        "character_coverage = 0.5",
+        "symbol '<pad>'",
+        "symbol '<a>'",
+        "symbol 'x'",
+        "symbol 'two words'",
+        "symbol ''",
+        "chat_template",
+    ]
+    assert "writes <|user|>, which is none of the symbols" in lines[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_leaves_nothing_behind(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "c.jsonl", ["kalo"] * 3)
+    corpus.write_text(corpus.read_text() + '{"txt": "a"}\n')
+    with pytest.raises(DataError) as caught:
+        train_tokenizer([corpus], tmp_path / "t", Recipe(300))
+    expected = f"{corpus}:4: no field 'text'; the fields are: 'txt' (--text-field chooses one)"
+    assert str(caught.value) == expected
+    assert list(tmp_path.iterdir()) == [corpus]
+
+
+def test_a_tokenizer_is_not_overwritten_by_accident(tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path / "t")
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_texts(100, seed=1))
+    with pytest.raises(DataError, match="exists already; --overwrite replaces it"):
+        train_tokenizer([corpus], folder, Recipe(400))
+    before = (folder / "tokenizer.model").read_bytes()
+    train_tokenizer([corpus], folder, Recipe(400), overwrite=True)
+    assert (folder / "tokenizer.model").read_bytes() != before
+
+
+def test_many_texts_are_encoded_like_each(folder: Path) -> None:
+    texts = [*make_texts(20, seed=6), "", "<sep><|doc|>", "🙂"]
+    for path in (folder, folder / "tokenizer.model"):
+        tokenizer = load_tokenizer(path)
+        assert tokenizer.encode_all(texts) == [tokenizer.encode(text) for text in texts]
+        assert tokenizer.encode_all([]) == []
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_digits_may_be_symbols(tmp_path: Path, model_type: str) -> None:
+    symbols = (*"0123456789", "<", "\n")
+    folder = make_tokenizer(tmp_path / "t", model_type, user_symbols=symbols)
+    source = random.Random(4)
+    texts = [f"ka{source.randint(0, 10**9)} <0x{source.randint(0, 255):02X}>\n" for _ in range(50)]
+    assert check_conversion(folder / "tokenizer.model", folder, texts) == 50
+    tokenizer = load_tokenizer(folder / "tokenizer.model")
+    assert tokenizer.encode("4711") == [tokenizer.symbol_id(digit) for digit in "4711"]
+
+
+def test_a_model_whose_other_form_differs_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tokenizer_training.save_hugging_face
+
+    def wrong(*arguments: object) -> list[Path]:
+        paths = real(*arguments)  # type: ignore[arg-type]
+        text = paths[0].read_text()
+        assert '"▁"' in text
+        paths[0].write_text(text.replace('"content": "▁"', '"content": "_"'))
+        return paths
+
+    monkeypatch.setattr(tokenizer_training, "save_hugging_face", wrong)
+    with pytest.raises(DataError) as caught:
+        make_tokenizer(tmp_path / "t")
+    message = str(caught.value)
+    assert message.startswith(
+        f"{tmp_path}/t: transformers' form gives other ids than {tmp_path}/t/"
+    )
+    assert message.endswith("; only the sentencepiece model was written")
+    left = sorted(path.name for path in (tmp_path / "t").iterdir())
+    assert left == ["chat_template.jinja", "tokenizer.model"]
+    assert load_tokenizer(tmp_path / "t" / "tokenizer.model").encode("kalo")
+
+
+def test_too_little_text_is_told_with_the_folder_asked_for(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "c.jsonl", ["ka"])
+    with pytest.raises(DataError) as caught:
+        train_tokenizer([corpus], tmp_path / "t", Recipe(8, "bpe"))
+    assert str(caught.value).startswith(f"{tmp_path}/t/tokenizer.model: sentencepiece could not")
+
+
+def test_a_model_that_adds_spaces_has_no_chat(tmp_path: Path) -> None:
+    path = train_sentencepiece(["ka lo"], 40, tmp_path / "t", "bpe", add_dummy_prefix=True)
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    with pytest.raises(DataError, match="puts a space before every text"):
+        load_tokenizer(path).apply_chat_template([{"role": "user", "content": "ka"}])

@@ -1,0 +1,137 @@
+"""Text to tokens for pre-training: Megatron-Core's indexed dataset, PREFIX.bin and PREFIX.idx.
+
+    python tools/prepare_data.py INPUT... --tokenizer TOKENIZER -o PREFIX [--workers 8]
+        [--text-field text] [--end-of-document SYMBOL] [--deduplicate]
+
+Reads JSON Lines, Parquet and text files (.txt, .md: a document a line, or --text-documents file).
+Every document ends with the tokenizer's end-of-sequence token or another symbol. PREFIX.json says
+what the files hold, with their checksums. An interrupted run continues where it was when it is
+started again; the result does not depend on that nor on the number of workers.
+
+    python tools/prepare_data.py --check PREFIX [--vocab-size N]
+
+reads a dataset and says whether its files belong together, and fit a model's vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from gspo_megatron.corpus.prepare import Job, prepare
+from gspo_megatron.data.documents import CHUNK_BYTES, TEXT_DOCUMENTS
+from gspo_megatron.data.indexed import Manifest, check_dataset, validate_tokens
+from gspo_megatron.errors import UserError
+from gspo_megatron.observe.progress import Progress
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="prepare_data.py",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="files of text")
+    parser.add_argument("--tokenizer", help="a sentencepiece model or a Hugging Face folder")
+    parser.add_argument("-o", "--output", metavar="PREFIX", help="of the files to write")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--text-field", default="text", help="of JSON Lines and Parquet")
+    parser.add_argument(
+        "--text-documents", choices=TEXT_DOCUMENTS, default="line", help="of text files"
+    )
+    parser.add_argument(
+        "--end-of-document", metavar="SYMBOL", help="instead of the end-of-sequence token"
+    )
+    parser.add_argument(
+        "--deduplicate", action="store_true", help="leave out copies of earlier documents"
+    )
+    parser.add_argument(
+        "--chunk-bytes", type=int, default=CHUNK_BYTES, help="of input that a worker takes at once"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a dataset")
+    parser.add_argument("--check", metavar="PREFIX", help="check a dataset instead")
+    parser.add_argument("--vocab-size", type=int, help="of the model, for --check")
+    options = parser.parse_args(arguments)
+    wanted = (options.inputs, options.tokenizer, options.output)
+    if options.check is None and not all(wanted):
+        parser.error("INPUT, --tokenizer and --output are needed, or --check")
+    if options.check is not None and any(wanted):
+        parser.error("--check goes with --vocab-size alone")
+    for name in ("workers", "chunk_bytes"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: 1 or more is wanted")
+    return options
+
+
+def check(prefix: str, vocab_size: int | None) -> int:
+    manifest = check_dataset(prefix, vocab_size)
+    if manifest is not None:
+        validate_tokens(prefix, manifest.vocab_size, manifest.eod_id)
+        print(figures(manifest))
+    elif vocab_size is not None:
+        validate_tokens(prefix, vocab_size)
+        print(f"vocab_size={vocab_size}")
+    return 0
+
+
+def figures(manifest: Manifest) -> str:
+    return (
+        f"documents={manifest.documents} tokens={manifest.tokens} dtype={manifest.dtype} "
+        f"vocab_size={manifest.vocab_size} largest_token={manifest.largest_token} "
+        f"empty_documents={manifest.empty_documents} duplicates={manifest.duplicates}"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    job = Job(
+        inputs=options.inputs,
+        tokenizer=options.tokenizer,
+        prefix=options.output,
+        text_field=options.text_field,
+        text_documents=options.text_documents,
+        end_of_document=options.end_of_document,
+        deduplicate=options.deduplicate,
+        chunk_bytes=options.chunk_bytes,
+    )
+    start = time.perf_counter()
+    shown: list[Progress] = []
+
+    def on_chunk(done: int, total: int) -> None:
+        if not shown:  # only now it is known how many there are, and how many were done before
+            shown.append(Progress(total, "tokenize", initial_step=done))
+            shown[0].__enter__()
+            if done:
+                shown[0].note(f"{done} of {total} chunks were done before")
+        else:
+            shown[0].update(done, {})
+
+    try:
+        manifest = prepare(job, options.workers, options.overwrite, on_chunk)
+    finally:
+        for progress in shown:
+            progress.__exit__(None, None, None)
+    seconds = time.perf_counter() - start
+    print(f"{figures(manifest)} seconds={seconds:.1f}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code (2 for a user's mistake)."""
+    options = parse(arguments)
+    try:
+        if options.check is not None:
+            return check(options.check, options.vocab_size)
+        return run(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
