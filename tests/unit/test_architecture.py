@@ -17,6 +17,7 @@ OUTSIDE = {"tests", "tools", "examples", "pretrain_scripts"}
 MAY_IMPORT_MEGATRON = (
     "platform/",
     "models/",
+    "corpus/",
     "routing/",
     "checkpoint/",
     "train/",

@@ -98,6 +98,18 @@ def test_without_replay_nothing_is_set_that_would_not_be_read(write_config: Conf
     assert "routing.store_on_host=false" in plain.overrides
 
 
+def test_the_reference_replays_in_every_arm_what_the_configuration_says(
+    write_config: ConfigWriter, tmp_path: Path
+) -> None:
+    given = ["objective.kl=k3", "objective.kl_coefficient=0.1", "routing.reference_replay=r2"]
+    given.append("routing.store_on_host=true")  # which the reference's routes read in every arm
+    path = write_config()
+    runs = plan_runs(str(path), given, choose_arms([], config_of(path, *given)), [1], tmp_path)
+    assert all(run.config.routing.reference_replay == "r2" for run in runs)
+    assert all(run.config.routing.store_on_host for run in runs)
+    assert baselines(runs)["gspo+r3"] == "gspo"
+
+
 def test_arms_are_chosen_by_name_in_the_order_given(write_config: ConfigWriter) -> None:
     config = config_of(write_config())
     assert names(choose_arms(["gspo+r3", "grpo", "gspo+r3"], config)) == ["gspo+r3", "grpo"]

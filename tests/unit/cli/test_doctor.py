@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import stat
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +37,8 @@ def test_nvidias_apex_is_told_from_the_package_of_the_same_name(modules: set[str
     modules.add("apex")
     assert doctor.apex().startswith("not NVIDIA's")
     modules.add("amp_C")
+    assert doctor.apex().startswith("not NVIDIA's")
+    modules.add("apex.multi_tensor_apply")
     assert doctor.apex() == "NVIDIA's"
 
 
@@ -62,3 +66,100 @@ def test_a_missing_requirement_is_told_and_exits_with_1(
     text = capsys.readouterr().out
     assert "0.16.1" in text
     assert "4 x Some CPU" in text
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all of PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def write_program(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_a_machine_without_slurm(programs: Path) -> None:
+    rows = dict(doctor.slurm({"HOME": "/"}))
+    assert rows["sinfo"].startswith("not found")
+    assert rows["job"] == "this process is in none"
+
+
+def test_slurm_and_the_job_in_it_are_told(programs: Path) -> None:
+    script = """case $1 in
+--version) echo 'slurm 23.11.4' ;;
+*) echo 'gpu*|32|gpu:h100:8|2-00:00:00'; echo 'debug|2|(null)|30:00' ;;
+esac"""
+    write_program(programs, "sinfo", script)
+    rows = dict(doctor.slurm({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16", "SLURM_X": "y"}))
+    assert rows["sinfo"] == "slurm 23.11.4"
+    assert rows["gpu*"] == "32 nodes, gpu:h100:8, at most 2-00:00:00"
+    assert rows["debug"] == "2 nodes, (null), at most 30:00"
+    assert rows["job"] == "SLURM_JOB_ID=7 SLURM_NTASKS=16"
+
+
+def test_a_controller_that_does_not_answer_is_told(programs: Path) -> None:
+    write_program(programs, "sinfo", "[ $1 = --version ] && echo slurm || exit 1")
+    assert dict(doctor.slurm({}))["controller"] == "does not answer"
+
+
+def test_the_drivers_version_is_its_own_tools(programs: Path) -> None:
+    assert doctor.driver() == "none"
+    write_program(programs, "nvidia-smi", "echo 580.65; echo 580.65")
+    assert doctor.driver() == "580.65"
+    write_program(programs, "nvidia-smi", "exit 9")
+    assert doctor.driver() == "none"
+
+
+GPU = {"names": ["H200"], "memory_bytes": [139 * 2**30], "cuda": "13.2"}
+
+
+def test_fused_paths_are_those_that_a_run_would_take(
+    modules: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules.add("torch")
+    on_cpu = dict(doctor.fused_paths(described()))
+    assert on_cpu["adam"] == on_cpu["gradient norm"] == "torch"
+    assert "torch_native" in on_cpu["layers"]
+    assert on_cpu["fp8"].startswith("no")
+    modules |= {"apex", "amp_C", "apex.multi_tensor_apply"}
+    assert dict(doctor.fused_paths(described()))["adam"] == "torch"  # apex does nothing on a CPU
+    on_gpu = described() | {"gpu": GPU}
+    assert dict(doctor.fused_paths(on_gpu))["adam"] == "NVIDIA's apex"
+    modules.add("transformer_engine")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    with_engine = dict(doctor.fused_paths(on_gpu))
+    assert with_engine["adam"] == with_engine["layers"] == "Transformer Engine"
+    assert with_engine["fp8"] == "delayed scaling, blockwise"
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    assert dict(doctor.fused_paths(on_gpu))["fp8"].startswith("no")
+
+
+def test_what_is_missing_comes_with_how_to_get_it(
+    modules: set[str], monkeypatch: pytest.MonkeyPatch, programs: Path
+) -> None:
+    installed = {"wandb": "0.18"}
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    rows = dict(doctor.remedies(described(torch=None)))
+    assert rows["torch"].startswith("pip install torch")
+    assert rows["math-verify"].startswith("pip install 'gspo-megatron[math]'")
+    assert "wandb" not in rows
+    assert "transformer-engine" not in rows  # of no use without a GPU
+    assert "apex" not in rows
+    modules.add("apex")
+    rows = dict(doctor.remedies(described() | {"gpu": GPU}))
+    assert rows["transformer-engine"].startswith("pip install 'gspo-megatron[gpu]'")
+    assert rows["apex"].startswith("pip uninstall apex")
+    write_program(programs, "nvidia-smi", "echo 580.65")
+    assert "without CUDA" in dict(doctor.remedies(described()))["cuda"]
+
+
+def test_every_remedy_is_an_extra_of_the_package() -> None:
+    setup = (Path(__file__).resolve().parents[3] / "setup.py").read_text(encoding="utf-8")
+    for package, extra in doctor._EXTRAS.items():
+        assert f'"{extra}": [' in setup
+        assert package in setup

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_megatron.cli.ranks import adopt_slurm_task, is_slurm_task, world_size_of_rank
+from gspo_megatron.cli.ranks import (
+    adopt_slurm_task,
+    first_host,
+    is_slurm_task,
+    world_size_of_rank,
+)
 from gspo_megatron.errors import UserError
 
 # What srun gave the third task of `--nodes=2 --ntasks-per-node=2` (Slurm 22.05).
@@ -51,25 +56,45 @@ def test_an_incomplete_or_senseless_environment_is_refused(
 
 def test_a_task_of_srun_gets_the_variables_of_torchrun() -> None:
     environ = dict(SLURM_TASK)
-    adopt_slurm_task(environ, first_host=lambda nodes: f"first of {nodes}")
+    adopt_slurm_task(environ)
     added = {name: text for name, text in environ.items() if name not in SLURM_TASK}
     assert added == {
         "RANK": "2",
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "0",
-        "MASTER_ADDR": "first of node[07-08]",
-        "MASTER_PORT": "25123",  # 20000 + 45123 % 20000
+        "MASTER_ADDR": "node07",
+        "MASTER_PORT": "29123",  # 20000 + 45123 % 12000
     }
     assert world_size_of_rank(environ) == 4
 
 
-def test_an_address_that_is_set_needs_no_scontrol() -> None:
-    def scontrol(nodes: str) -> str:
-        raise AssertionError(f"asked for {nodes}")
-
-    environ = {**SLURM_TASK, "MASTER_ADDR": "node06", "MASTER_PORT": "777"}
-    adopt_slurm_task(environ, first_host=scontrol)
+def test_an_address_that_is_set_stays() -> None:
+    own = {"MASTER_ADDR": "node06", "MASTER_PORT": "777", "SLURM_STEP_NODELIST": "?["}
+    environ = {**SLURM_TASK, **own}
+    adopt_slurm_task(environ)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("node06", "777")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("login1", "login1"),
+        ("a,b[1-2]", "a"),
+        ("node[07-08,12],login1", "node07"),
+        ("gpu[3,5-9]", "gpu3"),
+        ("gpu-a[099]", "gpu-a099"),
+        ("r[1-2]n[03,05-06]-ib0,s1", "r1n03-ib0"),
+        ("127.0.0.[11-12]", "127.0.0.11"),
+    ],
+)
+def test_the_ranks_meet_on_the_first_node_of_the_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", "a[1-", "[]", "a]"])
+def test_a_list_that_cannot_be_read_is_refused(nodes: str) -> None:
+    with pytest.raises(UserError, match="set MASTER_ADDR"):
+        adopt_slurm_task({**SLURM_TASK, "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_NODELIST": nodes})
 
 
 def test_torchrun_inside_a_task_of_srun_wins() -> None:
@@ -83,9 +108,3 @@ def test_a_batch_script_and_a_single_task_are_no_ranks() -> None:
     assert not is_slurm_task(batch)  # it runs once, whatever the number of tasks
     assert not is_slurm_task({**SLURM_TASK, "SLURM_NTASKS": "1"})
     assert is_slurm_task(SLURM_TASK)
-
-
-def test_without_scontrol_the_message_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match=r"(?s)scontrol show hostnames node.*set MASTER_ADDR"):
-        adopt_slurm_task(dict(SLURM_TASK))

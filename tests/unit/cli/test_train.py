@@ -18,6 +18,7 @@ from gspo_megatron.errors import UserError
 
 Calls = list[tuple[object, ...]]
 ConfigWriter = Callable[..., Path]
+TOLD_TO_STOP = 77  # steps of a run that pretends to have been
 
 
 @pytest.fixture
@@ -25,13 +26,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What `train` did: ("train", config) in this process, or ("launch", command, world size)."""
     made: Calls = []
     run = types.ModuleType("gspo_megatron.train.run")
-    run.run_training = lambda config: made.append(("train", config))  # type: ignore[attr-defined]
+
+    def run_training(config: Config, *, fresh: bool) -> bool:
+        made.append(("train", config, "fresh") if fresh else ("train", config))
+        return config.training.steps != TOLD_TO_STOP
+
+    run.run_training = run_training  # type: ignore[attr-defined]
     # The real package imports Megatron-Core, which these tests do not need.
     monkeypatch.setitem(sys.modules, "gspo_megatron.train", types.ModuleType("gspo_megatron.train"))
     monkeypatch.setitem(sys.modules, "gspo_megatron.train.run", run)
 
-    def launch(command: Sequence[str], world_size: int) -> int:
-        made.append(("launch", list(command), world_size))
+    def launch(command: Sequence[str], world_size: int, *, saves_on_signals: bool) -> int:
+        saves = ("saves",) if saves_on_signals else ()
+        made.append(("launch", list(command), world_size, *saves))
         return 7
 
     monkeypatch.setattr(launcher, "launch", launch)
@@ -60,6 +67,27 @@ def test_several_ranks_are_launched_with_the_same_arguments(
     words = ["train", str(path), "parallel.layout=tp=2,pp=2", "training.steps=3"]
     assert main(words) == 7
     assert calls == [("launch", [sys.executable, "-m", "gspo_megatron", *words], 4)]
+
+
+def test_a_run_that_was_told_to_stop_has_a_code_of_its_own(
+    write_config: ConfigWriter, calls: Calls
+) -> None:
+    assert main(["train", str(write_config()), f"training.steps={TOLD_TO_STOP}"]) == 75
+
+
+def test_fresh_is_for_every_rank(write_config: ConfigWriter, calls: Calls) -> None:
+    path = write_config()
+    assert main(["train", str(path), "--fresh"]) == 0
+    assert main(["train", str(path), "--fresh", "--nproc", "2"]) == 7
+    command = [sys.executable, "-m", "gspo_megatron", "train", str(path), "--fresh"]
+    assert calls == [("train", load_config(path), "fresh"), ("launch", command, 2)]
+
+
+def test_the_launcher_knows_whether_the_ranks_save(
+    write_config: ConfigWriter, calls: Calls
+) -> None:
+    assert main(["train", str(write_config()), "checkpoint.interval=5", "--nproc", "2"]) == 7
+    assert calls[0][-1] == "saves"
 
 
 def test_nproc_says_how_many_are_launched(write_config: ConfigWriter, calls: Calls) -> None:

@@ -18,7 +18,7 @@ import os, sys, threading, types
 import gspo_megatron
 from gspo_megatron.errors import RewardError
 run = types.ModuleType("gspo_megatron.train.run")
-def run_training(config):
+def run_training(config, fresh):
     if os.environ["RANK"] == "1":
         raise RewardError(f"no reward at seed {config.training.seed}")
     threading.Event().wait()  # as in a collective that the other rank never joins

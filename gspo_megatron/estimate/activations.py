@@ -1,0 +1,143 @@
+"""What one micro-batch keeps for its backward pass, and what it moves, by running it on meta."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.estimate.model import RankModel
+from gspo_megatron.models.build import unwrap
+from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.platform.megatron_meta import META, Collective, EqualLoad
+from gspo_megatron.train.schedule import MicroBatch, MicroBatchBuilder, run_chunk
+
+
+@dataclass(frozen=True)
+class ChunkPass:
+    """A model chunk's forward and backward pass of one micro-batch on this rank."""
+
+    saved_bytes: int  # kept for the backward pass, parameters apart
+    input_bytes: int  # received from the stage before, and kept with the rest
+    output_bytes: int  # sent to the next stage, and kept until the backward pass
+    forward_peak_bytes: int  # without gradients
+    workspace_bytes: int  # beyond `saved_bytes`, at the worst moment of forward and backward pass
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+
+
+def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBatch:
+    """One micro-batch of sequences of (prompt, response) tokens as the trainer builds it, its
+    tensors on the meta device; what the host reads stays real."""
+    builder = MicroBatchBuilder(
+        model.policy,
+        pad_id=0,
+        temperature=model.config.rollout.temperature,
+        padded=not model.config.training.packing,
+    )
+    builder.device = torch.device("cpu")
+    tokens = [torch.zeros(prompt + response, dtype=torch.long) for prompt, response in lengths]
+    responses = [response for _, response in lengths]
+    offsets = [sum(responses[:number]) for number in range(len(responses))]
+    built = builder.build(range(len(tokens)), tokens, responses, offsets)
+    packed = built.packed
+    mask = packed.padding_mask
+    packed = replace(
+        packed,
+        input_ids=packed.input_ids.to(META),
+        position_ids=packed.position_ids.to(META),
+        padding_mask=None if mask is None else mask.to(META),
+    )
+    head = HeadInputs(built.head.rows.to(META), built.head.targets.to(META), built.head.temperature)
+    return replace(built, packed=packed, head=head)
+
+
+def chunk_passes(model: RankModel, batch: MicroBatch, *, keeps_masks: bool) -> list[ChunkPass]:
+    """Of each chunk of the rank. keeps_masks: attention takes masks and keeps them, which is so
+    with the torch_native backend under context parallelism."""
+    config = model.policy.config
+    share = 0.0
+    if config.num_moe_experts:
+        share = config.moe_router_topk / config.num_moe_experts
+    with EqualLoad(share, keeps_masks):
+        return [_chunk_pass(model, number, batch) for number in range(len(model.policy.chunks))]
+
+
+def _chunk_pass(model: RankModel, number: int, batch: MicroBatch) -> ChunkPass:
+    chunk, trace = model.policy.chunks[number], model.trace
+    inner = unwrap(chunk)
+    with torch.no_grad():
+        start = trace.live_bytes
+        trace.start_peak()
+        give_input(chunk, batch)
+        run_chunk(chunk, batch)
+        forward_peak = trace.peak_bytes - start
+    trace.collectives.clear()
+    start = trace.live_bytes
+    trace.start_peak()
+    give_input(chunk, batch)
+    with SavedTensors(inner) as saved:
+        output = run_chunk(chunk, batch)
+    saved_bytes = saved.num_bytes()
+    forward = tuple(trace.collectives)
+    trace.collectives.clear()
+    output_bytes = output.nbytes
+    torch.autograd.backward(output, torch.empty_like(output))
+    del output
+    return ChunkPass(
+        saved_bytes=saved_bytes,
+        input_bytes=0 if inner.pre_process else inner.decoder.input_tensor.nbytes,
+        output_bytes=0 if inner.post_process else output_bytes,
+        forward_peak_bytes=forward_peak,
+        workspace_bytes=max(0, trace.peak_bytes - start - saved_bytes),
+        forward=forward,
+        backward=tuple(trace.collectives),
+    )
+
+
+def give_input(chunk: torch.nn.Module, batch: MicroBatch) -> None:
+    """Hand a chunk that does not embed tokens what the stage before would have sent."""
+    model = unwrap(chunk)
+    if model.pre_process:
+        return
+    config, ids = model.config, batch.packed.input_ids
+    rows, tokens = ids.shape
+    if config.sequence_parallel:
+        tokens //= config.tensor_model_parallel_size
+    size = (tokens, rows, config.hidden_size)
+    hidden = torch.zeros(size, dtype=config.pipeline_dtype, device=ids.device)
+    model.set_input_tensor(hidden.requires_grad_(torch.is_grad_enabled()))
+
+
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """What autograd keeps of the forward pass inside; on any device."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """The parameters of `module` do not count."""
+        self._parameters = {p.untyped_storage()._cdata for p in module.parameters()}
+        self._kept: list[weakref.ref[Tensor]] = []
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> SavedTensors:
+        super().__enter__()
+        return self
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        # a tensor object of our own: it lives as long as the graph does
+        kept = tensor.detach()
+        self._kept.append(weakref.ref(kept))
+        return kept
+
+    def _alive(self) -> Iterator[Tensor]:
+        for reference in self._kept:
+            tensor = reference()
+            if tensor is not None:
+                yield tensor
+
+    def num_bytes(self) -> int:
+        """Of the storages that the graph still keeps, each counted once."""
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._alive()}
+        return sum(n for key, n in storages.items() if key not in self._parameters)

@@ -1,0 +1,147 @@
+"""A configuration on a number of ranks, stage by stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gspo_megatron.config import Config, ResolvedParallel, resolve_parallel
+from gspo_megatron.estimate.activations import ChunkPass, chunk_passes, micro_batch
+from gspo_megatron.estimate.communication import AXES, step_traffic
+from gspo_megatron.estimate.memory import RankMemory, head_bytes, rank_memory
+from gspo_megatron.estimate.model import RankModel, global_parameters, rank_model, state_bytes
+from gspo_megatron.estimate.pipeline import bubble_share
+from gspo_megatron.estimate.workload import Workload, workload
+
+RECOMPUTE = ("none", "selective", "full")
+
+# Of a GPU's memory, what is left to the allocator's gaps, NCCL's buffers and the CUDA context.
+HEADROOM = 0.08
+
+
+@dataclass(frozen=True)
+class LayoutEstimate:
+    """Everything that is known of a layout without running it."""
+
+    config: Config
+    parallel: ResolvedParallel
+    work: Workload
+    parameters: dict[str, int]  # of the whole model, by kind
+    ranks: tuple[RankMemory, ...]  # one of each pipeline stage
+    traffic: tuple[dict[str, int], ...]  # bytes a step that it sends, by axis
+    bubble: float
+
+    @property
+    def worst(self) -> RankMemory:
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def parameters_total(self) -> int:
+        return sum(self.parameters.values())
+
+    def most_traffic(self) -> dict[str, int]:
+        """By axis, of the rank that sends most along it."""
+        return {axis: max(rank[axis] for rank in self.traffic) for axis in AXES}
+
+    def fits(self, gpu_bytes: float) -> bool:
+        """With room for what is not counted."""
+        return self.worst.total <= gpu_bytes * (1 - HEADROOM)
+
+
+def estimate_layout(
+    config: Config,
+    world_size: int,
+    vocab_size: int,
+    longest_prompt: int | None = None,
+    *,
+    ends_only: bool = False,
+    limit: float | None = None,
+    runs: dict[tuple, StageRun] | None = None,
+) -> LayoutEstimate:
+    """Build and run a representative rank of each pipeline stage on meta.
+
+    ends_only: of the first, the second and the last alone; those in between hold fewer
+    micro-batches than the second. limit: bytes; a rank beyond it ends the work, the later ones are
+    left out. runs: of other layouts, where they are the same; to be added to.
+
+    `config` has passed `check_config` at this world size. Raises UserError where Megatron-Core
+    cannot build the model here.
+    """
+    parallel = resolve_parallel(config, world_size)
+    work = workload(config, parallel, longest_prompt)
+    stages = parallel.pipeline_model_parallel_size
+    ranks, traffic, totals = [], [], {}
+    runs = {} if runs is None else runs
+    for stage in sorted({0, min(1, stages - 1), stages - 1}) if ends_only else range(stages):
+        rank = stage * (world_size // stages)  # Megatron's order: pp is the slowest axis
+        with rank_model(config, parallel, rank, vocab_size) as model:
+            if limit is not None and state_bytes(model).total > limit:
+                run = NOTHING  # it is too large without any activation
+            else:
+                key = _likeness(model, work)
+                run = runs[key] = runs.get(key) or run_stage(model, work)
+            memory, sent = estimate_rank(model, rank, stage, work, run)
+            for kind, count in global_parameters(model).items():
+                totals[kind] = totals.get(kind, 0) + count
+        ranks.append(memory)
+        traffic.append(sent)
+        if limit is not None and memory.total > limit:
+            break
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    bubble = bubble_share(stages, chunks, work.micro_batches)
+    return LayoutEstimate(config, parallel, work, totals, tuple(ranks), tuple(traffic), bubble)
+
+
+def _likeness(model: RankModel, work: Workload) -> tuple:
+    """Ranks of which this is the same run the same passes, as long as the rest of the configuration
+    is the same too."""
+    sizes = model.parallel.group_sizes()
+    del sizes["pipeline_model_parallel_size"], sizes["virtual_pipeline_model_parallel_size"]
+    chunks = tuple(
+        (m.pre_process, m.post_process, tuple(type(layer.mlp) for layer in m.decoder.layers))
+        for m in model.policy.models
+    )
+    return (*sizes.values(), model.config.training.recompute, work.lengths, chunks)
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What running a stage's chunks on meta showed."""
+
+    passes: list[ChunkPass]
+    head: int  # bytes
+
+
+NOTHING = StageRun([ChunkPass(0, 0, 0, 0, 0, (), ())], 0)
+
+
+def run_stage(model: RankModel, work: Workload) -> StageRun:
+    """Forward and backward pass of a full micro-batch through each chunk, and the head alone."""
+    batch = micro_batch(model, work.lengths)
+    passes = chunk_passes(model, batch, keeps_masks=False)
+    return StageRun(passes, head_bytes(model, len(batch.head.targets)))
+
+
+def estimate_rank(
+    model: RankModel, rank: int, stage: int, work: Workload, run: StageRun
+) -> tuple[RankMemory, dict[str, int]]:
+    """Of the rank that `model` is: its memory, and the bytes that it sends."""
+    state = state_bytes(model)
+    memory = rank_memory(model, rank, stage, state, run.passes, run.head, work)
+    return memory, step_traffic(model, state, run.passes, work, stage)
+
+
+def recompute_modes(estimate: LayoutEstimate, vocab_size: int) -> dict[str, int]:
+    """Bytes of the worst rank while it trains, under each of the recompute modes."""
+    config, worst = estimate.config, estimate.worst
+    totals = {}
+    for mode in RECOMPUTE:
+        if mode == config.training.recompute:
+            totals[mode] = worst.while_training
+            continue
+        training = config.training.model_copy(update={"recompute": mode})
+        other = config.model_copy(update={"training": training})
+        with rank_model(other, estimate.parallel, worst.rank, vocab_size) as model:
+            run = run_stage(model, estimate.work)
+            found, _ = estimate_rank(model, worst.rank, worst.stage, estimate.work, run)
+            totals[mode] = found.while_training
+    return totals

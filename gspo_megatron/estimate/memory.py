@@ -1,0 +1,167 @@
+"""A rank's memory by component, and what it comes to at the worst moment of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gspo_megatron.estimate.activations import ChunkPass
+from gspo_megatron.estimate.model import DENSE, EMBEDDING, EXPERTS, RankModel, StateBytes
+from gspo_megatron.estimate.pipeline import in_flight
+from gspo_megatron.estimate.workload import Workload
+from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.ops.expert_ids import expert_dtype
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on the device of a representative rank. Training and rollout take turns: of what they
+    need, the larger counts."""
+
+    rank: int
+    stage: int
+    layers: int
+    state: StateBytes
+    reference: int  # the second copy of the weights, where there is a KL divergence
+    activations: int  # of all micro-batches in flight
+    in_flight: tuple[int, ...]  # of each chunk
+    workspace: int  # of the forward or backward pass that is running
+    head: int  # of that, the log-prob head's tiles and gradients
+    replay: int  # routes of the step's tokens
+    kv_cache: int
+    rollout: int  # activations of the prompts, routes of the responses
+    host: int  # host memory: what is offloaded
+
+    @property
+    def training(self) -> int:
+        """Beside the state."""
+        return self.activations + self.workspace + self.replay
+
+    @property
+    def sampling(self) -> int:
+        """Beside the state."""
+        return self.kv_cache + self.rollout
+
+    @property
+    def while_training(self) -> int:
+        return self.state.total + self.reference + self.training
+
+    @property
+    def total(self) -> int:
+        return self.state.total + self.reference + max(self.training, self.sampling)
+
+
+def rank_memory(
+    model: RankModel,
+    rank: int,
+    stage: int,
+    state: StateBytes,
+    passes: list[ChunkPass],
+    head: int,
+    work: Workload,
+) -> RankMemory:
+    """Put a rank's figures together."""
+    parallel = model.parallel
+    held = in_flight(parallel.pipeline_model_parallel_size, stage, len(passes), work.micro_batches)
+    held = held[: len(passes)]
+    kept = [each.saved_bytes + each.output_bytes for each in passes]
+    routes, rollout_routes, host = _routes(model, work)
+    prefill = max(each.forward_peak_bytes for each in passes)
+    cp = parallel.context_parallel_size
+    # prompts are embedded and attended to whole, by each rank its own
+    prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
+    reference, on_host = _reference(model, state)
+    return RankMemory(
+        rank=rank,
+        stage=stage,
+        layers=sum(len(m.decoder.layers) for m in model.policy.models),
+        state=state,
+        reference=reference,
+        activations=sum(n * size for n, size in zip(held, kept, strict=True)),
+        in_flight=held,
+        workspace=max(each.workspace_bytes for each in passes),
+        head=head,
+        replay=routes,
+        kv_cache=_kv_cache(model, work),
+        rollout=round(prefill) + rollout_routes,
+        host=host + on_host,
+    )
+
+
+def _reference(model: RankModel, state: StateBytes) -> tuple[int, int]:
+    """On the device and on the host."""
+    section = model.config.objective
+    if section.kl == "none":
+        return 0, 0
+    count = sum(state.parameters.values())
+    return (0, count) if section.reference_offload else (count, 0)
+
+
+def _kv_cache(model: RankModel, work: Workload) -> int:
+    """While it shrinks to the half of the sequences that go on, both stand side by side."""
+    config: Any = model.policy.config
+    heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
+    layers = sum(len(m.decoder.layers) for m in model.policy.models)
+    a_token = 2 * heads * config.kv_channels * config.params_dtype.itemsize
+    cache = layers * work.rollout_rows * work.longest * a_token
+    return cache * 3 // 2
+
+
+def _routes(model: RankModel, work: Workload) -> tuple[int, int, int]:
+    """Replay store of the step on the device, routes of the running rollout, store on the host."""
+    routing, config = model.config.routing, model.policy.config
+    if not config.num_moe_experts or not routing.modes:
+        return 0, 0, 0
+    layers = sum(
+        any(name.endswith("router") for name, _ in layer.named_modules())
+        for m in model.policy.models
+        for layer in m.decoder.layers
+    )
+    a_token = layers * config.moe_router_topk * expert_dtype(config.num_moe_experts).itemsize
+    shards = config.context_parallel_size
+    if config.sequence_parallel:
+        shards *= config.tensor_model_parallel_size
+    store = a_token * work.tokens * work.micro_batches_per_step // shards
+    sampled = a_token * work.rollout_rows * work.longest if "r3" in routing.modes else 0
+    return (0, sampled, store) if routing.store_on_host else (store, sampled, 0)
+
+
+def head_bytes(model: RankModel, rows: int) -> int:
+    """What the log-prob head needs for `rows` response tokens, forward and backward: tiles, the
+    hidden states' rows, and gradients of both. 0 on stages without it."""
+    last = model.policy.models[-1]
+    if not last.post_process:
+        return 0
+    config, trace = model.policy.config, model.trace
+    size = (rows, 1, config.hidden_size)
+    hidden = torch.empty(size, dtype=config.params_dtype, device="meta", requires_grad=True)
+    index = torch.empty(rows, dtype=torch.long, device="meta")
+    start = trace.live_bytes
+    trace.start_peak()
+    output = last.compute_language_model_loss(HeadInputs(index, index), hidden)
+    torch.autograd.backward(output, torch.empty_like(output))
+    return trace.peak_bytes - start
+
+
+def by_component(memory: RankMemory) -> dict[str, int]:
+    """The table's rows in order."""
+    state = memory.state
+    rows = {
+        f"{part} {kind}": table[kind]
+        for part, table in (
+            ("parameters", state.parameters),
+            ("gradients", state.gradients),
+            ("optimizer", state.optimizer),
+        )
+        for kind in (DENSE, EXPERTS, EMBEDDING)
+    }
+    return rows | {
+        "reference policy": memory.reference,
+        "activations": memory.activations,
+        "workspace": memory.workspace,
+        "replay store": memory.replay,
+        "kv cache": memory.kv_cache,
+        "rollout": memory.rollout,
+    }

@@ -1,0 +1,184 @@
+"""One rank's weights, gradients and optimizer, as the training code builds them, on meta."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.config import Config, ResolvedParallel
+from gspo_megatron.errors import UserError
+from gspo_megatron.models import build
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
+from gspo_megatron.platform.groups import set_up_model_parallel
+from gspo_megatron.platform.megatron_meta import Trace, pretended_rank, replaced
+
+EXPERTS, EMBEDDING, DENSE = "experts", "embedding", "dense"
+
+
+@dataclass
+class RankModel:
+    """A rank's policy and trainer; valid inside `rank_model` alone."""
+
+    config: Config
+    parallel: ResolvedParallel
+    policy: Policy
+    trainer: Trainer
+    trace: Trace
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that a rank holds from start to end, by kind of parameter."""
+
+    parameters: dict[str, int]
+    gradients: dict[str, int]
+    optimizer: dict[str, int]  # fp32 weights and Adam's moments
+
+    @property
+    def total(self) -> int:
+        return sum(sum(kinds.values()) for kinds in vars(self).values())
+
+
+@contextlib.contextmanager
+def rank_model(
+    config: Config, parallel: ResolvedParallel, rank: int, vocab_size: int
+) -> Iterator[RankModel]:
+    """The model of `rank`, with its optimizer. Layers are torch_native's, whatever the backend.
+
+    Raises UserError with what Megatron-Core has against the configuration.
+    """
+    config = without_kernels(config)
+    with pretended_rank(rank, parallel.world_size) as trace:
+        try:
+            policy, trainer = _build(config, parallel, vocab_size)
+        except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
+            raise UserError(f"rank {rank} of {parallel} cannot be built: {error}") from error
+        yield RankModel(config, parallel, policy, trainer, trace)
+
+
+def _build(config: Config, parallel: ResolvedParallel, vocab_size: int) -> tuple[Policy, Trainer]:
+    set_up_model_parallel(parallel, seed=0)
+    # shapes are all there is; and what Megatron-Core has to say, it says to those who train
+    with (
+        warnings.catch_warnings(),
+        replaced(build, "initialize_weights", lambda *_args, **_kwargs: None),
+    ):
+        warnings.simplefilter("ignore")
+        policy = build.build_policy(config, parallel, vocab_size)
+    rate = config.optimizer.learning_rate
+    schedule = Schedule(rate, rate, 0, 1, "constant")
+    return policy, build_trainer(policy, config.optimizer, schedule)
+
+
+def without_kernels(config: Config) -> Config:
+    """The configuration without what only a GPU's kernels can do: Transformer Engine's layers, and
+    low precision, in whose place it has bf16."""
+    megatron = {k: v for k, v in config.model.megatron.items() if not k.startswith(("fp8", "fp4"))}
+    model = config.model.model_copy(update={"backend": "torch_native", "megatron": megatron})
+    precision = config.training.precision
+    if precision not in ("fp64", "fp32"):
+        precision = "bf16"
+    training = config.training.model_copy(update={"precision": precision})
+    return config.model_copy(update={"model": model, "training": training})
+
+
+def state_bytes(model: RankModel) -> StateBytes:
+    """Of weights and gradients as DDP lays them out, padding included, and of the optimizer."""
+    parameters, gradients = _zeros(), _zeros()
+    for chunk in model.policy.chunks:
+        for buffers, kind in ((chunk.buffers, DENSE), (chunk.expert_parallel_buffers, EXPERTS)):
+            for buffer in buffers:
+                gradients[kind] += buffer.grad_data.nbytes
+                if buffer.param_data is not None:
+                    parameters[kind] += buffer.param_data.nbytes
+    mapped = sum(parameters.values()) > 0
+    for name, parameter in _parameters(model.policy):
+        kind = kind_of(name, parameter)
+        if not mapped:
+            parameters[kind] += parameter.nbytes
+        if kind == EXPERTS and getattr(parameter, "allreduce", True):
+            _move(gradients, parameter.main_grad.nbytes, EXPERTS)
+            if mapped:
+                _move(parameters, parameter.nbytes, EXPERTS)
+        elif kind == EMBEDDING:
+            _move(gradients, parameter.main_grad.nbytes, EMBEDDING)
+            if mapped:
+                _move(parameters, parameter.nbytes, EMBEDDING)
+    return StateBytes(parameters, gradients, _optimizer_bytes(model))
+
+
+def _move(table: dict[str, int], count: int, kind: str) -> None:
+    """From the dense buffer, in which DDP keeps all that is replicated alike."""
+    table[DENSE] -= count
+    table[kind] += count
+
+
+def _optimizer_bytes(model: RankModel) -> dict[str, int]:
+    """Of what the optimizer adds: its own copies of the weights, and after a step its moments."""
+    result = _zeros()
+    weights = {p.untyped_storage()._cdata for _, p in _parameters(model.policy)}
+    owners = {}
+    for name, parameter in _parameters(model.policy):
+        main = getattr(parameter, "main_param", None)
+        if main is not None:
+            owners[id(main)] = kind_of(name, parameter)
+    for part in _parts(model.trainer.optimizer):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:
+            continue
+        part.init_state_fn(inner, part.config)
+        for group in inner.param_groups:
+            for shard in group["params"]:
+                fallback = EXPERTS if group.get("is_expert_parallel") else DENSE
+                kind = owners.get(id(shard), fallback)
+                if shard.untyped_storage()._cdata not in weights:
+                    result[kind] += shard.nbytes
+                states = inner.state[shard].values()
+                result[kind] += sum(s.nbytes for s in states if isinstance(s, Tensor))
+    return result
+
+
+def _parts(optimizer: object) -> list:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _parameters(policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
+    return [pair for model in policy.models for pair in model.named_parameters()]
+
+
+def kind_of(name: str, parameter: torch.nn.Parameter) -> str:
+    """experts, embedding (input or output) or dense."""
+    if ".experts." in name and "shared_experts" not in name:
+        return EXPERTS
+    return EMBEDDING if "word_embeddings" in name or "output_layer" in name else DENSE
+
+
+def global_parameters(model: RankModel) -> dict[str, int]:
+    """Parameters of this rank's pipeline stage over all its ranks, each counted once, without the
+    rows that pad the vocabulary."""
+    counts, parallel = _zeros(), model.parallel
+    for policy_model in model.policy.models:
+        for name, parameter in policy_model.named_parameters():
+            kind, count = kind_of(name, parameter), parameter.numel()
+            cut = getattr(parameter, "tensor_model_parallel", False)
+            if kind == EXPERTS:
+                count *= parallel.expert_model_parallel_size
+                count *= parallel.expert_tensor_parallel_size if cut else 1
+            elif kind == EMBEDDING:
+                if getattr(parameter, "shared", False):
+                    continue  # the last stage's copy of a tied embedding
+                count = model.policy.vocab_size * parameter.shape[1]
+            elif cut:
+                count *= parallel.tensor_model_parallel_size
+            counts[kind] += count
+    return counts
+
+
+def _zeros() -> dict[str, int]:
+    return dict.fromkeys((DENSE, EXPERTS, EMBEDDING), 0)

@@ -1,0 +1,297 @@
+"""Layouts for a number of ranks that pass the rules and fit, best first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_megatron.config import Config, Layout, apply_layout, check_config, resolve_parallel
+from gspo_megatron.errors import ConfigError, UserError
+from gspo_megatron.estimate.cost import Cost, Machine, step_cost
+from gspo_megatron.estimate.layout import (
+    HEADROOM,
+    RECOMPUTE,
+    LayoutEstimate,
+    StageRun,
+    estimate_layout,
+    run_stage,
+)
+from gspo_megatron.estimate.model import rank_model
+from gspo_megatron.estimate.pipeline import bubble_share, in_flight
+from gspo_megatron.estimate.workload import Workload, workload
+
+# Layouts that are built and run on meta before the search ends.
+MOST_BUILT = 40
+# Both flags: embedding and loss count as a layer each when layers are dealt out to stages.
+PLACEMENT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_PLACED_BY = (
+    *PLACEMENT,
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
+_BYTES = {"fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A layout that fits."""
+
+    estimate: LayoutEstimate
+    cost: Cost
+    overrides: str  # what to add to the command line
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found, and how far it was looked for."""
+
+    found: list[Suggestion]
+    legal: int  # candidates that pass the rules, each of them with each recompute mode
+    likely: int  # of them, those that may fit by a rough count
+    built: int
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    config: Config
+    work: Workload
+    cost: float
+
+
+def suggest(
+    config: Config,
+    world_size: int,
+    vocab_size: int,
+    counts: tuple[int, int],
+    gpu_bytes: float,
+    *,
+    count: int = 10,
+    longest_prompt: int | None = None,
+    machine: Machine | None = None,
+) -> Search:
+    """The `count` cheapest layouts by estimate.cost whose worst rank fits into `gpu_bytes`.
+
+    counts: the model's parameters, all and those of one token. Candidates are ordered by formulas
+    of their traffic first; the best are then built, and ordered again by what that showed.
+    """
+    machine = machine or Machine()
+    room = gpu_bytes * (1 - HEADROOM)
+    kept = _kept_by_a_layer(config, vocab_size, longest_prompt)
+    every = list(_candidates(config, world_size, counts, longest_prompt, machine))
+    candidates = sorted(
+        (each for each in every if _may_fit(each, world_size, counts, kept, room)),
+        key=lambda candidate: candidate.cost,
+    )
+    found: list[Suggestion] = []
+    built = 0
+    runs: dict[tuple, StageRun] = {}
+    for candidate in candidates:
+        if len(found) == count or built == MOST_BUILT:
+            break
+        built += 1
+        try:
+            estimate = estimate_layout(
+                candidate.config,
+                world_size,
+                vocab_size,
+                longest_prompt,
+                ends_only=True,
+                limit=room,
+                runs=runs,
+            )
+        except UserError:
+            continue  # Megatron-Core knows a rule that ours do not
+        if not estimate.fits(gpu_bytes):
+            continue
+        traffic = estimate.most_traffic()
+        cost = step_cost(
+            candidate.config,
+            estimate.parallel,
+            estimate.work,
+            counts[1],
+            traffic,
+            estimate.bubble,
+            machine,
+        )
+        found.append(Suggestion(estimate, cost, overrides(candidate.config, config)))
+    found.sort(key=lambda suggestion: suggestion.cost.total)
+    return Search(found, len(every), len(candidates), built)
+
+
+def overrides(config: Config, original: Config) -> str:
+    """What turns the original configuration into `config`, for the command line."""
+    texts = [f"parallel.layout={config.layout()}"]
+    if config.training.recompute != original.training.recompute:
+        texts.append(f"training.recompute={config.training.recompute}")
+    for name in PLACEMENT:
+        if config.model.megatron.get(name) != original.model.megatron.get(name):
+            texts.append(f"model.megatron.{name}=true")
+    return " ".join(texts)
+
+
+def _candidates(
+    config: Config,
+    world_size: int,
+    counts: tuple[int, int],
+    longest_prompt: int | None,
+    machine: Machine,
+) -> Iterator[_Candidate]:
+    for layout, placed in _layouts(config, world_size, machine):
+        laid_out = _apply(config, layout, placed)
+        try:
+            check_config(laid_out, world_size)
+        except ConfigError:
+            continue
+        parallel = resolve_parallel(laid_out, world_size)
+        work = workload(laid_out, parallel, longest_prompt)
+        chunks = parallel.virtual_pipeline_model_parallel_size or 1
+        bubble = bubble_share(parallel.pipeline_model_parallel_size, chunks, work.micro_batches)
+        traffic = _traffic(laid_out, world_size, counts, work)
+        for mode in RECOMPUTE:
+            training = laid_out.training.model_copy(update={"recompute": mode})
+            candidate = laid_out.model_copy(update={"training": training})
+            cost = step_cost(candidate, parallel, work, counts[1], traffic, bubble, machine)
+            yield _Candidate(candidate, work, cost.total)
+
+
+def _layouts(config: Config, world_size: int, machine: Machine) -> Iterator[tuple[Layout, bool]]:
+    """All splits whose tp stays within a node; whether embedding and loss count as layers."""
+    shape = config.resolved_model()
+    placed = any(shape.megatron.get(name) for name in _PLACED_BY)
+    experts = shape.num_moe_experts or 1
+    for tp in _divisors(world_size, machine.gpus_per_node):
+        for pp in _divisors(world_size // tp, shape.num_layers):
+            for cp in _divisors(world_size // (tp * pp), world_size):
+                for ep in _divisors(world_size // pp, experts):
+                    for vpp in (None, 2, 3, 4, 6) if pp > 1 else (None,):
+                        layout = Layout(tp=tp, pp=pp, vpp=vpp, ep=ep, cp=cp)
+                        yield layout, False
+                        if pp > 1 and not placed:
+                            yield layout, True
+
+
+def _kept_by_a_layer(
+    config: Config, vocab_size: int, longest_prompt: int | None
+) -> Mapping[str, float]:
+    """Bytes of activations for a token, by recompute mode, of a layer that is not cut: from two
+    layers of the model on one rank."""
+    fields = {k: v for k, v in config.model.megatron.items() if k not in _PLACED_BY}
+    fields |= {"num_layers": 2}
+    if config.resolved_model().num_moe_experts:
+        fields["moe_layer_freq"] = 1
+    model = config.model.model_copy(update={"megatron": fields})
+    small = apply_layout(config.model_copy(update={"model": model}), Layout())
+    parallel = resolve_parallel(small, 1)
+    work = workload(small, parallel, longest_prompt)
+    of_modes = {}
+    for mode in RECOMPUTE:
+        training = small.training.model_copy(update={"recompute": mode})
+        probe = small.model_copy(update={"training": training})
+        with rank_model(probe, parallel, 0, vocab_size) as built:
+            saved = run_stage(built, work).passes[0].saved_bytes
+        of_modes[mode] = saved / 2 / work.tokens
+    return of_modes
+
+
+# The rough count may be this much too large before a layout is passed over.
+_DOUBT = 1.1
+
+
+def _may_fit(
+    candidate: _Candidate,
+    world_size: int,
+    counts: tuple[int, int],
+    kept: Mapping[str, float],
+    room: float,
+) -> bool:
+    """By an average rank's state, and layers whose activations are cut over tp alone: tokens of a
+    rank are as many whatever cp is."""
+    config, work = candidate.config, candidate.work
+    parallel = resolve_parallel(config, world_size)
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    tokens = work.tokens / parallel.context_parallel_size / tp
+    layers = config.resolved_model().num_layers / (pp * chunks)
+    passes = sum(in_flight(pp, 0, chunks, work.micro_batches))
+    activations = kept[config.training.recompute] * tokens * layers * passes
+    # recomputation has a whole layer's at a time
+    workspace = kept["none"] * tokens
+    needed = _state_bytes(config, world_size, counts) + activations + workspace
+    return needed <= room * _DOUBT
+
+
+def _divisors(number: int, largest: int) -> list[int]:
+    return [n for n in range(1, min(number, largest) + 1) if number % n == 0]
+
+
+def _apply(config: Config, layout: Layout, placed: bool) -> Config:
+    laid_out = apply_layout(config, layout)
+    if not placed:
+        return laid_out
+    fields: dict[str, Any] = {**config.model.megatron, **dict.fromkeys(PLACEMENT, True)}
+    model = config.model.model_copy(update={"megatron": fields})
+    return laid_out.model_copy(update={"model": model})
+
+
+def _expert_parameters(config: Config) -> int:
+    shape = config.resolved_model()
+    if not shape.num_moe_experts:
+        return 0
+    frequency = shape.megatron.get("moe_layer_freq", 1)
+    layers = (
+        -(-shape.num_layers // frequency)
+        if isinstance(frequency, int)
+        else sum(map(bool, frequency))
+    )
+    matrices = 3 if shape.megatron.get("gated_linear_unit") else 2
+    assert shape.moe_ffn_hidden_size is not None
+    expert = matrices * shape.hidden_size * shape.moe_ffn_hidden_size
+    return layers * shape.num_moe_experts * expert
+
+
+def _state_bytes(config: Config, world_size: int, counts: tuple[int, int]) -> float:
+    """Of weights, gradients and optimizer on an average rank: what does not fit by that does not
+    fit at all."""
+    parallel = resolve_parallel(config, world_size)
+    weight = _BYTES.get(config.training.precision, 2)
+    sharded = 12 if weight == 2 else 8
+    pp, cp = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    experts = _expert_parameters(config)
+    dense = counts[0] - experts
+    dense /= parallel.tensor_model_parallel_size * pp
+    experts /= parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size * pp
+    replicas = parallel.data_parallel_size * cp
+    return dense * (weight + 4 + sharded / replicas) + experts * (
+        weight + 4 + sharded / parallel.expert_data_parallel_size
+    )
+
+
+def _traffic(
+    config: Config, world_size: int, counts: tuple[int, int], work: Workload
+) -> dict[str, float]:
+    """By formulas for the order in which layouts are tried: what a Qwen3-like layer exchanges."""
+    shape, parallel = config.resolved_model(), resolve_parallel(config, world_size)
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    pp, ep = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
+    element = _BYTES.get(config.training.precision, 2)
+    tokens = work.tokens / cp * work.micro_batches_per_step * element  # bytes of a hidden channel
+    layers, hidden = shape.num_layers / pp, shape.hidden_size
+    heads = shape.num_query_groups * shape.kv_channels / tp
+
+    def ring(size: int) -> float:
+        return (size - 1) / size
+
+    experts = _expert_parameters(config) / (ep * pp)
+    dense = (counts[0] - _expert_parameters(config)) / (tp * pp)
+    update = (element + 4) * work.mini_batches
+    return {
+        "tp": 6 * ring(tp) * layers * hidden * tokens,
+        "ep": 5 * ring(ep) * layers * hidden * tokens / tp * (shape.moe_router_topk or 0),
+        "etp": 0.0,
+        "cp": 5 * ring(cp) * layers * 2 * heads * tokens * cp,
+        "pp": 3.0 * (pp > 1) * hidden * tokens / tp,
+        "dp": ring(parallel.data_parallel_size * cp) * dense * update,
+        "edp": ring(parallel.expert_data_parallel_size) * experts * update,
+    }

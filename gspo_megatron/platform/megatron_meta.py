@@ -1,0 +1,315 @@
+"""Any one rank of any world in a single process: shapes and bytes without memory or peers.
+
+The unchanged package builds and runs a rank's part of the model on torch's meta device, over
+process groups that only pretend. Two things in it cannot be done on shapes alone: values that
+decide shapes (how many tokens go to which expert: here equally many to each), and attention, whose
+reference formula would keep what no fused kernel keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+META = torch.device("meta")
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, the attribute is another one."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def pretended_rank(rank: int, world_size: int) -> Iterator[Trace]:
+    """Inside, torch.distributed says that this process is `rank` of `world_size`, and what
+    Megatron-Core allocates on the device lies on the meta device. Gives a record of what happens.
+    Wants no process group started.
+    """
+    # registers the backend `fake`
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "this process is a rank of a real world already"
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import router
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from gspo_megatron.platform.groups import stop_processes
+
+    native_gather = mappings._gather_along_first_dim
+
+    def gather(values: Tensor, group: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Real are only counts of tokens, which are the same on every rank."""
+        if values.is_meta:
+            return native_gather(values, group, *args, **kwargs)
+        return torch.cat([values] * group.size())
+
+    def gather_objects(objects: list[Any], own: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Objects travel while the optimizer is built, to be found equal."""
+        objects[:] = [own] * len(objects)
+
+    # torch.distributed puts the rank before every line of a traceback, once more at each start
+    with replaced(sys, "excepthook", sys.excepthook):
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        with (
+            replaced(torch.cuda, "current_device", lambda: META),
+            replaced(mappings, "_gather_along_first_dim", gather),
+            replaced(dist, "all_gather_object", gather_objects),
+            _no_record_of_losses(router),
+            # kept by the process, on the device of the first backward pass
+            replaced(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
+            Trace() as trace,
+        ):
+            yield trace
+    finally:
+        stop_processes()
+
+
+class _NoRecord:
+    def record(self, *_args: Any, **_kwargs: Any) -> None:
+        """In the place of Megatron-Core 0.19's record."""
+
+
+def _no_record_of_losses(router: Any) -> contextlib.AbstractContextManager[None]:
+    """Routers add their losses to a record of the process, which has the size of the first model
+    in it and would outlive this world."""
+    if hasattr(router, "save_to_aux_losses_tracker"):  # 0.16
+        return replaced(router, "save_to_aux_losses_tracker", lambda *_args, **_kwargs: None)
+    return replaced(router, "get_moe_metrics_tracker", _NoRecord)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call: what it was, over which ranks, and the bytes of the whole message: of a gather the
+    output, of a scatter the input."""
+
+    kind: str  # all_reduce | all_gather | reduce_scatter | all_to_all | broadcast | other
+    ranks: tuple[int, ...]
+    num_bytes: int
+
+
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "broadcast_": "broadcast",
+}
+# these return a Work and nothing else
+_WORK_ALONE = ("alltoall_base_", "barrier", "send", "recv_", "gather_", "reduce_")
+
+
+class Trace(TorchDispatchMode):
+    """What happens inside: the collectives, and the bytes of meta tensors made here and alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: list[Collective] = []
+        self.live_bytes = self.peak_bytes = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            if tensor.is_meta:
+                self._add(tensor.untyped_storage())
+        return result
+
+    def start_peak(self) -> None:
+        """Forget the peak so far."""
+        self.peak_bytes = self.live_bytes
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known[key] = storage.nbytes()
+        self.live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.live_bytes -= self._known.pop(key)
+
+    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch._C._distributed_c10d import FakeWork
+
+        name = func._schema.name.split("::")[1]
+        named = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
+        group = dist.ProcessGroup.unbox(named["process_group"])
+        # the larger side of a gather or a scatter is the whole message
+        num_bytes = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
+        if num_bytes and group.size() > 1:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self.collectives.append(Collective(_KINDS.get(name, "other"), ranks, num_bytes))
+        work = FakeWork().boxed()
+        return work if name in _WORK_ALONE else (args[0], work)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in nested lists, tuples and dictionaries. (torch's pytree takes ten times as long, and
+    this runs at every operation.)"""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
+
+
+class EqualLoad(TorchFunctionMode):
+    """Python values for what Megatron-Core reads off tensors: each expert gets equally many tokens.
+
+    Counts of tokens are real (small) tensors; where they meet tensors of the meta device they
+    become such.
+    """
+
+    def __init__(self, experts_of_each: float, keeps_masks: bool) -> None:
+        """experts_of_each: share of the experts that a token goes to, k / experts; keeps_masks:
+        attention keeps the mask that it is given for the backward pass."""
+        super().__init__()
+        self.share, self.keeps_masks = experts_of_each, keeps_masks
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+            return _GroupedProduct.apply(args[0], args[1])  # torch's knows bf16 alone on meta
+        if func is torch.autograd.backward:
+            return self._backward(*args, **kwargs)
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is not None:
+            if func in (Tensor.sum, torch.sum) and _is_map(first) and _dim(args, kwargs) == 0:
+                return self._counts(first)
+            if func in (Tensor.masked_select, torch.masked_select) and first.is_meta:
+                mask = args[1] if len(args) > 1 else kwargs["mask"]
+                return _Selected.apply(first, mask, round(mask.numel() * self.share))
+            if func in (Tensor.to, Tensor.cuda) and not first.is_meta and _to_meta(args, kwargs):
+                return first
+        if _meets_meta(args, kwargs):
+            args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _backward(self, tensors: Any, grad_tensors: Any, *_args: Any, **_kwargs: Any) -> None:
+        """As autograd's own; but that would leave this mode while it computes, and what is
+        recomputed then needs it like the forward pass."""
+        graph = torch.autograd.graph
+        tensors, gradients = (
+            (values,) if isinstance(values, Tensor) else tuple(values)
+            for values in (tensors, grad_tensors)
+        )
+        with self:
+            graph._engine_run_backward(
+                tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+
+    def _counts(self, tokens_to_experts: Tensor) -> Tensor:
+        """[tokens, experts] bool -> [experts], real."""
+        tokens, experts = tokens_to_experts.shape
+        total = round(tokens * experts * self.share)
+        return torch.tensor([total // experts + (i < total % experts) for i in range(experts)])
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **_: Any
+    ) -> Tensor:
+        mask = attn_mask if self.keeps_masks else None
+        return _FusedAttention.apply(query, key, value, mask)
+
+
+def _is_map(tensor: Tensor) -> bool:
+    return tensor.is_meta and tensor.dtype is torch.bool and tensor.dim() == 2
+
+
+def _dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+
+
+def _to_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    targets = [*args[1:], kwargs.get("device"), kwargs.get("other")]
+    return any(
+        t == META if isinstance(t, torch.device) else isinstance(t, Tensor) and t.is_meta
+        for t in targets
+    )
+
+
+def _meets_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return len({tensor.is_meta for tensor in tensors_in((args, kwargs))}) == 2
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device=META)
+
+
+class _Selected(torch.autograd.Function):
+    """masked_select with a known number of results; it keeps the mask."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.shape = values.shape
+        return values.new_empty(count)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.new_empty(ctx.shape), None, None
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """rows [rows, in] in runs x weights [groups, in, out]; it keeps both."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty((rows.shape[0], weights.shape[2]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weights = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weights)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What a fused kernel keeps: its inputs, its output and a log-sum-exp of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        out = torch.empty(
+            (*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device
+        )
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        sums = torch.empty(query.shape[:-1], dtype=dtype, device=query.device)
+        ctx.save_for_backward(query, key, value, out, sums, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        query, key, value = ctx.saved_tensors[:3]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None

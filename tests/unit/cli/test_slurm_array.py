@@ -1,0 +1,110 @@
+"""What `ablate --slurm` hands to sbatch; a stand-in writes it down. The real one: tests/slurm."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.cli.main import main
+from gspo_megatron.cli.slurm_array import submit
+from gspo_megatron.errors import UserError
+
+ConfigWriter = Callable[..., Path]
+
+_SBATCH = f"""#!{sys.executable}
+import json, pathlib, sys
+asked = pathlib.Path(__file__).with_name("asked")
+lines = asked.read_text().splitlines() if asked.exists() else []
+asked.write_text("\\n".join([*lines, json.dumps(sys.argv[1:])]) + "\\n")
+if "--refuse" in sys.argv:
+    sys.exit("sbatch: error: no such partition")
+print(f"{{100 + len(lines)}};somewhere")
+"""
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
+    """What sbatch was asked for so far."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "sbatch").write_text(_SBATCH)
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    path = folder / "asked"
+    return lambda: [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_array_and_a_report_that_waits_for_it(
+    tmp_path: Path, asked: Callable[[], list[list[str]]]
+) -> None:
+    runs = [["c.yaml", "a=1 2"], ["c.yaml", "a='x'"], ["c.yaml"]]
+    options = "--partition=gpu --gpus-per-node=8 --comment='two words'"
+    jobs = submit(tmp_path / "out", runs, ["c.yaml", "--report-only"], options, [4, 4, 4])
+    assert (jobs.array, jobs.report) == ("100", "101")
+    array, report = asked()
+    assert array[:4] == ["--parsable", f"--output={jobs.folder}/%a.log", "--array", "0-2"]
+    assert array[4:8] == [
+        "--ntasks=4",
+        "--partition=gpu",
+        "--gpus-per-node=8",
+        "--comment=two words",
+    ]
+    assert array[8].endswith("slurm/ablation.sbatch") and array[9:] == [str(jobs.folder)]
+    assert report[1:3] == ["--dependency=afterany:100", "--ntasks=1"]
+    assert "--partition=gpu" in report and "--gpus-per-node=8" not in report
+    assert report[-2:] == [str(jobs.folder), "report"]
+    written = [(jobs.folder / str(n)).read_text().splitlines() for n in range(3)]
+    assert written == runs
+    again = submit(tmp_path / "out", runs, ["c.yaml"], options, [4, 4, 4])
+    assert again.folder != jobs.folder  # the first array's tasks may still have to read theirs
+
+
+@pytest.mark.parametrize("said", ["-n8", "-n 8", "--ntasks=8", "--nodes=2 --ntasks-per-node=4"])
+def test_a_number_of_tasks_that_is_given_counts(
+    tmp_path: Path, asked: Callable[[], list[list[str]]], said: str
+) -> None:
+    submit(tmp_path, [["a"], ["b"]], ["c"], said, [2, 4])
+    assert "--ntasks=2" not in asked()[0]
+
+
+def test_arms_of_different_sizes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="take 2, 4 ranks"):
+        submit(tmp_path, [["a"], ["b"]], ["c"], "", [2, 4])
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_sbatch_says_is_told(tmp_path: Path, asked: object) -> None:
+    with pytest.raises(UserError, match="no such partition"):
+        submit(tmp_path, [["a"]], ["c"], "--refuse", [2])
+    with pytest.raises(UserError, match="No closing quotation"):
+        submit(tmp_path, [["a"]], ["c"], "--comment='", [2])
+
+
+def test_without_slurm_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="sbatch"):
+        submit(tmp_path, [["a"]], ["c"], "", [2])
+
+
+def test_the_command_submits_every_run(
+    write_config: ConfigWriter,
+    tmp_path: Path,
+    asked: Callable[[], list[list[str]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config, out = write_config(), tmp_path / "out"
+    words = ["--arms", "gspo", "grpo+r2", "--seeds", "2", "-o", str(out), "--slurm=--nodes=2"]
+    assert main(["ablate", str(config), "training.steps=3", *words]) == 0
+    array, report = asked()
+    assert array[2:6] == ["--array", "0-3", "--ntasks=1", "--nodes=2"]
+    folder = Path(report[-2])
+    first = (folder / "0").read_text().splitlines()
+    assert first[:2] == [str(config), "training.steps=3"]
+    assert f"logging.dir={out / 'gspo' / 'seed_1'}" in first
+    told = (folder / "report").read_text().splitlines()
+    assert told == [str(config), "training.steps=3", *words[:-1], "--report-only"]
+    assert "job 100: 4 runs" in capsys.readouterr().out

@@ -1,0 +1,184 @@
+"""Parameters and bytes of the published models on layouts of hundreds of ranks."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gspo_megatron.config import PRESETS, Config, check_config, resolve_parallel
+from gspo_megatron.estimate.layout import LayoutEstimate, estimate_layout
+from gspo_megatron.estimate.model import global_parameters, rank_model, state_bytes
+from tests.unit.estimate.conftest import ConfigMaker
+
+PUBLISHED = {"qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560}
+SPLIT_EVENLY = {
+    "account_for_embedding_in_pipeline_split": True,
+    "account_for_loss_in_pipeline_split": True,
+}
+
+
+def large(make_config: ConfigMaker, preset: str, layout: str) -> Config:
+    megatron = SPLIT_EVENLY if preset == "qwen3-235b-a22b" else {}
+    return make_config(
+        preset,
+        layout,
+        model={"max_sequence_length": 9216, "megatron": megatron},
+        rollout={"max_response_tokens": 8192, "prompts_per_step": 128},
+        training={"micro_batch_tokens": 4096, "recompute": "full"},
+    )
+
+
+def estimate(config: Config, world_size: int) -> LayoutEstimate:
+    check_config(config, world_size)
+    vocab_size = config.resolved_model().vocab_size
+    assert vocab_size is not None
+    return estimate_layout(config, world_size, vocab_size)
+
+
+# In a process of its own: where Megatron-Core runs without CUDA, torch.empty is wrapped, which
+# `torch.device("meta")` does not notice.
+COUNT = """
+import json, sys, torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+for sizes in json.loads(sys.argv[1]):
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, pad_token_id=None))
+    print(sum(parameter.numel() for parameter in model.parameters()))
+"""
+
+
+def test_parameters_are_as_transformers_counts_them() -> None:
+    """The published numbers, by the published models' own code."""
+    sizes = []
+    for preset in PUBLISHED:
+        shape, megatron = PRESETS[preset], PRESETS[preset].megatron
+        sizes.append(
+            {
+                "vocab_size": shape.vocab_size,
+                "hidden_size": megatron["hidden_size"],
+                "intermediate_size": megatron["ffn_hidden_size"],
+                "num_hidden_layers": megatron["num_layers"],
+                "num_attention_heads": megatron["num_attention_heads"],
+                "num_key_value_heads": megatron["num_query_groups"],
+                "head_dim": megatron["kv_channels"],
+                "moe_intermediate_size": megatron["moe_ffn_hidden_size"],
+                "num_experts": megatron["num_moe_experts"],
+                "num_experts_per_tok": megatron["moe_router_topk"],
+                "tie_word_embeddings": shape.tie_embeddings,
+            }
+        )
+    command = [sys.executable, "-c", COUNT, json.dumps(sizes)]
+    counted = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert [int(count) for count in counted] == list(PUBLISHED.values())
+
+
+@pytest.mark.parametrize(
+    ("preset", "layout", "world_size"),
+    [
+        pytest.param("qwen3-30b-a3b", "tp=2,pp=2,ep=8", 32, marks=pytest.mark.full),
+        pytest.param("qwen3-30b-a3b", "tp=4,ep=16,cp=2,etp=2", 64, marks=pytest.mark.full),
+        ("qwen3-235b-a22b", "tp=4,pp=8,ep=8", 256),
+        ("qwen3-235b-a22b", "tp=4,pp=8,ep=16,cp=2,vpp=2", 1024),
+    ],
+)
+def test_large_layouts_in_seconds_with_every_parameter_counted_once(
+    make_config: ConfigMaker, preset: str, layout: str, world_size: int
+) -> None:
+    start = time.process_time()
+    found = estimate(large(make_config, preset, layout), world_size)
+    seconds = time.process_time() - start
+    assert found.parameters_total == PUBLISHED[preset]
+    assert len(found.ranks) == found.parallel.pipeline_model_parallel_size
+    assert sum(rank.layers for rank in found.ranks) == PRESETS[preset].megatron["num_layers"]
+    assert seconds < 20.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert peak * (1 if sys.platform == "darwin" else 1024) < 4e9
+
+
+def test_every_rank_of_a_layout_together_holds_the_model(make_config: ConfigMaker) -> None:
+    """Elements on all ranks over the number of ranks that hold a copy: nothing is counted by the
+    attributes that the estimate goes by."""
+    config = make_config(
+        "tiny",
+        "tp=2,pp=2,ep=2,cp=2",
+        model={
+            "tie_embeddings": True,
+            "vocab_size": 45,
+            "megatron": {"moe_layer_freq": [0, 1, 1, 1]},
+        },
+    )
+    check_config(config, 16)
+    parallel = resolve_parallel(config, 16)
+    plain = resolve_parallel(make_config("tiny", "tp=1"), 1)
+    alone = make_config(
+        "tiny",
+        "tp=1",
+        model={
+            "tie_embeddings": True,
+            "vocab_size": 45,
+            "megatron": {"moe_layer_freq": [0, 1, 1, 1]},
+        },
+    )
+    with rank_model(alone, plain, 0, 45) as model:
+        padding = 3 * 64  # 45 tokens in 48 rows
+        whole = sum(p.numel() for p in model.policy.models[0].parameters()) - padding
+    found = 0
+    for stage in range(2):
+        with rank_model(config, parallel, stage * 8, 45) as model:
+            found += sum(global_parameters(model).values())
+    assert found == whole
+
+
+def test_a_reference_policy_is_a_second_copy_of_the_weights(make_config: ConfigMaker) -> None:
+    layout = "tp=2,ep=2"
+    plain = estimate(make_config("tiny", layout, model={"vocab_size": 99}), 2).worst
+    kl = {"kl": "k3", "kl_coefficient": 0.01}
+    config = make_config("tiny", layout, model={"vocab_size": 99}, objective=kl)
+    second = estimate(config, 2).worst
+    weights = sum(plain.state.parameters.values())
+    assert (plain.reference, second.reference) == (0, weights)
+    assert second.total == plain.total + weights
+    offloaded = make_config(
+        "tiny", layout, model={"vocab_size": 99}, objective=kl | {"reference_offload": True}
+    )
+    assert (estimate(offloaded, 2).worst.reference, estimate(offloaded, 2).worst.host) == (
+        0,
+        weights,
+    )
+
+
+def test_experts_are_sharded_over_their_own_data_parallel_ranks(make_config: ConfigMaker) -> None:
+    """12 bytes a weight of the optimizer: over dp for what all ranks have, over dp / ep for the
+    experts."""
+    config = make_config("tiny", "ep=4,dp=8", model={"vocab_size": 99})
+    with rank_model(config, resolve_parallel(config, 8), 0, 99) as model:
+        state = state_bytes(model)
+        counts = global_parameters(model)
+    experts = counts["experts"] // 4
+    assert state.parameters["experts"] == pytest.approx(2 * experts, rel=0.01)
+    assert state.gradients["experts"] == pytest.approx(4 * experts, rel=0.01)
+    assert state.optimizer["experts"] == pytest.approx(12 * experts / 2, rel=0.01)
+    others = counts["dense"] + counts["embedding"]
+    optimizer = state.optimizer["dense"] + state.optimizer["embedding"]
+    assert optimizer == pytest.approx(12 * others / 8, rel=0.05)
+
+
+def test_routes_take_a_byte_a_layer_and_expert(make_config: ConfigMaker) -> None:
+    config = make_config(
+        "tiny",
+        "tp=1",
+        model={"vocab_size": 99, "megatron": {"moe_layer_freq": [0, 1, 1, 1]}},
+        routing={"replay": "r3"},
+        rollout={"max_response_tokens": 64},
+    )
+    found = estimate(config, 1)
+    work = found.work
+    assert found.worst.replay == 3 * 2 * work.tokens * work.micro_batches_per_step
+    host = config.routing.model_copy(update={"store_on_host": True})
+    moved = estimate(config.model_copy(update={"routing": host}), 1).worst
+    assert (moved.replay, moved.host) == (0, found.worst.replay)

@@ -1,0 +1,99 @@
+"""Bytes sent, and the key/value cache, against what a layer of known sizes exchanges and keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gspo_megatron.config import Config, check_config, resolve_parallel
+from gspo_megatron.estimate.cost import Machine, axis_rates
+from gspo_megatron.estimate.layout import LayoutEstimate, estimate_layout
+from gspo_megatron.models.attention import KeyValueCache
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.megatron import MegatronEngine
+from tests.unit.estimate.conftest import ConfigMaker
+from tests.unit.models.one_rank import one_rank_groups, tiny_policy
+
+TOKENS, HIDDEN, LAYERS, TOPK = 96, 64, 4, 2
+STEP: dict[str, Any] = {
+    "rollout": {"group_size": 4, "prompts_per_step": 8, "max_response_tokens": 72},
+    "data": {"max_prompt_tokens": 24, "tokenizer": "none"},
+    "training": {"micro_batch_tokens": TOKENS},
+}
+
+
+def sent(config: Config, world_size: int) -> tuple[dict[str, int], LayoutEstimate]:
+    check_config(config, world_size)
+    found = estimate_layout(config, world_size, 99)
+    return found.most_traffic(), found
+
+
+def test_all_to_alls_of_the_experts(make_config: ConfigMaker) -> None:
+    """To the experts and back, forward and backward, the router's weights (fp32) with them; 32
+    sequences are 8 micro-batches a rank, of which those of the last 3 of 4 mini-batches are also
+    passed forward alone."""
+    traffic, found = sent(make_config("tiny", "ep=4,dp=4", **STEP), 4)
+    assert found.work.micro_batches_per_step == 8
+    rows = TOKENS * TOPK
+    one_way = rows * HIDDEN * 2 * 2 + rows * 4
+    expected = LAYERS * one_way * (2 * 8 + 6) * 3 / 4
+    assert traffic["ep"] == pytest.approx(expected, rel=0.01)
+    assert traffic["tp"] == traffic["cp"] == traffic["pp"] == traffic["etp"] == 0
+
+
+def test_hidden_states_between_stages(make_config: ConfigMaker) -> None:
+    traffic, found = sent(make_config("tiny", "pp=2", **STEP), 2)
+    batches = found.work.micro_batches_per_step
+    assert batches == 32
+    hidden = TOKENS * HIDDEN * 2
+    assert found.traffic[0]["pp"] == hidden * (batches + batches * 3 // 4)
+    assert found.traffic[1]["pp"] == hidden * batches
+    assert traffic["pp"] == found.traffic[0]["pp"]
+
+
+def test_gradients_and_weights_over_data_parallel_ranks(make_config: ConfigMaker) -> None:
+    """4 bytes of gradient and 2 of weight an element and update, half of them to the other rank."""
+    traffic, found = sent(make_config("tiny", "dp=2", **STEP), 2)
+    elements = found.parameters_total + (112 - 99) * 2 * HIDDEN  # the padded vocabulary
+    both = traffic["dp"] + traffic["edp"]
+    assert both == pytest.approx(4 * elements * 6 / 2, rel=0.01)
+
+
+def test_recomputation_sends_again(make_config: ConfigMaker) -> None:
+    plain, _ = sent(make_config("tiny", "ep=2,dp=2", **STEP), 2)
+    again = STEP | {"training": STEP["training"] | {"recompute": "full"}}
+    full, _ = sent(make_config("tiny", "ep=2,dp=2", **again), 2)
+    # 3 passes of 4 in the place of 2, and 3 quarters of a pass before
+    assert full["ep"] / plain["ep"] == pytest.approx(3.75 / 2.75, rel=0.01)
+
+
+def test_groups_within_a_node_use_its_links(make_config: ConfigMaker) -> None:
+    machine = Machine(node_bytes=9.0, network_bytes=1.0, gpus_per_node=8)
+    config = make_config("tiny", "tp=4,pp=2,cp=4,ep=4")
+    rates = axis_rates(resolve_parallel(config, 64), machine)
+    assert rates == {"tp": 9, "cp": 1, "etp": 9, "ep": 9, "dp": 1, "edp": 1, "pp": 1}
+
+
+def test_the_cache_is_the_rollout_engines(
+    make_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half as much again is counted on top, for the moment at which it shrinks."""
+    largest = 0
+    native = KeyValueCache.start_token
+
+    def watched(self: KeyValueCache, *args: Any) -> None:
+        nonlocal largest
+        held = sum(k.nbytes + v.nbytes for k, v in self._layers.values())
+        largest = max(largest, held)
+        native(self, *args)
+
+    monkeypatch.setattr(KeyValueCache, "start_token", watched)
+    with one_rank_groups():
+        policy = tiny_policy(99, model={"megatron": {"num_layers": LAYERS}})
+        engine = MegatronEngine(policy, pad_id=0, eos_id=1)
+        prompts = [tuple(range(2, 26))] * 8
+        engine.generate(Requests(prompts, list(range(8)), 4), Sampling(max_tokens=72), seed=3)
+    config = make_config("tiny", "tp=1", **STEP | {"training": {"precision": "fp32"}})
+    _, found = sent(config, 1)
+    assert found.worst.kv_cache == largest * 3 // 2
