@@ -23,13 +23,15 @@ from gspo_megatron.cli.arms import (
     choose_arms,
     plan_runs,
 )
+from gspo_megatron.cli.failures import STOPPED
 from gspo_megatron.errors import UserError
 
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
 
-# What the launcher returns when it was told to end: by Ctrl-C, by a closed terminal, by kill.
-_TOLD_TO_END = (130, 129, 143)
+# What the launcher returns when it was told to end: by Ctrl-C, by a closed terminal, by kill; and
+# by either of the signals that ask a run to save itself.
+_TOLD_TO_END = (130, 129, 143, STOPPED)
 
 
 def add_parser(commands: Commands) -> None:
@@ -75,6 +77,12 @@ def add_parser(commands: Commands) -> None:
         "tasks of a Slurm array",
     )
     instead.add_argument(
+        "--slurm",
+        metavar="OPTIONS",
+        help="submit the runs still to be made as a Slurm array, one a task, and the report as a "
+        "job after it, with these options for sbatch: --slurm='--nodes=1 --gpus-per-node=8'",
+    )
+    instead.add_argument(
         "--report-only", action="store_true", help="run nothing; write the report of what is there"
     )
 
@@ -94,9 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
     runs = plan_runs(arguments.config, arguments.overrides, arms, seeds, out)
     if arguments.report_only:
         return _report(arms, runs, out)
-    here = not arguments.print_commands
+    here = not arguments.print_commands and arguments.slurm is None
     world_sizes = _check(arms, runs, arguments.nproc, here=here)
     todo = _unfinished(runs)
+    if arguments.slurm is not None:
+        return _submit(arguments, arms, todo, out, world_sizes)
     if not here:
         nproc = [] if arguments.nproc is None else ["--nproc", str(arguments.nproc)]
         for planned in todo:
@@ -207,6 +217,29 @@ def _make(config_path: str, todo: Sequence[PlannedRun], world_sizes: dict[str, i
             outcome.failed.append(f"{name} (exit code {code}); {planned.folder}")
             say(f"{name} failed with exit code {code}; the others go on")
     return outcome
+
+
+def _submit(
+    arguments: argparse.Namespace,
+    arms: Sequence[Arm],
+    todo: Sequence[PlannedRun],
+    out: Path,
+    world_sizes: dict[str, int],
+) -> int:
+    from gspo_megatron.cli.slurm_array import submit
+
+    if not todo:
+        say("all runs are finished; --report-only writes the report")
+        return 0
+    runs = [[arguments.config, *planned.overrides] for planned in todo]
+    named = ["--arms", *arguments.arms] if arguments.arms else []
+    report = [arguments.config, *arguments.overrides, *named, "--seeds", str(arguments.seeds)]
+    report += ["-o", str(out), "--report-only"]
+    sizes = [world_sizes[planned.arm.name] for planned in todo]
+    jobs = submit(out, runs, report, arguments.slurm, sizes)
+    say(f"job {jobs.array}: {len(todo)} runs, one a task of the array; logs in {jobs.folder}")
+    say(f"job {jobs.report}: the report, after them")
+    return 0
 
 
 def _report(arms: Sequence[Arm], runs: Sequence[PlannedRun], out: Path) -> int:

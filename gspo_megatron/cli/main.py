@@ -10,11 +10,11 @@ import argparse
 from collections.abc import Sequence
 
 import gspo_megatron
-from gspo_megatron.cli import ablate, check, doctor, report, train, verify
+from gspo_megatron.cli import ablate, check, convert, doctor, report, stages, train, verify
 from gspo_megatron.cli.failures import tell_failure
 from gspo_megatron.cli.ranks import join_launcher
 
-COMMANDS = (train, check, verify, report, ablate, doctor)
+COMMANDS = (train, stages, check, verify, convert, report, ablate, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

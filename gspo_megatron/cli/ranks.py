@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from gspo_megatron.errors import UserError
 
@@ -16,7 +16,10 @@ LAUNCHER_PID = "GSPO_PARENT_PID"
 FAILURE_DESCRIPTOR = "GSPO_FAILURE_FD"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_SCONTROL_TIMEOUT_SECONDS = 60
+
+# Of a Slurm node list: the comma after its first element, and brackets with their first number.
+_END_OF_FIRST = re.compile(r",(?![^\[]*\])")
+_RANGE = re.compile(r"\[([^\],-]+)[^\]]*\]")
 
 _failure_descriptor: int | None = None
 
@@ -84,16 +87,13 @@ def is_slurm_task(environ: Mapping[str, str]) -> bool:
     return all(name in environ for name in needed) and _integer(environ, "SLURM_NTASKS") > 1
 
 
-def adopt_slurm_task(
-    environ: MutableMapping[str, str], first_host: Callable[[str], str] | None = None
-) -> None:
+def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
     """Give a task of srun torchrun's variables, where RANK is not set already.
 
     The ranks meet on the first node of the step unless MASTER_ADDR is set, at a port that follows
-    from the job's number unless MASTER_PORT is set. `first_host` finds the first name in a Slurm
-    node list; it asks scontrol unless given.
+    from the job's number unless MASTER_PORT is set.
 
-    Raises UserError where scontrol is needed and fails.
+    Raises UserError where the node list cannot be read.
     """
     if "RANK" in environ or not is_slurm_task(environ):
         return
@@ -103,31 +103,26 @@ def adopt_slurm_task(
         environ.setdefault("LOCAL_RANK", environ["SLURM_LOCALID"])
     if not environ.get("MASTER_ADDR"):
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-        environ["MASTER_ADDR"] = (first_host or _first_host)(nodes)
+        environ["MASTER_ADDR"] = first_host(nodes)
     if not environ.get("MASTER_PORT"):
-        # Every rank must find the same port by itself, and two jobs on a node different ones.
-        environ["MASTER_PORT"] = str(20000 + _integer(environ, "SLURM_JOB_ID") % 20000)
+        # Every rank must find the same port by itself, and two jobs on a node different ones; Linux
+        # gives the ports from 32768 on to whoever asks for any.
+        environ["MASTER_PORT"] = str(20000 + _integer(environ, "SLURM_JOB_ID") % 12000)
 
 
-def _first_host(nodes: str) -> str:
-    command = ["scontrol", "show", "hostnames", nodes]
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=_SCONTROL_TIMEOUT_SECONDS
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
+def first_host(nodes: str) -> str:
+    """The first name in a Slurm node list, as node07 of node[07-08,12],login1.
+
+    Raises UserError where there is none.
+    """
+    first = _END_OF_FIRST.split(nodes, maxsplit=1)[0]
+    host = _RANGE.sub(r"\1", first)
+    if not host or "[" in host or "]" in host:
         raise UserError(
-            f"MASTER_ADDR is not set, and `{' '.join(command)}` failed: {said}; "
-            "set MASTER_ADDR to the first node of the job"
-        ) from error
-    hosts = result.stdout.split()
-    if not hosts:
-        raise UserError(
-            f"MASTER_ADDR is not set, and Slurm names no node in {nodes!r}; "
+            f"MASTER_ADDR is not set, and the first node of Slurm's list {nodes!r} cannot be told; "
             "set MASTER_ADDR to the first node of the job"
         )
-    return hosts[0]
+    return host
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -14,14 +14,17 @@ from gspo_megatron.config.megatron_fields import megatron_problems
 from gspo_megatron.config.parallel import expand_layout
 from gspo_megatron.config.problems import did_you_mean, problem, suggest
 from gspo_megatron.config.schema import Config
+from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.config.yaml_text import YamlError, dump_yaml, parse_yaml
 from gspo_megatron.errors import ConfigError
+
+C = TypeVar("C", Config, StageConfig)  # what a file is read as
 
 _MEGATRON_KEYS = (("model", "megatron"), ("optimizer", "megatron"), ("parallel", "ddp"))
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply `section.key=value` overrides in order, validate.
+def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:
+    """Read `path`, apply `section.key=value` overrides in order, validate as `schema`.
 
     `logging.dir` left open becomes runs/<name of the file>. Raises ConfigError with every problem
     of file, overrides and schema; what several keys must satisfy together is `check_config`'s.
@@ -30,23 +33,26 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     values, problems = _read(path)
     if values is None:
         raise ConfigError(problems + apply_overrides({}, overrides)[1])
-    return parse_config(values, overrides, name=path.stem)
+    return parse_config(values, overrides, path.stem, schema)
 
 
 def parse_config(
-    values: Mapping[str, Any], overrides: Sequence[str] = (), name: str = "config"
-) -> Config:
+    values: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    name: str = "config",
+    schema: type[C] = Config,
+) -> C:
     """The same for values that are already in memory; `name` becomes runs/<name>.
 
     Raises ConfigError.
     """
     raw, problems = apply_overrides(values, overrides)
-    problems += _fill(raw)
-    config: Config | None = None
+    problems += _fill(raw, schema)
+    config: C | None = None
     try:
-        config = Config.model_validate(raw)
+        config = schema.model_validate(raw)
     except ValidationError as error:
-        problems += [_describe(item) for item in error.errors(include_url=False)]
+        problems += [_describe(item, schema) for item in error.errors(include_url=False)]
     for section, key in _MEGATRON_KEYS:
         fields = raw[section].get(key) if isinstance(raw[section], dict) else None
         if isinstance(fields, dict):
@@ -60,7 +66,7 @@ def parse_config(
     return config
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: Config | StageConfig) -> str:
     """Every key of a configuration as YAML that `load_config` reads back to an equal one."""
     return dump_yaml(config.model_dump())
 
@@ -125,9 +131,9 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
     return values, []
 
 
-def _fill(raw: dict[str, Any]) -> list[str]:
+def _fill(raw: dict[str, Any], schema: type[BaseModel]) -> list[str]:
     """Turn absent and empty sections into {} and expand the layout, in place."""
-    for section in Config.model_fields:
+    for section in schema.model_fields:
         if raw.get(section) is None:
             raw[section] = {}
     if not isinstance(raw["parallel"], dict):
@@ -140,7 +146,7 @@ def _fill(raw: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _describe(error: Any) -> str:
+def _describe(error: Any, schema: type[BaseModel]) -> str:
     """One line for one error of pydantic."""
     location: tuple[Any, ...] = error["loc"]
     key = _dotted(location)
@@ -148,19 +154,19 @@ def _describe(error: Any) -> str:
     kind = error["type"]
     if kind == "extra_forbidden":
         if len(location) == 1:
-            return f"{key}: unknown section; {suggest(key, list(Config.model_fields))}"
-        return problem(key, value, f"unknown key; {_key_hint(location)}")
+            return f"{key}: unknown section; {suggest(key, list(schema.model_fields))}"
+        return problem(key, value, f"unknown key; {_key_hint(location, schema)}")
     if kind == "invalid_key":
         return f"{key}: a key must be text"
     if kind == "missing":
-        return f"{key}: required and missing; {_description(location)}"
+        return f"{key}: required and missing; {_description(location, schema)}"
     if kind in ("model_type", "dict_type"):
         return problem(key, value, "must be a mapping of keys, as in `key: value`")
     if kind == "literal_error":
         legal = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         return problem(key, value, f"unknown value; {_choice_hint(value, legal)}")
     if kind == "string_pattern_mismatch":
-        return problem(key, value, f"malformed; {_description(location)}")
+        return problem(key, value, f"malformed; {_description(location, schema)}")
     return problem(key, value, re.sub(r"^\w+ should", "must", error["msg"]))
 
 
@@ -177,8 +183,8 @@ def _dotted(location: Sequence[Any]) -> str:
     return text
 
 
-def _section_class(location: Sequence[Any]) -> type[BaseModel]:
-    found: type[BaseModel] = Config
+def _section_class(location: Sequence[Any], schema: type[BaseModel]) -> type[BaseModel]:
+    found = schema
     for part in location:
         annotation = found.model_fields[part].annotation
         assert isinstance(annotation, type), "the parent of a key is a section"
@@ -187,20 +193,20 @@ def _section_class(location: Sequence[Any]) -> type[BaseModel]:
     return found
 
 
-def _description(location: Sequence[Any]) -> str:
-    field = _section_class(location[:-1]).model_fields[location[-1]]
+def _description(location: Sequence[Any], schema: type[BaseModel]) -> str:
+    field = _section_class(location[:-1], schema).model_fields[location[-1]]
     return field.description or "a section"
 
 
-def _key_hint(location: Sequence[Any]) -> str:
+def _key_hint(location: Sequence[Any], schema: type[BaseModel]) -> str:
     """Where an unknown key may have been meant to go: another section has it, or a near name."""
     *section, key = location
     elsewhere = [
-        f"{place}.{key}" for place, model in _sections(Config, "") if key in model.model_fields
+        f"{place}.{key}" for place, model in _sections(schema, "") if key in model.model_fields
     ]
     if elsewhere:
         return did_you_mean(elsewhere[:3])
-    return suggest(str(key), list(_section_class(section).model_fields))
+    return suggest(str(key), list(_section_class(section, schema).model_fields))
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from gspo_megatron.models.attention import KeyValueCache, decoding
+from gspo_megatron.models.attention import KeyValueCache, decoding, rotary_frequencies
 from gspo_megatron.models.build import Policy
 from gspo_megatron.ops.expert_ids import expert_dtype
 from gspo_megatron.platform.groups import model_replica
@@ -170,10 +170,7 @@ class MegatronEngine:
         return responses.first(real)
 
     def _cache(self, max_length: int) -> KeyValueCache:
-        # packed_seq: the angles of all positions, under context parallelism too
-        frequencies = self.policy.models[0].rotary_pos_emb(max_length, packed_seq=True)
-        if isinstance(frequencies, tuple):
-            frequencies = frequencies[0]
+        frequencies = rotary_frequencies(self.policy.models[0], max_length)
         return KeyValueCache(frequencies, max_length)
 
     def _prefill(

@@ -184,17 +184,7 @@ def _run(
 ) -> list[Any]:
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
         micro_batch = next(iterator)
-        packed = micro_batch.packed
-        with routed(micro_batch.routes):
-            output = model(
-                input_ids=packed.input_ids,
-                position_ids=packed.position_ids,
-                attention_mask=None,
-                labels=micro_batch.head,
-                packed_seq_params=micro_batch.sequences,
-                padding_mask=_local_padding_mask(model, packed.padding_mask),
-            )
-        return output, partial(callback, micro_batch)
+        return run_chunk(model, micro_batch), partial(callback, micro_batch)
 
     chunks = policy.chunks
     iterators = [iter(micro_batches) for _ in chunks]
@@ -210,6 +200,21 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+
+
+def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
+    """The forward pass of one model chunk: hidden states for the next one, or [2, rows] (log-probs,
+    entropies) of the last."""
+    packed = micro_batch.packed
+    with routed(micro_batch.routes):
+        return model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            attention_mask=None,
+            labels=micro_batch.head,
+            packed_seq_params=micro_batch.sequences,
+            padding_mask=_local_padding_mask(model, packed.padding_mask),
+        )
 
 
 def _local_padding_mask(model: torch.nn.Module, mask: Tensor | None) -> Tensor | None:

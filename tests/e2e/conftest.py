@@ -26,6 +26,11 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config_file(toy: Path, tmp_path: Path) -> Path:
+    """The configuration of write_config in a folder of the test's own."""
+    return write_config(toy, tmp_path)
+
+
+def write_config(toy: Path, folder: Path) -> Path:
     """The smallest run worth the name: one rank, two supervised and two RL steps."""
     config = {
         "data": {
@@ -41,9 +46,9 @@ def config_file(toy: Path, tmp_path: Path) -> Path:
             "precision": "fp32",
             "warm_start": {"steps": 2, "batch_size": 8},
         },
-        "logging": {"dir": str(tmp_path / "run")},
+        "logging": {"dir": str(folder / "run")},
     }
-    path = tmp_path / "config.yaml"
+    path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
 

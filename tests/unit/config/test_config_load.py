@@ -100,12 +100,12 @@ def test_anchors_and_merge_keys_work_and_are_no_duplicates(tmp_path: Path) -> No
 
 def test_scalars_are_read_as_people_mean_them(tmp_path: Path) -> None:
     text = MINIMAL + (
-        "routing: {replay: off}\n"  # YAML 1.1 would make it false
+        "routing: {replay: off, reference_replay: off}\n"  # YAML 1.1 would make them false
         "optimizer: {learning_rate: 1e-4}\n"  # and this a string
         "reward: {options: {time: 12:30:00, answer: yes, day: 2024-01-02, mode: 017, x: -2.5}}\n"
     )
     config = load_config(write(tmp_path, text))
-    assert config.routing.replay == "off"
+    assert config.routing.replay == config.routing.reference_replay == "off"
     assert config.optimizer.learning_rate == 1e-4
     assert config.reward.options == {
         "time": "12:30:00",

@@ -145,11 +145,30 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
          "routing.replay = 'r2'", "the model has no experts"),
         (1, ["routing.volatility=true", "model.megatron.moe_router_fusion=true"],
          "routing.volatility = true", "legal with it: model.megatron.moe_router_fusion = false"),
+        (1, ["routing.volatility=true",
+             "model.megatron.moe_router_load_balancing_type=quantile_balancing",
+             "model.megatron.moe_aux_loss_coeff=0.0"],
+         "routing.volatility = true", "quantile balancing never asks which experts to take"),
+        (1, ["routing.replay=r3", "model.megatron.moe_router_load_balancing_type=sinkhorn"],
+         "routing.replay = 'r3'", "sinkhorn never asks which experts to take"),
+        (1, ["routing.replay=r2", "model.megatron.cuda_graph_impl=local"],
+         "routing.replay = 'r2'", "legal with it: no model.megatron.cuda_graph_impl"),
+        (1, ["routing.rollout_noise=0.1", "model.megatron.enable_cuda_graph=true"],
+         "routing.rollout_noise = 0.1", "legal with it: no model.megatron.enable_cuda_graph"),
+        (1, ["routing.replay=r2", "model.megatron.overlap_moe_expert_parallel_comm=true"],
+         "routing.replay = 'r2'", "overlap_moe_expert_parallel_comm = false"),
+        (1, ["routing.replay=r3", "model.megatron.moe_expert_capacity_factor=1.25"],
+         "routing.replay = 'r3'",
+         "legal with it: model.megatron.moe_expert_capacity_factor = null"),
+        (1, ["routing.reference_replay=r2", "objective.kl=k3", "objective.kl_coefficient=0.1",
+             "model.megatron.moe_expert_capacity_factor=1.25"],
+         "routing.reference_replay = 'r2'", "full experts drop tokens after the choice"),
         (1, ["routing.store_on_host=true"], "routing.store_on_host = true",
-         "nothing reads it with replay = off; legal: false"),
-        (1, ["routing.replay=r3", "routing.reference_replay=true"],
-         "routing.reference_replay = true", "there is no reference with objective.kl = none"),
-        (1, ["checkpoint.interval=5"], "checkpoint.interval = 5", "not built yet; legal: 0"),
+         "nothing reads it with replay = off and reference_replay = off; legal: false"),
+        (1, ["routing.replay=r3", "routing.reference_replay=r3"],
+         "routing.reference_replay = 'r3'", "there is no reference with objective.kl = none"),
+        (1, ["checkpoint.keep_best=2"], "checkpoint.keep_best = 2",
+         "no checkpoint before the last has evaluation/accuracy; legal: 0, or set training.eval"),
     ],
 )  # fmt: skip
 def test_each_rule_refuses_with_key_value_and_what_is_legal(
@@ -160,11 +179,24 @@ def test_each_rule_refuses_with_key_value_and_what_is_legal(
     assert wrong in line
 
 
+def test_what_replay_asks_for_is_asked_for_replay_alone() -> None:
+    capacity = "model.megatron.moe_expert_capacity_factor=1.25"
+    assert problems_of(1, capacity) == []
+    assert problems_of(1, capacity, "routing.volatility=true") == []
+    kl = ("objective.kl=k3", "objective.kl_coefficient=0.1")
+    for policy in ("off", "r2", "r3"):
+        for reference in ("off", "r2", "r3"):
+            modes = (f"routing.replay={policy}", f"routing.reference_replay={reference}")
+            assert problems_of(1, *kl, *modes) == []
+            host = problems_of(1, *kl, *modes, "routing.store_on_host=true")
+            assert bool(host) == (policy == reference == "off")
+
+
 def test_all_problems_of_a_hopeless_configuration_come_at_once() -> None:
     lines = problems_of(
         16,
         "parallel.layout=tp=3,pp=3,ep=3,etp=5,cp=2,dp=7",
-        "checkpoint.interval=5",
+        "checkpoint.keep_best=2",
         "objective.mini_batches=1000",
         "objective.clip_low=0.2",
         "rollout.group_size=1",
@@ -179,7 +211,7 @@ def test_all_problems_of_a_hopeless_configuration_come_at_once() -> None:
         "parallel.pipeline_model_parallel_size",
         "parallel.expert_model_parallel_size",
         "parallel.expert_tensor_parallel_size",
-        "checkpoint.interval",
+        "checkpoint.keep_best",
         "objective.mini_batches",
         "objective.clip_low",
         "rollout.group_size",

@@ -1,0 +1,105 @@
+"""`gspo-megatron pretrain` and `sft`: a rank of such a run, or the launcher of all of them here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_megatron.cli import ranks
+from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
+from gspo_megatron.cli.failures import STOPPED
+from gspo_megatron.cli.train import decide_world_size
+
+if TYPE_CHECKING:
+    from gspo_megatron.config.stages import StageConfig
+
+STAGES = {
+    "pretrain": "pre-train a model on tokenized corpora",
+    "sft": "fine-tune a model on conversations, or prompts with answers",
+}
+
+
+def add_parser(commands: Commands) -> None:
+    """Add both commands to the parser."""
+    for name, text in STAGES.items():
+        parser = new_parser(commands, name, partial(run, name), text, list_name="overrides")
+        add_config(parser)
+        parser.add_argument(
+            "--nproc",
+            type=positive,
+            metavar="N",
+            help="ranks to start on this machine; as many as the layout asks for unless given. "
+            "Under torchrun or srun leave it out",
+        )
+        parser.add_argument(
+            "--fresh",
+            action="store_true",
+            help="begin a new run: the run folder must be empty or absent",
+        )
+
+
+def run(name: str, arguments: argparse.Namespace) -> int:
+    """Be a rank where the environment says so, else be the only one, or launch them all here.
+
+    Returns the exit code. Raises UserError for everything that is wrong with the configuration, its
+    files or the run that it would go on with, before any process group or other process exists.
+    """
+    from gspo_megatron.config.load import load_config
+    from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
+    from gspo_megatron.config.stages_rules import check_stage
+
+    ranks.adopt_slurm_task(os.environ)
+    rank_of = ranks.world_size_of_rank(os.environ)
+    schema = PretrainingConfig if name == "pretrain" else FineTuningConfig
+    config: Any = load_config(arguments.config, arguments.overrides, schema)
+    world_size = decide_world_size(config, arguments.nproc, rank_of)
+    check_stage(config, world_size)
+    config, inputs = _read(config)
+    check_stage(config, world_size)  # the number of steps is known now
+    if rank_of is None and _is_finished(config, inputs, arguments.fresh):
+        return 0
+    if rank_of is None and world_size > 1:
+        from gspo_megatron.cli.launch import launch
+
+        command = [sys.executable, "-m", "gspo_megatron", name, arguments.config]
+        command += arguments.overrides + (["--fresh"] if arguments.fresh else [])
+        return launch(command, world_size, saves_on_signals=config.checkpoint.interval > 0)
+    from gspo_megatron.train.supervised_run import run_stage
+
+    return 0 if run_stage(config, inputs, fresh=arguments.fresh) else STOPPED
+
+
+def _read(config: StageConfig) -> tuple[StageConfig, Any]:
+    """The configuration with its number of steps, and what its files hold. Raises ConfigError."""
+    from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
+    from gspo_megatron.data.stage_inputs import read_fine_tuning, read_pretraining
+
+    if isinstance(config, FineTuningConfig):
+        inputs = read_fine_tuning(config)
+        return config.with_steps(len(inputs.train)), inputs
+    assert isinstance(config, PretrainingConfig)
+    return config, read_pretraining(config)
+
+
+def _is_finished(config: StageConfig, inputs: Any, fresh: bool) -> bool:
+    """Whether the run folder holds this run, done, with its export; says so.
+
+    Raises UserError where the run in the folder is not one to go on with, or a new one could not
+    begin with the weights that it names or end with the folder that it is to write.
+    """
+    from gspo_megatron.checkpoint.resume import check_given, finished_text, preview
+    from gspo_megatron.data.inputs import model_vocab_size
+
+    start = preview(config, fresh=fresh)
+    if start.state is None and config.model.checkpoint_path is not None:
+        check_given(config, model_vocab_size(config, inputs.tokenizer))
+    path = config.export.hf_path
+    exported = path is None or (Path(path) / "config.json").exists()
+    if start.state is None or not (start.is_finished and exported):
+        return False
+    print(finished_text(config, start.state), flush=True)
+    return True

@@ -1,0 +1,134 @@
+"""One rank of a pre-training or fine-tuning run, from an already checked configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.checkpoint.hf.writer_folder import check_destination
+from gspo_megatron.checkpoint.resume import Start, finished_text
+from gspo_megatron.config.parallel import resolve_parallel
+from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
+from gspo_megatron.data.inputs import model_vocab_size
+from gspo_megatron.data.stage_inputs import FineTuningInputs, PretrainingInputs
+from gspo_megatron.models.build import build_policy
+from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
+from gspo_megatron.train.agreement import on_main
+from gspo_megatron.train.checkpointing import Checkpoints
+from gspo_megatron.train.record import RunRecord
+from gspo_megatron.train.run import load_starting_weights
+from gspo_megatron.train.start import find_start
+from gspo_megatron.train.stop import StopRun, StopSignals
+from gspo_megatron.train.supervised import Batches, StageJob, SupervisedLoop
+from gspo_megatron.train.watch import count_restart, watched
+
+Inputs = FineTuningInputs | PretrainingInputs
+
+
+def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bool:
+    """Train as this process's rank of the run; every rank calls it with the same configuration,
+    which has passed `check_stage` and knows its steps. An earlier run in the run folder is gone on
+    with, unless `fresh`, which wants that folder empty.
+
+    Returns whether the run is done; False where it was told to stop, and is saved. Raises UserError
+    for what the user can mend.
+    """
+    with StopSignals(enabled=config.checkpoint.interval > 0) as stop:
+        try:
+            ranks = start_processes()
+            start = find_start(config, fresh=fresh)
+            if start.is_finished and not export_is_due(config):
+                assert start.state is not None
+                if ranks.is_main:
+                    print(finished_text(config, start.state), flush=True)
+                return True
+            on_main(lambda: check_export(config))
+            on_main(lambda: count_restart(config, start))
+            job, hf = assemble_stage(config, inputs, start, stop)
+            try:
+                with watched(config, job.policy, ranks, stop):
+                    return _run(job, hf)
+            finally:
+                job.record.close()
+        finally:
+            stop_processes()
+
+
+def _run(job: StageJob, hf: Any) -> bool:
+    try:
+        SupervisedLoop(job).run()
+        job.checkpoints.close()
+    except StopRun as stopped:
+        job.checkpoints.close()
+        job.record.note(str(stopped))
+        return False
+    path = job.config.export.hf_path
+    if path is not None:
+        from gspo_megatron.checkpoint.hf.export import export_hf
+
+        export_hf(job.policy, path, hf_config=hf, tokenizer=job.config.data.tokenizer)
+    job.record.finish()
+    if path is not None and job.record.is_main:
+        print(f"model   {path}", flush=True)
+    return True
+
+
+def assemble_stage(
+    config: StageConfig, inputs: Inputs, start: Start | None = None, stop: StopSignals | None = None
+) -> tuple[StageJob, Any]:
+    """Join the other ranks and build this rank's part of everything; the policy has the weights of
+    `start`, where there is one. With it comes the config.json of the Hugging Face model that the
+    weights go back to, None without one."""
+    start = start or Start()
+    ranks = start_processes()
+    parallel = resolve_parallel(config, ranks.world_size)
+    set_up_model_parallel(parallel, config.training.seed)
+    policy = build_policy(config, parallel, model_vocab_size(config, inputs.tokenizer))
+    resumed_at = None
+    if start.state is not None:
+        resumed_at = (start.state.phase, start.state.step)
+    record = RunRecord(config, ranks.is_main, resumed_at)
+    for line in start.notes:
+        record.note(line)
+    hf = load_starting_weights(config, policy, start, record)
+    stop = stop or StopSignals(enabled=False)
+    checkpoints = Checkpoints(config, policy, record, start, stop, hf)
+    batches: Batches
+    if isinstance(config, FineTuningConfig):
+        from gspo_megatron.train.supervised_batches import FineTuningBatches
+
+        assert isinstance(inputs, FineTuningInputs)
+        pad_id = inputs.tokenizer.pad_id
+        batches = FineTuningBatches(config, policy, pad_id, inputs.train, inputs.evaluation)
+        for line in _left_out(inputs):
+            record.note(line)
+    else:
+        from gspo_megatron.train.pretraining import PretrainingBatches
+
+        assert isinstance(config, PretrainingConfig) and isinstance(inputs, PretrainingInputs)
+        goes_on = start.checkpoint is not None
+        batches = PretrainingBatches(config, policy, inputs, goes_on=goes_on)
+    return StageJob(config, policy, batches, record, checkpoints), hf
+
+
+def export_is_due(config: StageConfig) -> bool:
+    """Whether the run has to write a Hugging Face folder that is not there."""
+    path = config.export.hf_path
+    return path is not None and not (Path(path) / "config.json").exists()
+
+
+def check_export(config: StageConfig) -> None:
+    """Raise DataError, before anything is trained, where the folder to write is taken."""
+    if config.export.hf_path is not None:
+        check_destination(Path(config.export.hf_path))
+
+
+def _left_out(inputs: FineTuningInputs) -> list[str]:
+    lines = []
+    for name, data in (("training", inputs.train), ("evaluation", inputs.evaluation)):
+        if data is None:
+            continue
+        for what, count in (("left out", data.counts.dropped), ("cut", data.counts.truncated)):
+            if count:
+                lines.append(f"{name} examples that are too long: {count} {what}")
+    return lines

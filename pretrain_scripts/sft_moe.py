@@ -1,0 +1,15 @@
+"""Supervised fine-tuning as an entry file for launchers that want one.
+
+torchrun --nproc-per-node 8 pretrain_scripts/sft_moe.py CONFIG.yaml [section.key=value ...]
+srun --ntasks-per-node 8 python pretrain_scripts/sft_moe.py CONFIG.yaml [section.key=value ...]
+python pretrain_scripts/sft_moe.py CONFIG.yaml --nproc 8
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gspo_megatron.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["sft", *sys.argv[1:]]))

