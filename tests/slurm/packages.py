@@ -1,0 +1,124 @@
+"""Slurm's programs for a test cluster: Debian packages, unpacked into a cache, not installed.
+
+Needs apt-get and dpkg-deb, and no root. The cache is outside the repository and shared by all
+checkouts; a folder in it has its final name only once it is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+PACKAGES = (
+    "slurm-client",
+    "slurmctld",
+    "slurmd",
+    "slurm-wlm-basic-plugins",
+    "munge",
+    "libmunge2",
+    "libhwloc15",
+)
+_TIMEOUT_SECONDS = 240
+_RELEASE = Path("/etc/os-release")
+_VERSION = 1  # of what is done with the packages
+
+
+class Unavailable(Exception):  # noqa: N818 (a reason to skip)
+    """Why there are no packages here."""
+
+
+def slurm_prefix() -> Path:
+    """A folder with usr/bin, usr/sbin and usr/lib of Slurm and munge. Raises Unavailable."""
+    for program in ("apt-get", "apt-cache", "dpkg-deb"):
+        if shutil.which(program) is None:
+            raise Unavailable(f"no {program}: Slurm's packages are fetched on Debian and its kin")
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    final = cache / f"prefix-{_VERSION}-{_system()}"
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several test runs one fetches
+        if not final.exists():
+            with tempfile.TemporaryDirectory(dir=cache, prefix="partial-") as scratch:
+                _fill(Path(scratch), cache)
+                (Path(scratch) / "prefix").rename(final)
+    return final
+
+
+def _system() -> str:
+    """A home folder may be shared by machines whose packages do not run on each other."""
+    release = _RELEASE.read_text(encoding="utf-8") if _RELEASE.exists() else ""
+    values = dict(line.split("=", 1) for line in release.splitlines() if "=" in line)
+    words = [values.get("ID", "linux"), values.get("VERSION_ID", ""), os.uname().machine]
+    return "-".join(word.strip('"') for word in words if word)
+
+
+def cache_folder() -> Path:
+    """Where the packages are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "gspo-megatron" / "slurm"
+
+
+def program_environment(prefix: Path) -> dict[str, str]:
+    """What the unpacked programs need to find each other and their libraries."""
+    libraries = [str(path) for path in sorted(prefix.glob("usr/lib/*")) if path.is_dir()]
+    plugins = [str(path) for path in prefix.glob("usr/lib/*/slurm-wlm")]
+    inherited = [text for text in [os.environ.get("LD_LIBRARY_PATH")] if text]
+    path = [str(prefix / "usr/bin"), str(prefix / "usr/sbin"), os.environ.get("PATH", "")]
+    return {
+        "PATH": os.pathsep.join(path),
+        "LD_LIBRARY_PATH": os.pathsep.join([*libraries, *plugins, *inherited]),
+    }
+
+
+def _fill(scratch: Path, cache: Path) -> None:
+    debs, prefix = scratch / "debs", scratch / "prefix"
+    debs.mkdir()
+    _download(debs, cache)
+    for deb in sorted(debs.glob("*.deb")):
+        _run(["dpkg-deb", "--extract", str(deb), str(prefix)], debs)
+    programs = prefix / "usr" / "sbin"
+    for name in ("slurmctld", "slurmd", "slurmstepd"):  # what the packages' scripts would do
+        if not (programs / name).exists():
+            (programs / name).symlink_to(f"{name}-wlm")
+    for name in ("slurmctld", "slurmd", "munged"):
+        _run([str(programs / name), "-V"], debs, program_environment(prefix))
+
+
+def _download(debs: Path, cache: Path) -> None:
+    """With the machine's lists of packages; with lists of our own where it has none or old ones."""
+    try:
+        _run(["apt-get", "download", *PACKAGES], debs)
+    except Unavailable:
+        lists = cache / "apt"
+        for name in ("lists/partial", "archives/partial"):
+            (lists / name).mkdir(parents=True, exist_ok=True)
+        own = [f"Dir::State::lists={lists / 'lists'}", f"Dir::Cache={lists}"]
+        options = [word for option in own for word in ("-o", option)]
+        _run(["apt-get", *options, "-qq", "update"], debs)
+        _run(["apt-get", *options, "download", *PACKAGES], debs)
+    missing = [name for name in PACKAGES if not list(debs.glob(f"{name}_*.deb"))]
+    if missing:
+        raise Unavailable(f"apt-get download left out {', '.join(missing)}")
+
+
+def _run(command: list[str], folder: Path, environ: dict[str, str] | None = None) -> None:
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, **(environ or {}), "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{' '.join(command[:2])}: {error}") from error
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise Unavailable(f"{' '.join(command[:2])} failed: {' '.join(said[:2])}")

@@ -1,0 +1,80 @@
+"""Runs a command and outlives none of it: python subreaper.py COMMAND ARGUMENT ...
+
+A daemon's grandchildren leave its process group, its session and its parent; Slurm's job steps do.
+This process is the subreaper of all of them (Linux, prctl(2)), so that they stay its descendants.
+When the command ends, when SIGTERM comes or when standard input reaches its end, because the
+process that holds the other end has died in whatever way, all of them are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid`, as /proc has them at this moment."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                # The name in parentheses may hold anything, parentheses too.
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [pid]
+    for parent in found:  # grows while it is gone through
+        found += children.get(parent, [])
+    return found[1:]
+
+
+def kill_descendants(pid: int) -> None:
+    """SIGKILL all of them; who is started meanwhile, too."""
+    while found := descendants(pid):
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _reap_orphans(child: int) -> None:
+    """Take the exit codes of all that ended, but of `child`, whose own is wanted."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None or ended.si_pid == child:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def main(command: list[str]) -> int:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    code = None
+    while code is None:
+        ready = select.select([reader, sys.stdin], [], [])[0]
+        arrived = os.read(reader, 64) if reader in ready else b""
+        if sys.stdin in ready or signal.SIGTERM in arrived or signal.SIGINT in arrived:
+            break
+        code = process.poll()
+        _reap_orphans(process.pid)
+    kill_descendants(os.getpid())
+    return 0 if code is None else code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""An ablation as an array of jobs, and its report as a job that waits for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import ROOT, Run
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def test_two_arms_and_their_report(cluster: Cluster, run: Run) -> None:
+    out = run.folder / "ablation"
+    environ = cluster.environ | run.environ(cluster)
+    environ["PYTHONPATH"] += os.pathsep + str(ROOT)
+    arms = ["--arms", "gspo", "grpo+r2", "--seeds", "1"]
+    words = ["parallel.layout=dp=2", "training.steps=2", "-o", str(out), "--slurm=--nodes=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gspo_megatron", "ablate", str(run.config), *arms, *words],
+        env=environ,
+        cwd=run.folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    array, report = (line.split()[1].rstrip(":") for line in done.stdout.splitlines())
+    assert cluster.job(report)["Dependency"].startswith(f"afterany:{array}")
+    job = cluster.finish(report, timeout=600)
+    logs = {path.name: path.read_text() for path in (out / ".slurm" / "1").glob("*.log")}
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), logs
+    assert set(logs) == {"0.log", "1.log", "report.log"}
+    for arm in ("gspo", "grpo+r2"):
+        folder = out / arm / "seed_1"
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+        assert '"nodes": "2"' in (folder / "environment.json").read_text()
+    text = (out / "report.html").read_text()
+    assert "gspo" in text and "grpo+r2" in text

@@ -1,0 +1,233 @@
+"""The batch script that users submit, on two nodes x two tasks of a real Slurm cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.cli.ranks import first_host
+from tests.slurm.cluster import Cluster
+from tests.slurm.disturbances import (
+    Disturbance,
+    disturb,
+    first_node_failed,
+    node_failed,
+    preempted,
+    requeued,
+    signalled,
+    wait_for_line,
+)
+from tests.slurm.jobs import CALLS_PER_STEP, ROOT, Run, find_task, make_run
+
+pytestmark = pytest.mark.timeout(1200)  # many starts; a minute each on a machine with other work
+
+IN_STEP_2 = CALLS_PER_STEP + 5  # calls of the reward
+
+
+def finish_as(cluster: Cluster, run: Run, number: str, undisturbed: Run) -> str:
+    """The job's log, once it is COMPLETED with what the undisturbed run left behind."""
+    job = cluster.finish(number)
+    log = cluster.log(job)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log[-4000:]
+    run.assert_same_as(undisturbed)
+    assert not list(run.folder.glob(".gspo-megatron*"))
+    return log
+
+
+def lines_of(task: int, log: str) -> list[str]:
+    """What a task printed."""
+    return [line for line in log.splitlines() if line.startswith(f"{task}: ")]
+
+
+def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_to(
+    cluster: Cluster, run: Run, undisturbed: Run
+) -> None:
+    everything = [signalled, preempted, node_failed, requeued]
+    run.hold(IN_STEP_2)
+    number = run.submit(cluster)
+    for disturbance in everything:
+        disturb(cluster, run, number, disturbance)
+        if disturbance is not everything[-1]:
+            run.hold(run.calls() + 3)
+    log = finish_as(cluster, run, number, undisturbed)
+    for restart in range(1 + len(everything)):
+        assert f"Slurm job {number}, restart {restart}" in log
+    assert log.count("stopped as asked") >= 2  # the others may get too little time for it
+    environment = json.loads((run.out / "environment.json").read_text())
+    assert environment["slurm"]["restarts"] == str(len(everything))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "disturbance", [signalled, preempted, node_failed, first_node_failed, requeued]
+)
+def test_each_disturbance_by_itself(
+    cluster: Cluster, run: Run, undisturbed: Run, disturbance: Disturbance
+) -> None:
+    run.hold(IN_STEP_2)
+    number = run.submit(cluster)
+    disturb(cluster, run, number, disturbance)
+    finish_as(cluster, run, number, undisturbed)
+
+
+def test_a_run_is_saved_before_its_time_is_over_without_any_signal(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, undisturbed: Run
+) -> None:
+    # Longer than the limit of the first start: the run stops as soon as it can.
+    run = make_run(tmp_path_factory.mktemp("run"), training={"stop_margin_seconds": 700})
+    number = run.submit(cluster, options=["--time=10", "--signal=B:USR1@1"])
+    cluster.wait(number, lambda job: job["Restarts"] == "1")
+    cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=60")
+    log = finish_as(cluster, run, number, undisturbed)
+    assert f"Slurm job {number}, restart 0: " in log
+    assert "s left, of which a stop may take" in log
+
+
+@pytest.mark.full
+def test_a_run_is_saved_by_the_signal_before_its_time_is_over(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, undisturbed: Run
+) -> None:
+    run = make_run(tmp_path_factory.mktemp("run"), training={"stop_margin_seconds": 0})
+    run.hold(IN_STEP_2)
+    # Of two minutes Slurm sends the signal after at most one; it may be a minute early.
+    number = run.submit(cluster, options=["--time=2", "--signal=B:USR1@60"])
+    wait_for_line(cluster, number, "told to stop")
+    run.let_go()
+    cluster.wait(number, lambda job: job["Restarts"] == "1")
+    cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=60")
+    finish_as(cluster, run, number, undisturbed)
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_traceback(cluster: Cluster, small: Run) -> None:
+    small.hold(IN_STEP_2)
+    number = small.submit(cluster)
+    small.wait_until_held(cluster, number)
+    (small.folder / "fail").write_text("1")
+    since = time.monotonic()
+    small.let_go()
+    job = cluster.finish(number)
+    assert time.monotonic() - since < 30
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "1:0", "0")
+    log = cluster.log(job)
+    traceback = lines_of(1, log)
+    assert any("ArithmeticError: a failure made for the test" in line for line in traceback)
+    assert any("slurm_test_reward.py" in line for line in traceback)
+    assert "failed with exit code 1, first in task " in log
+
+
+@pytest.mark.full
+def test_a_cancelled_job_does_not_come_back(cluster: Cluster, small: Run) -> None:
+    small.hold(IN_STEP_2)
+    number = small.submit(cluster)
+    small.wait_until_held(cluster, number)
+    cluster.run("scancel", number)
+    small.let_go()
+    job = cluster.finish(number)
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
+    time.sleep(3)  # longer than a script takes to put it back
+    assert cluster.job(number)["JobState"] == "CANCELLED"
+
+
+def test_a_rank_that_stands_still_ends_the_job_and_all_tell_where_they_were(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, training={"hang_timeout_seconds": 12})
+    run.hold(IN_STEP_2)
+    number = run.submit(cluster)
+    run.wait_until_held(cluster, number)
+    stopped = find_task(run, rank=3)
+    os.kill(stopped, signal.SIGSTOP)
+    run.let_go()
+    job = cluster.finish(number)
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "70:0"), cluster.log(job)[-3000:]
+    log = cluster.log(job)
+    for rank in range(3):
+        stacks = (run.out / "hang" / f"rank_{rank:05d}.txt").read_text()
+        assert stacks.startswith(f"rank {rank} on ")
+        assert "run_training" in stacks
+        assert f"{rank}: rank {rank} on " in log
+    assert "no stacks from rank 3:" in log
+
+
+def test_a_wrong_configuration_is_refused_before_any_task_starts(
+    cluster: Cluster, run: Run
+) -> None:
+    # 4 tasks do not make 3 pipeline stages
+    number = run.submit(cluster, "parallel.layout=pp=3")
+    job = cluster.finish(number)
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0")
+    log = cluster.log(job)
+    assert "pp" in log and "Traceback" not in log
+    assert not lines_of(0, log)
+    assert not run.out.exists()
+
+
+def test_check_only_starts_no_task(cluster: Cluster, small: Run) -> None:
+    good = small.submit(cluster, "--check-only")
+    bad = small.submit(cluster, "--check-only", "rollout.group_size=none")
+    for number, state, code in ((good, "COMPLETED", "0:0"), (bad, "FAILED", "2:0")):
+        job = cluster.finish(number)
+        assert (job["JobState"], job["ExitCode"]) == (state, code)
+        assert not lines_of(0, cluster.log(job))
+    assert "rollout.group_size" in cluster.log(cluster.job(bad))
+    assert not small.out.exists()
+
+
+def test_a_job_that_never_gets_further_gives_up(cluster: Cluster, tmp_path: Path) -> None:
+    run = make_run(tmp_path, ranks=2, training={"idle_restarts": 0})
+    run.hold(3)
+    number = run.submit(cluster)
+    run.wait_until_held(cluster, number)
+    cluster.run("scontrol", "requeue", number)
+    job = cluster.finish(number)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "1")
+    assert "restarted 1 times before its first checkpoint" in cluster.log(job)
+
+
+def test_nodes_that_share_no_loopback(
+    isolated_cluster: Cluster, run: Run, undisturbed: Run
+) -> None:
+    number = run.submit(isolated_cluster)
+    finish_as(isolated_cluster, run, number, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "nodes", ["a", "n[07-08,12],b", "r[1-2]n[03,05-06]", "127.0.0.[11-12]", "x[3,5-9],y[1-2]"]
+)
+def test_the_first_node_is_the_one_that_scontrol_says(shared_cluster: Cluster, nodes: str) -> None:
+    expanded = shared_cluster.run("scontrol", "show", "hostnames", nodes)
+    assert first_host(nodes) == expanded.split()[0]
+
+
+def test_conversion_in_one_task(cluster: Cluster, tmp_path: Path) -> None:
+    script, nothing = ROOT / "slurm" / "convert.sbatch", tmp_path / "nothing"
+    words = ["hf-to-megatron", nothing, tmp_path / "out"]
+    options = [f"--output={tmp_path}/log"]
+    number = cluster.submit(script, *words, options=options, GSPO_PYTHON=sys.executable)
+    job = cluster.finish(number)
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0")
+    assert str(nothing) in cluster.log(job) and "Traceback" not in cluster.log(job)
+
+
+_TORCHRUN = """#!/bin/bash
+srun --ntasks-per-node=1 bash -c '"$GSPO_PYTHON" -m torch.distributed.run --nproc-per-node 2 \\
+    --nnodes "$SLURM_JOB_NUM_NODES" --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" \\
+    --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29400" \\
+    "$0/pretrain_scripts/train_gspo.py" "$1"' "$@"
+"""
+
+
+@pytest.mark.full
+def test_torchrun_as_the_readme_has_it(cluster: Cluster, run: Run, undisturbed: Run) -> None:
+    script = run.folder / "torchrun.sh"
+    script.write_text(_TORCHRUN)
+    options = ["--nodes=2", "--ntasks-per-node=1", f"--output={run.folder}/log"]
+    environ = run.environ(cluster)
+    number = cluster.submit(script, ROOT, run.config, options=options, **environ)
+    finish_as(cluster, run, number, undisturbed)

@@ -1,0 +1,264 @@
+"""What the batch scripts make of their arguments and settings, with stand-ins for Slurm's programs
+and for Python, that write down how they were called. On a real cluster: tests/slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Runs what follows srun's options as two tasks; both of them, whatever the first one does.
+_SRUN = """
+echo "srun $*" >>"$CALLS"
+[ "${!#}" != true ] || exit "${PROBE:-0}"
+while [ "$1" != bash ] && [ "$1" != python ]; do shift; done
+SLURM_PROCID=0 "$@" & first=$!
+SLURM_PROCID=1 "$@" & second=$!
+trap 'pkill -USR1 -P $first; pkill -USR1 -P $second' USR1
+code=0
+for task in $first $second; do
+    while kill -0 $task 2>/dev/null; do wait $task; done
+    wait $task || code=143
+done
+exit $code
+"""
+_SCONTROL = """
+echo "scontrol $*" >>"$CALLS"
+case "$1" in
+show) echo "   JobState=$JOB_STATE Reason=None"; echo "   Command=$COMMAND" ;;
+requeue) ;;
+esac
+"""
+# "check" ends with $CHECK; a rank with $TASK_0 or $TASK_1.
+_PYTHON = """
+echo "python $*" >>"$CALLS"
+case "$3" in
+check) exit "${CHECK:-0}" ;;
+train)
+    eval "code=\\${TASK_$SLURM_PROCID:-0}"
+    [ -z "${WAIT_FOR_USR1:-}" ] || exec python3 -c "$WAIT_FOR_USR1"
+    exit "$code" ;;
+esac
+"""
+_APPTAINER = """
+echo "apptainer $*" >>"$CALLS"
+while [ "$1" != python ]; do shift; done
+"$@"
+"""
+
+
+@dataclass
+class Job:
+    """A folder with the stand-ins, and the environment of a batch script."""
+
+    folder: Path
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def start(self, *arguments: str, script: str = "train_gspo") -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(ROOT / "slurm" / f"{script}.sbatch"), *arguments],
+            cwd=self.folder,
+            env=self.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *arguments: str, script: str = "train_gspo") -> tuple[int, str]:
+        process = self.start(*arguments, script=script)
+        out, _ = process.communicate(timeout=60)
+        return process.returncode, out
+
+    def calls(self, program: str) -> list[str]:
+        path = self.folder / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line for line in lines if line.startswith(f"{program} ")]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    stand_ins = {"srun": _SRUN, "scontrol": _SCONTROL, "python": _PYTHON, "apptainer": _APPTAINER}
+    for name, text in stand_ins.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}")
+        (programs / name).chmod(0o755)
+    environ = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "COMMAND": f"{ROOT}/slurm/train_gspo.sbatch CONFIG a=1",
+        "JOB_STATE": "RUNNING",
+        "GSPO_PYTHON": "python",
+        "GSPO_GRACE_SECONDS": "1",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_NTASKS": "2",
+        "SLURMD_NODENAME": "n1",
+    }
+    return Job(tmp_path, environ)
+
+
+CHECK = "python -m gspo_megatron check c.yaml a=1 --world-size 2"
+TRAIN = "python -m gspo_megatron train c.yaml a=1"
+
+
+def test_the_check_comes_first_and_then_two_tasks(job: Job) -> None:
+    code, out = job.run("c.yaml", "a=1")
+    assert code == 0, out
+    assert job.calls("python") == [CHECK, TRAIN, TRAIN]
+    (srun,) = job.calls("srun")
+    assert srun.startswith("srun --kill-on-bad-exit=1 --label --cpu-bind=cores bash -c")
+    assert not list(job.folder.glob(".gspo-megatron*"))
+
+
+@pytest.mark.parametrize("words", [("c.yaml", "a=1"), ("--check-only", "c.yaml", "a=1")])
+def test_nothing_starts_where_the_check_fails(job: Job, words: tuple[str, ...]) -> None:
+    job.environ["CHECK"] = "2"
+    assert job.run(*words)[0] == 2
+    assert job.calls("python") == [CHECK] and not job.calls("srun")
+
+
+def test_check_only(job: Job) -> None:
+    job.environ["SLURM_RESTART_COUNT"] = "3"
+    assert job.run("c.yaml", "a=1", "--check-only")[0] == 0
+    assert job.calls("python") == [CHECK]
+
+
+def test_fresh_is_for_the_first_start(job: Job) -> None:
+    assert job.run("c.yaml", "a=1", "--fresh")[0] == 0
+    job.environ["SLURM_RESTART_COUNT"] = "1"
+    assert job.run("c.yaml", "a=1", "--fresh")[0] == 0
+    fresh = f"{TRAIN} --fresh"
+    assert job.calls("python") == [CHECK, fresh, fresh, TRAIN, TRAIN]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [((), "no configuration"), (("c.yaml", "--nproc"), "--nproc: not known")]
+)
+def test_a_call_that_makes_no_sense(job: Job, words: tuple[str, ...], told: str) -> None:
+    code, out = job.run(*words)
+    assert code == 2 and told in out
+    assert not job.calls("python")
+
+
+def test_tasks_that_are_stopped_and_saved_bring_the_job_back(job: Job) -> None:
+    job.environ |= {"TASK_0": "75", "TASK_1": "75"}
+    _, out = job.run("c.yaml")
+    assert "scontrol requeue 7" in job.calls("scontrol")
+    assert "back in the queue" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"JOB_STATE": "CANCELLED"}, "the job is CANCELLED"), ({"GSPO_REQUEUE": "0"}, "GSPO_REQUEUE")],
+)
+def test_but_not_always(job: Job, changes: dict[str, str], told: str) -> None:
+    job.environ |= {"TASK_0": "75", "TASK_1": "75", **changes}
+    code, out = job.run("c.yaml")
+    assert code == 75 and told in out
+    assert "scontrol requeue 7" not in job.calls("scontrol")
+
+
+def test_the_code_of_a_job_is_that_of_the_task_that_failed(job: Job) -> None:
+    job.environ["TASK_1"] = "3"
+    code, out = job.run("c.yaml")
+    assert code == 3
+    assert 'first in task 1 on n1, whose lines begin with "1: "' in out
+
+
+def test_a_task_that_fails_after_another_was_saved_is_a_failure(job: Job) -> None:
+    job.environ |= {"TASK_0": "75", "TASK_1": "3"}
+    assert job.run("c.yaml")[0] in (3, 143)
+    assert "scontrol requeue 7" not in job.calls("scontrol")
+
+
+@pytest.mark.parametrize(("probe", "comes_back"), [("0", False), ("1", True)])
+def test_tasks_that_fail_as_a_node_dies_bring_the_job_back(
+    job: Job, probe: str, comes_back: bool
+) -> None:
+    job.environ |= {"SLURM_JOB_NUM_NODES": "2", "TASK_0": "1", "PROBE": probe}
+    code, out = job.run("c.yaml")
+    assert (code, "does not answer" in out) == ((75, True) if comes_back else (1, False))
+    assert ("scontrol requeue 7" in job.calls("scontrol")) is comes_back
+    assert "--overlap --nodes=2 --ntasks=2 --ntasks-per-node=1" in job.calls("srun")[-1]
+
+
+def test_a_users_mistake_has_nothing_to_do_with_nodes(job: Job) -> None:
+    job.environ |= {"SLURM_JOB_NUM_NODES": "2", "TASK_0": "2", "TASK_1": "2", "PROBE": "1"}
+    assert job.run("c.yaml")[0] == 2
+    assert len(job.calls("srun")) == 1
+
+
+def test_a_signal_reaches_the_tasks(job: Job) -> None:
+    # A shell could not: the signal is ignored until a program asks for it.
+    job.environ["WAIT_FOR_USR1"] = (
+        "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
+        "time.sleep(60)"
+    )
+    process = job.start("c.yaml")
+    deadline = time.monotonic() + 30
+    while len(job.calls("python")) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=60)
+    assert "told to stop" in out
+    assert "scontrol requeue 7" in job.calls("scontrol")
+
+
+def test_apptainer(job: Job) -> None:
+    job.environ |= {"GSPO_CONTAINER": "image.sif", "GSPO_CONTAINER_MOUNTS": "/a:/b"}
+    assert job.run("c.yaml", "a=1")[0] == 0
+    mounts = f"--bind {ROOT}:{ROOT},{job.folder}:{job.folder},/a:/b"
+    before = f"apptainer exec --nv {mounts} --pwd {job.folder} image.sif "
+    assert job.calls("apptainer") == [before + CHECK, before + TRAIN, before + TRAIN]
+    assert job.calls("python") == [CHECK, TRAIN, TRAIN]
+
+
+def test_pyxis(job: Job) -> None:
+    job.environ |= {"GSPO_CONTAINER": "image.sqsh", "GSPO_SRUN_OPTIONS": "--mem-bind=local -v"}
+    assert job.run("c.yaml", "a=1", "--check-only")[0] == 0
+    image = (
+        f"--container-image=image.sqsh --container-mounts={ROOT}:{ROOT},{job.folder}:{job.folder}"
+    )
+    (once,) = job.calls("srun")
+    assert once == f"srun --nodes=1 --ntasks=1 {image} --container-workdir={job.folder} {CHECK}"
+    assert job.run("c.yaml", "a=1")[0] == 0
+    last = job.calls("srun")[-1]
+    assert image in last and "--mem-bind=local -v bash -c" in last
+
+
+def test_the_settings_of_a_cluster_are_read_first(job: Job) -> None:
+    site = job.folder / "site.sh"
+    site.write_text("GSPO_CPU_BIND=none\n")
+    job.environ["GSPO_SITE"] = str(site)
+    assert job.run("c.yaml")[0] == 0
+    assert "--cpu-bind=none" in job.calls("srun")[0]
+    job.environ["GSPO_SITE"] = str(job.folder / "missing")
+    code, out = job.run("c.yaml")
+    assert code == 2 and "no such file" in out
+
+
+def test_tasks_are_counted_where_slurm_does_not_say(job: Job) -> None:
+    del job.environ["SLURM_NTASKS"]
+    job.environ |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_NUM_NODES": "3"}
+    assert job.run("c.yaml", "--check-only")[0] == 0
+    assert job.calls("python") == ["python -m gspo_megatron check c.yaml --world-size 12"]
+
+
+def test_a_run_of_an_array_has_its_arguments_in_a_file(job: Job) -> None:
+    (job.folder / "4").write_text("c.yaml\na=1\n")
+    (job.folder / "report").write_text("c.yaml\n--report-only\n")
+    job.environ["SLURM_ARRAY_TASK_ID"] = "4"
+    assert job.run(str(job.folder), script="ablation")[0] == 0
+    assert job.calls("python") == [CHECK, TRAIN, TRAIN]
+    assert job.run(str(job.folder), "report", script="ablation")[0] == 0
+    assert job.calls("python")[-1] == "python -m gspo_megatron ablate c.yaml --report-only"
