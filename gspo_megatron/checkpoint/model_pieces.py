@@ -61,9 +61,10 @@ def model_pieces(policy: Policy) -> list[ModelPiece]:
     """All parameters and buffers of the rank's chunks that belong into a checkpoint."""
     found = []
     for model in policy.models:
+        # First: it moves the routers' biases, which bf16 has made its own, back to float32.
+        entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         own = {t.data_ptr(): t for t in [*model.buffers(), *model.parameters()]}
         covered: dict[int, int] = dict.fromkeys((p.data_ptr() for p in model.parameters()), 0)
-        entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         for entry in entries.values():
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
                 continue  # Transformer Engine's extra state: pickles, of FP8 scales alone

@@ -82,7 +82,7 @@ def _read(config: StageConfig) -> tuple[StageConfig, Any]:
         inputs = read_fine_tuning(config)
         return config.with_steps(len(inputs.train)), inputs
     assert isinstance(config, PretrainingConfig)
-    return config, read_pretraining(config)
+    return config.with_steps(), read_pretraining(config)
 
 
 def _is_finished(config: StageConfig, inputs: Any, fresh: bool) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from gspo_megatron.config.algorithm import ObjectiveSection, RoutingSection
@@ -92,6 +92,12 @@ class ParallelSection(Section):
         if problems:
             raise PydanticCustomError("layout", "{text}", {"text": "\n".join(problems)})
         return filled
+
+    @field_validator("virtual_pipeline_model_parallel_size")
+    @classmethod
+    def _one_chunk_is_none(cls, value: int | None) -> int | None:
+        """One chunk a stage is no interleaving."""
+        return None if value == 1 else value
 
     def uses_sequence_parallel(self) -> bool:
         """sequence_parallel with its default filled in."""

@@ -223,7 +223,10 @@ class PretrainingDataSection(Section):
 class PretrainingTrainingSection(StageTrainingSection):
     """The run itself."""
 
-    steps: Positive = Field(1000, description="optimizer updates")
+    steps: Positive | None = Field(None, description="optimizer updates at most; null: tokens tell")
+    tokens: Positive | None = Field(
+        None, description="tokens to learn at least, the last step whole; null: steps tell"
+    )
     batch_size: Positive = Field(64, description="samples of a step, over all ranks")
     evaluation_batches: Positive = Field(
         8, description="batches of an evaluation; fewer where its data hold fewer"
@@ -245,6 +248,15 @@ class PretrainingConfig(StageConfig):
             for key, prefixes in files.items()
             if prefixes
         }
+
+    def with_steps(self) -> PretrainingConfig:
+        """The same, with training.steps as training.tokens makes it."""
+        training = self.training
+        if training.tokens is None:
+            return self
+        by_tokens = -(-training.tokens // (training.batch_size * self.sequence_length()))
+        steps = by_tokens if training.steps is None else min(training.steps, by_tokens)
+        return self.model_copy(update={"training": training.model_copy(update={"steps": steps})})
 
     def sequence_length(self) -> int:
         """data.sequence_length with its default filled in."""

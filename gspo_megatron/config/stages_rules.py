@@ -32,6 +32,7 @@ _OWN_KINDS: dict[str, Kind] = {
     "optimizer.wsd_steps": "shapes",
     "optimizer.wsd_decay": "shapes",
     "training.epochs": "harmless",  # what it makes of training.steps counts
+    "training.tokens": "harmless",
     "training.batch_size": "shapes",
     "training.evaluation_batches": "harmless",
     "export.hf_path": "harmless",
@@ -122,6 +123,8 @@ def corpora_are_given(plan: Plan) -> Iterator[str]:
     data, training = plan.config.data, plan.config.training
     if not data.train:
         yield problem("data.train", data.train, "needed to train; legal: a list of prefixes")
+    if training.steps is None and training.tokens is None:
+        yield problem("training.steps", None, "needed to train, or training.tokens; legal: from 1")
     if data.weights is not None and len(data.weights) != len(data.train):
         wrong = f"{len(data.weights)} weights of {len(data.train)} prefixes; legal: one each"
         yield problem("data.weights", data.weights, wrong)

@@ -325,3 +325,10 @@ def test_parsing_leaves_the_given_values_alone() -> None:
     values = {"data": {"tokenizer": "t"}, "parallel": {"layout": "tp=2"}}
     parse_config(values, ["parallel.layout=tp=4", "data.prompts=p"])
     assert values == {"data": {"tokenizer": "t"}, "parallel": {"layout": "tp=2"}}
+
+
+@pytest.mark.parametrize("layout", ["pp=2,vpp=1", "vpp=1"])
+def test_one_chunk_a_stage_is_no_interleaving(tmp_path: Path, layout: str) -> None:
+    config = load_config(write(tmp_path, MINIMAL), [f"parallel.layout={layout}"])
+    assert config.parallel.virtual_pipeline_model_parallel_size is None
+    assert config.layout().vpp is None

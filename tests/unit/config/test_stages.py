@@ -12,7 +12,10 @@ from gspo_megatron.config.yaml_text import dump_yaml, parse_yaml
 from gspo_megatron.errors import ConfigError
 
 SFT = {"data": {"tokenizer": "t.model", "examples": "e.jsonl"}}
-PRETRAIN = {"data": {"tokenizer": "t.model", "train": ["a", "b"], "sequence_length": 64}}
+PRETRAIN = {
+    "data": {"tokenizer": "t.model", "train": ["a", "b"], "sequence_length": 64},
+    "training": {"steps": 100},
+}
 
 
 def sft(*overrides: str) -> FineTuningConfig:
@@ -81,6 +84,7 @@ def test_all_slips_of_a_file_are_told_at_once() -> None:
         (sft("parallel.layout=pp=3"), 3, "parallel.pipeline_model_parallel_size = 3"),
         (sft("training.precision=fp64"), 1, "training.precision = 'fp64'"),
         (pretrain("data.train=[]"), 1, "data.train = []: needed to train"),
+        (pretrain("training.steps="), 1, "training.steps = null: needed to train"),
         (pretrain("data.train=[a, a]"), 1, "a prefix stands there twice"),
         (pretrain("data.weights=[1.0]"), 1, "data.weights = [1.0]: 1 weights of 2 prefixes"),
         (pretrain("data.sequence_length=66", "parallel.layout=cp=2"), 2, "multiples of 4"),
@@ -136,6 +140,22 @@ def test_steps_and_epochs(steps: int | None, epochs: int | None, examples: int) 
     assert known.training.steps == -(-examples // 8)
     if epochs is not None:  # what is written down means the same when it is read again
         assert known.with_steps(100) == known and known.num_examples(100) == examples
+
+
+@pytest.mark.parametrize(
+    ("steps", "tokens", "resolved"), [(9, None, 9), (None, 64 * 8 * 3, 3), (2, 64 * 8 * 3, 2)]
+)
+def test_tokens_make_steps(steps: int | None, tokens: int | None, resolved: int) -> None:
+    words = (f"training.steps={steps or ''}", f"training.tokens={tokens or ''}")
+    config = pretrain("training.batch_size=8", *words).with_steps()
+    assert config.training.steps == resolved and config.with_steps() == config
+    assert (
+        tokens is None
+        or pretrain("training.batch_size=8", "training.steps=", f"training.tokens={tokens + 1}")
+        .with_steps()
+        .training.steps
+        == 4
+    )
 
 
 def changes(before: StageConfig, now: StageConfig, **contents: bool) -> Changes:

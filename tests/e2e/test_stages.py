@@ -1,0 +1,264 @@
+"""Pre-training and fine-tuning by their entry files: on any layout, resumed, in a row."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from gspo_megatron.corpus.assemble import write_indexed
+from gspo_megatron.data.supervised import Format, load_supervised
+from gspo_megatron.data.tokenizers import load_tokenizer
+from tests.e2e.conftest import command_environment
+from tests.e2e.resuming import (
+    ROOT,
+    TAIL,
+    TINY_MODEL,
+    assert_same_run,
+    checkpoint_names,
+    records,
+    wait_for,
+)
+
+STEPS = 6
+ENTRIES = {"sft": "sft_moe.py", "pretrain": "pretrain_moe.py", "rl": "train_gspo.py"}
+PHASES = ("sft", "pretrain")
+
+
+def command(phase: str, config: Path, *words: object) -> list[str]:
+    entry = ROOT / "pretrain_scripts" / ENTRIES[phase]
+    return [sys.executable, *map(str, (entry, config, *words))]
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return command_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def run(phase: str, config: Path, *words: object, expect: int = 0) -> str:
+    """Run an entry file to its end, with the exit code that is expected; returns its stderr."""
+    result = subprocess.run(
+        command(phase, config, *words),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == expect, (result.returncode, result.stderr[-TAIL:])
+    return result.stderr
+
+
+def write_corpus(toy: Path, folder: Path) -> None:
+    """Random tokens, with what the toy tokenizer ends a text with after each document."""
+    tokenizer = load_tokenizer(toy / "tokenizer.model")
+    source = np.random.default_rng(3)
+    for name, count in (("a", 50), ("b", 30)):
+        documents = [
+            np.append(source.integers(tokenizer.vocab_size, size=n), tokenizer.eos_id)
+            for n in source.integers(3, 40, size=count)
+        ]
+        files = [folder / f"{name}.{kind}" for kind in ("bin", "idx")]
+        write_indexed(documents, *files, tokenizer.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For each stage PHASE.yaml, and in `PHASE` a whole run of it on one rank."""
+    folder = tmp_path_factory.mktemp("stages")
+    write_corpus(toy, folder)
+    data = {
+        "sft": {"examples": str(toy / "train.jsonl"), "eval_examples": str(toy / "test.jsonl")},
+        "pretrain": {
+            "train": [str(folder / "a"), str(folder / "b")],
+            "weights": [1.0, 2.0],
+            "evaluation_share": 0.3,
+            "sequence_length": 16,
+        },
+    }
+    training = {
+        "sft": {"epochs": 1, "batch_size": 12, "micro_batch_tokens": 48},
+        "pretrain": {"steps": STEPS, "batch_size": 8, "micro_batch_tokens": 32},
+    }
+    for phase in PHASES:
+        config = {
+            "model": {"megatron": dict(TINY_MODEL)},
+            "data": {"tokenizer": str(toy / "tokenizer.model"), **data[phase]},
+            "optimizer": {"learning_rate": 3e-3, "decay": "wsd", "wsd_steps": 2, "warmup_steps": 1},
+            "training": {"precision": "fp32", "evaluation_interval": 2, **training[phase]},
+            "checkpoint": {"interval": 1, "keep_last": None},
+            "logging": {"dir": str(folder / phase), "plots": phase == "sft"},
+            "export": {"hf_path": str(folder / f"{phase}-hf")},
+        }
+        (folder / f"{phase}.yaml").write_text(yaml.safe_dump(config))
+        run(phase, folder / f"{phase}.yaml")
+    return folder
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("tp=2,pp=2,ep=2", marks=pytest.mark.full),
+        pytest.param("cp=2,dp=2", marks=pytest.mark.full),
+        "dp=2,ep=2",
+    ],
+)
+def test_losses_are_the_same_on_any_layout(
+    base: Path, tmp_path: Path, phase: str, layout: str
+) -> None:
+    """fp32 sums in another order, which learning magnifies; 1e-4 as for RL steps."""
+    words = (f"parallel.layout={layout}", f"logging.dir={tmp_path / 'run'}", "export.hf_path=")
+    run(phase, base / f"{phase}.yaml", *words, "checkpoint.interval=0", "logging.plots=false")
+    mine, theirs = records(tmp_path / "run"), records(base / phase)
+    assert [record["step"] for record in mine] == list(range(STEPS + 1))
+    for record, other in zip(mine, theirs, strict=True):
+        assert record.keys() == other.keys()
+        assert record.pop("phase") == other.pop("phase") == phase
+        for figure, value in other.items():
+            assert record[figure] == pytest.approx(value, rel=1e-4, abs=1e-8), figure
+        if record["step"] == 1:
+            assert record["loss"] == pytest.approx(other["loss"], abs=2e-6)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_run_goes_on_bitwise(base: Path, tmp_path: Path, phase: str) -> None:
+    """From the middle, with its export once more; and once done, it says so and does nothing."""
+    again = tmp_path / "run"
+    shutil.copytree(base / phase, again)
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(again / "checkpoints" / f"{phase}_{step:08d}")
+    words = (f"logging.dir={again}", f"export.hf_path={tmp_path / 'hf'}")
+    told = run(phase, base / f"{phase}.yaml", *words)
+    assert f"going on from {again / 'checkpoints' / f'{phase}_00000002'}" in told
+    assert_same_run(again, base / phase, f"{phase}_{STEPS:08d}")
+    mine, theirs = (
+        (folder / "model.safetensors").read_bytes()
+        for folder in (tmp_path / "hf", base / f"{phase}-hf")
+    )
+    assert mine == theirs
+    before = checkpoint_names(again)
+    run(phase, base / f"{phase}.yaml", *words)
+    assert checkpoint_names(again) == before and len(records(again)) == STEPS + 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_run_that_is_told_to_stop_is_saved(base: Path, tmp_path: Path, phase: str) -> None:
+    """And goes on as if it had not been stopped, from wherever that was."""
+    again = tmp_path / "run"
+    words = (
+        f"logging.dir={again}",
+        "export.hf_path=",
+        "parallel.layout=dp=2",
+        "logging.plots=false",
+    )
+    process = subprocess.Popen(
+        command(phase, base / f"{phase}.yaml", *words),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = again / "metrics.jsonl"
+    assert wait_for(lambda: metrics.exists() and '"step": 1,' in metrics.read_text(), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) in (75, 0)  # on a fast machine it was done by then
+    run(phase, base / f"{phase}.yaml", *words)
+    undisturbed = tmp_path / "undisturbed"
+    run(phase, base / f"{phase}.yaml", *words, f"logging.dir={undisturbed}")
+    assert_same_run(again, undisturbed, f"{phase}_{STEPS:08d}")
+
+
+# In a process without Megatron-Core, and without what stands in the place of CUDA for it.
+TRANSFORMERS = """
+import json, sys
+import torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="eager")
+total, count = 0.0, 0
+for ids, mask in json.loads(sys.stdin.read()):
+    with torch.no_grad():
+        rows = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), dim=-1)
+    learned = torch.tensor(mask[1:])
+    total -= float(rows[:-1].gather(1, torch.tensor(ids)[1:, None])[learned].sum())
+    count += int(learned.sum())
+print(total / count)
+"""
+
+
+def test_the_exported_model_has_the_loss_that_was_reported(base: Path, toy: Path) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(toy / "tokenizer.model")
+    data = load_supervised(toy / "test.jsonl", tokenizer, Format(max_tokens=64))
+    examples = [data[number] for number in range(len(data))]
+    found = subprocess.run(
+        [sys.executable, "-c", TRANSFORMERS, base / "sft-hf"],
+        input=json.dumps([(e.token_ids.tolist(), e.loss_mask.tolist()) for e in examples]),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    reported = records(base / "sft")[-1]["evaluation/loss"]
+    assert float(found.stdout) == pytest.approx(reported, abs=1e-5)
+
+
+def test_each_stage_begins_with_the_weights_of_the_one_before(
+    base: Path, toy: Path, tmp_path: Path
+) -> None:
+    """The loss before the first step is that of the model that was given; RL takes it too."""
+    words = (f"model.checkpoint_path={base / 'pretrain'}", f"logging.dir={tmp_path / 'sft'}")
+    run("sft", base / "sft.yaml", *words, "export.hf_path=", "training.steps=3")
+    fresh, given = records(base / "sft")[0], records(tmp_path / "sft")[0]
+    assert abs(given["evaluation/loss"] - fresh["evaluation/loss"]) > 1e-3
+
+    values = yaml.safe_load((base / "sft.yaml").read_text())
+    config = {
+        "model": values["model"] | {"checkpoint_path": str(tmp_path / "sft")},
+        "data": {"tokenizer": values["data"]["tokenizer"], "prompts": str(toy / "train.jsonl")},
+        "rollout": {"group_size": 2, "prompts_per_step": 2, "max_response_tokens": 4},
+        "reward": {"name": "per_character"},
+        "training": {"steps": 1, "precision": "fp32"},
+        "logging": {"dir": str(tmp_path / "rl"), "plots": False},
+    }
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(config))
+    run("rl", tmp_path / "rl.yaml")
+    assert [record["step"] for record in records(tmp_path / "rl")] == [1]
+
+
+def test_what_is_wrong_is_told_before_anything_starts(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\nnot json\n')
+    bad = tmp_path / "bad.jsonl"
+    told = run("sft", base / "sft.yaml", f"data.examples={bad}", "model.vocab_size=5", expect=2)
+    assert f"{bad}:1: no field 'answer'" in told and f"{bad}:2: " in told
+    assert "model.vocab_size = 5" in told and "Traceback" not in told
+
+    told = run("sft", base / "sft.yaml", "training.batch_size=7", expect=2)
+    assert "training.batch_size = 7: was 12" in told and "Traceback" not in told
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    words = (f"export.hf_path={tmp_path / 'full'}", f"logging.dir={tmp_path / 'run'}")
+    told = run("sft", base / "sft.yaml", *words, expect=2)
+    assert "has files in it already" in told and not (tmp_path / "run").exists()
+
+    shutil.copy(base / "a.idx", tmp_path / "c.idx")
+    (tmp_path / "c.bin").write_bytes((base / "a.bin").read_bytes()[:-2])
+    words = (f"data.train=[{tmp_path / 'c'}]", "data.weights=", "data.evaluation_share=0.0001")
+    told = run("pretrain", base / "pretrain.yaml", *words, expect=2)
+    assert "they do not belong together" in told and "Traceback" not in told
+
+
+def test_the_summary_is_of_the_stage(base: Path) -> None:
+    assert (base / "sft" / "plots" / "sft.png").stat().st_size
+    text = (base / "sft" / "report.html").read_text()
+    last = json.loads((base / "sft" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert "held-out loss" in text and f"{last['evaluation/loss']:.2f}" in text
