@@ -20,6 +20,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.utils._device
 
 CPU = torch.device("cpu")
 
@@ -104,6 +105,10 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def _redirect_factories() -> None:
+    # `with torch.device(...)` knows the factories by a list that it makes at its first use: made
+    # after this, it would lack the native ones, and transformers' models, built on "meta" and
+    # filled later, would keep uninitialised buffers.
+    torch.utils._device._device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -125,6 +125,13 @@ def test_the_optimizer_sorts_parameters_by_cuda_type_names(name: str) -> None:
 
 
 @needs_substitutions
+def test_a_torch_device_context_still_finds_the_factories() -> None:
+    with torch.device("meta"):
+        assert torch.empty(2).is_meta and torch.ones(2).is_meta and torch.tensor([1.0]).is_meta
+    assert not torch.empty(2).is_meta
+
+
+@needs_substitutions
 def test_type_names_of_tensors() -> None:
     assert torch.ones(1).type() == "torch.cuda.FloatTensor"
     assert torch.ones(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
