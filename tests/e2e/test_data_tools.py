@@ -102,7 +102,12 @@ def test_a_run_that_was_stopped_continues(
 
     stopped = ("prepare_data", *words, "-o", tmp_path / "stopped", "--workers", 2)
     process = subprocess.Popen(
-        command(*stopped), env=command_environment(), stderr=subprocess.PIPE, text=True
+        command(*stopped),
+        env=command_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        # tests in the background of a shell inherit that it is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while len(list(tmp_path.glob("stopped.partial/*.npz"))) < 2:
