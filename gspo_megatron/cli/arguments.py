@@ -36,6 +36,23 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_launching(parser: argparse.ArgumentParser) -> None:
+    """--nproc and --fresh, as the commands that train take them."""
+    parser.add_argument(
+        "--nproc",
+        type=positive,
+        metavar="N",
+        help="ranks to start on this machine; as many as the layout asks for unless given. "
+        "Under torchrun or srun leave it out",
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="begin a new run: the run folder must be empty or absent. Without this, the same "
+        "command goes on from the newest checkpoint in that folder",
+    )
+
+
 def positive(text: str) -> int:
     """An argument that counts something. Raises argparse's error for anything below 1."""
     if not (text.isascii() and text.isdigit()) or int(text) < 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli import ranks
-from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
+from gspo_megatron.cli.arguments import Commands, add_config, add_launching, new_parser
 from gspo_megatron.cli.failures import STOPPED
 from gspo_megatron.cli.train import decide_world_size
 
@@ -28,18 +28,7 @@ def add_parser(commands: Commands) -> None:
     for name, text in STAGES.items():
         parser = new_parser(commands, name, partial(run, name), text, list_name="overrides")
         add_config(parser)
-        parser.add_argument(
-            "--nproc",
-            type=positive,
-            metavar="N",
-            help="ranks to start on this machine; as many as the layout asks for unless given. "
-            "Under torchrun or srun leave it out",
-        )
-        parser.add_argument(
-            "--fresh",
-            action="store_true",
-            help="begin a new run: the run folder must be empty or absent",
-        )
+        add_launching(parser)
 
 
 def run(name: str, arguments: argparse.Namespace) -> int:

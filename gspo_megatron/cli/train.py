@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gspo_megatron.cli import ranks
-from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
+from gspo_megatron.cli.arguments import Commands, add_config, add_launching, new_parser
 from gspo_megatron.cli.check import check_all
 from gspo_megatron.cli.failures import STOPPED
 from gspo_megatron.errors import UserError
@@ -29,19 +29,7 @@ def add_parser(commands: Commands) -> None:
         commands, "train", run, "train as a configuration says", list_name="overrides"
     )
     add_config(parser)
-    parser.add_argument(
-        "--nproc",
-        type=positive,
-        metavar="N",
-        help="ranks to start on this machine; as many as the layout asks for unless given. "
-        "Under torchrun or srun leave it out",
-    )
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="begin a new run: the run folder must be empty or absent. Without this, the same "
-        "command goes on from the newest checkpoint in that folder",
-    )
+    add_launching(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

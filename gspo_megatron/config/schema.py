@@ -258,20 +258,11 @@ class LoggingSection(Section):
     plots: bool = Field(True, description="draw plots/*.png at the end")
 
 
-class Config(Section):
-    """A whole configuration, one section a subject."""
+class RunConfig(Section):
+    """A model on a layout: what a run of any stage has."""
 
     model: ModelSection = Field(default_factory=ModelSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
-    data: DataSection
-    rollout: RolloutSection = Field(default_factory=RolloutSection)
-    reward: RewardSection = Field(default_factory=RewardSection)
-    objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
-    routing: RoutingSection = Field(default_factory=RoutingSection)
-    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
-    training: TrainingSection = Field(default_factory=TrainingSection)
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    logging: LoggingSection = Field(default_factory=LoggingSection)
 
     def layout(self) -> Layout:
         """The parallel section in short form."""
@@ -284,6 +275,20 @@ class Config(Section):
     def resolved_model(self) -> ModelShape:
         """The model's sizes, preset and `model` section merged."""
         return resolve_shape(self.model)
+
+
+class Config(RunConfig):
+    """A whole configuration, one section a subject."""
+
+    data: DataSection
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    reward: RewardSection = Field(default_factory=RewardSection)
+    objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
+    routing: RoutingSection = Field(default_factory=RoutingSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    training: TrainingSection = Field(default_factory=TrainingSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    logging: LoggingSection = Field(default_factory=LoggingSection)
 
     def max_prompt_tokens(self) -> int:
         """data.max_prompt_tokens with its default filled in."""

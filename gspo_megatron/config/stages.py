@@ -6,15 +6,14 @@ training are each stage's own.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from gspo_megatron.config.checkpointing import CheckpointSection
-from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout
-from gspo_megatron.config.schema import ModelSection, OptimizerSection, ParallelSection
+from gspo_megatron.config.schema import OptimizerSection, RunConfig
 from gspo_megatron.config.section import NotNegative, Positive, Section, Text
-from gspo_megatron.config.shape import ModelShape, resolve_shape
 
 PRETRAINING, FINE_TUNING = "pretrain", "sft"  # the phases' names in metrics and checkpoints
 
@@ -88,33 +87,19 @@ class ExportSection(Section):
     )
 
 
-class StageConfig(Section):
+class StageConfig(RunConfig):
     """The sections that the stages share."""
 
     phase: ClassVar[str]
 
-    model: ModelSection = Field(default_factory=ModelSection)
-    parallel: ParallelSection = Field(default_factory=ParallelSection)
     optimizer: StageOptimizerSection = Field(default_factory=StageOptimizerSection)
     checkpoint: StageCheckpointSection = Field(default_factory=StageCheckpointSection)
     logging: StageLoggingSection = Field(default_factory=StageLoggingSection)
     export: ExportSection = Field(default_factory=ExportSection)
 
-    def layout(self) -> Layout:
-        """The parallel section in short form."""
-        return Layout(**{short: getattr(self.parallel, key) for short, key in LAYOUT_KEYS.items()})
-
-    def world_size_hint(self) -> int:
-        """Ranks the layout asks for: the smallest possible number where dp is left open."""
-        return self.layout().world_size
-
-    def resolved_model(self) -> ModelShape:
-        """The model's sizes, preset and `model` section merged."""
-        return resolve_shape(self.model)
-
+    @abstractmethod
     def input_files(self) -> dict[str, list[str]]:
         """What is read to train, by the key that names it; the tokenizer left out."""
-        raise NotImplementedError
 
 
 class FineTuningDataSection(Section):

@@ -9,6 +9,7 @@ from gspo_megatron.checkpoint.rng import load_rng
 from gspo_megatron.checkpoint.run_state import read_model
 from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.objectives import Objective, build_objective
@@ -104,12 +105,7 @@ def assemble(
     )
     if "r3" in routing.modes or routing.rollout_noise:
         attach_hooks(policy.models)
-    resumed_at = None
-    if start.state is not None:
-        resumed_at = (start.state.phase, start.state.step)
-    record = RunRecord(config, ranks.is_main, resumed_at)
-    for line in start.notes:
-        record.note(line)
+    record = open_record(config, ranks.is_main, start)
     hf = load_starting_weights(config, policy, start, record)
     stop = stop or StopSignals(enabled=False)
     return Job(
@@ -128,6 +124,15 @@ def assemble(
         record=record,
         checkpoints=Checkpoints(config, policy, record, start, stop, hf),
     )
+
+
+def open_record(config: Config | StageConfig, is_main: bool, start: Start) -> RunRecord:
+    """The run folder's record, from where the run goes on; says what is to be said of that."""
+    resumed_at = None if start.state is None else (start.state.phase, start.state.step)
+    record = RunRecord(config, is_main, resumed_at)
+    for line in start.notes:
+        record.note(line)
+    return record
 
 
 def load_starting_weights(config: Config, policy: Policy, start: Start, record: RunRecord) -> Any:

@@ -15,8 +15,7 @@ from gspo_megatron.models.build import build_policy
 from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
 from gspo_megatron.train.agreement import on_main
 from gspo_megatron.train.checkpointing import Checkpoints
-from gspo_megatron.train.record import RunRecord
-from gspo_megatron.train.run import load_starting_weights
+from gspo_megatron.train.run import load_starting_weights, open_record
 from gspo_megatron.train.start import find_start
 from gspo_megatron.train.stop import StopRun, StopSignals
 from gspo_megatron.train.supervised import Batches, StageJob, SupervisedLoop
@@ -84,12 +83,7 @@ def assemble_stage(
     parallel = resolve_parallel(config, ranks.world_size)
     set_up_model_parallel(parallel, config.training.seed)
     policy = build_policy(config, parallel, model_vocab_size(config, inputs.tokenizer))
-    resumed_at = None
-    if start.state is not None:
-        resumed_at = (start.state.phase, start.state.step)
-    record = RunRecord(config, ranks.is_main, resumed_at)
-    for line in start.notes:
-        record.note(line)
+    record = open_record(config, ranks.is_main, start)
     hf = load_starting_weights(config, policy, start, record)
     stop = stop or StopSignals(enabled=False)
     checkpoints = Checkpoints(config, policy, record, start, stop, hf)
