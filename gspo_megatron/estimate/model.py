@@ -57,6 +57,7 @@ def rank_model(
     with pretended_rank(rank, parallel.world_size) as trace:
         try:
             policy, trainer = _build(config, parallel, vocab_size)
+        # all of them are how Megatron-Core refuses what it does not have
         except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
             raise UserError(f"rank {rank} of {parallel} cannot be built: {error}") from error
         yield RankModel(config, parallel, policy, trainer, trace)

@@ -7,6 +7,7 @@ inside. torch's own reader reads whole blocks, which are as large as a rank's pa
 
 from __future__ import annotations
 
+import io
 import os
 import zipfile
 from collections.abc import Sequence
@@ -122,11 +123,12 @@ class _Block:
         return tuple(slice(at, at + size) for at, (_, size) in zip(starts, cut, strict=True))
 
 
-class _View:
+class _View(io.RawIOBase):
     """One archive of a file, for readers that want a file of its own. Reads by position: several
     threads may have views of one file."""
 
     def __init__(self, descriptor: int, place: _StorageInfo) -> None:
+        super().__init__()
         self._descriptor, self._place, self._at = descriptor, place, 0
 
     def seekable(self) -> bool:
@@ -143,20 +145,13 @@ class _View:
         self._at = base + offset
         return self._at
 
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._place.length - self._at)
-        size = left if size < 0 else min(size, left)
-        data = os.pread(self._descriptor, size, self._place.offset + self._at)
-        self._at += len(data)
-        return data
-
     def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
+        left = max(0, self._place.length - self._at)
+        size = min(len(buffer), left)
+        data = os.pread(self._descriptor, size, self._place.offset + self._at)
         buffer[: len(data)] = data
+        self._at += len(data)
         return len(data)
-
-    def readline(self, _size: int = -1) -> bytes:
-        raise NotImplementedError("an archive has no lines")
 
 
 def _find_bytes(descriptor: int, block: _Block) -> int:

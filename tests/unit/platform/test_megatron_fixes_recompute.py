@@ -200,7 +200,9 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return distributed
 
 
-@pytest.mark.skipif(TRANSFORMER_ENGINE, reason="the real one is there")
+@pytest.mark.skipif(
+    TRANSFORMER_ENGINE, reason="a stand-in is tested where Transformer Engine is not installed"
+)
 @pytest.mark.parametrize("mended", [False, True])
 def test_transformer_engines_recomputation(transformer_engine: ModuleType, mended: bool) -> None:
     if mended:
@@ -220,7 +222,9 @@ def test_transformer_engines_recomputation(transformer_engine: ModuleType, mende
     assert hidden.grad.tolist() == [4.0, 4.0]
 
 
-@pytest.mark.skipif(not TRANSFORMER_ENGINE, reason="needs Transformer Engine")
+@pytest.mark.skipif(
+    not TRANSFORMER_ENGINE, reason="reads the source of Transformer Engine, which is not installed"
+)
 def test_transformer_engine_keeps_the_function_as_it_is() -> None:
     """When this fails it may carry the context by itself, or take the function elsewhere."""
     from transformer_engine.pytorch import distributed

@@ -130,12 +130,12 @@ def test_attention_on_meta_would_keep_the_scores_of_all_pairs() -> None:
 
 def test_a_selection_on_meta_has_no_known_size() -> None:
     values, mask = torch.empty(4, device=META), torch.empty(4, dtype=torch.bool, device=META)
-    with pytest.raises((NotImplementedError, RuntimeError)):
+    with pytest.raises(RuntimeError, match="(?i)meta"):
         values.masked_select(mask)
 
 
 def test_counts_on_meta_have_no_values() -> None:
-    with pytest.raises((NotImplementedError, RuntimeError)):
+    with pytest.raises(RuntimeError, match="(?i)meta"):
         torch.empty(4, dtype=torch.long, device=META).tolist()
 
 
