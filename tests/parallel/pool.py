@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -35,6 +36,7 @@ _PRELOAD = [
     "__main__",
     "gspo_megatron.train.parity",
     "gspo_megatron.rollout.megatron",
+    "torch._dynamo",  # the first optimizer would import it on every rank, and takes a second
 ]
 
 
@@ -152,6 +154,7 @@ class Pool:
 
 def _serve(connection: Connection, stack_file: Path) -> None:
     """The worker's main loop."""
+    gc.freeze()  # what the server has imported stays: a collection after each task need not walk it
     faulthandler.register(signal.SIGUSR1, stack_file.open("w"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pytest process decides what an interrupt is
     threading.Thread(target=_die_with_parent, daemon=True).start()
