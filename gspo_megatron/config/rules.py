@@ -10,14 +10,15 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from gspo_megatron.config.checkpoint_rules import checkpoint_problems
 from gspo_megatron.config.hf_rules import hf_problems
 from gspo_megatron.config.objectives import objective_problems
 from gspo_megatron.config.parallel import Layout
+from gspo_megatron.config.pipeline_split import stage_problems
 from gspo_megatron.config.problems import problem
 from gspo_megatron.config.routing_rules import routing_problems
 from gspo_megatron.config.schema import Config
 from gspo_megatron.config.shape import ModelShape
-from gspo_megatron.config.stage_rules import stage_problems
 from gspo_megatron.errors import ConfigError
 
 
@@ -345,17 +346,8 @@ def hf_path_decides_the_shape(plan: Plan) -> Iterator[str]:
     yield from hf_problems(plan.config.model, plan.shape)
 
 
-def best_checkpoints_are_known(plan: Plan) -> Iterator[str]:
-    section, training = plan.config.checkpoint, plan.config.training
-    if not (section.keep_best and section.best_metric.startswith("evaluation/")):
-        return
-    if training.evaluation_interval == 0:
-        yield problem(
-            "checkpoint.keep_best",
-            section.keep_best,
-            f"no checkpoint before the last has {section.best_metric}; legal: 0, or set "
-            "training.evaluation_interval",
-        )
+def checkpoints_can_be_kept(plan: Plan) -> Iterator[str]:
+    yield from checkpoint_problems(plan.config)
 
 
 def _must_divide(name: str, size: int) -> str:
@@ -383,5 +375,5 @@ RULES: tuple[Rule, ...] = (
     routing_can_be_replayed,
     weights_have_one_source,
     hf_path_decides_the_shape,
-    best_checkpoints_are_known,
+    checkpoints_can_be_kept,
 )

@@ -198,7 +198,7 @@ _SHARED: tuple[Rule, ...] = (
     decay_is_read,
     rules.weights_have_one_source,
     rules.hf_path_decides_the_shape,
-    rules.best_checkpoints_are_known,
+    rules.checkpoints_can_be_kept,
     export_has_a_family,
 )
 _FINE_TUNING: tuple[Rule, ...] = (examples_are_given, examples_fit)

@@ -169,6 +169,10 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
          "routing.reference_replay = 'r3'", "there is no reference with objective.kl = none"),
         (1, ["checkpoint.keep_best=2"], "checkpoint.keep_best = 2",
          "no checkpoint before the last has evaluation/accuracy; legal: 0, or set training.eval"),
+        (1, ["checkpoint.interval=1", "optimizer.megatron.optimizer=sgd"],
+         "optimizer.megatron.optimizer = 'sgd'", "cannot be saved; legal: adam"),
+        (1, ["checkpoint.interval=1", "parallel.ddp.use_distributed_optimizer=false"],
+         "parallel.ddp.use_distributed_optimizer = false", "cannot be saved; legal: true"),
     ],
 )  # fmt: skip
 def test_each_rule_refuses_with_key_value_and_what_is_legal(

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_megatron.config import Layout
-from gspo_megatron.config.stage_rules import (
+from gspo_megatron.config.pipeline_split import (
     FIRST,
     LAST,
     WITH_EMBEDDING,
