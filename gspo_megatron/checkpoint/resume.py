@@ -13,6 +13,7 @@ from typing import Any
 
 from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
 from gspo_megatron.checkpoint.manifest import MANIFEST, find_damage
+from gspo_megatron.checkpoint.run_lock import LOCK_FILE
 from gspo_megatron.checkpoint.run_state import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -54,12 +55,16 @@ def candidates(config: Config, *, fresh: bool) -> list[Path]:
     where `fresh` forbids what is there."""
     folder = run_folder(config)
     if fresh:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and not _is_empty(folder):
             raise UserError(
                 f"--fresh: {folder} is not empty; move it away, or give another logging.dir"
             )
         return []
     return [folder / CHECKPOINTS / position.name for position in positions(folder / CHECKPOINTS)]
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and all(path.name == LOCK_FILE for path in folder.iterdir())
 
 
 def conclude(config: Config, chosen: Path | None, damage: Damage) -> Start:

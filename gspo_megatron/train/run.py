@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_megatron.checkpoint.resume import Start, finished_text
+from gspo_megatron.checkpoint.resume import Start, finished_text, run_folder
 from gspo_megatron.checkpoint.rng import load_rng
+from gspo_megatron.checkpoint.run_lock import run_lock
 from gspo_megatron.checkpoint.run_state import read_model
 from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.config import Config, resolve_parallel
@@ -44,9 +45,11 @@ def run_training(config: Config, *, fresh: bool = False) -> bool:
     inputs = read_inputs(config)
     reward = get_reward(config.reward.name, config.reward.import_path, config.reward.options)
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
-    with StopSignals(enabled=config.checkpoint.interval > 0) as stop:
+    folder = run_folder(config)
+    with run_lock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
         try:
             ranks = start_processes()
+            on_main(lambda: lock.hold(folder))
             start = find_start(config, fresh=fresh)
             if start.is_finished:
                 assert start.state is not None
@@ -55,6 +58,7 @@ def run_training(config: Config, *, fresh: bool = False) -> bool:
                 return True
             on_main(lambda: count_restart(config, start))
             job = assemble(config, inputs, reward, objective, start, stop)
+            on_main(lambda: lock.hold(folder))  # it is there now, and an earlier run moved aside
             try:
                 with watched(config, job.policy, ranks, stop):
                     return _run(job)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.checkpoint.hf.writer_folder import check_destination
-from gspo_megatron.checkpoint.resume import Start, finished_text
+from gspo_megatron.checkpoint.resume import Start, finished_text, run_folder
+from gspo_megatron.checkpoint.run_lock import run_lock
 from gspo_megatron.config.parallel import resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.data.inputs import model_vocab_size
@@ -32,9 +33,11 @@ def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bo
     Returns whether the run is done; False where it was told to stop, and is saved. Raises UserError
     for what the user can mend.
     """
-    with StopSignals(enabled=config.checkpoint.interval > 0) as stop:
+    folder = run_folder(config)
+    with run_lock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
         try:
             ranks = start_processes()
+            on_main(lambda: lock.hold(folder))
             start = find_start(config, fresh=fresh)
             if start.is_finished and not export_is_due(config):
                 assert start.state is not None
@@ -44,6 +47,7 @@ def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bo
             on_main(lambda: check_export(config))
             on_main(lambda: count_restart(config, start))
             job, hf = assemble_stage(config, inputs, start, stop)
+            on_main(lambda: lock.hold(folder))  # it is there now, and an earlier run moved aside
             try:
                 with watched(config, job.policy, ranks, stop):
                     return _run(job, hf)

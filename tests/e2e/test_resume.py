@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from gspo_megatron.checkpoint.manifest import find_damage
+from gspo_megatron.checkpoint.run_lock import run_lock
 from tests.e2e.resuming import (
     TAIL,
     assert_same_run,
@@ -212,6 +213,17 @@ def test_fresh_wants_an_empty_folder(again: Path) -> None:
     run.mkdir()
     train(again, "--fresh", "training.steps=1")
     assert records(run)[-1]["step"] == 1
+
+
+def test_a_second_run_in_the_folder_of_one_at_work_is_refused(again: Path) -> None:
+    run = again.parent / "run"
+    before = (run / "metrics.jsonl").read_bytes()
+    with run_lock() as lock:
+        lock.hold(run)
+        told = train(again, "training.steps=9", "--nproc=2", "parallel.layout=dp=2", expect=2)
+    assert f"{run}: another run is at work here" in told.stderr
+    assert "Traceback" not in told.stderr
+    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_keys_that_shape_the_run_are_refused_all_at_once(again: Path, toy: Path) -> None:

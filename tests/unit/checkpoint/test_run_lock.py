@@ -1,0 +1,93 @@
+"""Two runs never share a run folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.checkpoint import run_lock
+from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
+from gspo_megatron.errors import UserError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from gspo_megatron.checkpoint.run_lock import RunLock
+lock = RunLock()
+lock.hold(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the folder, in Slurm job 7."""
+    monkeypatch.setattr(run_lock, "_PATIENCE", 0.3)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"SLURM_JOB_ID": "7"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_run_is_refused_and_told_of_the_first(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    with pytest.raises(UserError, match=f"process {other.pid}, Slurm job 7") as error:
+        RunLock().hold(tmp_path)
+    assert str(tmp_path / LOCK_FILE) in str(error.value)
+
+
+def test_the_folder_is_free_once_its_run_has_died(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    other.kill()
+    lock = RunLock()
+    lock.hold(tmp_path)
+    lock.release()
+
+
+def test_a_requeued_job_is_let_in_where_the_lock_of_a_lost_node_is_still_there(
+    tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    RunLock().hold(tmp_path)
+
+
+def test_a_removed_lock_file_frees_the_folder(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+    (tmp_path / LOCK_FILE).unlink()
+    lock = RunLock()
+    lock.hold(tmp_path)
+    lock.release()
+
+
+def test_a_run_may_hold_its_folder_twice_and_another_beside_it(tmp_path: Path) -> None:
+    lock = RunLock()
+    lock.hold(tmp_path)
+    lock.hold(tmp_path)
+    moved = tmp_path.rename(tmp_path.with_name("moved"))  # as an earlier run of the name is
+    tmp_path.mkdir()
+    lock.hold(tmp_path)
+    assert (moved / LOCK_FILE).exists()
+    lock.release()
+    again = RunLock()
+    again.hold(tmp_path)
+    again.release()
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    RunLock().hold(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
