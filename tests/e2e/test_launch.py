@@ -2,116 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-import gspo_megatron
-
-ROOT = Path(gspo_megatron.__file__).parents[1]
-PATIENCE = 30.0  # seconds until a test gives up, on a machine that is busy with others
-
-LAUNCHER = """
-import sys
-from gspo_megatron.cli.failures import tell_failure
-from gspo_megatron.cli.launch import launch
-world_size, grace_seconds, settle_seconds, *command = sys.argv[1:]
-try:
-    times = {"grace_seconds": float(grace_seconds), "settle_seconds": float(settle_seconds)}
-    sys.exit(launch(command, int(world_size), **times))
-except Exception as error:
-    sys.exit(tell_failure(error))
-"""
-
-# What the ranks' scripts begin with. `say` lets the test wait for a rank; `block` never returns.
-PREAMBLE = """
-import os, signal, sys, threading
-from pathlib import Path
-from gspo_megatron.cli.failures import tell_failure
-from gspo_megatron.cli.ranks import join_launcher
-from gspo_megatron.errors import UserError
-rank = int(os.environ["RANK"])
-def say(word):
-    Path(sys.argv[1], f"{word}-{rank}").touch()
-def block():
-    threading.Event().wait()
-def await_word(word, of):
-    while not Path(sys.argv[1], f"{word}-{of}").exists():
-        threading.Event().wait(0.01)
-"""
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
-@dataclass
-class Launch:
-    """A running launcher whose ranks can be found by the folder that is their argument."""
-
-    folder: Path
-    process: subprocess.Popen[str]
-
-    def await_word(self, word: str, *ranks: int) -> None:
-        wait_until(lambda: all((self.folder / f"{word}-{rank}").exists() for rank in ranks))
-
-    def end(self) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr, once it has ended."""
-        out, err = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, out, err
-
-    def survivors(self) -> list[str]:
-        """The command lines of processes that have the folder for an argument."""
-        found = []
-        for process in psutil.process_iter(["cmdline", "status"]):
-            words = process.info["cmdline"] or []
-            if str(self.folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(words))
-        return found
-
-
-Start = Callable[..., Launch]
+from tests.e2e.launching import (
+    PATIENCE,
+    Start,
+    launches,
+    wait_until,
+)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the launcher on a script, which it writes to a file after PREAMBLE."""
-    launched: list[Launch] = []
-
-    def begin(
-        script: str, world_size: int, grace: float = 5.0, settle: float = 0.3, **environ: str
-    ) -> Launch:
-        path = tmp_path / "rank.py"
-        path.write_text(PREAMBLE + textwrap.dedent(script))
-        limits = [str(world_size), str(grace), str(settle)]
-        clean = {name: text for name, text in os.environ.items() if name != "MASTER_PORT"}
-        process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, *limits, sys.executable, str(path), str(tmp_path)],
-            env={**clean, "PYTHONPATH": str(ROOT), **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        launched.append(Launch(tmp_path, process))
-        return launched[-1]
-
-    yield begin
-    for launch in launched:
-        launch.process.send_signal(signal.SIGTERM)  # harmless where it has ended
-        launch.process.communicate(timeout=PATIENCE)
+    with launches(tmp_path) as begin:
+        yield begin
 
 
 def test_ranks_that_end_well_end_the_launcher_with_0(start: Start) -> None:

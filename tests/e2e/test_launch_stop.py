@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_launch import PATIENCE, PREAMBLE, ROOT, Launch
-
-LAUNCHER = """
-import sys
-from gspo_megatron.cli.launch import launch
-times = {"grace_seconds": 0.1, "settle_seconds": 0.1}
-sys.exit(launch(sys.argv[1:], 2, saves_on_signals=True, **times))
-"""
+from tests.e2e.launching import Start, launches
 
 # A rank that notes the signal, and ends in an orderly way later, when the test lets it.
 SAVES = """
@@ -33,31 +23,12 @@ say("asked")
 await_word("go", 0)
 """
 
-Start = Callable[[str], Launch]
-
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the launcher with two ranks of a script."""
-    launched: list[Launch] = []
-
-    def begin(script: str) -> Launch:
-        path = tmp_path / "rank.py"
-        path.write_text(PREAMBLE + textwrap.dedent(script))
-        process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, sys.executable, str(path), str(tmp_path)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        launched.append(Launch(tmp_path, process))
-        return launched[-1]
-
-    yield begin
-    for launch in launched:
-        launch.process.kill()
-        launch.process.communicate(timeout=PATIENCE)
+    """Starts the launcher of two ranks that save themselves, with hardly any time for others."""
+    with launches(tmp_path) as begin:
+        yield partial(begin, grace=0.1, settle=0.1, saves_on_signals=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
