@@ -1,19 +1,21 @@
 """Conversion from and to Hugging Face against `cp` of the same bytes: throughput and peak memory.
 
-    python tools/bench_convert.py [--gigabytes 4] [--rounds 3] [--directory SCRATCH]
+    python tools/bench_convert.py [--gigabytes 4] [--rounds 4] [--directory SCRATCH]
 
 A random qwen3_moe checkpoint (the widths of Qwen3-30B-A3B, fewer layers and experts) of several
 files is imported and exported again by `gspo-megatron convert`, each beside a `cp -r` of what it
-reads. What is the same for both: the source has just been read or written, so it is in the page
-cache as far as memory allows; nothing else waits to be written (`sync` before each); the time ends
-when the result is on the disk, which the conversion sees to itself and `cp` is given a `sync` for.
-The time of `cp` alone, most of whose bytes are still in memory then, is shown too. Copy and
-conversion take turns, and the last line has the median of each round's ratio. A conversion starts
-with some two seconds of imports: the larger the checkpoint, the less they count.
+reads to the same disk. What is the same for both: the source has just been read or written, so it
+is in the page cache as far as memory allows; nothing else waits to be written (`sync` before each);
+the time ends when all files of the result are on the disk, which the conversion sees to itself, and
+for `cp` this script does (fsync of each). The time of `cp` alone, most of whose bytes are still in
+memory then, is shown too. Copy and conversion take turns, and so does who is first: the second one
+finds memory that the first one's pages were in, which a virtual machine gets faster than fresh
+memory. The last line has the median of each round's ratio. CPU time is the process's own, without
+what the kernel does for it afterwards: on a machine that others use, it tells more than the clock.
 
 Peak memory is the largest resident set of the converting process as the kernel counts it (wait4):
-the interpreter, torch and its libraries included, and the pages of their files too. The
-checkpoints' files are read and written, not mapped: no page of theirs is in it.
+the interpreter and its libraries included, and the pages of their files too. The checkpoints' files
+are read and written, not mapped: no page of theirs is in it.
 
 It takes three times the size in scratch space, and leaves nothing there.
 """
@@ -37,15 +39,16 @@ _COPIES = 3  # of the checkpoint on the disk at a time
 
 @dataclass
 class Timing:
-    """Seconds, and the largest resident set in MB."""
+    """Seconds by the clock and of the processors, and the largest resident set in MB."""
 
     seconds: float
+    cpu: float
     peak: float
 
 
 @dataclass
 class Turn:
-    """Throughput over that of cp with its sync, over that of cp alone, and the peak in MB."""
+    """Throughput over that of cp with its fsync, over that of cp alone, and the peak in MB."""
 
     ratio: float
     ratio_alone: float
@@ -98,10 +101,10 @@ def make_checkpoint(folder: Path, gigabytes: float) -> None:
     config = config_of(gigabytes)
     shape = shape_of(describe(config))
     shapes = weight_map(family_of(config), shape, config["vocab_size"]).shapes
-    specs = {name: TensorSpec(torch.bfloat16, size) for name, size in shapes.items()}
+    specs = {name: TensorSpec("BF16", size) for name, size in shapes.items()}
     total = sum(spec.bytes for spec in specs.values())
     generator = torch.Generator().manual_seed(1)
-    with HfWriter(folder, specs, max_shard_bytes=total // 4 + 1, read_back=False) as writer:
+    with HfWriter(folder, specs, max_shard_bytes=total // 4 + 1) as writer:
         for name, spec in specs.items():
             rows = max(1, _BLOCK // (spec.bytes // spec.shape[0]))
             for first in range(0, spec.shape[0], rows):
@@ -125,38 +128,50 @@ def run(command: list[str]) -> Timing:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed:\n{said[-3000:]}")
-    return Timing(time.perf_counter() - started, usage.ru_maxrss / 1e3)
+    seconds = time.perf_counter() - started
+    return Timing(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e3)
 
 
-def copy(source: Path, destination: Path) -> tuple[float, float]:
-    """Seconds of `cp -r`, and with what it leaves to be written."""
-    alone = run(["cp", "-r", str(source), str(destination)]).seconds
+def copy(source: Path, destination: Path) -> tuple[Timing, float]:
+    """`cp -r`, and the seconds until what it wrote is on the disk."""
+    timing = run(["cp", "-r", str(source), str(destination)])
     started = time.perf_counter()
-    os.sync()
-    durable = alone + time.perf_counter() - started
+    for path in [*destination.rglob("*"), destination]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    durable = timing.seconds + time.perf_counter() - started
     shutil.rmtree(destination)
-    return alone, durable
+    return timing, durable
 
 
-def compare(direction: str, source: Path, destination: Path, total: int) -> Turn:
+def compare(direction: str, source: Path, destination: Path, total: int, copy_first: bool) -> Turn:
     """One turn of both."""
-    alone, durable = copy(source, source.with_name("copy"))
     command = [sys.executable, "-m", "gspo_megatron", "convert", direction]
-    timing = run([*command, str(source), str(destination)])
+    command += [str(source), str(destination)]
+    beside = source.with_name("copy")
+    if copy_first:
+        alone, durable = copy(source, beside)
+        timing = run(command)
+    else:
+        timing = run(command)
+        alone, durable = copy(source, beside)
     rate = total / 1e9
+    ratio, ratio_alone = durable / timing.seconds, alone.seconds / timing.seconds
     print(
-        f"  {direction:<15} {rate / timing.seconds:5.2f} GB/s, peak {timing.peak:4.0f} MB   cp + "
-        f"sync {rate / durable:5.2f} GB/s (cp alone {rate / alone:5.2f})   ratio "
-        f"{durable / timing.seconds:.2f} ({alone / timing.seconds:.2f})",
+        f"  {direction:<15} {rate / timing.seconds:5.2f} GB/s, CPU {timing.cpu:4.1f} s, peak "
+        f"{timing.peak:4.0f} MB   cp + fsync {rate / durable:5.2f} GB/s (cp alone "
+        f"{rate / alone.seconds:5.2f}, CPU {alone.cpu:4.1f} s)   ratio {ratio:.2f} "
+        f"({ratio_alone:.2f})",
         flush=True,
     )
-    return Turn(durable / timing.seconds, alone / timing.seconds, timing.peak)
+    return Turn(ratio, ratio_alone, timing.peak)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of the checkpoint")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of cp and conversion")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of cp and conversion")
     parser.add_argument("--directory", type=Path, help="where to write (default: a temporary one)")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -180,8 +195,12 @@ def main() -> None:
         results: dict[str, list[Turn]] = {"import": [], "export": []}
         for number in range(1, arguments.rounds + 1):
             print(f"round {number}")
-            results["import"].append(compare("hf-to-megatron", hf, ours, total))
-            results["export"].append(compare("megatron-to-hf", ours, back, total))
+            for name, direction, source, result in (
+                ("import", "hf-to-megatron", hf, ours),
+                ("export", "megatron-to-hf", ours, back),
+            ):
+                turn = compare(direction, source, result, total, copy_first=number % 2 == 1)
+                results[name].append(turn)
             shutil.rmtree(ours)
             shutil.rmtree(back)
     pairs = {}

@@ -7,17 +7,16 @@ held against the folder before anything is read.
 
 from __future__ import annotations
 
-import math
+import io
 import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
+from gspo_megatron.checkpoint.index_rules import INDEX, check_index, read_pickle
 from gspo_megatron.errors import DataError
-
-INDEX = ".metadata"
 
 # module -> names; `torch` stands for its dtypes, layouts and memory formats too.
 _RECORDS = {
@@ -75,51 +74,10 @@ def read_index(folder: Path) -> Metadata:
     Raises DataError where the folder or its index is missing, damaged or foreign, or where a file
     that it names is missing or shorter than it says.
     """
-    path = folder / INDEX
+    data = read_pickle(folder)
     try:
-        with path.open("rb") as file:
-            index = _Unpickler(file).load()
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; is this the folder of a checkpoint?") from None
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
+        index = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # noqa: BLE001 (a damaged pickle raises just about anything)
-        raise DataError(f"{path}: not an index of a checkpoint: {error}") from None
-    try:
-        problems = _check(index, folder)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        problems = [f"{path}: not an index of a checkpoint: {error}"]
-    if problems:
-        raise DataError("\n".join(problems))
+        raise DataError(f"{folder / INDEX}: not an index of a checkpoint: {error}") from None
+    check_index(index, folder)
     return index
-
-
-def _check(index: Any, folder: Path) -> list[str]:
-    path = folder / INDEX
-    if not isinstance(index, Metadata):
-        return [f"{path}: not an index of a checkpoint, but a {type(index).__name__}"]
-    ends: dict[str, int] = {}
-    problems = []
-    places = set()
-    for place, info in index.storage_data.items():
-        name = info.relative_path
-        if not isinstance(name, str) or Path(name).name != name or info.transform_descriptors:
-            return [f"{path}: names {name!r}, which is not a file of this folder"]
-        ends[name] = max(ends.get(name, 0), info.offset + info.length)
-        places.add((place.fqn, place.offset))
-    for key, entry in index.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            continue
-        stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-        offsets = {chunk.offsets for chunk in entry.chunks}
-        found = all((key, offset) in places for offset in offsets)
-        if stored != math.prod(entry.size) or len(offsets) != len(entry.chunks) or not found:
-            problems.append(f"{path}: {key} is not whole: {stored} of {math.prod(entry.size)}")
-    for name, end in sorted(ends.items()):
-        file = folder / name
-        size = file.stat().st_size if file.is_file() else None
-        if size is None:
-            problems.append(f"{file}: no such file")
-        elif size < end:
-            problems.append(f"{file}: truncated, {size} bytes of {end}")
-    return problems

@@ -7,16 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, new_parser
 from gspo_megatron.errors import UserError
 
-if TYPE_CHECKING:
-    import torch
-
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_DTYPES = {"bf16": "BF16", "fp32": "F32"}  # as safetensors files call them
 # Processes that nobody asked for by number: those of a layout meant for a cluster.
 _MOST_PROCESSES = 64
 
@@ -123,12 +119,8 @@ def _export_as_rank(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _dtype(arguments: argparse.Namespace) -> torch.dtype | None:
-    import torch
-
-    # The work is shared by threads already; torch's own, one set for each of them, would fight.
-    torch.set_num_threads(1)
-    return getattr(torch, _DTYPES[arguments.dtype]) if arguments.dtype else None
+def _dtype(arguments: argparse.Namespace) -> str | None:
+    return _DTYPES[arguments.dtype] if arguments.dtype else None
 
 
 def _tell(arguments: argparse.Namespace, notes: Sequence[str] = ()) -> None:

@@ -231,7 +231,7 @@ def kill_while_it_writes(command: list[str], partial: Path, delay: float) -> Non
 
 def kill_at_random_moments(gspo: Command, tmp_path: Path, kills: int) -> None:
     drawn = random.Random(kills)
-    # some 20 MB, a few tenths of a second to write and to compare
+    # some 20 MB, a tenth of a second or two to write and to compare
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=4, vocab_size=60_001)
     ours, back = tmp_path / "ours", tmp_path / "back"
     hidden = 0
@@ -242,7 +242,7 @@ def kill_at_random_moments(gspo: Command, tmp_path: Path, kills: int) -> None:
         partial = tmp_path / f".{result.name}.partial"
         command = [sys.executable, "-m", "gspo_megatron", "convert", *words]
         for _ in range(kills):
-            kill_while_it_writes(command, partial, drawn.random() * 0.4)
+            kill_while_it_writes(command, partial, drawn.random() * 0.15)
             hidden += partial.exists()
             if result.exists():  # killed after its end, or just before
                 assert_whole(result, source)

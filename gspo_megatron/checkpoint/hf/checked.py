@@ -13,6 +13,8 @@ from gspo_megatron.config.problems import format_value
 from gspo_megatron.config.shape import ModelShape, shape_conflicts
 from gspo_megatron.errors import ConfigError, DataError
 
+_DTYPES = ("BF16", "F16", "F32", "F64")  # of weights
+
 
 def checked_folder(
     path: str | Path,
@@ -56,8 +58,8 @@ def _tensor_problems(folder: HfFolder, weights: WeightMap, family: Family) -> It
                 f"{folder.path}: {name} has the shape {list(entry.shape)}; config.json says "
                 f"{list(shape)}"
             )
-        elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
-            yield f"{folder.path}: {name} has the dtype {entry.dtype}; legal: bf16, fp16, fp32"
+        elif entry.dtype not in _DTYPES:
+            yield f"{folder.path}: {name} has the dtype {entry.dtype}; legal: {', '.join(_DTYPES)}"
     for name in folder.tensors:
         if name not in weights.shapes and not is_unread(name, weights, family):
             yield f"{folder.path}: {name} is no part of the model that config.json describes"

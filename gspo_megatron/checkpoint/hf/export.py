@@ -14,6 +14,8 @@ from torch import Tensor
 from gspo_megatron.checkpoint.hf.arrangement import weight_map
 from gspo_megatron.checkpoint.hf.config import export_config
 from gspo_megatron.checkpoint.hf.files import SIDE_FILES, HfWriter, TensorSpec
+from gspo_megatron.checkpoint.hf.files_header import name_of
+from gspo_megatron.checkpoint.hf.generation import generation_files
 from gspo_megatron.checkpoint.hf.stream import MAIN_RANK, stream_hf, tensor_specs
 from gspo_megatron.checkpoint.hf.writer import MAX_SHARD_BYTES
 from gspo_megatron.config.families import family_of, family_of_shape
@@ -42,13 +44,16 @@ def export_hf(
     """
     family = family_of_shape(policy.shape) if hf_config is None else family_of(hf_config)
     dtype = dtype or policy.config.params_dtype
-    config = export_config(policy.shape, policy.vocab_size, dtype, hf_config)
+    config = export_config(policy.shape, policy.vocab_size, name_of(dtype), hf_config)
     weights = weight_map(family, policy.shape, policy.vocab_size)
     writer = _Writer(path, tensor_specs(policy, weights, dtype), max_shard_bytes)
     with writer.opened():
         for name, tensor in stream_hf(policy, family=family, dtype=dtype):
             writer.write(name, tensor)
-        writer.publish({"config.json": config}, side_files(tokenizer))
+        files = side_files(tokenizer)
+        # a folder that was imported says it itself, in one of its two files
+        made = generation_files(files) if hf_config is None else {}
+        writer.publish({"config.json": config, **made}, files)
 
 
 def side_files(tokenizer: str | Path | None) -> list[Path]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.checkpoint.hf.files_header import (
     DTYPES,
@@ -17,10 +14,15 @@ from gspo_megatron.checkpoint.hf.files_header import (
     bounds,
     read_header,
     read_part,
+    tensor_bytes,
+    torch_dtype,
 )
 from gspo_megatron.checkpoint.hf.files_open import OpenFiles
 from gspo_megatron.checkpoint.hf.writer import SINGLE_FILE, WEIGHT_INDEX, HfWriter
 from gspo_megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["DTYPES", "SIDE_FILES", "HfFolder", "HfWriter", "TensorEntry", "TensorSpec"]
 
@@ -92,17 +94,19 @@ class HfFolder:
 
         Raises KeyError for a name that the folder lacks; EOFError where the file has shrunk.
         """
+        import torch
+
         entry = self.tensors[name]
-        part = bounds(entry.shape, slices)
-        out = torch.empty([size for _, size in part], dtype=entry.dtype)
-        self.read_into(name, slices, out)
+        sizes = [size for _, size in bounds(entry.shape, slices)]
+        out = torch.empty(sizes, dtype=torch_dtype(entry.dtype))
+        self.read_into(name, slices, tensor_bytes(out))
         return out
 
-    def read_into(self, name: str, slices: Sequence[slice] | None, out: Tensor) -> None:
-        """The same, into a contiguous tensor of that size and dtype."""
+    def read_into(self, name: str, slices: Sequence[slice] | None, out: memoryview) -> None:
+        """The same, its bytes."""
         entry = self.tensors[name]
         with self._files.descriptor(entry.file) as descriptor:
-            read_part(descriptor, entry.offset, entry.shape, bounds(entry.shape, slices), out)
+            read_part(descriptor, entry.offset, entry, bounds(entry.shape, slices), out)
 
     def close(self) -> None:
         self._files.close()

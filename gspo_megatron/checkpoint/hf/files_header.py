@@ -14,10 +14,10 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
 
 LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # bytes, as in the reference implementation
@@ -26,33 +26,58 @@ _ALIGNMENT = 8  # of the first tensor: the header is filled up with spaces
 _SHORT_RUN = 64 * 1024  # bytes: shorter pieces cost less when read with what lies between them
 _BLOCK = 4 * 1024 * 1024  # bytes read at once then
 
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+
+class Dtype(NamedTuple):
+    """Its name in torch, and the bytes of an element."""
+
+    name: str
+    bytes: int
+
+
+# By the names of the format, by which they go in this package: files are converted without torch.
+DTYPES = {
+    "BOOL": Dtype("bool", 1),
+    "U8": Dtype("uint8", 1),
+    "I8": Dtype("int8", 1),
+    "I16": Dtype("int16", 2),
+    "I32": Dtype("int32", 4),
+    "I64": Dtype("int64", 8),
+    "F16": Dtype("float16", 2),
+    "BF16": Dtype("bfloat16", 2),
+    "F32": Dtype("float32", 4),
+    "F64": Dtype("float64", 8),
+    "F8_E4M3": Dtype("float8_e4m3fn", 1),
+    "F8_E5M2": Dtype("float8_e5m2", 1),
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """What the format calls a dtype of torch. Raises KeyError for one that it lacks."""
+    return DTYPE_NAMES[str(dtype).removeprefix("torch.")]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of torch that the format calls so."""
+    import torch
+
+    return getattr(torch, DTYPES[name].name)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """What a tensor is, without its values."""
 
-    dtype: torch.dtype
+    dtype: str  # one of DTYPES
     shape: tuple[int, ...]
 
     @property
+    def item_bytes(self) -> int:
+        return DTYPES[self.dtype].bytes
+
+    @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.item_bytes
 
 
 @dataclass(frozen=True)
@@ -96,18 +121,17 @@ def _entries(
         try:
             shape = tuple(int(extent) for extent in described["shape"])
             first, last = (int(offset) for offset in described["data_offsets"])
-            dtype_name = str(described["dtype"])
+            dtype = str(described["dtype"])
         except (KeyError, TypeError, ValueError):
             problems.append(f"{file}: {name}: its entry in the header cannot be read")
             continue
-        dtype = DTYPES.get(dtype_name)
-        if dtype is None:
-            problems.append(f"{file}: {name}: dtype {dtype_name}; known: {', '.join(DTYPES)}")
+        if dtype not in DTYPES:
+            problems.append(f"{file}: {name}: dtype {dtype}; known: {', '.join(DTYPES)}")
             continue
         entry = TensorEntry(dtype, shape, file, start + first)
         if min(shape, default=0) < 0 or first < 0 or last - first != entry.bytes:
             problems.append(
-                f"{file}: {name}: {last - first} bytes for {dtype_name} {list(shape)},"
+                f"{file}: {name}: {last - first} bytes for {dtype} {list(shape)},"
                 f" which takes {entry.bytes}"
             )
             continue
@@ -130,7 +154,7 @@ def make_header(
     for name, spec in tensors.items():
         offsets[name] = end
         header[name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
+            "dtype": spec.dtype,
             "shape": list(spec.shape),
             "data_offsets": [end, end + spec.bytes],
         }
@@ -141,8 +165,10 @@ def make_header(
     return struct.pack("<Q", len(text)) + text, {name: start + at for name, at in offsets.items()}
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied; writing to them writes to the tensor."""
+    import torch
+
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "not plain memory"
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
@@ -174,32 +200,52 @@ def bounds(shape: Sequence[int], slices: Sequence[slice] | None) -> list[tuple[i
     return result
 
 
+def run_at(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> int | None:
+    """The first element of a block of a tensor that is one run of elements; None where it is
+    several."""
+    outer = 0
+    while outer < len(size) and size[outer] == 1:
+        outer += 1
+    if list(size[outer + 1 :]) != list(shape[outer + 1 :]):
+        return None
+    place = 0
+    for extent, at in zip(shape, start, strict=True):
+        place = place * extent + at
+    return place
+
+
 def read_part(
     descriptor: int,
     offset: int,
-    shape: Sequence[int],
+    spec: TensorSpec,
     part: Sequence[tuple[int, int]],
-    out: Tensor,
+    out: memoryview,
 ) -> None:
-    """Fill the contiguous `out`, of the sizes in `part`, from a tensor that starts at `offset`."""
-    if out.numel() == 0:
+    """Fill `out` with the bytes of a part, as `bounds` has it, of a tensor that starts at `offset`
+    of the file."""
+    if not out:
         return
-    width = math.prod(shape[1:]) * out.element_size()  # bytes of one index of the first dimension
+    shape = spec.shape
+    width = math.prod(shape[1:]) * spec.item_bytes  # bytes of one index of the first dimension
     if all(size == extent for (_, size), extent in zip(part[1:], shape[1:])):
-        start = part[0][0] * width if part else 0
-        read_into(descriptor, tensor_bytes(out), offset + start)
+        read_into(descriptor, out, offset + (part[0][0] * width if part else 0))
         return
     first, count = part[0]
-    run = part[-1][1] * out.element_size()
+    run = len(out) // count
     if len(shape) > 2 or run >= _SHORT_RUN:
+        inner = TensorSpec(spec.dtype, shape[1:])
         for index in range(count):
             place = offset + (first + index) * width
-            read_part(descriptor, place, shape[1:], part[1:], out[index])
+            one = out[index * run : (index + 1) * run]
+            read_part(descriptor, place, inner, part[1:], one)
         return
-    columns = slice(part[1][0], sum(part[1]))
+    import numpy as np
+
+    target = np.frombuffer(out, np.uint8).reshape(count, run)
+    left = part[1][0] * spec.item_bytes
     rows_at_once = max(1, _BLOCK // width)
-    block = torch.empty(min(rows_at_once, count), shape[1], dtype=out.dtype)
+    block = np.empty((min(rows_at_once, count), width), np.uint8)
     for start in range(0, count, rows_at_once):
         rows = block[: min(rows_at_once, count - start)]
-        read_into(descriptor, tensor_bytes(rows), offset + (first + start) * width)
-        out[start : start + len(rows)] = rows[:, columns]
+        read_into(descriptor, memoryview(rows).cast("B"), offset + (first + start) * width)
+        target[start : start + len(rows)] = rows[:, left : left + run]

@@ -16,6 +16,7 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 
 
+@torch.no_grad()
 def load_hf(path: str | Path, policy: Policy) -> None:
     """Fill this rank's parameters, and the biases of its routers, from the folder.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _MOST_THREADS = 4  # each has a few buffers, and a disk serves no more of them well
 
@@ -53,19 +53,24 @@ def thread_count() -> int:
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
 
 
-def in_threads(
-    work: Callable[[Item], Result], items: Sequence[Item], stop: threading.Event | None = None
-) -> list[Result]:
-    """work(item) of all items, a few at a time. The first error, or Ctrl-C, keeps those that have
-    not begun from beginning, and sets `stop` for those that have."""
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """work(item) of all items, a few at a time, begun in their order. After the first error, or
+    Ctrl-C, none is begun any more."""
+    results: list[Any] = [None] * len(items)
+    numbers = iter(range(len(items)))  # shared: a thread takes the next one
+    failed = threading.Event()
+
+    def take_turns() -> None:
+        for number in numbers:
+            if failed.is_set():
+                return
+            results[number] = work(items[number])
+
     with ThreadPoolExecutor(thread_count()) as pool:
-        futures = [pool.submit(work, item) for item in items]
         try:
-            for future in as_completed(futures):
+            for future in as_completed([pool.submit(take_turns) for _ in range(thread_count())]):
                 future.result()
         except BaseException:
-            if stop is not None:
-                stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            failed.set()
             raise
-    return [future.result() for future in futures]
+    return results

@@ -1,34 +1,32 @@
-"""Writes Megatron-Core's torch_dist format, making each block just before it is written.
+"""Writes Megatron-Core's torch_dist format from pieces that come in any order.
 
 torch's own writer keeps a block of every tensor in memory until its file is done.
 """
 
 from __future__ import annotations
 
-import importlib
+import bisect
 import json
-import math
+import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from types import TracebackType
 
-import torch
-from torch import Tensor
-
-from gspo_megatron.checkpoint.hf.files_header import TensorSpec
-from gspo_megatron.checkpoint.hf.offline_blocks import blocks, workspace
-from gspo_megatron.checkpoint.hf.offline_share import in_threads, thread_count
-from gspo_megatron.checkpoint.hf.pieces import Slices
+from gspo_megatron.checkpoint.hf.checksums import Extents, combine
+from gspo_megatron.checkpoint.hf.files_header import TensorSpec, run_at, write_from
+from gspo_megatron.checkpoint.hf.offline_archive import around_tensor, empty_archive
+from gspo_megatron.checkpoint.hf.offline_blocks import blocks
+from gspo_megatron.checkpoint.hf.offline_index import Block, dump_index
+from gspo_megatron.checkpoint.hf.pieces import Box, Slices
+from gspo_megatron.checkpoint.hf.writer_folder import told
+from gspo_megatron.checkpoint.index_rules import INDEX
 from gspo_megatron.checkpoint.manifest import FileRecord
 
-_INDEX_MODULE = "gspo_megatron.checkpoint.hf.offline_index"
 # What Megatron-Core's dist_checkpointing writes beside the tensors, for a checkpoint of tensors.
-_MEGATRON_FILES: dict[str, Any] = {
+_MEGATRON_FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
@@ -37,132 +35,121 @@ _MEGATRON_FILES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A block of a tensor, and where its archive is."""
+class _Planned:
+    """A block as it will be: its first byte in the tensor, and where its bytes go in the file."""
 
-    key: str
-    block: Slices
-    file: str
-    start: int
-    length: int
+    spec: TensorSpec
+    block: Block
+    first: int
+    place: int
+    written: Extents = field(default_factory=Extents)
 
 
-def write_torch_dist(
-    folder: Path,
-    tensors: Mapping[str, TensorSpec],
-    make: Callable[[str, Slices, Tensor], None],
-    *,
-    done: Callable[[int], None],
-) -> dict[str, FileRecord]:
-    """Write a folder of tensors, calling make(key, slices, out) for each block just before it is
-    written, from several threads, and done(bytes) after it.
+class TorchDistWriter:
+    """A folder of tensors under construction; a context manager.
 
-    Returns size and checksum of each file; they need not be on the disk yet. Raises OSError.
+    Sizes and places of all blocks are known beforehand, so pieces go straight to their place, from
+    several threads. Nothing is waited for to be on the disk. What the user can mend is told of
+    `path`, else raises OSError.
     """
-    folder.mkdir()
-    items = [
-        (key, block, math.prod(p.stop - p.start for p in block) * spec.dtype.itemsize)
-        for key, spec in tensors.items()
-        for block in blocks(spec)
-    ]
-    shares = _shares(items, thread_count())
-    records: dict[str, FileRecord] = {}
-    stop = threading.Event()
 
-    def write_share(number: int) -> list[Placed]:
-        name = f"__0_{number}.distcp"
-        placed = []
-        with _CheckedFile(folder / name) as file:
-            for key, block, size in shares[number]:
-                if stop.is_set():
-                    break  # another has failed, and tells
-                start = file.tell()
-                shape = [part.stop - part.start for part in block]
-                data = workspace.empty("block", shape, tensors[key].dtype)
-                make(key, block, data)
-                _save(data, file)
-                placed.append(Placed(key, block, name, start, file.tell() - start))
-                done(size)
-            records[name] = file.close()
-        return placed
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, TensorSpec], files: int, path: Path
+    ) -> None:
+        self._folder, self._tensors, self._path = folder, tensors, path
+        self._planned: dict[str, list[_Planned]] = {}
+        self.sizes: dict[str, int] = {}  # of the files of blocks
+        total, before = sum(spec.bytes for spec in tensors.values()), 0
+        for key, spec in tensors.items():
+            self._planned[key] = []
+            for slices in blocks(spec):
+                file = f"__0_{before * files // max(1, total)}.distcp"
+                planned = _plan(spec, slices, file, self.sizes.get(file, 0))
+                self._planned[key].append(planned)
+                self.sizes[file] = planned.block.start + planned.block.length
+                before += planned.spec.bytes
+        self._descriptors: dict[str, int] = {}
+        # the kernel lets one thread at a time write a file, and the others spin
+        self._writing = {file: threading.Lock() for file in self.sizes}
 
-    with ThreadPoolExecutor(1) as other, _no_checksums_in_archives():
-        # its imports take a second, which passes meanwhile
-        index = other.submit(importlib.import_module, _INDEX_MODULE)
-        placed = in_threads(write_share, range(len(shares)), stop=stop)
-        index.result().write_index(folder, tensors, [place for each in placed for place in each])
-    _write(folder / "metadata.json", lambda file: file.write(json.dumps(_MEGATRON_FILES).encode()))
-    _write(folder / "common.pt", lambda file: torch.save({}, file))
-    return records
-
-
-_Item = tuple[str, Slices, int]  # key, block, bytes
-
-
-def _shares(items: Sequence[_Item], count: int) -> list[list[_Item]]:
-    """Consecutive items, so that a source is read in its order, of about the same size."""
-    total = sum(size for _, _, size in items)
-    shares: list[list[_Item]] = [[] for _ in range(count)]
-    before = 0
-    for item in items:
-        shares[min(count - 1, before * count // max(1, total))].append(item)
-        before += item[2]
-    return [share for share in shares if share]
-
-
-@contextmanager
-def _no_checksums_in_archives() -> Iterator[None]:
-    """The manifest has one of the whole file; to compute both takes a third of the time."""
-    options = torch.serialization
-    if not hasattr(options, "set_crc32_options"):
-        yield
-        return
-    before = options.get_crc32_options()
-    options.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        options.set_crc32_options(before)
-
-
-def _save(block: Tensor, file: _CheckedFile) -> None:
-    try:
-        torch.save(block, file)
-    except RuntimeError as error:  # the archive is cut off; by what, is its context
-        cause = error.__context__
-        raise cause if isinstance(cause, OSError) else error  # noqa: B904 (of itself)
-
-
-class _CheckedFile:
-    """A new file that knows size and checksum of what was written to it."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb")
-        self._bytes = self._crc32 = 0
-
-    def __enter__(self) -> _CheckedFile:
+    def __enter__(self) -> TorchDistWriter:
+        with told(self._path):
+            self._folder.mkdir()
+            for name in self.sizes:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+                self._descriptors[name] = os.open(self._folder / name, flags, 0o666)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def file_of(self, key: str, box: Box) -> str:
+        """The file that a box of a tensor goes to, at least its beginning."""
+        return self._planned[key][self._find(key, box)[0]].block.file
 
-    def write(self, data: Any) -> int:
-        self._crc32 = zlib.crc32(data, self._crc32)
-        written = self._file.write(data)
-        self._bytes += written
-        return written
+    def write(self, key: str, box: Box, data: memoryview) -> int:
+        """Write a box of a tensor that is one run of its elements. Returns the checksum."""
+        number, at = self._find(key, box)
+        crc32 = 0
+        while data:
+            planned = self._planned[key][number]
+            inside = at - planned.first
+            part = data[: planned.spec.bytes - inside]
+            file, crc32_of_part = planned.block.file, zlib.crc32(part)
+            with told(self._path), self._writing[file]:
+                write_from(self._descriptors[file], part, planned.place + inside)
+            planned.written.add(inside, len(part), crc32_of_part)
+            crc32 = combine(crc32, crc32_of_part, len(part))
+            data, at, number = data[len(part) :], at + len(part), number + 1
+        return crc32
 
-    def tell(self) -> int:
-        return self._bytes
+    def _find(self, key: str, box: Box) -> tuple[int, int]:
+        """The first block that a box goes to, and its first byte in the tensor."""
+        spec = self._tensors[key]
+        first = run_at(spec.shape, box.target, box.size)
+        assert first is not None, f"{key}: {box} is several runs"
+        at = first * spec.item_bytes
+        return bisect.bisect_right(self._planned[key], at, key=lambda each: each.first) - 1, at
 
-    def flush(self) -> None:
-        pass
+    def finish(self) -> dict[str, FileRecord]:
+        """Write what belongs around the tensors. Returns size and checksum of each file of blocks,
+        made of what was given to `write`."""
+        checksums = dict.fromkeys(self.sizes, 0)
+        with told(self._path):
+            for key, planned in self._planned.items():
+                for each in planned:
+                    name, crc32 = each.block.file, each.written.crc32(each.spec.bytes)
+                    assert crc32 is not None, f"{key}: not all of it was written"
+                    before, after = around_tensor(each.spec, crc32)
+                    end = each.place + each.spec.bytes
+                    write_from(self._descriptors[name], memoryview(before), each.block.start)
+                    write_from(self._descriptors[name], memoryview(after), end)
+                    whole = combine(zlib.crc32(before, checksums[name]), crc32, each.spec.bytes)
+                    checksums[name] = zlib.crc32(after, whole)
+            blocks_of = {key: [each.block for each in p] for key, p in self._planned.items()}
+            for name, data in (
+                (INDEX, dump_index(self._tensors, blocks_of)),
+                ("metadata.json", json.dumps(_MEGATRON_FORMAT).encode()),
+                ("common.pt", empty_archive()),
+            ):
+                (self._folder / name).write_bytes(data)
+        return {
+            name: FileRecord(size, f"{checksums[name]:08x}") for name, size in self.sizes.items()
+        }
 
-    def close(self) -> FileRecord:
-        self._file.close()
-        return FileRecord(self._bytes, f"{self._crc32:08x}")
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
 
 
-def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    with path.open("xb") as file:
-        write(file)
+def _plan(spec: TensorSpec, slices: Slices, file: str, start: int) -> _Planned:
+    offset = tuple(part.start for part in slices)
+    size = tuple(part.stop - part.start for part in slices)
+    part = TensorSpec(spec.dtype, size)
+    before, after = around_tensor(part, 0)
+    block = Block(offset, size, file, start, len(before) + part.bytes + len(after))
+    first = run_at(spec.shape, offset, size)
+    assert first is not None, "blocks are of whole rows"
+    return _Planned(part, block, first * spec.item_bytes, start + len(before))

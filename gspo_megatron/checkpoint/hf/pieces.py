@@ -13,9 +13,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Slices = tuple[slice, ...]
 
@@ -139,10 +140,9 @@ def _moved(box: Box, rows: int) -> Box:
     return replace(box, target=(box.target[0] + rows, *box.target[1:]))
 
 
-Read = Callable[[str, Slices], Tensor]
+Read = Callable[[str, Slices], "Tensor"]
 
 
-@torch.no_grad()
 def fill(out: Tensor, recipe: Recipe, slices: Sequence[slice], read: Read) -> None:
     """Fill `out` with a slice of a Megatron tensor, its padding with zeros.
 
@@ -153,23 +153,23 @@ def fill(out: Tensor, recipe: Recipe, slices: Sequence[slice], read: Read) -> No
     if sum(box.numel for box in boxes) < out.numel():
         out.zero_()
     for box in boxes:
-        for block in _blocks(box):
+        for block in split(box, MOST_ELEMENTS):
             part = read(block.name, block.source_slices)
             out[block.target_slices].copy_(part.view(block.size))
 
 
-def _blocks(box: Box) -> Iterator[Box]:
-    """A box as boxes of some of its rows, so that what is read at once stays small."""
+def split(box: Box, most: int) -> Iterator[Box]:
+    """A box as boxes of some of its rows, each of at most so many elements where a row has no more,
+    so that what is read at once stays small."""
     axis = len(box.size) - len(box.source)
     rows = box.size[axis]
-    step = max(1, MOST_ELEMENTS * rows // max(1, box.numel))
+    step = max(1, most * rows // max(1, box.numel))
     for first in range(0, rows, step):
         size = (*box.size[:axis], min(step, rows - first), *box.size[axis + 1 :])
         target = (*box.target[:axis], box.target[axis] + first, *box.target[axis + 1 :])
         yield Box(box.name, (box.source[0] + first, *box.source[1:]), target, size)
 
 
-@torch.no_grad()
 def gather(out: Tensor, parts: Iterable[tuple[Box, Tensor]]) -> None:
     """The other direction: fill `out`, an HF tensor, from slices of Megatron tensors: for each box
     the data that its targets are counted from."""

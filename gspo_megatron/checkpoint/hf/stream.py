@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from gspo_megatron.checkpoint.hf.arrangement import WeightMap, weight_map
-from gspo_megatron.checkpoint.hf.files import TensorSpec
+from gspo_megatron.checkpoint.hf.files_header import TensorSpec, name_of, torch_dtype
 from gspo_megatron.checkpoint.hf.local import Held, held_tensors
 from gspo_megatron.checkpoint.hf.pieces import Box, gather
 from gspo_megatron.config.families import Family, family_of_shape
@@ -62,8 +62,8 @@ def stream_hf(
     for name, spec in specs.items():
         tensor = None
         if rank == MAIN_RANK or everywhere:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        copy.collect(name, spec.dtype, tensor)
+            tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
+        copy.collect(name, torch_dtype(spec.dtype), tensor)
         if everywhere and dist.get_world_size() > 1:
             dist.broadcast(tensor, src=MAIN_RANK)
         yield name, tensor
@@ -78,7 +78,7 @@ def tensor_specs(
     for name, shape in weights.shapes.items():
         is_bias = weights.made_of[name][0][0].endswith(".expert_bias")
         kind = torch.float32 if is_bias else dtype or policy.config.params_dtype
-        specs[name] = TensorSpec(kind, shape)
+        specs[name] = TensorSpec(name_of(kind), shape)
     return specs
 
 

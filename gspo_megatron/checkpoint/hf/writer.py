@@ -6,23 +6,25 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
+from gspo_megatron.checkpoint.hf.checksums import Extents
 from gspo_megatron.checkpoint.hf.files_header import (
+    TensorEntry,
     TensorSpec,
-    bounds,
     make_header,
+    name_of,
+    read_header,
     read_into,
-    read_part,
     tensor_bytes,
     write_from,
 )
+from gspo_megatron.checkpoint.hf.offline_blocks import workspace
+from gspo_megatron.checkpoint.hf.offline_share import in_threads
 from gspo_megatron.checkpoint.hf.writer_folder import (
     NewFolder,
     copy_file,
@@ -30,6 +32,9 @@ from gspo_megatron.checkpoint.hf.writer_folder import (
     told,
     write_file,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SINGLE_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -49,14 +54,6 @@ class _File:
     bytes: int
 
 
-@dataclass
-class _Written:
-    """What of a tensor was written up to now."""
-
-    bytes: int = 0
-    crc32: int = 0
-
-
 class HfWriter:
     """A folder of safetensors files under construction; a context manager.
 
@@ -68,17 +65,13 @@ class HfWriter:
             writer.publish({"config.json": config}, copies=[folder / "tokenizer.json"])
 
     All names, dtypes and shapes are known beforehand, and so is every tensor's place: tensors come
-    in any order, whole or in blocks of rows, and go straight to their place. Until `publish` they
-    lie in a hidden folder beside `path`, in files without their first bytes until `seal`, which no
-    reader takes for safetensors; leaving the context without `publish` removes them. What a killed
-    writer left is replaced by the next one.
+    in any order, whole or in blocks of rows, from any thread, and go straight to their place. Until
+    `publish` they lie in a hidden folder beside `path`, in files without their first bytes until
+    `seal`, which no reader takes for safetensors; leaving the context without `publish` removes
+    them. What a killed writer left is replaced by the next one.
 
     Several processes can write one folder: the `owner` makes it on entering the context and
     publishes it; between, each process writes and seals the tensors of whole `files` of its own.
-    Several threads can write tensors of their own.
-
-    With `read_back`, `seal` reads everything again and compares checksums; without it, that is left
-    to the caller (`read_into`).
 
     Raises DataError where the destination cannot be written or has something in it already, and
     where the disk has no room for all of it.
@@ -91,20 +84,23 @@ class HfWriter:
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         owner: bool = True,
-        read_back: bool = True,
     ) -> None:
-        self._reads_back = read_back
         self.path = Path(path)
         self.tensors = dict(tensors)
         self.files = _plan(self.tensors, max_shard_bytes)
         self._folder = NewFolder(path, self.bytes) if owner else None
         self._partial = hidden_place(self.path)
         self._file_of = {name: file for file in self.files for name in file.offsets}
-        self._written = {name: _Written() for name in self.tensors}
+        self._written = {name: Extents() for name in self.tensors}
         self._descriptors: dict[str, int] = {}
         self._opening = threading.Lock()
         # the kernel lets one thread at a time write a file, and the others spin
         self._writing = {file.name: threading.Lock() for file in self.files}
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are until `publish`."""
+        return self._partial
 
     @property
     def bytes(self) -> int:
@@ -126,46 +122,46 @@ class HfWriter:
         return self
 
     def write(self, name: str, tensor: Tensor, first_row: int = 0) -> None:
-        """Write a tensor, or the block of its rows that starts at `first_row`; the blocks of one
-        tensor come in order. The dtype is the planned one, the device any."""
-        spec, done = self.tensors[name], self._written[name]
-        assert tensor.dtype == spec.dtype, f"{name}: {tensor.dtype}, planned {spec.dtype}"
+        """Write a tensor, or the block of its rows that starts at `first_row`. The dtype is the
+        planned one, the device any."""
+        spec = self.tensors[name]
+        assert name_of(tensor.dtype) == spec.dtype, f"{name}: {tensor.dtype}, planned {spec.dtype}"
         assert tensor.shape[1:] == spec.shape[1:], f"{name}: {tensor.shape} of {spec.shape}"
-        width = spec.bytes // max(1, spec.shape[0]) if spec.shape else 0
-        assert first_row * width == done.bytes, f"{name}: rows out of order"
-        data = tensor_bytes(tensor.detach().cpu().contiguous())
-        assert done.bytes + len(data) <= spec.bytes, f"{name}: more rows than planned"
-        file = self._file_of[name]
-        with told(self.path), self._writing[file.name]:
-            write_from(self._descriptor(file), data, file.offsets[name] + done.bytes)
-        if self._reads_back:
-            done.crc32 = zlib.crc32(data, done.crc32)
-        done.bytes += len(data)
+        self.write_rows(name, tensor_bytes(tensor.detach().cpu().contiguous()), first_row)
 
-    def read_into(self, name: str, slices: Sequence[slice] | None, out: Tensor) -> None:
-        """Fill a contiguous tensor with what was written, by any process, of a tensor or a part of
-        it."""
+    def write_rows(
+        self, name: str, data: memoryview, first_row: int = 0, crc32: int | None = None
+    ) -> None:
+        """The same, of bytes, whose checksum may be known already."""
         spec, file = self.tensors[name], self._file_of[name]
-        part = bounds(spec.shape, slices)
-        read_part(self._descriptor(file), file.offsets[name], spec.shape, part, out)
+        start = first_row * (spec.bytes // max(1, spec.shape[0])) if spec.shape else 0
+        assert start + len(data) <= spec.bytes, f"{name}: more rows than planned"
+        with told(self.path), self._writing[file.name]:
+            write_from(self._descriptor(file), data, file.offsets[name] + start)
+        if data:
+            crc32 = zlib.crc32(data) if crc32 is None else crc32
+            self._written[name].add(start, len(data), crc32)
 
-    def seal(self, names: Iterable[str] | None = None) -> None:
-        """Make these tensors, by default all, durable. They are all the tensors of their files, and
-        written.
+    def seal(
+        self, names: Iterable[str] | None = None, done: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Read these tensors, by default all, back and compare their checksums with what was given
+        to `write`, calling done(bytes) now and then; then make their files durable. They are all
+        the tensors of their files.
 
         Raises OSError where the disk gives back other bytes than it was given.
         """
         names = set(self.tensors if names is None else names)
-        missing = [name for name in names if self._written[name].bytes < self.tensors[name].bytes]
-        assert not missing, f"never written: {sorted(missing)[:5]}"
+        largest_first = sorted(names, key=lambda name: -self.tensors[name].bytes)
+        in_threads(lambda name: self._read_back(name, done), largest_first)
         for file in self.files:
-            if not names.isdisjoint(file.offsets):
-                assert names >= file.offsets.keys(), f"{file.name} is not this process's alone"
-                if self._reads_back:
-                    self._read_back(file)
-                with told(self.path):
-                    write_from(self._descriptor(file), memoryview(file.header), 0)
-                    os.fsync(self._descriptor(file))
+            if names.isdisjoint(file.offsets):
+                continue
+            assert names >= file.offsets.keys(), f"{file.name} is not this process's alone"
+            with told(self.path):
+                write_from(self._descriptor(file), memoryview(file.header), 0)
+                os.fsync(self._descriptor(file))
+            self._check_header(file)
 
     def publish(
         self, contents: Mapping[str, Mapping[str, Any]], copies: Iterable[Path] = ()
@@ -195,17 +191,30 @@ class HfWriter:
         if self._folder is not None:
             self._folder.__exit__(kind, error, traceback)
 
-    def _read_back(self, file: _File) -> None:
-        buffer = memoryview(bytearray(_BLOCK))
-        for name, offset in file.offsets.items():
-            crc32 = 0
-            end = offset + self.tensors[name].bytes
-            for start in range(offset, end, _BLOCK):
-                block = buffer[: min(_BLOCK, end - start)]
-                read_into(self._descriptor(file), block, start)
-                crc32 = zlib.crc32(block, crc32)
-            if crc32 != self._written[name].crc32:
-                raise OSError(f"{self.path}: {file.name}: {name} is not what was written")
+    def _read_back(self, name: str, done: Callable[[int], None]) -> None:
+        file, size = self._file_of[name], self.tensors[name].bytes
+        expected = self._written[name].crc32(size)
+        assert expected is not None, f"never written, or only in part: {name}"
+        crc32 = 0
+        for start in range(0, size, _BLOCK):
+            block = workspace.bytes("back", min(_BLOCK, size - start))
+            read_into(self._descriptor(file), block, file.offsets[name] + start)
+            crc32 = zlib.crc32(block, crc32)
+            done(len(block))
+        if crc32 != expected:
+            raise OSError(f"{self.path}: {file.name}: {name} is not what was written")
+
+    def _check_header(self, file: _File) -> None:
+        """What a reader will find is what was planned."""
+        problems: list[str] = []
+        path = self._partial / file.name
+        found = read_header(path, problems)
+        planned = {
+            name: TensorEntry(self.tensors[name].dtype, self.tensors[name].shape, path, offset)
+            for name, offset in file.offsets.items()
+        }
+        if problems or found != planned:
+            raise OSError(f"{self.path}: {file.name}: its header is not what was written")
 
     def _index(self) -> dict[str, Any]:
         names = {name: file.name for file in self.files for name in file.offsets}

@@ -6,7 +6,9 @@ import errno
 import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +27,7 @@ _MENDABLE = (
     errno.EPERM,
     errno.EROFS,
 )
+_SECONDS_BETWEEN_SYNCS = 0.1
 
 
 class NewFolder:
@@ -111,6 +114,33 @@ def told(path: Path) -> Iterator[None]:
         if error.errno not in _MENDABLE:
             raise
         raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def kept_on_disk(folder: Path, path: Path) -> Iterator[None]:
+    """Within it, the disk writes what the files of a folder get, again and again, so that little is
+    left to wait for; on leaving it, all of it is on the disk. What the user can mend is told of
+    `path`, else raises OSError."""
+    stop, failed = threading.Event(), threading.Event()
+
+    def work() -> None:
+        last = False
+        while not last:
+            last = stop.wait(_SECONDS_BETWEEN_SYNCS)
+            for path in folder.iterdir() if not failed.is_set() else ():
+                sync_file(path)
+
+    with ThreadPoolExecutor(1) as other:
+        working = other.submit(work)
+        try:
+            yield
+        except BaseException:
+            failed.set()
+            raise
+        finally:
+            stop.set()
+    with told(path):
+        working.result()
 
 
 def write_file(path: Path, content: str) -> None:

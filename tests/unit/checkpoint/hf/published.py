@@ -261,7 +261,7 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     dtype = getattr(torch, config["torch_dtype"])
     tensors = {}
     for name, shape in tensor_shapes(config).items():
-        noise = 0.25 * torch.randn(shape, generator=generator)
+        noise = 0.15 * torch.randn(shape, generator=generator)
         is_bias = name.endswith(
             "e_score_correction_bias"
         )  # published in fp32, whatever the rest is

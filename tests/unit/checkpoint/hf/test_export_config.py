@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from gspo_megatron.checkpoint.hf.config import export_config
 from gspo_megatron.config.families import describe
@@ -22,7 +21,7 @@ def _shape(hf: dict[str, Any], **megatron: Any) -> ModelShape:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_without_an_original_it_describes_the_same_model(family: str) -> None:
     shape = _shape(model_config(family))
-    made = export_config(shape, VOCABULARY, torch.bfloat16)
+    made = export_config(shape, VOCABULARY, "BF16")
     assert shape_of(describe(made)) == shape
     assert made["torch_dtype"] == "bfloat16"
     assert made["architectures"] == CONFIGS[family]["architectures"]
@@ -31,7 +30,7 @@ def test_without_an_original_it_describes_the_same_model(family: str) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_original_is_kept_as_it_is(family: str) -> None:
     original = model_config(family) | {"bos_token_id": 3, "somebodys_key": [1, 2]}
-    made = export_config(_shape(original), VOCABULARY, torch.float32, original)
+    made = export_config(_shape(original), VOCABULARY, "F32", original)
     assert made == original
 
 
@@ -41,7 +40,7 @@ def test_what_has_changed_is_changed_in_the_original() -> None:
     original |= {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}
     original |= {"dtype": "float32"}
     shape = replace(_shape(original, moe_aux_loss_coeff=0.5), rotary_base=700.0)
-    made = export_config(shape, VOCABULARY, torch.bfloat16, original)
+    made = export_config(shape, VOCABULARY, "BF16", original)
     assert made["router_aux_loss_coef"] == 0.5
     assert made["rope_theta"] == 700.0 and "rope_parameters" not in made
     assert made["dtype"] == "bfloat16" and "torch_dtype" not in made
@@ -53,4 +52,4 @@ def test_a_model_that_is_no_more_of_the_family_is_refused() -> None:
     original = model_config("mixtral")
     shape = _shape(original, moe_router_pre_softmax=True)
     with pytest.raises(ConfigError, match="mixtral"):
-        export_config(shape, VOCABULARY, torch.float32, original)
+        export_config(shape, VOCABULARY, "F32", original)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gspo_megatron.checkpoint.folder import Publication
 from gspo_megatron.checkpoint.hf import offline_blocks
+from gspo_megatron.checkpoint.hf.files_header import tensor_bytes
 from gspo_megatron.checkpoint.hf.offline import hf_to_megatron, megatron_to_hf
 from gspo_megatron.checkpoint.hf.offline_reader import TorchDistReader
 from gspo_megatron.checkpoint.hf.offline_share import Share
@@ -99,10 +100,10 @@ def test_every_bit_pattern(tmp_path: Path, dtype: str) -> None:
 def test_dtype(tmp_path: Path) -> None:
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=6)
     hf_to_megatron(source, tmp_path / "ours")
-    hf_to_megatron(source, tmp_path / "ours16", dtype=torch.bfloat16)
-    megatron_to_hf(tmp_path / "ours", tmp_path / "late", dtype=torch.bfloat16)
+    hf_to_megatron(source, tmp_path / "ours16", dtype="BF16")
+    megatron_to_hf(tmp_path / "ours", tmp_path / "late", dtype="BF16")
     megatron_to_hf(tmp_path / "ours16", tmp_path / "early")
-    megatron_to_hf(tmp_path / "ours16", tmp_path / "wide", dtype=torch.float32)
+    megatron_to_hf(tmp_path / "ours16", tmp_path / "wide", dtype="F32")
     rounded = {name: t.to(torch.bfloat16) for name, t in read_folder(source).items()}
     assert_same_bits(read_folder(tmp_path / "late"), rounded)
     assert_same_bits(read_folder(tmp_path / "early"), rounded)
@@ -115,8 +116,8 @@ def test_dtype(tmp_path: Path) -> None:
 
 def test_biases_of_routers_keep_their_dtype(tmp_path: Path) -> None:
     source = write_model(tmp_path / "hf", "deepseek_v3", seed=6)
-    hf_to_megatron(source, tmp_path / "ours", dtype=torch.bfloat16)
-    megatron_to_hf(tmp_path / "ours", tmp_path / "back", dtype=torch.bfloat16)
+    hf_to_megatron(source, tmp_path / "ours", dtype="BF16")
+    megatron_to_hf(tmp_path / "ours", tmp_path / "back", dtype="BF16")
     back = read_folder(tmp_path / "back")
     biases = {name for name in back if name.endswith("e_score_correction_bias")}
     assert biases
@@ -220,10 +221,10 @@ def test_parts_of_tensors_of_any_archive(tmp_path: Path) -> None:
                 slices.append(slice(start, drawn.randint(start + 1, extent)))
             expected = state[name][tuple(slices)]
             out = torch.empty(expected.shape)
-            reader.read_into(name, tuple(slices), out)
+            reader.read_into(name, tuple(slices), tensor_bytes(out))
             assert torch.equal(out, expected)
     out = torch.empty(())
-    reader.read_into("scalar", (), out)
+    reader.read_into("scalar", (), tensor_bytes(out))
     assert out.item() == 3.5
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -135,9 +137,9 @@ def copied(converted: Path, place: Path) -> Path:
     return place
 
 
-def flip(file: Path) -> None:
+def flip(file: Path, place: float = 0.5) -> None:
     data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[int(place * (len(data) - 1))] ^= 1
     file.write_bytes(data)
 
 
@@ -145,6 +147,8 @@ def flip(file: Path) -> None:
     ("name", "damage", "expected"),
     [
         ("model/__0_0.distcp", flip, "altered, its checksum is not the manifest's"),
+        ("model/__0_0.distcp", lambda f: flip(f, 0.0), "altered"),  # the first archive's mark
+        ("model/__0_0.distcp", lambda f: flip(f, 1.0), "altered"),  # what no tensor is in
         ("model/__0_0.distcp", Path.unlink, "missing"),
         ("model/.metadata", lambda f: os.truncate(f, 50), "cut short"),
         ("model.json", flip, "altered"),
@@ -162,7 +166,17 @@ def test_a_damaged_checkpoint_is_refused(
     damage(ours / name)
     (line,) = lines_of(lambda: megatron_to_hf(ours, tmp_path / "back"))
     assert line.startswith(f"{ours}: {name}: {expected}")
-    assert not (tmp_path / "back").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_every_byte_of_a_checkpoint_counts(converted: Path, tmp_path: Path) -> None:
+    """Those of tensors, and those around them in which a reader has no interest."""
+    drawn = random.Random(3)
+    for number in range(8):
+        ours = copied(converted, tmp_path / f"ours{number}")
+        flip(ours / f"model/__0_{number % 2}.distcp", drawn.random())
+        (line,) = lines_of(lambda ours=ours: megatron_to_hf(ours, tmp_path / "back"))
+        assert line.startswith(f"{ours}: model/__0_{number % 2}.distcp: altered")
 
 
 def test_the_newest_whole_checkpoint_of_a_run(converted: Path, tmp_path: Path) -> None:
@@ -211,24 +225,90 @@ def sign(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_bytes(dump_manifest(files))
 
 
-def test_a_wrong_byte_on_the_disk_is_seen_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def find_and_replace(folder: Path, old: bytes, new: bytes) -> None:
+    """In the one file of blocks that has these bytes."""
+    (file,) = (file for file in folder.glob("*.distcp") if old in file.read_bytes())
+    file.write_bytes(file.read_bytes().replace(old, new))
+
+
+def bytes_of(folder: Path, key: str, first_row: int, rows: int) -> bytes:
+    reader = TorchDistReader(folder)
+    spec = reader.tensors[key]
+    out = memoryview(bytearray(rows * spec.bytes // spec.shape[0]))
+    reader.read_into(key, (slice(first_row, first_row + rows),), out)
+    return bytes(out)
+
+
+def zero_a_norm(folder: Path) -> None:
+    norm = bytes_of(folder, "decoder.final_layernorm.weight", 0, 4)
+    find_and_replace(folder, norm, bytes(16))
+
+
+def swap_two_experts(folder: Path) -> None:
+    """What no checksum of a whole file would tell from a wrong map."""
+    one, other = (bytes_of(folder, "decoder.layers.0.mlp.experts.weight2", n, 1) for n in (1, 2))
+    find_and_replace(folder, one, bytes(len(one)))
+    find_and_replace(folder, other, one)
+    find_and_replace(folder, bytes(len(one)), other)
+
+
+def turn_a_bit(folder: Path) -> None:
+    word = bytes_of(folder, "decoder.layers.2.self_attention.linear_qkv.weight", 60, 1)
+    find_and_replace(folder, word, bytes([word[0] ^ 1]) + word[1:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (zero_a_norm, "model.norm.weight"),
+        (swap_two_experts, r"model.layers.0.mlp.experts.[12].down_proj.weight"),
+        (turn_a_bit, r"model.layers.2.self_attn..*_proj.weight"),
+    ],
+)
+def test_what_is_wrong_on_the_disk_is_seen_in_the_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], None],
+    name: str,
 ) -> None:
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=17)
-    native = offline.write_torch_dist
+    native = offline.TorchDistWriter.finish
 
-    def write_and_flip(folder: Path, *args: Any, **kwargs: Any) -> Any:
-        records = native(folder, *args, **kwargs)
-        reader = TorchDistReader(folder)
-        out = torch.empty(4)
-        reader.read_into("decoder.final_layernorm.weight", (slice(0, 4),), out)
-        place = (folder / "__0_0.distcp").read_bytes(), out.numpy().tobytes()
-        file = next(f for f in folder.glob("*.distcp") if place[1] in f.read_bytes())
-        data = file.read_bytes()
-        file.write_bytes(data.replace(place[1], bytes(16)))
+    def finish_and_damage(self: Any) -> Any:
+        records = native(self)
+        damage(tmp_path / ".ours.partial/model")
         return records
 
-    monkeypatch.setattr(offline, "write_torch_dist", write_and_flip)
-    with pytest.raises(OSError, match=r"model.norm.weight: what was written is not what was read"):
+    monkeypatch.setattr(offline.TorchDistWriter, "finish", finish_and_damage)
+    with pytest.raises(OSError, match=rf"^{name}: what was written is not what was read"):
         hf_to_megatron(source, tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("damage", ["swap", "flip", "header"])
+def test_what_is_wrong_in_an_exported_file_is_seen_in_the_end(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    native = offline.HfWriter.seal
+    names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in (1, 2)]
+
+    def damage_and_seal(self: Any, *args: Any) -> None:
+        (file,) = self.files
+        path = self.folder / file.name
+        data = bytearray(path.read_bytes())
+        places = [slice(file.offsets[n], file.offsets[n] + self.tensors[n].bytes) for n in names]
+        if damage == "swap":
+            data[places[0]], data[places[1]] = data[places[1]], data[places[0]]
+        elif damage == "flip":
+            data[places[0].stop - 1] ^= 0x80
+        else:
+            wrong = file.header.replace(b"experts.1.up", b"experts.X.up")
+            self.files[0] = dataclasses.replace(file, header=wrong)
+        path.write_bytes(data)
+        native(self, *args)
+
+    monkeypatch.setattr(offline.HfWriter, "seal", damage_and_seal)
+    what = "its header" if damage == "header" else r"model.layers.0.*up_proj.weight"
+    with pytest.raises(OSError, match=f"model.safetensors: {what} is not what was written"):
+        megatron_to_hf(converted, tmp_path / "back")
+    assert list(tmp_path.iterdir()) == []

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gspo_megatron.checkpoint.hf.files import HfFolder, HfWriter, TensorSpec
+from gspo_megatron.checkpoint.hf.files_header import name_of
 from gspo_megatron.errors import DataError
 from tests.unit.checkpoint.hf.test_files import CONFIG, INDEX, assert_same_bits, noise
 
@@ -20,7 +21,7 @@ PARTIAL = ".new.partial"
 
 
 def specs_of(tensors: dict[str, Tensor]) -> dict[str, TensorSpec]:
-    return {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    return {name: TensorSpec(name_of(t.dtype), tuple(t.shape)) for name, t in tensors.items()}
 
 
 def some_tensors() -> dict[str, Tensor]:
@@ -65,11 +66,8 @@ def test_written_folders_are_read_by_safetensors(tmp_path: Path, limit: int, fil
 def test_blocks_of_rows(tmp_path: Path) -> None:
     tensor = noise(torch.bfloat16, 23, 6)
     with HfWriter(tmp_path / "new", specs_of({"w": tensor})) as writer:
-        for first in range(0, 23, 5):
+        for first in (10, 0, 20, 5, 15):
             writer.write("w", tensor[first : first + 5], first)
-        part = torch.empty(6, 3, dtype=tensor.dtype)
-        writer.read_into("w", (slice(3, 9), slice(2, 5)), part)
-        assert_same_bits(part, tensor[3:9, 2:5])
         writer.seal()
         writer.publish({})
     assert_same_bits(load_file(tmp_path / "new/model.safetensors")["w"], tensor)
@@ -142,7 +140,7 @@ def test_a_destination_in_use(tmp_path: Path) -> None:
 
 
 def test_no_room(tmp_path: Path) -> None:
-    huge = {"w": TensorSpec(torch.float32, (1 << 50,))}
+    huge = {"w": TensorSpec("F32", (1 << 50,))}
     with (
         pytest.raises(DataError, match=r"4,503,599,627,370,496 bytes to write, [\d,]+ are free"),
         HfWriter(tmp_path / "new", huge),
@@ -169,7 +167,7 @@ def test_bytes_that_change_on_the_disk_are_noticed(tmp_path: Path) -> None:
 
 def test_a_tensor_that_was_never_written(tmp_path: Path) -> None:
     with (
-        pytest.raises(AssertionError, match="never written: .'w'"),
+        pytest.raises(AssertionError, match="never written, or only in part: w"),
         HfWriter(tmp_path / "new", specs_of({"w": noise(torch.float32, 3)})) as writer,
     ):
         writer.seal()
