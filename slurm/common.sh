@@ -5,6 +5,7 @@
 # A script that has GSPO_HOME, the folder of this repository, and sources this file, calls one of
 #
 #     gspo_main COMMAND CONFIG [section.key=value ...] [--check-only] [--fresh]
+#                                    # COMMAND: train, sft or pretrain
 #     gspo_once WORD ...             # `gspo-megatron WORD ...` in one process
 
 GSPO_STOPPED=75 # the program's exit code for "told to stop, and saved": cli/failures.py
@@ -109,12 +110,15 @@ gspo_main() {
     gspo_set_up
     # Not again for a job that comes back: it has trained with this configuration.
     if [ -n "$check_only" ] || [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ]; then
-        gspo_python check "${words[@]}" --world-size "$SLURM_NTASKS"
+        # As the command will read it: the file of another stage is refused here.
+        gspo_python check "${words[@]}" "${flags[@]}" --stage "${command/#train/rl}" \
+            --world-size "$SLURM_NTASKS"
         code=$?
         if [ -n "$check_only" ] || [ $code -ne 0 ]; then
             exit $code
         fi
     fi
+    gspo_preflight "${words[@]}" || gspo_end $?
     if [ -n "$gspo_told_to_stop" ]; then
         gspo_end $GSPO_STOPPED # there is nothing to save yet
     fi
@@ -132,6 +136,13 @@ gspo_main() {
         ;;
     esac
     gspo_end "$code"
+}
+
+# Measure the nodes: one that is slow or broken ends the job, with its name in the log. Where nobody
+# says, on GPUs alone: cores that others use too are no measure.
+gspo_preflight() {
+    [ "${GSPO_PREFLIGHT:-${SLURM_GPUS_ON_NODE:+1}}" = 1 ] || return 0
+    gspo_run_tasks "$GSPO_PYTHON" -m gspo_megatron preflight "$@"
 }
 
 # The job's state, as Slurm has it.

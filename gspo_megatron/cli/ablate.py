@@ -145,7 +145,7 @@ def _check(
 ) -> dict[str, int]:
     """Every arm with all it names, as `train` would; the seed makes no difference. Returns the
     number of ranks of each arm. Raises ConfigError with the problems of all arms."""
-    from gspo_megatron.cli.check import check_all
+    from gspo_megatron.cli.check_inputs import check_all
     from gspo_megatron.cli.train import decide_world_size
 
     problems, world_sizes = ArmProblems(arms), {}

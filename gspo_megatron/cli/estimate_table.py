@@ -9,6 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gspo_megatron.config import Config
+from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
+
 if TYPE_CHECKING:
     from gspo_megatron.estimate.layout import LayoutEstimate
     from gspo_megatron.estimate.memory import RankMemory
@@ -31,19 +34,13 @@ def gib(num_bytes: float) -> str:
 
 def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
     """The representative ranks, the worst of them in detail, traffic and bubble."""
-    out, work = console(), estimate.work
+    out = console()
     out.print(_stages(estimate), markup=False)
     out.print(_details(estimate.worst), markup=False)
-    prompt, response = work.lengths[0]
     sent = estimate.most_traffic().items()
     rows = [
         ("counted", _counted(estimate)),
-        (
-            "micro-batch",
-            f"{work.tokens:,} tokens over {estimate.parallel.context_parallel_size} cp ranks "
-            f"(prompts of {prompt:,}, responses of {response:,}); {work.micro_batches} in each of "
-            f"{work.mini_batches} mini-batches",
-        ),
+        ("micro-batch", _micro_batch(estimate)),
         (
             "recompute",
             "while training: "
@@ -56,6 +53,22 @@ def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
         rows.append(("host", f"{gib(estimate.worst.host)} GiB of host memory a rank"))
     for name, text in rows:
         out.print(f"{name:<11} {text}", markup=False, soft_wrap=True)
+
+
+def _micro_batch(estimate: LayoutEstimate) -> str:
+    work, ranks = estimate.work, estimate.parallel.context_parallel_size
+    size = f"{work.tokens:,} tokens over {ranks} cp ranks"
+    prompt, response = work.lengths[0]
+    if isinstance(estimate.config, PretrainingConfig):
+        samples = f"{len(work.lengths)} samples of {response:,}"
+        return f"{size} ({samples}); an update accumulates {work.micro_batches}"
+    if isinstance(estimate.config, FineTuningConfig):
+        examples = f"examples of {work.longest:,}, all learned but the first token"
+        return f"{size} ({examples}); an update accumulates {work.micro_batches}"
+    return (
+        f"{size} (prompts of {prompt:,}, responses of {response:,}); {work.micro_batches} in each "
+        f"of {work.mini_batches} mini-batches"
+    )
 
 
 def _counted(estimate: LayoutEstimate) -> str:
@@ -74,15 +87,18 @@ def _table(title: str) -> Table:
 
 def _stages(estimate: LayoutEstimate) -> Table:
     table = _table("GiB of a rank of each stage")
-    names = ("rank", "layers", "in flight", "weights", "gradients", "optimizer", "activations")
-    for name in (*names, "workspace", "replay", "rollout", "worst moment"):
+    names = ["rank", "layers", "in flight", "weights", "gradients", "optimizer", "activations"]
+    has_rollouts = isinstance(estimate.config, Config)
+    names += ["workspace", *(["replay", "rollout"] if has_rollouts else []), "worst moment"]
+    for name in names:
         table.add_column(name, justify="right")
     worst = estimate.worst
     for rank in estimate.ranks:
         state = rank.state
-        weights = sum(state.parameters.values()) + rank.reference
-        figures = (weights, sum(state.gradients.values()), sum(state.optimizer.values()))
-        figures += (rank.activations, rank.workspace, rank.replay, rank.sampling, rank.total)
+        weights = sum(state.parameters.values()) + rank.fp8_copies + rank.reference
+        figures = [weights, sum(state.gradients.values()), sum(state.optimizer.values())]
+        figures += [rank.activations, rank.workspace]
+        figures += [rank.replay, rank.sampling, rank.total] if has_rollouts else [rank.total]
         held = "+".join(str(count) for count in rank.in_flight)
         style = "bold" if rank is worst else None
         cells = (f"{rank.rank}", f"{rank.layers}", held, *map(gib, figures))
@@ -120,6 +136,7 @@ def figures(estimate: LayoutEstimate, gpu_bytes: float | None) -> dict[str, obje
         "weights_bytes": sum(state.parameters.values()),
         "gradients_bytes": sum(state.gradients.values()),
         "optimizer_bytes": sum(state.optimizer.values()),
+        "fp8_copies_bytes": worst.fp8_copies,
         "reference_bytes": worst.reference,
         "activations_bytes": worst.activations,
         "workspace_bytes": worst.workspace,

@@ -47,7 +47,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     config: Any = load_config(arguments.config, arguments.overrides, schema)
     world_size = decide_world_size(config, arguments.nproc, rank_of)
     check_stage(config, world_size)
-    config, inputs = _read(config)
+    config, inputs = read_stage(config)
     check_stage(config, world_size)  # the number of steps is known now
     if rank_of is None and _is_finished(config, inputs, arguments.fresh):
         return 0
@@ -62,7 +62,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     return 0 if run_stage(config, inputs, fresh=arguments.fresh) else STOPPED
 
 
-def _read(config: StageConfig) -> tuple[StageConfig, Any]:
+def read_stage(config: StageConfig) -> tuple[StageConfig, Any]:
     """The configuration with its number of steps, and what its files hold. Raises ConfigError."""
     from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
     from gspo_megatron.data.stage_inputs import read_fine_tuning, read_pretraining

@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_config, add_launching, new_parser
-from gspo_megatron.cli.check import check_all
+from gspo_megatron.cli.check_inputs import check_all
 from gspo_megatron.cli.failures import STOPPED
 from gspo_megatron.errors import UserError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 # A layout for a cluster, started by mistake on a laptop or a login node, is refused rather than
 # turned into hundreds of processes. So many are fine on any machine: small models share cores.
-_RANKS_WITHOUT_ASKING = 16
+RANKS_WITHOUT_ASKING = 16
 
 
 def add_parser(commands: Commands) -> None:
@@ -56,9 +57,12 @@ def train(
     config = load_config(config_path, overrides)
     world_size = decide_world_size(config, nproc, rank_of)
     if rank_of is None:
-        inputs = check_all(config, world_size)  # torch is not even imported yet
-        if _is_finished(config, inputs, fresh):
-            return 0
+        try:
+            inputs = check_all(config, world_size)  # torch is not even imported yet
+            if _is_finished(config, inputs, fresh):
+                return 0
+        except UserError as error:
+            raise UserError(f"{error}{_advice(config, config_path)}") from error
     else:
         check_config(config, world_size, for_training=True)
     if rank_of is None and world_size > 1:
@@ -98,6 +102,17 @@ def _is_finished(config: Config, inputs: Inputs | None, fresh: bool) -> bool:
     return True
 
 
+def _advice(config: Config, config_path: str) -> str:
+    """The script beside an example's configuration, where what it makes is missing."""
+    from gspo_megatron.data.inputs import prompt_files
+
+    needed = (config.data.tokenizer, config.model.checkpoint_path, *prompt_files(config).values())
+    script = Path(config_path).with_name("run.sh")
+    if not script.is_file() or all(path is None or Path(path).exists() for path in needed):
+        return ""
+    return f"\n{script}: makes what this configuration needs; run it first"
+
+
 def decide_world_size(config: Config, nproc: int | None, rank_of: int | None) -> int:
     """How many ranks the run has; `rank_of` is their number where they are started already.
 
@@ -113,7 +128,7 @@ def decide_world_size(config: Config, nproc: int | None, rank_of: int | None) ->
     if nproc is not None:
         return nproc
     world_size = config.world_size_hint()
-    if world_size > max(_RANKS_WITHOUT_ASKING, os.cpu_count() or 1):
+    if world_size > max(RANKS_WITHOUT_ASKING, os.cpu_count() or 1):
         raise UserError(
             f"layout {config.layout()}: takes {world_size} ranks, which is much for one machine; "
             f"start them with srun or torchrun, or say --nproc {world_size} to have them all here"

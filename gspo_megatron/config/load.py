@@ -30,7 +30,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
     of file, overrides and schema; what several keys must satisfy together is `check_config`'s.
     """
     path = Path(path)
-    values, problems = _read(path)
+    values, problems = read_mapping(path)
     if values is None:
         raise ConfigError(problems + apply_overrides({}, overrides)[1])
     return parse_config(values, overrides, path.stem, schema)
@@ -111,7 +111,8 @@ def _set(values: dict[str, Any], parts: Sequence[str], value: Any) -> str | None
     return None
 
 
-def _read(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
+def read_mapping(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """The sections of a YAML file, or None and what is wrong with it."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

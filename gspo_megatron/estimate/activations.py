@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gspo_megatron.config import Config
+from gspo_megatron.config.stages import PretrainingConfig
 from gspo_megatron.estimate.model import RankModel
 from gspo_megatron.models.build import unwrap
 from gspo_megatron.models.policy import HeadInputs
@@ -23,7 +25,7 @@ class ChunkPass:
     saved_bytes: int  # kept for the backward pass, parameters apart
     input_bytes: int  # received from the stage before, and kept with the rest
     output_bytes: int  # sent to the next stage, and kept until the backward pass
-    forward_peak_bytes: int  # without gradients
+    forward_peak_bytes: int  # without gradients; 0 where there are no rollouts
     workspace_bytes: int  # beyond `saved_bytes`, at the worst moment of forward and backward pass
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
@@ -32,17 +34,10 @@ class ChunkPass:
 def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBatch:
     """One micro-batch of sequences of (prompt, response) tokens as the trainer builds it, its
     tensors on the meta device; what the host reads stays real."""
-    builder = MicroBatchBuilder(
-        model.policy,
-        pad_id=0,
-        temperature=model.config.rollout.temperature,
-        padded=not model.config.training.packing,
-    )
-    builder.device = torch.device("cpu")
-    tokens = [torch.zeros(prompt + response, dtype=torch.long) for prompt, response in lengths]
-    responses = [response for _, response in lengths]
-    offsets = [sum(responses[:number]) for number in range(len(responses))]
-    built = builder.build(range(len(tokens)), tokens, responses, offsets)
+    if isinstance(model.config, PretrainingConfig):
+        built = _samples(len(lengths), sum(lengths[0]), model)
+    else:
+        built = _sequences(lengths, model)
     packed = built.packed
     mask = packed.padding_mask
     packed = replace(
@@ -55,26 +50,55 @@ def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBa
     return replace(built, packed=packed, head=head)
 
 
-def chunk_passes(model: RankModel, batch: MicroBatch, *, keeps_masks: bool) -> list[ChunkPass]:
+def _sequences(lengths: Sequence[tuple[int, int]], model: RankModel) -> MicroBatch:
+    """As a rollout or a file of examples has them."""
+    config = model.config
+    temperature = config.rollout.temperature if isinstance(config, Config) else 1.0
+    builder = MicroBatchBuilder(
+        model.policy, pad_id=0, temperature=temperature, padded=not config.training.packing
+    )
+    builder.device = torch.device("cpu")
+    tokens = [torch.zeros(prompt + response, dtype=torch.long) for prompt, response in lengths]
+    responses = [response for _, response in lengths]
+    offsets = [sum(responses[:number]) for number in range(len(responses))]
+    return builder.build(range(len(tokens)), tokens, responses, offsets)
+
+
+def _samples(count: int, length: int, model: RankModel) -> MicroBatch:
+    """As a corpus has them."""
+    from gspo_megatron.train.pretraining import rows_of_samples
+
+    place = MicroBatchBuilder(model.policy, pad_id=0, temperature=1.0)
+    tokens = torch.zeros((count, length), dtype=torch.long)
+    packed = rows_of_samples(
+        tokens,
+        tokens,
+        torch.ones_like(tokens, dtype=torch.bool),
+        context_parallel_size=place.cp_size,
+        context_parallel_rank=place.cp_rank,
+    )
+    return MicroBatch(packed, None, HeadInputs(packed.token_rows, packed.targets))
+
+
+def chunk_passes(
+    model: RankModel, batch: MicroBatch, *, keeps_masks: bool, samples: bool = True
+) -> list[ChunkPass]:
     """Of each chunk of the rank. keeps_masks: attention takes masks and keeps them, which is so
-    with the torch_native backend under context parallelism."""
+    with the torch_native backend under context parallelism. samples: the run has rollouts, which
+    pass prompts without gradients."""
     config = model.policy.config
     share = 0.0
     if config.num_moe_experts:
         share = config.moe_router_topk / config.num_moe_experts
     with EqualLoad(share, keeps_masks):
-        return [_chunk_pass(model, number, batch) for number in range(len(model.policy.chunks))]
+        chunks = range(len(model.policy.chunks))
+        return [_chunk_pass(model, number, batch, samples=samples) for number in chunks]
 
 
-def _chunk_pass(model: RankModel, number: int, batch: MicroBatch) -> ChunkPass:
+def _chunk_pass(model: RankModel, number: int, batch: MicroBatch, *, samples: bool) -> ChunkPass:
     chunk, trace = model.policy.chunks[number], model.trace
     inner = unwrap(chunk)
-    with torch.no_grad():
-        start = trace.live_bytes
-        trace.start_peak()
-        give_input(chunk, batch)
-        run_chunk(chunk, batch)
-        forward_peak = trace.peak_bytes - start
+    forward_peak = _forward_peak(model, number, batch) if samples else 0
     trace.collectives.clear()
     start = trace.live_bytes
     trace.start_peak()
@@ -96,6 +120,16 @@ def _chunk_pass(model: RankModel, number: int, batch: MicroBatch) -> ChunkPass:
         forward=forward,
         backward=tuple(trace.collectives),
     )
+
+
+def _forward_peak(model: RankModel, number: int, batch: MicroBatch) -> int:
+    chunk, trace = model.policy.chunks[number], model.trace
+    start = trace.live_bytes
+    trace.start_peak()
+    with torch.no_grad():
+        give_input(chunk, batch)
+        run_chunk(chunk, batch)
+    return trace.peak_bytes - start
 
 
 def give_input(chunk: torch.nn.Module, batch: MicroBatch) -> None:

@@ -18,13 +18,14 @@ AXES = ("tp", "pp", "ep", "etp", "cp", "dp", "edp")
 def step_traffic(
     model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload, stage: int
 ) -> dict[str, int]:
-    """Of the old policy's pass, the reference's, and all mini-batches; the rollout is not in it.
+    """Of all mini-batches, and of the old policy's and the reference's pass where there are such;
+    the rollout is not in it.
 
     A ring or a tree sends (n - 1) / n of a gather's output, of a scatter's input and of an
     all-to-all's buffer, and twice that of an all-reduce.
     """
     traffic: Counter[str] = Counter(dict.fromkeys(AXES, 0))
-    forward, training = _passes(model, work)
+    forward, training = work.forward_only, work.micro_batches_per_step
     for each in passes:
         for axis, sent in _sent(model, each.forward).items():
             traffic[axis] += sent * (forward + training)
@@ -40,18 +41,6 @@ def step_traffic(
         num_bytes = sum(state.gradients[k] + state.parameters[k] for k in kinds)
         traffic[axis] = num_bytes * (size - 1) // size * work.mini_batches
     return {axis: round(traffic[axis]) for axis in AXES}
-
-
-def _passes(model: RankModel, work: Workload) -> tuple[int, int]:
-    """Micro-batches of a step that are passed forward alone, and forward and backward."""
-    section = model.config.objective
-    training = work.micro_batches_per_step
-    forward = 0
-    if section.old_logprobs == "recompute":
-        forward += training - work.micro_batches  # the first mini-batch's come with its own pass
-    if section.kl != "none":
-        forward += training
-    return forward, training
 
 
 def _between_stages(

@@ -8,7 +8,7 @@
     update    gradients and weights over dp and edp, activations over pp, at the network's rate
 
 Left out: overlap of any two of these, latencies and message sizes, matrix products too small to
-fill a GPU, uneven stages and uneven experts, the rollout, file systems.
+fill a GPU, uneven stages and uneven experts, rollouts and evaluations, file systems.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gspo_megatron.config import Config, ModelShape, ResolvedParallel
+from gspo_megatron.config import ModelShape, ResolvedParallel
+from gspo_megatron.config.any_stage import AnyConfig
 from gspo_megatron.estimate.workload import Workload
 
 LEFT_OUT = (
     "overlap of communication and compute, latencies, matrix products too small to fill a GPU, "
-    "uneven stages and experts, the rollout"
+    "uneven stages and experts"
 )
 
 
@@ -51,7 +52,7 @@ class Cost:
 
 
 def step_cost(
-    config: Config,
+    config: AnyConfig,
     parallel: ResolvedParallel,
     work: Workload,
     active_parameters: int,
@@ -65,7 +66,7 @@ def step_cost(
     share *= parallel.pipeline_model_parallel_size
     shape = config.resolved_model()
     flops = _flops_per_token(shape, work.longest, active_parameters)
-    compute = flops * _passes(config) * tokens / share / machine.flops
+    compute = flops * _passes(config, work) * tokens / share / machine.flops
     rates = axis_rates(parallel, machine)
     exchange = sum(traffic[axis] / rates[axis] for axis in ("tp", "ep", "etp", "cp"))
     busy = compute + exchange
@@ -80,17 +81,10 @@ def _flops_per_token(shape: ModelShape, length: int, active_parameters: int) -> 
     return 2.0 * (active_parameters - (0 if shape.tie_embeddings else outside)) + attention
 
 
-def _passes(config: Config) -> float:
-    """Forward passes' worth of work in a step: a backward pass counts two."""
-    section = config.objective
-    passes = 3.0
-    if config.training.recompute == "full":
-        passes += 1.0
-    if section.old_logprobs == "recompute":
-        passes += 1.0 - 1.0 / section.mini_batches
-    if section.kl != "none":
-        passes += 1.0
-    return passes
+def _passes(config: AnyConfig, work: Workload) -> float:
+    """Forward passes' worth of work in a step, of each token: a backward pass counts two."""
+    passes = 4.0 if config.training.recompute == "full" else 3.0
+    return passes + work.forward_only / work.micro_batches_per_step
 
 
 def axis_rates(parallel: ResolvedParallel, machine: Machine) -> dict[str, float]:

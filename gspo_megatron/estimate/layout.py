@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gspo_megatron.config import Config, ResolvedParallel, resolve_parallel
+from gspo_megatron.config import ResolvedParallel, resolve_parallel
+from gspo_megatron.config.any_stage import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass, chunk_passes, micro_batch
 from gspo_megatron.estimate.communication import AXES, step_traffic
 from gspo_megatron.estimate.memory import RankMemory, head_bytes, rank_memory
@@ -22,7 +23,7 @@ HEADROOM = 0.08
 class LayoutEstimate:
     """Everything that is known of a layout without running it."""
 
-    config: Config
+    config: AnyConfig
     parallel: ResolvedParallel
     work: Workload
     parameters: dict[str, int]  # of the whole model, by kind
@@ -48,10 +49,10 @@ class LayoutEstimate:
 
 
 def estimate_layout(
-    config: Config,
+    config: AnyConfig,
     world_size: int,
     vocab_size: int,
-    longest_prompt: int | None = None,
+    longest: int | None = None,
     *,
     ends_only: bool = False,
     limit: float | None = None,
@@ -63,11 +64,11 @@ def estimate_layout(
     micro-batches than the second. limit: bytes; a rank beyond it ends the work, the later ones are
     left out. runs: of other layouts, where they are the same; to be added to.
 
-    `config` has passed `check_config` at this world size. Raises UserError where Megatron-Core
-    cannot build the model here.
+    longest: see `workload`. `config` has passed its rules at this world size. Raises UserError
+    where Megatron-Core cannot build the model here.
     """
     parallel = resolve_parallel(config, world_size)
-    work = workload(config, parallel, longest_prompt)
+    work = workload(config, parallel, longest)
     stages = parallel.pipeline_model_parallel_size
     ranks, traffic, totals = [], [], {}
     runs = {} if runs is None else runs
@@ -117,7 +118,8 @@ NOTHING = StageRun([ChunkPass(0, 0, 0, 0, 0, (), ())], 0)
 def run_stage(model: RankModel, work: Workload) -> StageRun:
     """Forward and backward pass of a full micro-batch through each chunk, and the head alone."""
     batch = micro_batch(model, work.lengths)
-    passes = chunk_passes(model, batch, keeps_masks=False)
+    samples = work.rollout_rows > 0
+    passes = chunk_passes(model, batch, keeps_masks=False, samples=samples)
     return StageRun(passes, head_bytes(model, len(batch.head.targets)))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gspo_megatron.config import Config
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import DENSE, EMBEDDING, EXPERTS, RankModel, StateBytes
 from gspo_megatron.estimate.pipeline import in_flight
@@ -33,6 +34,7 @@ class RankMemory:
     kv_cache: int
     rollout: int  # activations of the prompts, routes of the responses
     host: int  # host memory: what is offloaded
+    fp8_copies: int = 0  # of the weights, beside them
 
     @property
     def training(self) -> int:
@@ -46,11 +48,12 @@ class RankMemory:
 
     @property
     def while_training(self) -> int:
-        return self.state.total + self.reference + self.training
+        return self.state.total + self.fp8_copies + self.reference + self.training
 
     @property
     def total(self) -> int:
-        return self.state.total + self.reference + max(self.training, self.sampling)
+        beside = max(self.training, self.sampling)
+        return self.state.total + self.fp8_copies + self.reference + beside
 
 
 def rank_memory(
@@ -87,13 +90,15 @@ def rank_memory(
         kv_cache=_kv_cache(model, work),
         rollout=round(prefill) + rollout_routes,
         host=host + on_host,
+        fp8_copies=model.fp8_copies,
     )
 
 
 def _reference(model: RankModel, state: StateBytes) -> tuple[int, int]:
     """On the device and on the host."""
-    section = model.config.objective
-    if section.kl == "none":
+    config = model.config
+    section = config.objective if isinstance(config, Config) else None
+    if section is None or section.kl == "none":
         return 0, 0
     count = sum(state.parameters.values())
     return (0, count) if section.reference_offload else (count, 0)
@@ -111,8 +116,9 @@ def _kv_cache(model: RankModel, work: Workload) -> int:
 
 def _routes(model: RankModel, work: Workload) -> tuple[int, int, int]:
     """Replay store of the step on the device, routes of the running rollout, store on the host."""
-    routing, config = model.config.routing, model.policy.config
-    if not config.num_moe_experts or not routing.modes:
+    config = model.policy.config
+    routing = model.config.routing if isinstance(model.config, Config) else None
+    if routing is None or not config.num_moe_experts or not routing.modes:
         return 0, 0, 0
     layers = sum(
         any(name.endswith("router") for name, _ in layer.named_modules())
@@ -158,6 +164,7 @@ def by_component(memory: RankMemory) -> dict[str, int]:
         for kind in (DENSE, EXPERTS, EMBEDDING)
     }
     return rows | {
+        "FP8 copies of weights": memory.fp8_copies,
         "reference policy": memory.reference,
         "activations": memory.activations,
         "workspace": memory.workspace,

@@ -6,11 +6,14 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspo_megatron.config import Config, ResolvedParallel
+from gspo_megatron.config import ResolvedParallel
+from gspo_megatron.config.any_stage import AnyConfig
+from gspo_megatron.config.precision import FP8, base_precision
 from gspo_megatron.errors import UserError
 from gspo_megatron.models import build
 from gspo_megatron.models.build import Policy
@@ -25,11 +28,12 @@ EXPERTS, EMBEDDING, DENSE = "experts", "embedding", "dense"
 class RankModel:
     """A rank's policy and trainer; valid inside `rank_model` alone."""
 
-    config: Config
+    config: AnyConfig
     parallel: ResolvedParallel
     policy: Policy
     trainer: Trainer
     trace: Trace
+    fp8_copies: int = 0  # bytes of what FP8 matrix products keep of the weights
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,13 @@ class StateBytes:
 
 @contextlib.contextmanager
 def rank_model(
-    config: Config, parallel: ResolvedParallel, rank: int, vocab_size: int
+    config: AnyConfig, parallel: ResolvedParallel, rank: int, vocab_size: int
 ) -> Iterator[RankModel]:
     """The model of `rank`, with its optimizer. Layers are torch_native's, whatever the backend.
 
     Raises UserError with what Megatron-Core has against the configuration.
     """
+    in_fp8 = config.training.precision in FP8
     config = without_kernels(config)
     with pretended_rank(rank, parallel.world_size) as trace:
         try:
@@ -60,10 +65,11 @@ def rank_model(
         # all of them are how Megatron-Core refuses what it does not have
         except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
             raise UserError(f"rank {rank} of {parallel} cannot be built: {error}") from error
-        yield RankModel(config, parallel, policy, trainer, trace)
+        copies = fp8_copy_bytes(policy) if in_fp8 else 0
+        yield RankModel(config, parallel, policy, trainer, trace, copies)
 
 
-def _build(config: Config, parallel: ResolvedParallel, vocab_size: int) -> tuple[Policy, Trainer]:
+def _build(config: Any, parallel: ResolvedParallel, vocab_size: int) -> tuple[Policy, Trainer]:
     set_up_model_parallel(parallel, seed=0)
     # shapes are all there is; and what Megatron-Core has to say, it says to those who train
     with (
@@ -77,16 +83,27 @@ def _build(config: Config, parallel: ResolvedParallel, vocab_size: int) -> tuple
     return policy, build_trainer(policy, config.optimizer, schedule)
 
 
-def without_kernels(config: Config) -> Config:
+def without_kernels(config: AnyConfig) -> AnyConfig:
     """The configuration without what only a GPU's kernels can do: Transformer Engine's layers, and
     low precision, in whose place it has bf16."""
-    megatron = {k: v for k, v in config.model.megatron.items() if not k.startswith(("fp8", "fp4"))}
+    low = ("fp8", "moe_router_padding_for")
+    megatron = {k: v for k, v in config.model.megatron.items() if not k.startswith(low)}
     model = config.model.model_copy(update={"backend": "torch_native", "megatron": megatron})
-    precision = config.training.precision
-    if precision not in ("fp64", "fp32"):
-        precision = "bf16"
+    precision = base_precision(config.training.precision)
     training = config.training.model_copy(update={"precision": precision})
     return config.model_copy(update={"model": model, "training": training})
+
+
+def fp8_copy_bytes(policy: Policy) -> int:
+    """Transformer Engine keeps every weight that it multiplies by in FP8, a byte, and transposed,
+    another one, from micro-batch to micro-batch, beside the weight itself."""
+    if getattr(policy.config, "disable_parameter_transpose_cache", False):
+        return 0
+    return 2 * sum(
+        parameter.numel()
+        for name, parameter in _parameters(policy)
+        if parameter.dim() > 1 and "router" not in name and kind_of(name, parameter) != EMBEDDING
+    )
 
 
 def state_bytes(model: RankModel) -> StateBytes:

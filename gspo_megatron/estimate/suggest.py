@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_megatron.config import Config, Layout, apply_layout, check_config, resolve_parallel
+from gspo_megatron.config import Layout, apply_layout, resolve_parallel
+from gspo_megatron.config.any_stage import AnyConfig, check_any_config
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.estimate.cost import Cost, Machine, step_cost
 from gspo_megatron.estimate.layout import (
@@ -55,20 +56,20 @@ class Search:
 
 @dataclass(frozen=True)
 class _Candidate:
-    config: Config
+    config: AnyConfig
     work: Workload
     cost: float
 
 
 def suggest(
-    config: Config,
+    config: AnyConfig,
     world_size: int,
     vocab_size: int,
     counts: tuple[int, int],
     gpu_bytes: float,
     *,
     count: int = 10,
-    longest_prompt: int | None = None,
+    longest: int | None = None,
     machine: Machine | None = None,
 ) -> Search:
     """The `count` cheapest layouts by estimate.cost whose worst rank fits into `gpu_bytes`.
@@ -78,8 +79,8 @@ def suggest(
     """
     machine = machine or Machine()
     room = gpu_bytes * (1 - HEADROOM)
-    kept = _kept_by_a_layer(config, vocab_size, longest_prompt)
-    every = list(_candidates(config, world_size, counts, longest_prompt, machine))
+    kept = _kept_activations(config, vocab_size, longest)
+    every = list(_candidates(config, world_size, counts, longest, machine))
     candidates = sorted(
         (each for each in every if _may_fit(each, world_size, counts, kept, room)),
         key=lambda candidate: candidate.cost,
@@ -96,7 +97,7 @@ def suggest(
                 candidate.config,
                 world_size,
                 vocab_size,
-                longest_prompt,
+                longest,
                 ends_only=True,
                 limit=room,
                 runs=runs,
@@ -120,7 +121,7 @@ def suggest(
     return Search(found, len(every), len(candidates), built)
 
 
-def overrides(config: Config, original: Config) -> str:
+def overrides(config: AnyConfig, original: AnyConfig) -> str:
     """What turns the original configuration into `config`, for the command line."""
     texts = [f"parallel.layout={config.layout()}"]
     if config.training.recompute != original.training.recompute:
@@ -132,20 +133,20 @@ def overrides(config: Config, original: Config) -> str:
 
 
 def _candidates(
-    config: Config,
+    config: AnyConfig,
     world_size: int,
     counts: tuple[int, int],
-    longest_prompt: int | None,
+    longest: int | None,
     machine: Machine,
 ) -> Iterator[_Candidate]:
     for layout, placed in _layouts(config, world_size, machine):
         laid_out = _apply(config, layout, placed)
         try:
-            check_config(laid_out, world_size)
+            check_any_config(laid_out, world_size)
         except ConfigError:
             continue
         parallel = resolve_parallel(laid_out, world_size)
-        work = workload(laid_out, parallel, longest_prompt)
+        work = workload(laid_out, parallel, longest)
         chunks = parallel.virtual_pipeline_model_parallel_size or 1
         bubble = bubble_share(parallel.pipeline_model_parallel_size, chunks, work.micro_batches)
         traffic = _traffic(laid_out, world_size, counts, work)
@@ -156,7 +157,7 @@ def _candidates(
             yield _Candidate(candidate, work, cost.total)
 
 
-def _layouts(config: Config, world_size: int, machine: Machine) -> Iterator[tuple[Layout, bool]]:
+def _layouts(config: AnyConfig, world_size: int, machine: Machine) -> Iterator[tuple[Layout, bool]]:
     """All splits whose tp stays within a node; whether embedding and loss count as layers."""
     shape = config.resolved_model()
     placed = any(shape.megatron.get(name) for name in _PLACED_BY)
@@ -172,42 +173,51 @@ def _layouts(config: Config, world_size: int, machine: Machine) -> Iterator[tupl
                             yield layout, True
 
 
-def _kept_by_a_layer(
-    config: Config, vocab_size: int, longest_prompt: int | None
-) -> Mapping[str, float]:
-    """Bytes of activations for a token, by recompute mode, of a layer that is not cut: from two
-    layers of the model on one rank."""
+@dataclass(frozen=True)
+class _Kept:
+    """Bytes of activations for a token that are kept for the backward pass, nothing being cut."""
+
+    layer: Mapping[str, float]  # by recompute mode
+    output: float  # of a chunk, sent to the next stage
+
+
+def _kept_activations(config: AnyConfig, vocab_size: int, longest: int | None) -> _Kept:
+    """From a stage of two layers, between two others that have embedding and head."""
     fields = {k: v for k, v in config.model.megatron.items() if k not in _PLACED_BY}
-    fields |= {"num_layers": 2}
+    fields |= {"num_layers": 6}
     if config.resolved_model().num_moe_experts:
         fields["moe_layer_freq"] = 1
     model = config.model.model_copy(update={"megatron": fields})
-    small = apply_layout(config.model_copy(update={"model": model}), Layout())
-    parallel = resolve_parallel(small, 1)
-    work = workload(small, parallel, longest_prompt)
-    of_modes = {}
+    small = apply_layout(config.model_copy(update={"model": model}), Layout(pp=3))
+    parallel = resolve_parallel(small, 3)
+    work = workload(small, parallel, longest)
+    of_modes, output = {}, 0.0
     for mode in RECOMPUTE:
         training = small.training.model_copy(update={"recompute": mode})
         probe = small.model_copy(update={"training": training})
-        with rank_model(probe, parallel, 0, vocab_size) as built:
-            saved = run_stage(built, work).passes[0].saved_bytes
-        of_modes[mode] = saved / 2 / work.tokens
-    return of_modes
+        with rank_model(probe, parallel, 1, vocab_size) as built:
+            found = run_stage(built, work).passes[0]
+        of_modes[mode] = found.saved_bytes / 2 / work.tokens
+        output = found.output_bytes / work.tokens
+    return _Kept(of_modes, output)
 
 
 # The rough count may be this much too large before a layout is passed over.
-_DOUBT = 1.1
+_DOUBT = 1.05
 
 
 def _may_fit(
     candidate: _Candidate,
     world_size: int,
     counts: tuple[int, int],
-    kept: Mapping[str, float],
+    kept: _Kept,
     room: float,
 ) -> bool:
     """By an average rank's state, and layers whose activations are cut over tp alone: tokens of a
-    rank are as many whatever cp is."""
+    rank are as many whatever cp is. What is recomputed and saves nothing is not worth a try."""
+    mode = candidate.config.training.recompute
+    if mode == "selective" and kept.layer[mode] >= kept.layer["none"]:
+        return False
     config, work = candidate.config, candidate.work
     parallel = resolve_parallel(config, world_size)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -215,9 +225,9 @@ def _may_fit(
     tokens = work.tokens / parallel.context_parallel_size / tp
     layers = config.resolved_model().num_layers / (pp * chunks)
     passes = sum(in_flight(pp, 0, chunks, work.micro_batches))
-    activations = kept[config.training.recompute] * tokens * layers * passes
+    activations = (kept.layer[mode] * layers + kept.output) * tokens * passes
     # recomputation has a whole layer's at a time
-    workspace = kept["none"] * tokens
+    workspace = kept.layer["none"] * tokens
     needed = _state_bytes(config, world_size, counts) + activations + workspace
     return needed <= room * _DOUBT
 
@@ -226,7 +236,7 @@ def _divisors(number: int, largest: int) -> list[int]:
     return [n for n in range(1, min(number, largest) + 1) if number % n == 0]
 
 
-def _apply(config: Config, layout: Layout, placed: bool) -> Config:
+def _apply(config: AnyConfig, layout: Layout, placed: bool) -> AnyConfig:
     laid_out = apply_layout(config, layout)
     if not placed:
         return laid_out
@@ -235,7 +245,7 @@ def _apply(config: Config, layout: Layout, placed: bool) -> Config:
     return laid_out.model_copy(update={"model": model})
 
 
-def _expert_parameters(config: Config) -> int:
+def _expert_parameters(config: AnyConfig) -> int:
     shape = config.resolved_model()
     if not shape.num_moe_experts:
         return 0
@@ -251,7 +261,7 @@ def _expert_parameters(config: Config) -> int:
     return layers * shape.num_moe_experts * expert
 
 
-def _state_bytes(config: Config, world_size: int, counts: tuple[int, int]) -> float:
+def _state_bytes(config: AnyConfig, world_size: int, counts: tuple[int, int]) -> float:
     """Of weights, gradients and optimizer on an average rank: what does not fit by that does not
     fit at all."""
     parallel = resolve_parallel(config, world_size)
@@ -269,7 +279,7 @@ def _state_bytes(config: Config, world_size: int, counts: tuple[int, int]) -> fl
 
 
 def _traffic(
-    config: Config, world_size: int, counts: tuple[int, int], work: Workload
+    config: AnyConfig, world_size: int, counts: tuple[int, int], work: Workload
 ) -> dict[str, float]:
     """By formulas for the order in which layouts are tried: what a Qwen3-like layer exchanges."""
     shape, parallel = config.resolved_model(), resolve_parallel(config, world_size)

@@ -184,19 +184,39 @@ PAGES = (
     ),
 )
 
-# What is laid over each other when runs are compared.
-COMPARISON = Page(
-    "comparison",
-    "Comparison",
-    (
-        REWARD,
-        ACCURACY,
-        ENTROPY,
-        CLIP_SEQUENCE,
-        CLIP_TOKEN,
-        GRAD_NORM,
-        LENGTH,
-        VOLATILITY,
-        Panel("Time of a step", "seconds", (("perf/step_seconds", "step"),)),
-    ),
-)
+_TIME = Panel("Time of a step", "seconds", (("perf/step_seconds", "step"),))
+_CROSS_ENTROPY = "cross-entropy, nats per token"
+
+# What is laid over each other when runs are compared, by the phase that they are about.
+COMPARISONS = {
+    RL: Page(
+        "comparison",
+        "Comparison",
+        (
+            REWARD,
+            ACCURACY,
+            ENTROPY,
+            CLIP_SEQUENCE,
+            CLIP_TOKEN,
+            GRAD_NORM,
+            LENGTH,
+            VOLATILITY,
+            _TIME,
+        ),
+    )
+} | {
+    phase: Page(
+        "comparison",
+        f"Comparison: {title}",
+        (
+            Panel("Held-out loss", _CROSS_ENTROPY, (("evaluation/loss", "held out"),)),
+            Panel("Loss", _CROSS_ENTROPY, (("loss", "batch"),)),
+            GRAD_NORM,
+            Panel("Learning rate", "learning rate", (("lr", "learning rate"),), noisy=False),
+            THROUGHPUT,
+            _TIME,
+        ),
+        phase,
+    )
+    for phase, title in ((PRETRAINING, "pre-training"), (FINE_TUNING, "supervised fine-tuning"))
+}

@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gspo_megatron.observe.panels import COMPARISON, PAGES, QUANTILES, Page, Panel
-from gspo_megatron.observe.records import phase_of
+from gspo_megatron.observe.panels import COMPARISONS, PAGES, QUANTILES, Page, Panel
+from gspo_megatron.observe.records import RL, phase_of
 from gspo_megatron.observe.runs import Run, groups, load_runs
 from gspo_megatron.observe.style import (
     INK,
@@ -45,23 +45,22 @@ def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Pat
     return written
 
 
-def plot_comparison(runs: Sequence[Run], path: Path) -> Path | None:
-    """Write one picture with the main figures of several runs laid over each other.
+def plot_comparison(runs: Sequence[Run], path: Path, phase: str = RL) -> Path | None:
+    """Write one picture with the main figures of a phase of several runs laid over each other.
 
     Runs of one group share a colour: their mean is drawn strong and each of them faint. Returns
     None when the runs have no figure to compare.
     """
+    page = COMPARISONS[phase]
     panels = [
-        panel
-        for panel in COMPARISON.panels
-        if any(_present_curves(run, panel, COMPARISON.phase) for run in runs)
+        panel for panel in page.panels if any(_present_curves(run, panel, phase) for run in runs)
     ]
     if not panels:
         return None
     with styled():
-        figure, all_axes = panel_grid(len(panels), COMPARISON.title)
+        figure, all_axes = panel_grid(len(panels), page.title)
         for axes, panel in zip(all_axes, panels):
-            _overlay(axes, runs, panel)
+            _overlay(axes, runs, panel, phase)
         share_legend(figure, all_axes)
         return save(figure, path)
 
@@ -170,16 +169,16 @@ def _draw_stack(axes: Axes, run: Run, panel: Panel, phase: str) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _overlay(axes: Axes, runs: Sequence[Run], panel: Panel) -> None:
+def _overlay(axes: Axes, runs: Sequence[Run], panel: Panel, phase: str) -> None:
     shown: list[float] = []
     title = panel.title
     for index, (name, members) in enumerate(groups(runs).items()):
         color = PALETTE[index % len(PALETTE)]
         tables = []
         for run in members:
-            present = _present_curves(run, panel, COMPARISON.phase)
+            present = _present_curves(run, panel, phase)
             if present:
-                steps, values = run.series(present[0][0], COMPARISON.phase)
+                steps, values = run.series(present[0][0], phase)
                 tables.append(dict(zip(steps, [value * panel.scale for value in values])))
                 if len(panel.curves) > 1:
                     title = f"{panel.title}: {present[0][1]}"

@@ -16,7 +16,14 @@ from rich.console import Console
 from gspo_megatron.errors import UserError
 from gspo_megatron.observe import formats, html
 from gspo_megatron.observe.plots import plot_comparison, plot_run
-from gspo_megatron.observe.records import WARM_START, Record, read_samples
+from gspo_megatron.observe.records import (
+    FINE_TUNING,
+    PRETRAINING,
+    RL,
+    WARM_START,
+    Record,
+    read_samples,
+)
 from gspo_megatron.observe.runs import Run, groups, load_runs
 from gspo_megatron.observe.streams import SafeStream
 from gspo_megatron.observe.summary import (
@@ -96,19 +103,30 @@ def _single(run: Run, out: Path) -> tuple[str, list[str]]:
 
 
 def _several(runs: Sequence[Run]) -> tuple[str, list[str]]:
-    by_group = groups(runs)
     title = f"{len(runs)} runs compared"
     body = [html.heading(title, ", ".join(run.name for run in runs))]
-    with tempfile.TemporaryDirectory() as scratch:
-        picture = plot_comparison(runs, Path(scratch) / "comparison.png")
-        if picture is not None:
-            body.append(html.card(html.image(picture, "curves of all runs")))
-    if any(len(members) > 1 for members in by_group.values()):
-        body.append(html.section("Over seeds", html.card(_group_table(by_group))))
-    body.append(html.section("Each run", html.card(_run_table(runs))))
+    by_phase: dict[str, list[Run]] = {}
+    for run in runs:
+        by_phase.setdefault(main_phase(run.records), []).append(run)
+    for phase, members in by_phase.items():
+        body.extend(_compared(members, phase, f" ({phase})" if len(by_phase) > 1 else ""))
     for run in runs:
         body.append(html.section(run.name, *_details(run)))
     return title, body
+
+
+def _compared(runs: Sequence[Run], phase: str, suffix: str) -> list[str]:
+    """Runs that are about the same phase; `suffix` tells which in the headings."""
+    by_group, body = groups(runs), []
+    with tempfile.TemporaryDirectory() as scratch:
+        picture = plot_comparison(runs, Path(scratch) / "comparison.png", phase)
+        if picture is not None:
+            body.append(html.card(html.image(picture, f"curves of all runs{suffix}")))
+    if any(len(members) > 1 for members in by_group.values()):
+        table = html.card(_group_table(by_group, phase))
+        body.append(html.section(f"Over seeds{suffix}", table))
+    body.append(html.section(f"Each run{suffix}", html.card(_run_table(runs, phase))))
+    return body
 
 
 def _tiles(run: Run, rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -140,38 +158,49 @@ def _single_table(rows: Sequence[Row]) -> str:
     )
 
 
-# Heading, number of the summary row, and which of its values a comparison shows.
-_COMPARED = (
-    ("last reward", 0, "last"),
-    ("best reward", 0, "best"),
-    ("last accuracy", 1, "last"),
-    ("best accuracy", 1, "best"),
-    ("grad norm", 3, "last"),
-    ("clip fraction", 4, "last"),
-    ("tokens/s", 5, "last"),
+_SUPERVISED = (
+    ("last held-out loss", 0, "last"),
+    ("best held-out loss", 0, "best"),
+    ("last loss", 1, "last"),
+    ("grad norm", 2, "last"),
+    ("tokens/s", 3, "last"),
 )
+# Of each phase: heading, number of the summary row, and which of its values a comparison shows.
+_COLUMNS = {
+    RL: (
+        ("last reward", 0, "last"),
+        ("best reward", 0, "best"),
+        ("last accuracy", 1, "last"),
+        ("best accuracy", 1, "best"),
+        ("grad norm", 3, "last"),
+        ("clip fraction", 4, "last"),
+        ("tokens/s", 5, "last"),
+    ),
+    PRETRAINING: _SUPERVISED,
+    FINE_TUNING: _SUPERVISED,
+}
 
 
-def _run_table(runs: Sequence[Run]) -> str:
-    cells = []
+def _run_table(runs: Sequence[Run], phase: str) -> str:
+    columns, cells = _COLUMNS[phase], []
     for run in runs:
-        rows = summarize(run.records)
-        values = [rows[index].write(getattr(rows[index], kind)) for _, index, kind in _COMPARED]
+        rows = summarize(run.records, phase)
+        values = [rows[index].write(getattr(rows[index], kind)) for _, index, kind in columns]
         wall = formats.duration(wall_seconds(run.records))
-        cells.append([run.name, str(steps_done(run.records)), *values, wall])
-    return html.table(["run", "steps", *(name for name, _, _ in _COMPARED), "wall time"], cells)
+        cells.append([run.name, str(steps_done(run.records, phase)), *values, wall])
+    return html.table(["run", "steps", *(name for name, _, _ in columns), "wall time"], cells)
 
 
-def _group_table(by_group: dict[str, list[Run]]) -> str:
-    cells = []
+def _group_table(by_group: dict[str, list[Run]], phase: str) -> str:
+    columns, cells = _COLUMNS[phase], []
     for name, members in by_group.items():
-        tables = [summarize(run.records) for run in members]
+        tables = [summarize(run.records, phase) for run in members]
         row = [name, str(len(members))]
-        for _, index, kind in _COMPARED:
+        for _, index, kind in columns:
             values = [getattr(rows[index], kind) for rows in tables]
             row.append(_mean_and_spread(values, tables[0][index]))
         cells.append(row)
-    return html.table(["runs", "seeds", *(name for name, _, _ in _COMPARED)], cells)
+    return html.table(["runs", "seeds", *(name for name, _, _ in columns)], cells)
 
 
 def _mean_and_spread(values: Sequence[float | None], row: Row) -> str:

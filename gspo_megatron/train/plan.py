@@ -28,6 +28,14 @@ class MiniBatch:
         return self.micro_batches[data_parallel_rank]
 
 
+def largest_equal_share(count: int, most: int, multiple: int) -> int:
+    """How many of `count` samples of one length make a micro-batch: as many as possible, `most` at
+    most but one at least, so that all micro-batches have as many and their number is a multiple of
+    `multiple`."""
+    rounds = count // multiple
+    return max(size for size in range(1, min(max(1, most), rounds) + 1) if rounds % size == 0)
+
+
 def plan_step(
     lengths: Sequence[int],
     response_lengths: Sequence[int],

@@ -33,9 +33,9 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.train.agreement import on_main
-from gspo_megatron.train.schedule import MicroBatch
+from gspo_megatron.train.plan import largest_equal_share
+from gspo_megatron.train.schedule import MicroBatch, micro_batch_multiple
 from gspo_megatron.train.supervised import SupervisedBatch
-from gspo_megatron.train.warm_start import micro_batch_multiple
 
 INDEX = "samples"  # below the run folder
 _WHOLE = "whole"  # a file in it, while nothing is being written there
@@ -122,9 +122,8 @@ class PretrainingBatches:
         """The most samples within the token budget that make micro-batches of one size, as many as
         an interleaved schedule wants."""
         cp = self.policy.config.context_parallel_size
-        most = max(1, self.config.training.micro_batch_tokens * cp // self.config.sequence_length())
-        rounds = own // micro_batch_multiple(self.policy)
-        return max(size for size in range(1, min(most, rounds) + 1) if rounds % size == 0)
+        most = self.config.training.micro_batch_tokens * cp // self.config.sequence_length()
+        return largest_equal_share(own, most, micro_batch_multiple(self.policy))
 
     def _count(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Learned tokens of all ranks."""

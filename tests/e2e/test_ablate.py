@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.cli.arms import choose_arms, plan_runs
-from gspo_megatron.cli.check import check_all
+from gspo_megatron.cli.check_inputs import check_all
 from gspo_megatron.config import load_config
 from tests.e2e.conftest import Command, command_environment
 

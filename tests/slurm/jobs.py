@@ -10,15 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import yaml
 
+from gspo_megatron.corpus.assemble import write_indexed
+from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.data.toy import write_toy_dataset
 from tests.e2e.resuming import TINY_MODEL, assert_same_run, records
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "slurm" / "train_gspo.sbatch"
 STEPS = 4
+STAGE_STEPS = 60  # of pre-training and fine-tuning: seconds enough to stop a run in the middle
 CALLS_PER_STEP = 16  # of the reward
 
 # What is said of a response is arbitrary, and the same everywhere. While the file `hold` is there,
@@ -49,6 +52,7 @@ class Run:
 
     folder: Path
     ranks_per_node: int = 2
+    script: str = "train_gspo"
 
     @property
     def config(self) -> Path:
@@ -69,7 +73,7 @@ class Run:
         usual = ["--nodes=2", f"--ntasks-per-node={self.ranks_per_node}", "--cpus-per-task=1"]
         usual += [f"--output={self.folder}/log-%j.out", f"--chdir={self.folder}"]
         return cluster.submit(
-            SCRIPT,
+            ROOT / "slurm" / f"{self.script}.sbatch",
             self.config,
             *arguments,
             options=[*usual, *options],
@@ -135,6 +139,43 @@ def make_run(folder: Path, *, ranks: int = 4, **sections: Mapping[str, object]) 
     run = Run(folder, ranks // 2)
     run.config.write_text(yaml.safe_dump(config))
     return run
+
+
+def make_stage_run(folder: Path, stage: str, *, ranks: int = 4) -> Run:
+    """The same for pre-training or fine-tuning, without any reward: stage is sft or pretrain."""
+    write_toy_dataset(folder / "toy", "mixed", train=64, test=8, seed=1)
+    tokenizer = folder / "toy" / "tokenizer.model"
+    data: dict[str, object] = {"tokenizer": str(tokenizer)}
+    training: dict[str, object] = {"steps": STAGE_STEPS, "batch_size": 8, "precision": "fp32"}
+    if stage == "sft":
+        data["examples"] = str(folder / "toy" / "train.jsonl")
+    else:
+        data |= {"train": [str(_write_corpus(tokenizer, folder / "corpus"))], "sequence_length": 16}
+    config = {
+        "model": {"megatron": dict(TINY_MODEL)},
+        "parallel": {"layout": {4: "tp=2,dp=2,ep=2", 2: "dp=2,ep=2"}[ranks]},
+        "data": data,
+        "optimizer": {"learning_rate": 3e-3},
+        "training": {**training, "micro_batch_tokens": 64},
+        "checkpoint": {"interval": STAGE_STEPS},
+        "logging": {"dir": str(folder / "run"), "plots": False},
+    }
+    run = Run(folder, ranks // 2, stage)
+    run.config.write_text(yaml.safe_dump(config))
+    return run
+
+
+def _write_corpus(tokenizer: Path, prefix: Path) -> Path:
+    """Documents of random tokens."""
+    loaded = load_tokenizer(tokenizer)
+    source = np.random.default_rng(3)
+    documents = [
+        np.append(source.integers(loaded.vocab_size, size=length), loaded.eos_id)
+        for length in source.integers(3, 40, size=50)
+    ]
+    files = [prefix.with_suffix(f".{kind}") for kind in ("bin", "idx")]
+    write_indexed(documents, *files, loaded.vocab_size)
+    return prefix
 
 
 def wait_for(path: Path, timeout: float = 60) -> None:

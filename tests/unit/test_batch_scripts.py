@@ -41,7 +41,8 @@ _PYTHON = """
 echo "python $*" >>"$CALLS"
 case "$3" in
 check) exit "${CHECK:-0}" ;;
-train)
+preflight) exit "${PREFLIGHT:-0}" ;;
+train | sft | pretrain)
     eval "code=\\${TASK_$SLURM_PROCID:-0}"
     [ -z "${WAIT_FOR_USR1:-}" ] || exec python3 -c "$WAIT_FOR_USR1"
     exit "$code" ;;
@@ -106,7 +107,7 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path, environ)
 
 
-CHECK = "python -m gspo_megatron check c.yaml a=1 --world-size 2"
+CHECK = "python -m gspo_megatron check c.yaml a=1 --stage rl --world-size 2"
 TRAIN = "python -m gspo_megatron train c.yaml a=1"
 
 
@@ -119,11 +120,40 @@ def test_the_check_comes_first_and_then_two_tasks(job: Job) -> None:
     assert not list(job.folder.glob(".gspo-megatron*"))
 
 
+@pytest.mark.parametrize("stage", ["sft", "pretrain"])
+def test_the_stages_before_rl_are_checked_as_what_they_are(job: Job, stage: str) -> None:
+    assert job.run("c.yaml", "a=1", script=stage)[0] == 0
+    command = f"python -m gspo_megatron {stage} c.yaml a=1"
+    check = CHECK.replace("--stage rl", f"--stage {stage}")
+    assert job.calls("python") == [check, command, command]
+    job.environ["CHECK"] = "2"
+    assert job.run("c.yaml", "a=1", script=stage)[0] == 2
+    assert len(job.calls("python")) == 4 and len(job.calls("srun")) == 1
+
+
 @pytest.mark.parametrize("words", [("c.yaml", "a=1"), ("--check-only", "c.yaml", "a=1")])
 def test_nothing_starts_where_the_check_fails(job: Job, words: tuple[str, ...]) -> None:
     job.environ["CHECK"] = "2"
     assert job.run(*words)[0] == 2
     assert job.calls("python") == [CHECK] and not job.calls("srun")
+
+
+def test_the_nodes_are_measured_first_where_there_are_gpus(job: Job) -> None:
+    preflight = "python -m gspo_megatron preflight c.yaml a=1"
+    job.environ |= {"SLURM_GPUS_ON_NODE": "2", "PREFLIGHT": "69"}
+    code, out = job.run("c.yaml", "a=1", "--fresh")
+    assert code == 69 and "failed with exit code 69" in out
+    assert job.calls("python")[1:] == [preflight, preflight]
+    job.environ |= {"PREFLIGHT": "0", "SLURM_RESTART_COUNT": "1"}
+    assert job.run("c.yaml", "a=1")[0] == 0
+    assert job.calls("python")[3:] == [preflight, preflight, TRAIN, TRAIN]
+    job.environ["GSPO_PREFLIGHT"] = "0"
+    assert job.run("c.yaml", "a=1")[0] == 0
+    assert job.calls("python")[7:] == [TRAIN, TRAIN]
+    del job.environ["SLURM_GPUS_ON_NODE"]
+    job.environ["GSPO_PREFLIGHT"] = "1"
+    assert job.run("c.yaml", "a=1")[0] == 0
+    assert job.calls("python")[9:] == [preflight, preflight, TRAIN, TRAIN]
 
 
 def test_check_only(job: Job) -> None:
@@ -136,8 +166,8 @@ def test_fresh_is_for_the_first_start(job: Job) -> None:
     assert job.run("c.yaml", "a=1", "--fresh")[0] == 0
     job.environ["SLURM_RESTART_COUNT"] = "1"
     assert job.run("c.yaml", "a=1", "--fresh")[0] == 0
-    fresh = f"{TRAIN} --fresh"
-    assert job.calls("python") == [CHECK, fresh, fresh, TRAIN, TRAIN]
+    fresh, check = f"{TRAIN} --fresh", CHECK.replace("--stage", "--fresh --stage")
+    assert job.calls("python") == [check, fresh, fresh, TRAIN, TRAIN]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +281,7 @@ def test_tasks_are_counted_where_slurm_does_not_say(job: Job) -> None:
     del job.environ["SLURM_NTASKS"]
     job.environ |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_NUM_NODES": "3"}
     assert job.run("c.yaml", "--check-only")[0] == 0
-    assert job.calls("python") == ["python -m gspo_megatron check c.yaml --world-size 12"]
+    assert job.calls("python") == [CHECK.replace("a=1 ", "").replace("size 2", "size 12")]
 
 
 def test_a_run_of_an_array_has_its_arguments_in_a_file(job: Job) -> None:

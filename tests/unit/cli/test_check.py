@@ -23,10 +23,11 @@ def test_a_sound_configuration_is_summed_up(
 ) -> None:
     path = write_config(("abc", "hgfed", "a"))
     assert main(["check", str(path), "--world-size", "4", "parallel.layout=tp=2"]) == 0
-    summary = capsys.readouterr().out.splitlines()[:7]  # a dry run's tables follow
+    summary = capsys.readouterr().out.splitlines()[:8]  # a dry run's tables follow
     lines = dict(line.split(maxsplit=1) for line in summary)
     assert lines["layout"] == "tp=2 on 4 ranks, dp=2"
     assert lines["model"].startswith("tiny: 4 layers of 64, 2 of 8 experts, ")
+    assert lines["weights"] == "random"
     assert lines["prompts"] == "3 in data.prompts"
     assert lines["lengths"].startswith("prompts of at most 5 tokens (96 allowed)")
     assert lines["run"] == "100 steps into runs/config"

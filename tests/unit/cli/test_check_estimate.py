@@ -29,7 +29,7 @@ def test_the_last_line_has_the_figures_of_the_estimate(
     overrides = ["parallel.layout=tp=2,pp=2", "model.vocab_size=80"]
     assert main(["check", str(path), "--memory", *overrides]) == 0
     text = capsys.readouterr().out
-    found = estimate_layout(load_config(path, overrides), 4, 80, longest_prompt=5)
+    found = estimate_layout(load_config(path, overrides), 4, 80, longest=5)
     said = pairs(text)
     assert int(said["parameters_total"]) == found.parameters_total
     assert int(said["worst_rank_bytes"]) == found.worst.total

@@ -105,6 +105,44 @@ def test_a_figure_that_only_some_seeds_have_is_not_averaged(
     assert cells[4] == "not in all runs"
 
 
+def make_stage_run(folder: Path, phase: str, losses: list[float]) -> Path:
+    """Evaluated at its end."""
+    with MetricsWriter(folder) as metrics:
+        for step, loss in enumerate(losses, 1):
+            held_out = {"evaluation/loss": loss + 0.5} if step == len(losses) else {}
+            own = {"phase": phase, "step": step, "loss": loss, "grad_norm": 2.0 * loss, "lr": 0.1}
+            metrics.write(own | {"perf/step_seconds": 1.5} | held_out)
+    return folder
+
+
+def test_runs_of_a_stage_are_compared_by_what_the_stage_has(tmp_path: Path) -> None:
+    runs = [make_stage_run(tmp_path / f"x_seed{n}", "sft", [3.0, 2.0 + n]) for n in (1, 2)]
+    path = write_report(runs, tmp_path / "out")
+    page, text = Page(path), path.read_text()
+    spread = f"{statistics.stdev([3.5, 4.5]):.3f}"
+    assert page.cells[:7] == ["x", "2", f"4.00 ± {spread}", f"4.00 ± {spread}", "3.50 ± 0.707"] + [
+        f"7.00 ± {2**0.5:.2f}",
+        formats.MISSING,
+    ]
+    assert page.cells[7:13] == ["x_seed1", "2", "3.50", "3.50", "3.00", "6.00"]
+    assert "last held-out loss" in text and "last reward" not in text
+    assert len(page.sources) == 1  # a picture of it
+
+
+def test_runs_of_several_stages_are_compared_stage_by_stage(
+    make_run: RunMaker, tmp_path: Path
+) -> None:
+    runs = [make_run("policy"), make_stage_run(tmp_path / "corpus", "pretrain", [5.0, 4.0])]
+    path = write_report(runs, tmp_path / "out")
+    page, text = Page(path), path.read_text()
+    assert "Each run (rl)" in text and "Each run (pretrain)" in text
+    rl = page.cells.index("policy")
+    assert page.cells[rl + 1 : rl + 3] == ["6", "0.600"]
+    corpus = page.cells.index("corpus")
+    assert page.cells[corpus + 1 : corpus + 5] == ["2", "4.50", "4.50", "4.00"]
+    assert len(page.sources) == 2
+
+
 def test_a_run_without_a_single_step_still_has_a_report(tmp_path: Path) -> None:
     MetricsWriter(tmp_path).close()
     assert Page(write_report([tmp_path], tmp_path)).cells[0] == "reward"

@@ -1,0 +1,82 @@
+"""sft.sbatch and pretrain.sbatch, on two nodes x two tasks of a real Slurm cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.resuming import assert_same_run, records
+from tests.slurm.cluster import Cluster
+from tests.slurm.disturbances import signalled
+from tests.slurm.jobs import STAGE_STEPS, Run, find_task, make_stage_run, wait_for
+
+pytestmark = pytest.mark.timeout(1200)  # many starts; minutes on a machine with other work
+
+
+def completed(cluster: Cluster, run: Run, number: str) -> str:
+    """The job's log, once it is COMPLETED with a record of every step."""
+    job = cluster.finish(number, timeout=600)
+    log = cluster.log(job)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log[-4000:]
+    steps = [(record["phase"], record["step"]) for record in records(run.out)]
+    assert steps == [(run.script, step) for step in range(1, STAGE_STEPS + 1)]
+    slurm = json.loads((run.out / "environment.json").read_text())["slurm"]
+    assert (slurm["nodes"], slurm.get("restarts", "0")) == ("2", job["Restarts"])
+    assert not list(run.folder.glob(".gspo-megatron*"))
+    return log
+
+
+def stop(cluster: Cluster, run: Run, number: str) -> None:
+    """SIGUSR1 to the batch script in the middle of the run: a rank is frozen until Slurm has it,
+    and the others wait for that rank."""
+    wait_for(run.out / "metrics.jsonl", 600)
+    frozen = find_task(run, rank=3)
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        signalled(cluster, run, number)
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    cluster.wait(number, lambda job: job["Restarts"] == "1")
+    assert 1 <= len(records(run.out)) < STAGE_STEPS
+
+
+def test_pretraining_that_is_stopped_ends_as_it_would_have_and_fine_tuning_takes_it_on(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    stopped, other = (make_stage_run(tmp_path / name, "pretrain") for name in ("a", "b"))
+    number, undisturbed = stopped.submit(cluster), other.submit(cluster)
+    stop(cluster, stopped, number)
+    completed(cluster, other, undisturbed)
+    tuned = make_stage_run(tmp_path / "c", "sft")
+    tuning = tuned.submit(cluster, f"model.checkpoint_path={other.out}")
+    log = completed(cluster, stopped, number)
+    assert f"Slurm job {number}, restart 1" in log and "stopped as asked" in log
+    assert_same_run(stopped.out, other.out, f"pretrain_{STAGE_STEPS:08d}")
+    assert str(other.out) in completed(cluster, tuned, tuning)
+
+
+def test_what_a_stage_cannot_do_is_refused_before_any_task_starts(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    sft, pretrain = (
+        make_stage_run(tmp_path / stage, stage, ranks=2) for stage in ("sft", "pretrain")
+    )
+    # 7 samples on 2 data-parallel ranks; and a file of the other stage
+    bad = pretrain.submit(cluster, "--check-only", "training.batch_size=7")
+    foreign = replace(sft, script="pretrain").submit(cluster, "--check-only")
+    good = sft.submit(cluster, "--check-only")
+    told = {bad: "training.batch_size = 7", foreign: "data.examples", good: "64 in data.examples"}
+    for number, text in told.items():
+        job = cluster.finish(number)
+        log = cluster.log(job)
+        expected = ("COMPLETED", "0:0") if number == good else ("FAILED", "2:0")
+        assert (job["JobState"], job["ExitCode"]) == expected, log
+        assert text in log and "Traceback" not in log
+        assert not re.search(r"^\d: ", log, re.MULTILINE), log  # what a task prints begins so
+    assert not sft.out.exists() and not pretrain.out.exists()

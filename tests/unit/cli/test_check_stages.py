@@ -1,0 +1,180 @@
+"""`check` of configurations of pre-training and fine-tuning."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from gspo_megatron.cli.check_inputs import check_any
+from gspo_megatron.cli.main import main
+from gspo_megatron.config.any_stage import load_any_config
+from gspo_megatron.corpus.assemble import write_indexed
+from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.estimate.layout import estimate_layout
+
+ConfigWriter = Callable[..., Path]
+ROOT = Path(__file__).resolve().parents[3]
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run folders lie where the test is."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def sft(tmp_path: Path, tokenizer: Path) -> Path:
+    """Four examples of 2 to 9 tokens (an end-of-sequence token each)."""
+    pairs = [("a", ""), ("ab", "c"), ("abcd", "efgh"), ("h", "g")]
+    rows = [json.dumps({"prompt": question, "answer": answer}) for question, answer in pairs]
+    (tmp_path / "examples.jsonl").write_text("\n".join(rows) + "\n")
+    data = {"tokenizer": str(tokenizer), "examples": str(tmp_path / "examples.jsonl")}
+    training = {"batch_size": 3, "epochs": 2, "micro_batch_tokens": 20, "precision": "fp32"}
+    path = tmp_path / "tuned.yaml"
+    path.write_text(yaml.safe_dump({"data": data, "training": training}))
+    return path
+
+
+@pytest.fixture
+def pretrain(tmp_path: Path, tokenizer: Path) -> Path:
+    """A corpus of 120 tokens, in samples of 16."""
+    loaded = load_tokenizer(tokenizer)
+    source = np.random.default_rng(1)
+    documents = [
+        np.append(source.integers(loaded.vocab_size, size=11), loaded.eos_id) for _ in range(10)
+    ]
+    files = [tmp_path / f"corpus.{kind}" for kind in ("bin", "idx")]
+    write_indexed(documents, *files, loaded.vocab_size)
+    data = {"tokenizer": str(tokenizer), "train": [str(tmp_path / "corpus")], "sequence_length": 16}
+    training = {"batch_size": 12, "tokens": 1000, "micro_batch_tokens": 50, "precision": "fp32"}
+    path = tmp_path / "corpus.yaml"
+    path.write_text(yaml.safe_dump({"data": data, "training": training}))
+    return path
+
+
+def summary(text: str) -> dict[str, str]:
+    """The rows before the tables."""
+    rows = [line.split(maxsplit=1) for line in text.splitlines()]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def pairs_of(text: str) -> dict[str, str]:
+    """The name=value pairs of the last line."""
+    return dict(pair.split("=", 1) for pair in text.splitlines()[-1].split())
+
+
+def test_fine_tuning_is_summed_up(sft: Path, capsys: Capture) -> None:
+    assert main(["check", str(sft)]) == 0
+    rows = summary(capsys.readouterr().out)
+    assert rows["examples"] == "4 in data.examples"
+    assert rows["lengths"] == "examples of at most 9 tokens (128 allowed)"
+    assert rows["step"] == "3 examples"
+    assert rows["run"] == "3 steps into runs/tuned"  # 2 epochs of 4, in threes
+    assert rows["weights"] == "random"
+    assert main(["check", str(sft), "data.max_tokens=4", "data.too_long=drop"]) == 0
+    rows = summary(capsys.readouterr().out)
+    assert rows["examples"] == "3 in data.examples; 1 of data.examples left out, too long"
+
+
+def test_pretraining_is_summed_up(pretrain: Path, capsys: Capture) -> None:
+    assert main(["check", str(pretrain)]) == 0
+    rows = summary(capsys.readouterr().out)
+    assert rows["corpora"] == "120 tokens in 1 corpus of data.train"
+    assert rows["lengths"] == "samples of 16 tokens"
+    # 1000 tokens are 6 steps of 192
+    assert rows["step"] == "12 samples = 192 tokens; 1,152 tokens in all, 9.6 times what there is"
+    assert rows["run"] == "6 steps into runs/corpus"
+
+
+def test_the_dry_run_has_what_the_stage_has(sft: Path, pretrain: Path, capsys: Capture) -> None:
+    """No rollout, no cache, no reference, no replay."""
+    for path, batch in (
+        (sft, "examples of 9, all learned but the first token); an update accumulates 1"),
+        (pretrain, "(3 samples of 16); an update accumulates 2"),
+    ):
+        overrides = ["parallel.layout=pp=2,dp=2", "model.vocab_size=80"]
+        assert main(["check", str(path), "--world-size", "4", *overrides]) == 0
+        text = capsys.readouterr().out
+        assert batch in text
+        assert not {"rollout", "replay", "kv cache", "reference"} & set(text.split())
+        said = pairs_of(text)
+        found = estimate_layout(load_any_config(path, overrides), 4, 80, longest=9)
+        assert int(said["worst_rank_bytes"]) == found.worst.total
+        assert int(said["activations_bytes"]) == found.worst.activations > 0
+        absent = ("kv_cache", "rollout", "replay", "reference", "host")
+        assert {said[f"{name}_bytes"] for name in absent} == {"0"}
+
+
+def test_suggestions_for_a_stage_pass_its_rules(pretrain: Path, capsys: Capture) -> None:
+    """Five samples fall evenly on one data-parallel rank alone."""
+    sizes = ["model.vocab_size=80", "training.batch_size=5"]
+    words = ["check", str(pretrain), "--world-size", "2", *sizes]
+    assert main([*words, "--suggest", "--gpu-memory", "1", "parallel.layout=tp=2"]) == 0
+    text = capsys.readouterr().out
+    rows = [line.split()[6:] for line in text.splitlines() if " parallel.layout=" in line]
+    assert rows and "the rollout" not in text
+    for overrides in rows:
+        checked = check_any(load_any_config(pretrain, [*overrides, *sizes]), 2)
+        assert checked.config.layout().model_parallel_size == 2
+
+
+def test_problems_of_all_parts_of_a_stage_are_told_at_once(
+    sft: Path, pretrain: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "examples.jsonl").write_text('{"prompt": "a"}\n')
+    nothing = tmp_path / "nothing"
+    words = ["data.chat_template=true", "data.messages_field=m", f"model.checkpoint_path={nothing}"]
+    assert main(["check", str(sft), *words, "data.max_tokens=1000"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" = ")[0] for line in lines[:2]] == [
+        "data.chat_template",
+        "data.max_tokens",
+    ]
+    assert any(line.startswith("model.checkpoint_path = ") for line in lines)
+    assert len(lines) == 4 and "chat template" in lines[2]  # the tokenizer has none
+
+    words = ["training.batch_size=5", "data.sequence_length=15", "parallel.layout=cp=2,dp=2"]
+    assert main(["check", str(pretrain), *words, f"data.train=[{nothing}]"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    told = ["data.sequence_length", "training.batch_size"]
+    assert [line.split(" = ")[0] for line in lines[:2]] == told
+    assert str(nothing) in lines[2] and len(lines) == 3
+
+
+def test_what_learns_from_nothing_is_told(sft: Path, pretrain: Path, capsys: Capture) -> None:
+    assert main(["check", str(sft), "--stage", "sft", "data.examples="]) == 2
+    assert capsys.readouterr().err.startswith("data.examples = null: needed to train")
+    assert main(["check", str(pretrain), "data.train=[]", "--stage=pretrain"]) == 2
+    assert capsys.readouterr().err.startswith("data.train = []: needed to train")
+
+
+def test_the_stage_that_is_said_is_the_one_that_is_checked(sft: Path, capsys: Capture) -> None:
+    assert main(["check", str(sft), "--stage", "rl"]) == 2
+    assert "data.examples = " in capsys.readouterr().err
+    assert main(["check", str(sft), "data.examples="]) == 2  # epochs: fine-tuning alone has them
+    assert capsys.readouterr().err.startswith("data.examples = null: needed to train")
+
+
+@pytest.mark.parametrize("stage", ["sft", "pretrain"])
+def test_the_configurations_on_the_page_about_slurm_are_sound(
+    stage: str, tmp_path: Path, capsys: Capture
+) -> None:
+    """And the one whose memory is quoted there has it."""
+    page = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
+    block = rf"(?ms)cat > {stage}_30b.yaml <<'END'\n(.*?)^END$"
+    (text,) = re.findall(block, page)
+    path = tmp_path / f"{stage}_30b.yaml"
+    path.write_text(text)
+    words = ["check", str(path), "--no-files", "model.preset=qwen3-30b-a3b"]
+    assert main([*words, "--stage", stage]) == 0
+    if stage == "pretrain":
+        assert main([*words, "--world-size", "32", "--gpu-memory", "80"]) == 0
+        (needed,) = re.findall(r"rank 0 needs ([\d.]+ GB)", capsys.readouterr().out)
+        assert f"the second at {needed} on the fullest rank" in page

@@ -1,0 +1,112 @@
+"""What `check` finds where a run of any stage begins: its run folder, and the weights it names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.checkpoint.folder import Position
+from gspo_megatron.cli.main import main
+from gspo_megatron.config.any_stage import load_any_config
+from tests.unit.checkpoint.test_resume_start import add
+
+ConfigWriter = Callable[..., Path]
+Capture = pytest.CaptureFixture[str]
+VOCAB = 48  # of the checkpoints that `add` writes
+SIZE = f"model.vocab_size={VOCAB}"
+
+
+@pytest.fixture
+def config(write_config: ConfigWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)  # where the run folder is
+    return write_config()
+
+
+def refused(capsys: Capture, *words: object) -> list[str]:
+    assert main(["check", *map(str, words)]) == 2
+    return capsys.readouterr().err.splitlines()
+
+
+def weights(capsys: Capture, *words: object) -> str:
+    assert main(["check", *map(str, words)]) == 0
+    (line,) = [s for s in capsys.readouterr().out.splitlines() if s.startswith("weights ")]
+    return line.split(maxsplit=1)[1]
+
+
+def test_a_checkpoint_that_is_not_there_or_not_of_this_model(
+    config: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
+    # with everything else that is wrong
+    lines = refused(capsys, config, nothing, "rollout.group_size=1")
+    assert lines[0].startswith("rollout.group_size = 1")
+    assert lines[1:] == [f"model.checkpoint_path = '{tmp_path / 'nothing'}': no such folder"]
+    assert refused(capsys, config, nothing) == lines[1:]
+
+    other = load_any_config(config, [f"logging.dir={tmp_path / 'other'}"])
+    path = add(other, Position("rl", 2))
+    given = f"model.checkpoint_path={tmp_path / 'other'}"
+    assert weights(capsys, config, given, SIZE) == str(tmp_path / "other")
+    lines = refused(capsys, config, given, "model.megatron.num_layers=2")
+    assert [line.split(" = ")[0] for line in lines] == ["model: num_layers", "model: vocab_size"]
+    (path / "model" / "__0_0.distcp").unlink()
+    assert str(path) in refused(capsys, config, given, SIZE)[0]
+    assert main(["check", str(config), given, SIZE, "--no-files"]) == 0
+
+
+def test_a_run_that_goes_on_and_one_that_cannot(
+    config: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = add(load_any_config(config, [SIZE]), Position("rl", 3))
+    assert weights(capsys, config, SIZE) == f"{path}: the run goes on"
+    # these weights are not read then
+    nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
+    lines = refused(capsys, config, SIZE, nothing, "training.seed=7")
+    assert [line.split(" = ")[0] for line in lines[:2]] == [
+        "model.checkpoint_path",
+        "training.seed",
+    ]
+    assert "was 1" in lines[1]
+    assert refused(capsys, config, SIZE, "--fresh")[0].startswith("--fresh: runs/config is not")
+    assert weights(capsys, config, SIZE, "--fresh", "logging.dir=new") == "random"
+
+
+SMALL = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def test_a_hugging_face_folder_without_weights(
+    config: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = tmp_path / "hf"
+    given = f"model.hf_path={folder}"
+    (line,) = refused(capsys, config, given)
+    assert line.startswith(f"model.hf_path = '{folder}'") or str(folder) in line
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    (line,) = refused(capsys, config, given)
+    assert line == f"{folder}: neither model.safetensors nor model.safetensors.index.json"
+    assert main(["check", str(config), given, "--no-files"]) == 0

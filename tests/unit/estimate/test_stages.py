@@ -1,0 +1,142 @@
+"""Steps of pre-training and fine-tuning, and what a rank keeps for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gspo_megatron.config import check_config, parse_config, resolve_parallel
+from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
+from gspo_megatron.estimate.activations import SavedTensors, chunk_passes, micro_batch
+from gspo_megatron.estimate.cost import Machine, step_cost
+from gspo_megatron.estimate.layout import estimate_layout
+from gspo_megatron.estimate.model import rank_model
+from gspo_megatron.estimate.workload import Workload, workload
+from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.train.plan import largest_equal_share
+from gspo_megatron.train.pretraining import rows_of_samples
+from gspo_megatron.train.schedule import MicroBatch, run_chunk
+from tests.unit.models.one_rank import one_rank_groups, tiny_policy
+
+LENGTH, VOCAB = 24, 99
+
+
+def stage_config(schema: type[StageConfig], layout: str, **training: Any) -> Any:
+    of_data = (
+        {"examples": "e", "max_tokens": 100}
+        if schema is FineTuningConfig
+        else {"train": ["c"], "sequence_length": LENGTH}
+    )
+    values = {
+        "model": {"megatron": {"num_layers": 2, "moe_aux_loss_coeff": 0.0}},
+        "parallel": {"layout": layout},
+        "data": {"tokenizer": "none", **of_data},
+        "training": {"steps": 5, "precision": "fp32", "batch_size": 24} | training,
+    }
+    return parse_config(values, schema=schema)
+
+
+def work_of(config: Any, world_size: int, longest: int | None = None) -> Workload:
+    return workload(config, resolve_parallel(config, world_size), longest)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "budget", "samples", "micro_batches"),
+    [
+        ("tp=1", 1, 5 * LENGTH + 3, 4, 6),  # five would not share 24
+        ("dp=2", 2, 5 * LENGTH, 4, 3),
+        ("dp=2", 2, LENGTH // 2, 1, 12),  # one at least
+        ("cp=2", 2, 3 * LENGTH, 6, 4),  # two ranks' budgets
+        ("pp=2,vpp=2", 2, 100 * LENGTH, 12, 2),  # in rounds of the stages
+        ("tp=1", 1, 100 * LENGTH, 24, 1),
+    ],
+)
+def test_samples_of_a_micro_batch(
+    layout: str, world_size: int, budget: int, samples: int, micro_batches: int
+) -> None:
+    config = stage_config(PretrainingConfig, layout, micro_batch_tokens=budget)
+    work = work_of(config, world_size)
+    assert work.lengths == ((0, LENGTH),) * samples
+    assert (work.micro_batches, work.mini_batches, work.forward_only) == (micro_batches, 1, 0)
+    assert (work.rollout_rows, work.rollout_prompts, work.sequences) == (0, 0, 24)
+
+
+def test_equal_shares_by_trial() -> None:
+    for count in range(1, 40):
+        for most in range(8):
+            for multiple in [m for m in (1, 2, 3) if count % m == 0]:
+                legal = [
+                    size
+                    for size in range(1, max(1, most) + 1)
+                    if count % size == 0 and count // size % multiple == 0
+                ]
+                assert largest_equal_share(count, most, multiple) == max(legal)
+
+
+def test_examples_are_as_long_as_the_longest_and_learned_but_for_a_token() -> None:
+    config = stage_config(FineTuningConfig, "dp=2", micro_batch_tokens=250)
+    work = work_of(config, 2)
+    assert work.lengths == ((1, 99), (1, 99), (1, 49))
+    assert (work.micro_batches, work.forward_only, work.rollout_rows) == (6, 0, 0)  # 12, in twos
+    assert work_of(config, 2, longest=40).lengths == ((1, 39),) * 6 + ((1, 9),)
+    padded = stage_config(FineTuningConfig, "dp=2", micro_batch_tokens=250, packing=False)
+    assert work_of(padded, 2).lengths == ((1, 99), (1, 99))
+
+
+def test_a_step_is_three_passes_of_its_tokens() -> None:
+    """A forward pass and two for the backward pass; an RL step with the old policy's log-probs
+    computed again is more than that by the share of its other mini-batches."""
+    config = stage_config(PretrainingConfig, "tp=1", micro_batch_tokens=LENGTH)
+    parallel = resolve_parallel(config, 1)
+    work, none = work_of(config, 1), dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
+    seconds = step_cost(config, parallel, work, 10**6, none, 0.0, Machine(flops=1.0)).compute
+    shape = config.resolved_model()
+    attention = 2 * 2 * shape.num_attention_heads * shape.kv_channels * LENGTH
+    assert seconds == 3 * 24 * LENGTH * (2 * 10**6 + attention)
+
+
+def test_pretraining_keeps_what_autograd_keeps() -> None:
+    """Of a micro-batch as the trainer builds it, on a rank of its own. Masks, which the reference
+    attention keeps, and experts that do not get equally many tokens are the rest."""
+    count, config = 4, stage_config(PretrainingConfig, "tp=1", micro_batch_tokens=4 * LENGTH)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (count, LENGTH), generator=generator)
+    packed = rows_of_samples(tokens, tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool))
+    with one_rank_groups():
+        chunk = tiny_policy(VOCAB).chunks[0]
+        batch = MicroBatch(packed, None, HeadInputs(packed.token_rows, packed.targets))
+        with SavedTensors(chunk) as saved:
+            output = run_chunk(chunk, batch)
+        real = saved.num_bytes()
+        assert output.shape == (2, count * LENGTH)
+    with rank_model(config, resolve_parallel(config, 1), 0, VOCAB) as model:
+        estimated = micro_batch(model, work_of(config, 1).lengths)
+        assert estimated.packed.input_ids.shape == (count, LENGTH)
+        assert estimated.head.targets.shape == batch.head.targets.shape
+        found = chunk_passes(model, estimated, keeps_masks=False, samples=False)[0]
+    assert found.saved_bytes == pytest.approx(real, rel=0.05)
+    assert found.forward_peak_bytes == 0
+
+
+@pytest.mark.parametrize("schema", [FineTuningConfig, PretrainingConfig])
+def test_the_state_is_that_of_an_rl_run_and_nothing_beside_it_is(schema: type[StageConfig]) -> None:
+    layout = "tp=2,pp=2,ep=2"
+    config = stage_config(schema, layout, micro_batch_tokens=240)
+    found = estimate_layout(config, 8, VOCAB)
+    rl = parse_config(
+        {
+            "model": config.model.model_dump(exclude_unset=True),
+            "parallel": {"layout": layout},
+            "data": {"tokenizer": "none"},
+            "training": {"precision": "fp32"},
+        }
+    )
+    check_config(rl, 8)
+    for mine, theirs in zip(found.ranks, estimate_layout(rl, 8, VOCAB).ranks, strict=True):
+        assert mine.state == theirs.state
+        assert (mine.reference, mine.replay, mine.sampling, mine.host) == (0, 0, 0, 0)
+        assert mine.activations > 0 and mine.workspace > 0
+        assert mine.total == mine.state.total + mine.activations + mine.workspace
+    assert found.most_traffic()["tp"] > 0 and found.most_traffic()["dp"] > 0
