@@ -67,7 +67,7 @@ def model_pieces(policy: Policy) -> list[ModelPiece]:
         covered: dict[int, int] = dict.fromkeys((p.data_ptr() for p in model.parameters()), 0)
         for entry in entries.values():
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                continue  # Transformer Engine's extra state: pickles, of FP8 scales alone
+                continue  # Transformer Engine's extra state: FP8 scales, see fp8_scales
             tensor = own[entry.data.data_ptr()]
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
             parts = list(nested_values(built)) if isinstance(built, dict) else built

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gspo_megatron.checkpoint import optimizer as states
+from gspo_megatron.checkpoint.fp8_scales import keeps_scales, scale_pieces
 from gspo_megatron.checkpoint.model_pieces import (
     model_pieces,
     pieces_to_read,
@@ -32,7 +33,7 @@ __all__ = [
     "trainer_state",
 ]
 
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER, SCALES = "model", "optimizer", "fp8_scales"
 
 
 class Save:
@@ -71,7 +72,8 @@ class Save:
 def save_tensors(
     folder: Path, policy: Policy, trainer: Trainer | None, *, asynchronous: bool
 ) -> Save:
-    """Write `folder`/model and, with a trainer, `folder`/optimizer; every rank calls it.
+    """Write `folder`/model and, with a trainer, `folder`/optimizer and what FP8 scales by; every
+    rank calls it.
 
     Asynchronously, it returns as soon as everything is copied to host memory, and the weights may
     change; ranks talk to each other in the background over a group of their own. Wait for a save
@@ -88,14 +90,18 @@ def save_tensors(
         for _, _, pieces in states.state_pieces(model, ranges, originals_only=True):
             moments += pieces
         groups = json.dumps(states.groups_document(trainer.optimizer), indent=1).encode()
+    with_scales = trainer is not None and keeps_scales(policy)
+    scales = scale_pieces(policy, originals_only=True) if with_scales else []
     if asynchronous:
-        weights, moments = _copies(weights), _copies(moments)
+        weights, moments, scales = _copies(weights), _copies(moments), _copies(scales)
     group = _writers() if asynchronous else None
 
     def write() -> None:
         write_pieces(folder / MODEL, weights, group)
         if trainer is not None:
             write_pieces(folder / OPTIMIZER, moments, group, {states.GROUPS_FILE: groups})
+        if with_scales:
+            write_pieces(folder / SCALES, scales, group)
 
     return Save(write, asynchronous=asynchronous)
 
@@ -113,11 +119,15 @@ def load_model(folder: Path, policy: Policy) -> None:
 
 
 def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
-    """Read `folder`/optimizer into the trainer's optimizer, of any layout, after load_model of the
-    same folder; every rank calls it. The schedule is not in it (load_trainer_state).
+    """Read `folder`/optimizer into the trainer's optimizer, and what FP8 scales by into the
+    policy, of any layout, after load_model of the same folder; every rank calls it. The schedule is
+    not in it (load_trainer_state).
 
     Raises DataError, the same on all ranks.
     """
+    if keeps_scales(policy):
+        with torch.no_grad():
+            read_pieces(folder / SCALES, scale_pieces(policy, originals_only=False))
     folder = folder / OPTIMIZER
     model = model_pieces(policy)
     error = None

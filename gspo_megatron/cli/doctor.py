@@ -36,8 +36,6 @@ _EXTRAS = {
     "wandb": "trackers",
     "mlflow": "trackers",
 }
-# Smallest compute capability of each FP8 recipe's matrix products.
-_FP8 = (("delayed scaling", (8, 9)), ("blockwise", (9, 0)), ("mxfp8", (10, 0)))
 _SHARED_MEMORY = Path("/dev/shm")
 _LITTLE_SHARED_MEMORY = 2 * _BYTES_PER_GIB  # containers start with 64 MiB unless told otherwise
 
@@ -215,18 +213,30 @@ def fused_paths(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("attention", by_engine if engine else "torch's scaled_dot_product_attention"),
         ("adam", by_engine if engine else rest),
         ("gradient norm", by_engine if engine else rest),
-        ("fp8", _fp8(engine)),
+        ("precisions", precisions(engine)),
     ]
 
 
-def _fp8(engine: bool) -> str:
+def precisions(engine: bool) -> str:
+    """Which values of training.precision this machine can train in, and what the others need."""
+    from gspo_megatron.config.precision import FP8, device_lacks, engine_lacks
+
+    possible = ["fp32", "bf16"]
     if not engine:
-        return "no: needs Transformer Engine and a GPU that multiplies in FP8"
+        lacks = engine_lacks() or "needs a GPU"
+        return f"{', '.join(possible)}; {', '.join(FP8)}: {lacks}"
     import torch
 
-    capability = torch.cuda.get_device_capability()
-    names = [name for name, smallest in _FP8 if capability >= smallest]
-    return ", ".join(names) or "no: the GPU's compute capability is below 8.9"
+    from gspo_megatron.platform.devices import built_for_cuda
+
+    capability, others = torch.cuda.get_device_capability(), []
+    for name in FP8:
+        lacks = engine_lacks() or device_lacks(name, capability, built_for_cuda())
+        if lacks is None:
+            possible.append(name)
+        else:
+            others.append(f"{name}: {lacks}")
+    return "; ".join([", ".join(possible), *others])
 
 
 def slurm(variables: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ is worth reading.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -22,6 +23,8 @@ DEFECT = 1
 # A run that was told to stop, and is saved: sysexits.h's EX_TEMPFAIL, "try again". Whoever started
 # it, a batch script for one, starts it again with the same command.
 STOPPED = 75
+# Nodes on which nothing should be trained: sysexits.h's EX_UNAVAILABLE.
+UNFIT = 69
 
 # What torch's stores and collectives say when a peer is gone: gloo, c10d's TCPStore, NCCL.
 _LOST_CONNECTION = re.compile(
@@ -46,6 +49,10 @@ def tell_failure(error: Exception) -> int:
     """Print an error, or hand it to the launcher of this rank; returns the exit code."""
     if isinstance(error, UserError):
         failure = Failure(True, str(error), str(error))
+    elif _is_forbidden(error):
+        assert isinstance(error, OSError)
+        text = f"{error.filename}: {error.strerror}"
+        failure = Failure(True, text, text)
     else:
         text = "".join(traceback.format_exception(error)).rstrip("\n")
         summary = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
@@ -57,6 +64,13 @@ def tell_failure(error: Exception) -> int:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(asdict(failure), file)
     return USER_ERROR if failure.is_user_error else DEFECT
+
+
+def _is_forbidden(error: Exception) -> bool:
+    """Whether the user may not read or write a file: nothing that a traceback could explain."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return False
+    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def parse_failure(text: str) -> Failure | None:

@@ -32,6 +32,7 @@ _PRECISION = dict.fromkeys(
     ("fp16", "bf16", "params_dtype", "pipeline_dtype", "autocast_dtype", "enable_autocast"),
     "training.precision",
 )
+_FP8 = dict.fromkeys(("fp8", "fp8_recipe"), "training.precision")
 
 # Fields with a key of their own: one thing has one name.
 _OWN_KEYS: dict[str, dict[str, str]] = {
@@ -51,6 +52,7 @@ _OWN_KEYS: dict[str, dict[str, str]] = {
         "rotary_base": "model.rotary_base",
         "tie_embeddings": "model.tie_embeddings",
         **_PRECISION,
+        **_FP8,
     },
     "optimizer.megatron": {
         "lr": "optimizer.learning_rate",
@@ -64,12 +66,27 @@ _OWN_KEYS: dict[str, dict[str, str]] = {
         "use_distributed_optimizer": "parallel.ddp.use_distributed_optimizer",
         "overlap_param_gather": "parallel.ddp.overlap_param_gather",
         **_PRECISION,
+        **_FP8,
     },
     "parallel.ddp": {},
 }
 
 # Fields that the training step sets: another value makes the gradient wrong.
 _OURS = ("calculate_per_token_loss", "variable_seq_lengths")
+
+# Fields that are refused, and why.
+_BF16_WEIGHTS = "the weights stay bf16: so they are initialised, saved and exported; leave it out"
+_REFUSED = {
+    "fp8_param": _BF16_WEIGHTS,
+    "fp8_param_gather": _BF16_WEIGHTS,
+    "reuse_grad_buf_for_mxfp8_param_ag": _BF16_WEIGHTS,
+    "fp8_output_proj": "the log-prob head multiplies in bf16; leave it out",
+    **dict.fromkeys(
+        ("fp4", "fp4_recipe", "fp4_param", "fp4_param_gather", "fp4_quantizer_factory"),
+        "FP4 is not supported; leave it out",
+    ),
+    "fp8_quantizer_factory": "no precision uses a recipe of one's own; leave it out",
+}
 
 # Fields whose Python value is no plain scalar; the model builder maps these names to it.
 _NAMED_VALUES: dict[str, tuple[str, ...]] = {
@@ -137,6 +154,24 @@ def read_fields(core: Path, section_key: str) -> Mapping[str, ast.AnnAssign]:
     return {name: node for name, node in collect(class_name).items() if not name.startswith("_")}
 
 
+def installed_literals(name: str) -> tuple[Any, ...] | None:
+    """The values that a field of the installed TransformerConfig lists in a Literal; None where it
+    cannot be told."""
+    core = find_megatron_core()
+    try:
+        field = None if core is None else read_fields(core, "model.megatron").get(name)
+    except (OSError, SyntaxError):
+        return None  # told where fields are given
+    for node in ast.walk(field.annotation) if field is not None else ():
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+            return tuple(
+                constant.value
+                for constant in ast.walk(node.slice)
+                if isinstance(constant, ast.Constant)
+            )
+    return None
+
+
 def megatron_problems(
     section_key: str,
     values: Mapping[Any, Any],
@@ -176,8 +211,11 @@ def _name_problem(
         return f"has a key of its own; use {own_keys[name]}"
     if name in _OURS:
         return "is set by the training step; leave it out"
+    if name in _REFUSED and name in fields:
+        return _REFUSED[name]
     if name not in fields:
-        legal = [field for field in fields if field not in own_keys and field not in _OURS]
+        taken = {*own_keys, *_OURS, *_REFUSED}
+        legal = [field for field in fields if field not in taken]
         close = nearest(str(name), legal)  # all legal names, several hundred, would help nobody
         hint = f"; {did_you_mean(close)}" if close else ""
         return f"the installed {class_name} has no such field{hint}"

@@ -6,7 +6,6 @@ these too, but one at a time, on a thousand ranks, minutes after the start.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ from gspo_megatron.config.hf_rules import hf_problems
 from gspo_megatron.config.objectives import objective_problems
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.config.pipeline_split import stage_problems
+from gspo_megatron.config.precision_rules import backend_problems, precision_problems
 from gspo_megatron.config.problems import problem
 from gspo_megatron.config.routing_rules import routing_problems
 from gspo_megatron.config.schema import Config
@@ -45,10 +45,6 @@ def check_config(config: Config, world_size: int, for_training: bool = False) ->
     problems = [line for rule in RULES for line in rule(plan)]
     if problems:
         raise ConfigError(problems)
-
-
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def world_size_fits(plan: Plan) -> Iterator[str]:
@@ -191,38 +187,14 @@ def dropout_is_off(plan: Plan) -> Iterator[str]:
 
 
 def backend_is_installed(plan: Plan) -> Iterator[str]:
-    backend = plan.config.model.backend
-    has_transformer_engine = _installed("transformer_engine")
-    if backend == "transformer_engine" and not has_transformer_engine:
-        yield problem(
-            "model.backend",
-            backend,
-            "the package transformer_engine is not installed; legal: torch_native or auto",
-        )
-    for name in ("fp8", "fp4"):
-        value = plan.config.model.megatron.get(name)
-        if value is None:
-            continue
-        if backend == "torch_native" or (backend == "auto" and not has_transformer_engine):
-            yield problem(
-                f"model.megatron.{name}",
-                value,
-                "only the transformer_engine backend has it; legal: null, or that backend",
-            )
-        if plan.config.training.precision != "bf16":
-            yield problem(
-                f"model.megatron.{name}", value, "needs training.precision = bf16; legal: null"
-            )
+    yield from backend_problems(plan.config)
 
 
-def precision_can_train(plan: Plan) -> Iterator[str]:
-    precision = plan.config.training.precision
-    if plan.for_training and precision == "fp64":
-        yield problem(
-            "training.precision",
-            precision,
-            "Megatron-Core's optimizers know no float64, it is for `verify`; legal: fp32 or bf16",
-        )
+def precision_is_possible(plan: Plan) -> Iterator[str]:
+    precision, training = plan.config.training.precision, plan.for_training
+    yield from precision_problems(
+        precision, plan.config, plan.shape, plan.layout, for_training=training
+    )
 
 
 def lengths_fit(plan: Plan) -> Iterator[str]:
@@ -364,7 +336,7 @@ RULES: tuple[Rule, ...] = (
     router_is_sound,
     dropout_is_off,
     backend_is_installed,
-    precision_can_train,
+    precision_is_possible,
     lengths_fit,
     batches_fit,
     objective_is_sound,

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from gspo_megatron.config.algorithm import ObjectiveSection, RoutingSection
 from gspo_megatron.config.checkpointing import CheckpointSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
+from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.section import ImportPath, NotNegative, Positive, Section, Text
 from gspo_megatron.config.shape import ModelShape, resolve_shape
 
@@ -208,8 +209,10 @@ class TrainingSection(Section):
 
     steps: Positive = Field(100, description="RL steps: roll out, score, update")
     seed: NotNegative = Field(1, description="of weights, data order and sampling")
-    precision: Literal["fp64", "fp32", "bf16"] = Field(
-        "bf16", description="of weights and activations; fp64 for `verify` alone"
+    precision: Precision = Field(
+        "bf16",
+        description="of weights and activations; fp64 for `verify` alone; the last three: matrix "
+        "products in FP8 by Transformer Engine, everything else as in bf16",
     )
     micro_batch_tokens: Positive = Field(
         4096, description="token budget of a micro-batch: bounds the memory of activations"

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from gspo_megatron.config.checkpointing import CheckpointSection
+from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.schema import OptimizerSection, RunConfig
 from gspo_megatron.config.section import NotNegative, Positive, Section, Text
 
@@ -36,8 +37,10 @@ class StageTrainingSection(Section):
     """What both stages need to know of the run."""
 
     seed: NotNegative = Field(1, description="of weights and data order")
-    precision: Literal["fp64", "fp32", "bf16"] = Field(
-        "bf16", description="of weights and activations; fp64 is for `verify` and cannot train"
+    precision: Precision = Field(
+        "bf16",
+        description="of weights and activations; fp64 is for `verify` and cannot train; the last "
+        "three: matrix products in FP8 by Transformer Engine, everything else as in bf16",
     )
     micro_batch_tokens: Positive = Field(
         4096, description="token budget of a micro-batch: bounds the memory of activations"

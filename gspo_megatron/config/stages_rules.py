@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from gspo_megatron.config import rules
 from gspo_megatron.config.changes import KINDS, Kind, schema_keys
 from gspo_megatron.config.families import family_of_shape
+from gspo_megatron.config.precision import tokens_multiple
 from gspo_megatron.config.problems import problem
 from gspo_megatron.config.rules import Plan, Rule
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.errors import ConfigError
-
-FP8_MULTIPLE = 32  # tokens that an FP8 matrix product takes at a time, in blocks of MXFP8
 
 # Keys that an RL run has not, or that mean something else there.
 _OWN_KINDS: dict[str, Kind] = {
@@ -178,8 +177,7 @@ def sample_multiple(config: StageConfig) -> int:
     """What the tokens of a sample must be a multiple of, so that no padding is needed."""
     layout = config.layout()
     multiple = layout.tp if config.parallel.uses_sequence_parallel() else 1
-    if config.model.megatron.get("fp8") is not None:
-        multiple *= FP8_MULTIPLE
+    multiple *= tokens_multiple(config.training.precision)
     return math.lcm(multiple * layout.cp, 2 * layout.cp if layout.cp > 1 else 1)
 
 
@@ -192,7 +190,7 @@ _SHARED: tuple[Rule, ...] = (
     rules.router_is_sound,
     dropout_is_off,
     rules.backend_is_installed,
-    rules.precision_can_train,
+    rules.precision_is_possible,
     rules.learning_rates_agree,
     warm_up_ends,
     decay_is_read,

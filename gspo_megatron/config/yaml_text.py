@@ -80,6 +80,10 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.YAMLError as error:  # a character that YAML does not allow: no mark
         what = " ".join(str(error).split())
         raise YamlError([f"{source}: not valid YAML: {what}"]) from None
+    except (ValueError, LookupError, AttributeError, RecursionError) as error:
+        # What PyYAML lets through: `!!int abc`, a number of 5,000 digits, a thousand brackets.
+        what = f"a value that cannot be read: {error}"
+        raise YamlError([f"{source}: not valid YAML: {what}"]) from None
     if loader.duplicates:
         raise YamlError(
             [

@@ -129,7 +129,8 @@ def batch_shape(
 
     Args:
         padded: a row for each sequence instead of all in one.
-        multiple: a rank's tokens are a multiple of it (TP under sequence parallelism).
+        multiple: a rank's tokens are a multiple of it (TP under sequence parallelism, times 16 or
+            32 in FP8).
     """
     chunks = 2 * context_parallel_size if context_parallel_size > 1 else 1
     unit = math.lcm(multiple * context_parallel_size, chunks)
@@ -162,7 +163,7 @@ def pack(
         members: the sequences that go into this micro-batch; none gives a batch of padding, which
             a data-parallel rank without sequences needs to take part in the collectives.
         padded: a row for each sequence, padded to the longest, instead of one row for all.
-        multiple: this rank's tokens are padded to a multiple of it (TP under sequence parallelism).
+        multiple: this rank's tokens are padded to a multiple of it; see batch_shape.
         shape: a larger shape to pad to, where all micro-batches must be alike.
     """
     cp, rank = context_parallel_size, context_parallel_rank

@@ -11,6 +11,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from gspo_megatron.models.core_attention import attend
+from gspo_megatron.models.precision import without_fp8
 
 
 class KeyValueCache:
@@ -128,7 +129,7 @@ _SEQUENCE_PARALLEL_SWITCHES = (
 @contextlib.contextmanager
 def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterator[None]:
     """Let the attention layers of a policy's chunks use `cache`, and switch off what decoding has
-    no use for: sequence parallelism (one token does not divide by TP)."""
+    no use for: sequence parallelism (one token does not divide by TP), and FP8."""
     modules = [module for model in models for module in model.modules()]
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     switched = [
@@ -148,7 +149,8 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterato
     for model in models:
         model.position_embedding_type = "none"
     try:
-        yield
+        with without_fp8(models):
+            yield
     finally:
         for module in attentions:
             module.key_value_cache = None

@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config
 from gspo_megatron.config import Config, ModelShape, ResolvedParallel
 from gspo_megatron.models.initialize import initialize_weights
 from gspo_megatron.models.policy import PolicyModel
+from gspo_megatron.models.precision import refuse_impossible
 from gspo_megatron.models.specs import block_spec, choose_backend
 from gspo_megatron.models.transformer_config import transformer_config
 
@@ -54,10 +55,13 @@ def unwrap(module: torch.nn.Module) -> PolicyModel:
 
 def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) -> Policy:
     """Build and initialise the rank's chunks. `vocab_size` is the tokenizer's; it is padded here
-    to what TP needs, and the padding never takes part in a softmax."""
+    to what TP needs, and the padding never takes part in a softmax.
+
+    Raises UserError where the layers or the device cannot do what is configured."""
+    backend = choose_backend(config.model.backend)
+    refuse_impossible(config.training.precision, backend)
     megatron = transformer_config(config, parallel)
     shape = config.resolved_model()
-    backend = choose_backend(config.model.backend)
     step = VOCAB_MULTIPLE * parallel.tensor_model_parallel_size
     stages = parallel.virtual_pipeline_model_parallel_size
     ddp = ddp_config(config)

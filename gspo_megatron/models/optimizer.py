@@ -88,6 +88,11 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
     )
     policy.config.grad_scale_func = optimizer.scale_loss
     policy.config.finalize_model_grads_func = finalize_model_grads
+    if ddp.overlap_grad_reduce:
+        # Gradients go on their way in the last micro-batch's backward pass. Without this, DDP would
+        # wait for as many passes as the first update had, and updates differ in their number.
+        silent = [chunk.no_sync for chunk in policy.chunks]
+        policy.config.no_sync_func = silent if len(silent) > 1 else silent[0]
     return Trainer(optimizer, scheduler)
 
 

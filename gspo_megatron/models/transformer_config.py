@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from gspo_megatron.config import Config, ResolvedParallel
+from gspo_megatron.config.precision import base_precision, megatron_fields
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -22,7 +23,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 def transformer_config(config: Config, parallel: ResolvedParallel) -> TransformerConfig:
     """The TransformerConfig of a checked configuration on a resolved layout."""
     shape = config.resolved_model()
-    dtype = DTYPES[config.training.precision]
+    precision = config.training.precision
+    dtype = DTYPES[base_precision(precision)]
     values: dict[str, Any] = {
         **parallel.group_sizes(),
         "sequence_parallel": parallel.sequence_parallel,
@@ -49,6 +51,7 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         "moe_grouped_gemm": shape.num_moe_experts is not None,
         **_recompute(config.training.recompute),
         **_interleaving(parallel),
+        **megatron_fields(precision),
         **shape.megatron,
         **({"moe_router_dtype": "fp64"} if dtype is torch.float64 else {}),
     }

@@ -29,6 +29,14 @@ def select_device() -> torch.device:
     return torch.device("cpu")
 
 
+def built_for_cuda() -> tuple[int, int] | None:
+    """The version of CUDA that torch was built for; None: without."""
+    if torch.version.cuda is None:
+        return None
+    major, minor, *_ = torch.version.cuda.split(".")
+    return int(major), int(minor)
+
+
 def collective_backend(device: torch.device) -> str:
     """NCCL between GPUs, gloo between CPUs."""
     return "nccl" if device.type == "cuda" else "gloo"

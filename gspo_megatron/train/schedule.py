@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -19,9 +20,6 @@ from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.routing.hooks import Routes, routed
 from gspo_megatron.train.exchange import Sequences, StepIndex
 from gspo_megatron.train.plan import MiniBatch
-
-# Tokens that an FP8 matrix product takes at a time: 16, and 32 in blocks of MXFP8.
-FP8_MULTIPLE = 32
 
 
 @dataclass
@@ -51,7 +49,8 @@ class MicroBatchBuilder:
         self.cp_rank = parallel_state.get_context_parallel_rank()
         self.multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         if config.fp8:
-            self.multiple *= FP8_MULTIPLE
+            # of every rank's shard: the weights' gradients are products over its tokens
+            self.multiple *= get_fp8_align_size(config.fp8_recipe)
         self.shapes_vary = config.variable_seq_lengths
         self.device = torch.device(torch.cuda.current_device())
 
@@ -130,6 +129,14 @@ def _sequence_bounds(packed: PackedBatch) -> PackedSeqParams:
         max_seqlen_q=packed.longest,
         max_seqlen_kv=packed.longest,
     )
+
+
+def micro_batch_multiple(policy: Policy) -> int:
+    """Interleaved pipeline schedules want a multiple of the pipeline's size."""
+    config = policy.config
+    if config.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return config.pipeline_model_parallel_size
 
 
 def forward_backward(

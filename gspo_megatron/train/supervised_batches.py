@@ -16,9 +16,55 @@ from gspo_megatron.data.supervised import Example, SupervisedData
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.train.plan import MiniBatch, plan_step
-from gspo_megatron.train.schedule import MicroBatch, MicroBatchBuilder
+from gspo_megatron.train.schedule import MicroBatch, MicroBatchBuilder, micro_batch_multiple
 from gspo_megatron.train.supervised import SupervisedBatch
-from gspo_megatron.train.warm_start import micro_batch_multiple
+
+
+class SupervisedBatchBuilder:
+    """Makes batches of examples for this rank's layout."""
+
+    def __init__(self, policy: Policy, builder: MicroBatchBuilder, token_budget: int) -> None:
+        """`token_budget`: of a micro-batch, on each rank that holds a part of its sequences."""
+        self.policy, self.builder = policy, builder
+        self.token_budget = token_budget * policy.config.context_parallel_size
+
+    def build(self, examples: Sequence[Example]) -> SupervisedBatch:
+        """One batch of the examples, which every rank passes alike."""
+        lengths = [len(example.token_ids) for example in examples]
+        learned = [
+            int(example.loss_mask[1:].sum()) for example in examples
+        ]  # none predicts the 1st
+        plan = plan_step(
+            lengths,
+            learned,
+            mini_batches=1,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            token_budget=self.token_budget,
+            micro_batch_multiple=micro_batch_multiple(self.policy),
+            padded=self.builder.padded,
+        )[0]
+        return SupervisedBatch(
+            micro_batches=list(self._micro_batches(plan, examples, lengths)),
+            num_micro_batches=plan.num_micro_batches,
+            num_learned=plan.num_response_tokens,
+            num_tokens=sum(lengths),
+        )
+
+    def _micro_batches(
+        self, plan: MiniBatch, examples: Sequence[Example], lengths: Sequence[int]
+    ) -> Iterator[MicroBatch]:
+        shape = self.builder.common_shape([plan], lengths)
+        for numbers in plan.of_rank(parallel_state.get_data_parallel_rank()):
+            members = [examples[n] for n in numbers]
+            tokens = [torch.from_numpy(member.token_ids.astype(np.int64)) for member in members]
+            # From the first learned token on everything is predicted, then what is not learned
+            # is left out: answers of several turns have questions between them.
+            tails = [member.loss_mask[_first_learned(member) :] for member in members]
+            counts = [len(tail) for tail in tails]
+            offsets = [sum(counts[:place]) for place in range(len(counts))]
+            built = self.builder.build(range(len(members)), tokens, counts, offsets, shape)
+            learned = np.concatenate([np.empty(0, bool), *tails])
+            yield built if learned.all() else _only(built, torch.from_numpy(learned))
 
 
 class FineTuningBatches:
@@ -33,9 +79,10 @@ class FineTuningBatches:
         evaluation: SupervisedData | None = None,
     ) -> None:
         training = config.training
-        self.policy, self.train, self.held_out = policy, train, evaluation
-        self.batch_size, self.token_budget = training.batch_size, training.micro_batch_tokens
-        self.builder = MicroBatchBuilder(policy, pad_id, 1.0, padded=not training.packing)
+        self.train, self.held_out = train, evaluation
+        self.batch_size = training.batch_size
+        builder = MicroBatchBuilder(policy, pad_id, 1.0, padded=not training.packing)
+        self.batch_builder = SupervisedBatchBuilder(policy, builder, training.micro_batch_tokens)
         self.seed, self.shuffle = training.seed, config.data.shuffle
         self.loader = self._loader(self.batch_size)
         self.last = config.num_examples(len(train))  # examples, all in all
@@ -76,41 +123,7 @@ class FineTuningBatches:
 
     def batch(self, examples: Sequence[Example]) -> SupervisedBatch:
         """One batch of the examples, which every rank passes alike."""
-        lengths = [len(example.token_ids) for example in examples]
-        learned = [
-            int(example.loss_mask[1:].sum()) for example in examples
-        ]  # none predicts the 1st
-        plan = plan_step(
-            lengths,
-            learned,
-            mini_batches=1,
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            token_budget=self.token_budget * self.policy.config.context_parallel_size,
-            micro_batch_multiple=micro_batch_multiple(self.policy),
-            padded=self.builder.padded,
-        )[0]
-        return SupervisedBatch(
-            micro_batches=list(self._micro_batches(plan, examples, lengths)),
-            num_micro_batches=plan.num_micro_batches,
-            num_learned=plan.num_response_tokens,
-            num_tokens=sum(lengths),
-        )
-
-    def _micro_batches(
-        self, plan: MiniBatch, examples: Sequence[Example], lengths: Sequence[int]
-    ) -> Iterator[MicroBatch]:
-        shape = self.builder.common_shape([plan], lengths)
-        for numbers in plan.of_rank(parallel_state.get_data_parallel_rank()):
-            members = [examples[n] for n in numbers]
-            tokens = [torch.from_numpy(member.token_ids.astype(np.int64)) for member in members]
-            # From the first learned token on everything is predicted, then what is not learned
-            # is left out: answers of several turns have questions between them.
-            tails = [member.loss_mask[_first_learned(member) :] for member in members]
-            counts = [len(tail) for tail in tails]
-            offsets = [sum(counts[:place]) for place in range(len(counts))]
-            built = self.builder.build(range(len(members)), tokens, counts, offsets, shape)
-            learned = np.concatenate([np.empty(0, bool), *tails])
-            yield built if learned.all() else _only(built, torch.from_numpy(learned))
+        return self.batch_builder.build(examples)
 
     def _loader(self, size: int) -> PromptLoader:
         return PromptLoader(len(self.train), size, self.seed, shuffle=self.shuffle)

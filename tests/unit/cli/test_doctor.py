@@ -125,18 +125,22 @@ def test_fused_paths_are_those_that_a_run_would_take(
     on_cpu = dict(doctor.fused_paths(described()))
     assert on_cpu["adam"] == on_cpu["gradient norm"] == "torch"
     assert "torch_native" in on_cpu["layers"]
-    assert on_cpu["fp8"].startswith("no")
+    assert on_cpu["precisions"].startswith("fp32, bf16; fp8-delayed, fp8-blockwise, mxfp8: needs")
     modules |= {"apex", "amp_C", "apex.multi_tensor_apply"}
     assert dict(doctor.fused_paths(described()))["adam"] == "torch"  # apex does nothing on a CPU
     on_gpu = described() | {"gpu": GPU}
     assert dict(doctor.fused_paths(on_gpu))["adam"] == "NVIDIA's apex"
     modules.add("transformer_engine")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("gspo_megatron.config.precision.engine_lacks", lambda: None)
     with_engine = dict(doctor.fused_paths(on_gpu))
     assert with_engine["adam"] == with_engine["layers"] == "Transformer Engine"
-    assert with_engine["fp8"] == "delayed scaling, blockwise"
+    able, *others = with_engine["precisions"].split("; ")
+    assert able == "fp32, bf16, fp8-delayed, fp8-blockwise"
+    assert len(others) == 1 and others[0].startswith("mxfp8: needs a Blackwell GPU")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    assert dict(doctor.fused_paths(on_gpu))["fp8"].startswith("no")
+    assert dict(doctor.fused_paths(on_gpu))["precisions"].startswith("fp32, bf16; fp8-delayed: ")
 
 
 def test_what_is_missing_comes_with_how_to_get_it(

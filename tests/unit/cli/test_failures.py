@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 
@@ -67,3 +68,18 @@ def test_half_a_report_is_none() -> None:
     assert failures.parse_failure("") is None
     assert failures.parse_failure('{"is_user_error": true, "te') is None
     assert failures.parse_failure("[]") is None
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_file_that_may_not_be_touched_is_named_without_a_traceback(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failures.tell_failure(OSError(number, os.strerror(number), "runs/a")) == 2
+    assert capsys.readouterr().err == f"runs/a: {os.strerror(number)}\n"
+
+
+def test_other_errors_of_the_system_are_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failures.tell_failure(OSError(errno.ENOSPC, "No space left", "runs/a")) == 1
+    assert failures.tell_failure(OSError(errno.EPERM, "kill")) == 1
+    told = capsys.readouterr().err
+    assert "OSError: [Errno 28]" in told and "PermissionError: [Errno 1] kill" in told

@@ -124,8 +124,8 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
          "has no gradient"),
         (1, ["model.megatron.hidden_dropout=0.1"], "model.megatron.hidden_dropout = 0.1",
          "legal: 0.0"),
-        (1, ["model.backend=torch_native", "model.megatron.fp8=e4m3"],
-         "model.megatron.fp8 = 'e4m3'", "only the transformer_engine backend has it"),
+        (1, ["model.backend=torch_native", "training.precision=mxfp8"],
+         "training.precision = 'mxfp8'", "model.backend = torch_native has no FP8"),
         (1, ["rollout.max_response_tokens=128"], "rollout.max_response_tokens = 128",
          "leaves no room for a prompt in max_sequence_length = 128; legal: at most 127"),
         (1, ["data.max_prompt_tokens=97"], "data.max_prompt_tokens = 97", "legal: at most 96"),
@@ -235,15 +235,6 @@ def test_transformer_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch) -
     assert "transformer_engine is not installed; legal: torch_native or auto" in line
     pretend_installed(monkeypatch, "transformer_engine")
     assert problems_of(1, "model.backend=transformer_engine") == []
-
-
-def test_fp8_needs_transformer_engine_and_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_installed(monkeypatch)
-    assert len(problems_of(1, "model.megatron.fp8=hybrid")) == 1
-    pretend_installed(monkeypatch, "transformer_engine")
-    assert problems_of(1, "model.megatron.fp8=hybrid") == []
-    (line,) = problems_of(1, "model.megatron.fp8=hybrid", "training.precision=fp32")
-    assert "needs training.precision = bf16" in line
 
 
 def test_every_layout_that_passes_resolves_and_multiplies_out() -> None:

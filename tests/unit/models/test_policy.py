@@ -49,7 +49,7 @@ def head_outputs(policy: Policy, batch: MicroBatch) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("multiple", [1, 16, 32])
 def test_packed_logprobs_are_those_of_each_sequence_alone(
     policy: Policy, temperature: float, multiple: int
 ) -> None:
@@ -155,11 +155,14 @@ def test_a_missing_backend_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch)
     assert choose_backend("auto") == "transformer_engine"
 
 
-def test_fp8_pads_micro_batches_to_what_its_matrix_products_take(policy: Policy) -> None:
-    policy.config.fp8 = "e4m3"
-    try:
-        batch = micro_batch(MicroBatchBuilder(policy, PAD, 1.0), random_sequences(5, [(3, 4)]))
-    finally:
-        policy.config.fp8 = None
-    assert batch.packed.input_ids.shape == (1, 32)
-    assert int(batch.packed.padding_mask.sum()) == 25
+@pytest.mark.parametrize(
+    ("recipe", "multiple"), [("delayed", 16), ("blockwise", 16), ("mxfp8", 32)]
+)
+def test_fp8_pads_micro_batches_to_what_its_matrix_products_take(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, recipe: str, multiple: int
+) -> None:
+    monkeypatch.setattr(policy.config, "fp8", "e4m3")
+    monkeypatch.setattr(policy.config, "fp8_recipe", recipe)
+    batch = micro_batch(MicroBatchBuilder(policy, PAD, 1.0), random_sequences(5, [(3, 4)]))
+    assert batch.packed.input_ids.shape == (1, multiple)
+    assert int(batch.packed.padding_mask.sum()) == multiple - 7

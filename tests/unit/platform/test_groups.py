@@ -49,6 +49,19 @@ def test_one_layout_after_another() -> None:
             assert parallel_state.get_tensor_model_parallel_world_size() == 1
 
 
+def test_an_error_on_its_way_out_waits_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_rank_groups():
+        with monkeypatch.context() as patch, pytest.raises(KeyError):
+            patch.setattr(dist, "get_backend", lambda: "nccl")
+            patch.setattr(dist, "get_world_size", lambda: 2)
+            try:
+                raise KeyError
+            finally:
+                stop_processes()
+        assert dist.is_initialized() and not parallel_state.is_initialized()
+    assert not dist.is_initialized()
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

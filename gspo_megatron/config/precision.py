@@ -1,0 +1,108 @@
+"""What `training.precision` means: Megatron-Core's fields, and what the hardware has to be.
+
+In FP8 the matrix products of the transformer layers are, forward and backward. Weights stay bf16,
+with fp32 gradients and optimizer; the router, the norms, attention and the log-prob head compute as
+in bf16.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Precision = Literal["fp64", "fp32", "bf16", "fp8-delayed", "fp8-blockwise", "mxfp8"]
+
+ENGINE_PACKAGE = "transformer-engine"
+# The first with blockwise scales, and with the order of an expert's scales that checkpoints have.
+ENGINE_MINIMUM = (2, 3)
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """One of Transformer Engine's recipes."""
+
+    recipe: str  # TransformerConfig.fp8_recipe
+    format: str  # TransformerConfig.fp8: e4m3 everywhere, or hybrid, with e5m2 for gradients
+    multiple: int  # of tokens and of features, that its matrix products take
+    capability: tuple[int, int]  # smallest of the device, as Transformer Engine has it
+    beyond: tuple[int, int] | None = None  # the first that it does not support again
+    cuda: tuple[int, int] = (12, 1)  # smallest that torch was built for
+    hardware: str = ""  # the same for people
+    fields: dict[str, Any] = field(default_factory=dict)  # further defaults of TransformerConfig
+
+
+FP8: dict[str, Fp8] = {
+    "fp8-delayed": Fp8(
+        recipe="delayed",
+        format="hybrid",
+        multiple=16,
+        capability=(8, 9),
+        hardware="an Ada, Hopper or newer GPU (compute capability 8.9)",
+        # Transformer Engine's own; Megatron-Core's default looks one micro-batch back
+        fields={"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
+    ),
+    "fp8-blockwise": Fp8(
+        recipe="blockwise",
+        format="e4m3",
+        multiple=16,
+        capability=(9, 0),
+        cuda=(12, 9),
+        hardware="a Hopper or newer GPU (compute capability 9.0), and torch for CUDA 12.9 or newer",
+    ),
+    "mxfp8": Fp8(
+        recipe="mxfp8",
+        format="e4m3",
+        multiple=32,
+        capability=(10, 0),
+        beyond=(12, 0),
+        hardware="a Blackwell GPU for data centres (compute capability 10.x)",
+    ),
+}
+
+
+def base_precision(precision: str) -> str:
+    """Of weights and activations between matrix products: fp64, fp32 or bf16."""
+    return "bf16" if precision in FP8 else precision
+
+
+def megatron_fields(precision: str) -> dict[str, Any]:
+    """What a precision sets in TransformerConfig, over which `model.megatron` goes."""
+    fp8 = FP8.get(precision)
+    return {} if fp8 is None else {"fp8": fp8.format, "fp8_recipe": fp8.recipe, **fp8.fields}
+
+
+def tokens_multiple(precision: str) -> int:
+    """What the tokens of every tensor-parallel rank are padded to a multiple of."""
+    return FP8[precision].multiple if precision in FP8 else 1
+
+
+def device_lacks(
+    precision: str, capability: tuple[int, int], cuda: tuple[int, int] | None
+) -> str | None:
+    """What a GPU of this compute capability lacks for a precision, in words; None: nothing. `cuda`
+    is the version that torch was built for, None where it was built without."""
+    fp8 = FP8.get(precision)
+    if fp8 is None:
+        return None
+    fits = fp8.capability <= capability and (fp8.beyond is None or capability < fp8.beyond)
+    if fits and cuda is not None and cuda >= fp8.cuda:
+        return None
+    return f"needs {fp8.hardware}"
+
+
+def engine_lacks() -> str | None:
+    """What is wrong with the installed Transformer Engine, where FP8 is wanted; None: nothing."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "needs Transformer Engine: pip install 'gspo-megatron[gpu]'"
+    try:
+        version = importlib.metadata.version(ENGINE_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None  # built in place, as in NVIDIA's containers: whatever it is
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and tuple(map(int, found.groups())) < ENGINE_MINIMUM:
+        minimum = ".".join(map(str, ENGINE_MINIMUM))
+        return f"needs Transformer Engine {minimum} or newer, and {version} is installed"
+    return None

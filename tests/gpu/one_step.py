@@ -1,0 +1,219 @@
+"""One small model on one device, by the code of a run: `python -m tests.gpu.one_step TASK ...`.
+
+Each task is a process of its own: with CUDA hidden from it the same code is the reference on the
+CPU, which cannot run beside CUDA in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.checkpoint.fp8_scales import scale_pieces
+from gspo_megatron.checkpoint.hf.export import export_hf
+from gspo_megatron.checkpoint.hf.load import load_hf
+from gspo_megatron.checkpoint.hf.stream import stream_hf
+from gspo_megatron.checkpoint.tensors import load_model, load_optimizer, save_tensors
+from gspo_megatron.config import Config, check_config, parse_config, resolve_parallel
+from gspo_megatron.config.families import family_of_shape
+from gspo_megatron.models.build import Policy, build_policy
+from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
+from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.train.schedule import (
+    MicroBatch,
+    MicroBatchBuilder,
+    forward_backward,
+    response_logprobs,
+)
+
+VOCABULARY, PAD, NO_TOKEN = 93, 0, 10_000
+# Whole multiples of what FP8 takes, as large models have them.
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 32,
+    "moe_ffn_hidden_size": 64,
+    # every token to every expert: rounding cannot send one elsewhere, which is no small difference
+    "num_moe_experts": 4,
+    "moe_router_topk": 4,
+    "init_method_std": 0.1,
+}
+# (prompt, response) tokens; 83 together, a multiple of nothing
+LENGTHS = [(5, 20), (3, 1), (17, 9), (2, 26)]
+RATE = 1e-3
+
+
+def config_of(precision: str, backend: str, folder: Path | None = None) -> Config:
+    """Of the model above, or of that in a Hugging Face folder."""
+    model: dict[str, Any] = {"backend": backend}
+    model |= {"megatron": SIZES} if folder is None else {"hf_path": str(folder)}
+    config = parse_config(
+        {
+            "model": model | {"vocab_size": VOCABULARY},
+            "data": {"tokenizer": "none"},
+            "optimizer": {"learning_rate": RATE},
+            "training": {"precision": precision},
+        }
+    )
+    check_config(config, 1)
+    return config
+
+
+def policy_of(config: Config) -> tuple[Policy, Trainer]:
+    policy = build_policy(config, resolve_parallel(config, 1), VOCABULARY)
+    if config.model.hf_path is not None:
+        load_hf(config.model.hf_path, policy)
+    schedule = Schedule(RATE, RATE, 0, 1, "constant")
+    return policy, build_trainer(policy, config.optimizer, schedule)
+
+
+def batch_of(policy: Policy) -> MicroBatch:
+    """The same random sequences every time, as one packed micro-batch."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(1, VOCABULARY, (sum(n),), generator=generator) for n in LENGTHS]
+    responses = [response for _, response in LENGTHS]
+    offsets = [sum(responses[:i]) for i in range(len(responses))]
+    builder = MicroBatchBuilder(policy, PAD, 1.0)
+    return builder.build(range(len(tokens)), tokens, responses, offsets)
+
+
+def backward(policy: Policy, trainer: Trainer, batch: MicroBatch) -> float:
+    """Gradients of the mean negative log-prob of all response tokens; returns it."""
+    zero_gradients(policy.chunks, trainer.optimizer)
+
+    def loss(_: MicroBatch, logprobs: Tensor, __: Tensor) -> tuple[Tensor, Tensor]:
+        value = -logprobs.mean()
+        return value, value.detach()
+
+    (found,) = forward_backward(policy, [batch], loss, 1)
+    return float(found)
+
+
+def logprobs_of(policy: Policy, batch: MicroBatch) -> Tensor:
+    ((logprobs, _),) = response_logprobs(policy, [batch])
+    return logprobs.cpu()
+
+
+@torch.no_grad()
+def gradients_of(policy: Policy) -> dict[str, Tensor]:
+    """By the names of Hugging Face's model, which both backends are mapped to. The weights are
+    overwritten: the map knows the way of weights only."""
+    for parameter in policy.models[0].parameters():
+        parameter.copy_(parameter.main_grad)
+    family = family_of_shape(policy.shape)
+    streamed = stream_hf(policy, family=family, dtype=torch.float32)
+    return {name: tensor.cpu().clone() for name, tensor in streamed}
+
+
+def make(folder: Path) -> None:
+    """Random weights as a Hugging Face folder."""
+    policy, _ = policy_of(config_of("fp32", "torch_native"))
+    export_hf(policy, folder)
+
+
+def step(folder: Path, precision: str, backend: str) -> dict[str, Any]:
+    """Loss and gradients of the folder's model; dtypes; and how far training log-probs are from the
+    rollout engine's."""
+    policy, trainer = policy_of(config_of(precision, backend, folder))
+    batch = batch_of(policy)
+    dtypes: dict[str, set[torch.dtype]] = {"router": set(), "experts": set()}
+    for layer in policy.models[0].decoder.layers:
+        layer.mlp.router.register_forward_hook(lambda *a: dtypes["router"].add(a[2][0].dtype))
+        layer.mlp.experts.register_forward_hook(lambda *a: dtypes["experts"].add(a[2][0].dtype))
+    result: dict[str, Any] = {"logprobs": logprobs_of(policy, batch)}
+    dtypes["weights"] = {p.dtype for p in policy.models[0].parameters()}
+    dtypes["gradients"] = {p.main_grad.dtype for p in policy.models[0].parameters()}
+    dtypes["head"] = {result["logprobs"].dtype}
+    result["mismatch"] = mismatch(policy)
+    result["loss"] = backward(policy, trainer, batch)
+    return result | {"gradients": gradients_of(policy), "dtypes": dtypes}
+
+
+def mismatch(policy: Policy) -> float:
+    """Mean |log-prob of training - log-prob of the rollout| over sampled tokens."""
+    engine = MegatronEngine(policy, pad_id=PAD, eos_id=NO_TOKEN)
+    requests = Requests([(1, 2, 3), (4, 5), (6,)], [0, 1, 2], responses_per_prompt=5)
+    rollout = engine.generate(requests, Sampling(max_tokens=16), seed=1)
+    lengths = (rollout.prompt_lengths + rollout.response_lengths).tolist()
+    responses = rollout.response_lengths.tolist()
+    offsets = [sum(responses[:i]) for i in range(len(responses))]
+    tokens = [row.cpu() for row in rollout.tokens.split(lengths)]
+    batch = MicroBatchBuilder(policy, PAD, 1.0).build(
+        range(len(tokens)), tokens, responses, offsets
+    )
+    return float((logprobs_of(policy, batch) - rollout.logprobs.cpu()).abs().mean())
+
+
+def learn(folder: Path, precision: str, backend: str, updates: int = 8) -> list[float]:
+    """The losses of updates on the same batch."""
+    policy, trainer = policy_of(config_of(precision, backend, folder))
+    batch, losses = batch_of(policy), []
+    for _ in range(updates):
+        losses.append(backward(policy, trainer, batch))
+        trainer.update()
+    return losses
+
+
+def resume(folder: Path, precision: str, backend: str, checkpoint: Path) -> dict[str, Any]:
+    """Log-probs after an update that follows a save, and after the same one that follows a load;
+    and what FP8 scaled by in between, saved and loaded."""
+    results: dict[str, Any] = {}
+    for name in ("saved", "loaded"):
+        policy, trainer = policy_of(config_of(precision, backend, folder))
+        batch = batch_of(policy)
+        if name == "saved":
+            for _ in range(3):
+                backward(policy, trainer, batch)
+                trainer.update()
+            mismatch(policy)  # a rollout in bf16 in between
+            save_tensors(checkpoint, policy, trainer, asynchronous=False).wait()
+        else:
+            load_model(checkpoint, policy)
+            load_optimizer(checkpoint, policy, trainer)
+        pieces = scale_pieces(policy, originals_only=False)
+        results[f"{name} scales"] = {p.key: p.data.detach().cpu().clone() for p in pieces}
+        backward(policy, trainer, batch)
+        trainer.update()
+        results[name] = logprobs_of(policy, batch)
+    return results
+
+
+TASKS = {"step": step, "learn": learn, "resume": resume}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a task; what it returns goes into a file that torch.load reads."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("task", choices=["make", *TASKS])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--precision")
+    parser.add_argument("--backend", default="torch_native")
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args(argv)
+    start_processes(timeout_minutes=5.0)
+    try:
+        set_up_model_parallel(resolve_parallel(config_of("fp32", "torch_native"), 1), seed=1)
+        if arguments.task == "make":
+            make(arguments.folder)
+            return
+        further = [arguments.checkpoint] if arguments.task == "resume" else []
+        task = TASKS[arguments.task]
+        torch.save(
+            task(arguments.folder, arguments.precision, arguments.backend, *further), arguments.out
+        )
+    finally:
+        stop_processes()
+
+
+if __name__ == "__main__":
+    main()

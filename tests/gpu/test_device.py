@@ -1,0 +1,109 @@
+"""What only a GPU can say: who supports FP8, what the log-prob head needs, and preflight."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gspo_megatron.config.precision import FP8, device_lacks
+from gspo_megatron.errors import UserError
+from gspo_megatron.models.precision import refuse_impossible
+from gspo_megatron.ops.vocab_parallel import logprob_and_entropy
+from gspo_megatron.platform.devices import built_for_cuda
+from tests.gpu.conftest import need_engine
+
+pytestmark = pytest.mark.gpu
+ROWS, HIDDEN, VOCABULARY = 4096, 2048, 151_936  # Qwen3-30B-A3B's head
+
+
+def test_transformer_engine_says_the_same_of_this_gpu() -> None:
+    need_engine()
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as Manager
+
+    theirs = {
+        "fp8-delayed": Manager.is_fp8_available(),
+        "fp8-blockwise": Manager.is_fp8_block_scaling_available(),
+        "mxfp8": Manager.is_mxfp8_available(),
+    }
+    capability, cuda = torch.cuda.get_device_capability(), built_for_cuda()
+    ours = {name: device_lacks(name, capability, cuda) is None for name in FP8}
+    assert ours == {name: available for name, (available, _) in theirs.items()}
+
+
+def test_what_this_gpu_cannot_do_is_refused_with_its_name() -> None:
+    need_engine()
+    capability, cuda = torch.cuda.get_device_capability(), built_for_cuda()
+    impossible = [name for name in FP8 if device_lacks(name, capability, cuda)]
+    if not impossible:
+        pytest.skip("this GPU can do all of them")
+    for name in impossible:
+        with pytest.raises(UserError, match=torch.cuda.get_device_name()):
+            refuse_impossible(name, "transformer_engine")
+
+
+def test_fp8_without_its_layers_is_refused() -> None:
+    with pytest.raises(UserError, match="legal: fp32 or bf16"):
+        refuse_impossible("fp8-delayed", "torch_native")
+
+
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """[rows] log-probs by way of all logits."""
+    rows = torch.log_softmax((hidden @ weight.t()).float(), dim=-1)
+    return rows.gather(1, targets[:, None])[:, 0]
+
+
+def cost(work: Callable[[], Tensor]) -> tuple[float, float]:
+    """Seconds of forward and backward pass, and GiB beside what was there."""
+    work().sum().backward()  # kernels are loaded
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    work().sum().backward()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def test_the_head_needs_less_memory_than_all_logits(
+    record_property: Callable[[str, object], None],
+) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    if free < 16 * 2**30:
+        pytest.skip("the naive head needs 16 GiB")
+    generator = torch.Generator("cuda").manual_seed(1)
+    kind = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    hidden = torch.randn(ROWS, HIDDEN, **kind).requires_grad_()
+    weight = (0.02 * torch.randn(VOCABULARY, HIDDEN, **kind)).requires_grad_()
+    targets = torch.randint(VOCABULARY, (ROWS,), device="cuda", generator=generator)
+    with torch.no_grad():
+        ours = logprob_and_entropy(hidden, weight, targets)[0]
+        torch.testing.assert_close(ours, naive(hidden, weight, targets), atol=0.02, rtol=0.01)
+    figures = {
+        "head": cost(lambda: logprob_and_entropy(hidden, weight, targets)[0]),
+        "naive": cost(lambda: naive(hidden, weight, targets)),
+    }
+    for name, (seconds, gib) in figures.items():
+        record_property(f"{name}_seconds", round(seconds, 4))
+        record_property(f"{name}_gib", round(gib, 2))
+        print(f"{name}: {seconds * 1e3:.1f} ms, {gib:.2f} GiB on {torch.cuda.get_device_name()}")
+    assert figures["head"][1] < figures["naive"][1] / 2
+
+
+def test_preflight_on_one_gpu(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("data: {tokenizer: none, prompts: none}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "gspo_megatron", "preflight", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "free memory" in done.stdout and "matmul" in done.stdout
