@@ -26,6 +26,7 @@ from gspo_megatron.config.changes import find_changes
 from gspo_megatron.config.problems import problem
 from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.config.yaml_text import YamlError, parse_yaml
+from gspo_megatron.data.files import folder_lacks
 from gspo_megatron.errors import ConfigError, DataError, UserError
 
 _LINES_SHOWN = 8  # of one checkpoint's damage
@@ -96,14 +97,20 @@ def conclude(config: Config, chosen: Path | None, damage: Damage) -> Start:
 
 def preview(config: Config, *, fresh: bool) -> Start:
     """What the ranks will find, by the sizes of files alone. Raises as `candidates` and `conclude`
-    do."""
+    do, and UserError where the run folder cannot be written."""
     damage: dict[str, list[str]] = {}
     for checkpoint in candidates(config, fresh=fresh):
         wrong = find_damage(checkpoint, contents=False)
         if not wrong:
-            return conclude(config, checkpoint, damage)
+            start = conclude(config, checkpoint, damage)
+            break
         damage[checkpoint.name] = wrong
-    return conclude(config, None, damage)
+    else:
+        start = conclude(config, None, damage)
+    lacks = None if start.is_finished else folder_lacks(run_folder(config))
+    if lacks is not None:
+        raise UserError(problem("logging.dir", str(config.logging.dir), lacks))
+    return start
 
 
 def finished_text(config: Config, state: RunState) -> str:

@@ -50,8 +50,8 @@ def save_rng(folder: Path) -> None:
 
 def load_rng(folder: Path) -> bool:
     """Set this rank's generators to what save_rng wrote; every rank calls it. Returns False, the
-    same on all ranks, where it was another layout's: there is nothing to continue then, and the
-    generators stay as they are. Raises DataError, the same on all ranks.
+    same on all ranks, where it was another layout's, or of another kind of device: there is nothing
+    to continue then, and the generators stay as they are. Raises DataError, the same on all ranks.
     """
     error, details, tensors = None, {}, {}
     try:
@@ -110,9 +110,10 @@ def _state_tensor(state: Tensor | torch.Generator) -> Tensor:
     return (state.get_state() if isinstance(state, torch.Generator) else state).cpu()
 
 
-def _layout() -> dict[str, int]:
-    """What decides which rank has which part."""
+def _layout() -> dict[str, Any]:
+    """What decides which rank has which part, and of which kind the states are."""
     return {
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
         "world": dist.get_world_size(),
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),

@@ -32,6 +32,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         "overrides",
         metavar="section.key=value",
         nargs="*",
+        default=[],  # without it argparse would say that one is required
         help="a value that replaces the file's, as in rollout.group_size=16",
     )
 

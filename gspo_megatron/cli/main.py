@@ -1,20 +1,33 @@
 """The entry point: parses the command line, runs one command, turns errors into exit codes.
 
 0: done. 2: something the user can mend, told by its message alone. 1: anything else, with its
-traceback. 130: interrupted.
+traceback. 130: interrupted. 141: whoever read the output left in the middle.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
 
 import gspo_megatron
-from gspo_megatron.cli import ablate, check, convert, doctor, report, stages, train, verify
+from gspo_megatron.cli import (
+    ablate,
+    check,
+    convert,
+    doctor,
+    preflight,
+    report,
+    stages,
+    train,
+    verify,
+)
 from gspo_megatron.cli.failures import tell_failure
 from gspo_megatron.cli.ranks import join_launcher
+from gspo_megatron.cli.streams import drop_unread_output, make_streams_safe
 
-COMMANDS = (train, stages, check, verify, convert, report, ablate, doctor)
+COMMANDS = (train, stages, check, preflight, verify, convert, report, ablate, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,13 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     As with any argparse program, `--help` and a malformed command line raise SystemExit.
     """
     join_launcher()
+    make_streams_safe()
     arguments = parse(argv)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and drop_unread_output():
+            return 128 + signal.SIGPIPE
         return tell_failure(error)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the command has done its work all the same
+        drop_unread_output()
+    return code
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

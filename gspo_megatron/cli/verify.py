@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_config, new_parser
+from gspo_megatron.cli.train import RANKS_WITHOUT_ASKING
 from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=_tolerance,
+        metavar="X",
         help="largest relative error of a parameter's gradient (default: "
         + ", ".join(f"{value:g} in {name}" for name, value in TOLERANCES.items())
         + ")",
@@ -76,6 +78,16 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--updates", action="store_true", help=argparse.SUPPRESS)
 
 
+def _tolerance(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
+    return number
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print a table, and on the last line the worst error; exit code 1 beyond the tolerance."""
     from gspo_megatron.config import Layout, check_config, load_config
@@ -86,6 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, [*arguments.overrides, precision])
     if arguments.result is not None:
         return _be_a_rank(config, arguments)
+    if ranks.world_size_of_rank(os.environ) is not None or ranks.is_slurm_task(os.environ):
+        raise UserError(
+            "verify starts the ranks of each layout itself: start it once, outside torchrun and "
+            "srun"
+        )
     reference = Layout.parse(arguments.reference)
     if arguments.layouts:
         layouts = [Layout.parse(text) for text in arguments.layouts]
@@ -162,10 +179,18 @@ def _on(config: Config, layout: Layout) -> Config:
 
 
 def _usual_layouts(config: Config) -> list[Layout]:
-    """The configuration's own layout, and two of each kind of parallelism that fits the model."""
+    """The configuration's own layout, and two of each kind of parallelism that fits the model.
+
+    Raises UserError where its own is one for a cluster.
+    """
     from gspo_megatron.config import Layout, check_config
 
     own = config.layout()
+    if own.world_size > max(RANKS_WITHOUT_ASKING, os.cpu_count() or 1):
+        raise UserError(
+            f"layout {own}: takes {own.world_size} ranks, which is much for one machine; name "
+            "the layouts to compare, as in --layouts tp=2 pp=2,ep=2"
+        )
     found = [] if own.world_size == 1 else [own]
     for text in ("dp=2", "tp=2", "pp=2", "ep=2", "cp=2"):
         layout = Layout.parse(text)
@@ -189,7 +214,10 @@ def _compare_all(
 
     cut = _common_cut(config, (reference, *layouts))
     console = Console()
-    table = Table("layout", "ranks", "worst parameter", "its error", "loss", "grad norm", "")
+    table = Table("layout", "ranks")
+    table.add_column("worst parameter", overflow="fold")  # a name cut short names nothing
+    for name in ("its error", "loss", "grad norm", ""):
+        table.add_column(name)
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
         expected = _measure(arguments, reference, cut, Path(folder))
@@ -251,6 +279,8 @@ def _measure(
         command += ["--checkpoint", arguments.checkpoint]
     command += ["--result", str(path), "--cut", *map(str, cut)]
     code = launch(command, layout.world_size)
+    if code in (129, 130, 143):  # a signal to this program, not a failure
+        raise SystemExit(code)
     if code != 0:
         raise UserError(f"layout {layout}: the update failed with exit code {code}")
     return torch.load(path, weights_only=True)

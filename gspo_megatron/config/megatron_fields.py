@@ -85,6 +85,8 @@ _REFUSED = {
         ("fp4", "fp4_recipe", "fp4_param", "fp4_param_gather", "fp4_quantizer_factory"),
         "FP4 is not supported; leave it out",
     ),
+    "fp32_residual_connection": "stages send each other activations of training.precision; "
+    "leave it out",
     "fp8_quantizer_factory": "no precision uses a recipe of one's own; leave it out",
 }
 

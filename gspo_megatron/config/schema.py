@@ -14,7 +14,7 @@ from gspo_megatron.config.algorithm import ObjectiveSection, RoutingSection
 from gspo_megatron.config.checkpointing import CheckpointSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
 from gspo_megatron.config.precision import Precision
-from gspo_megatron.config.section import ImportPath, NotNegative, Positive, Section, Text
+from gspo_megatron.config.section import ImportPath, NotNegative, Positive, Section, Seed, Text
 from gspo_megatron.config.shape import ModelShape, resolve_shape
 
 
@@ -208,7 +208,7 @@ class TrainingSection(Section):
     """The run itself."""
 
     steps: Positive = Field(100, description="RL steps: roll out, score, update")
-    seed: NotNegative = Field(1, description="of weights, data order and sampling")
+    seed: Seed = Field(1, description="of weights, data order and sampling")
     precision: Precision = Field(
         "bf16",
         description="of weights and activations; fp64 for `verify` alone; the last three: matrix "

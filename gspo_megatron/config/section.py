@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
+# Megatron-Core adds numbers of ranks to it, and numpy takes no more than 32 bits of the sum.
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
 ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]
 
 

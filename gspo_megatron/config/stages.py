@@ -14,7 +14,7 @@ from pydantic import Field
 from gspo_megatron.config.checkpointing import CheckpointSection
 from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.schema import OptimizerSection, RunConfig
-from gspo_megatron.config.section import NotNegative, Positive, Section, Text
+from gspo_megatron.config.section import NotNegative, Positive, Section, Seed, Text
 
 PRETRAINING, FINE_TUNING = "pretrain", "sft"  # the phases' names in metrics and checkpoints
 
@@ -36,7 +36,7 @@ class StageOptimizerSection(OptimizerSection):
 class StageTrainingSection(Section):
     """What both stages need to know of the run."""
 
-    seed: NotNegative = Field(1, description="of weights and data order")
+    seed: Seed = Field(1, description="of weights and data order")
     precision: Precision = Field(
         "bf16",
         description="of weights and activations; fp64 is for `verify` and cannot train; the last "

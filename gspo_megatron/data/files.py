@@ -26,3 +26,15 @@ def write_atomically(path: str | Path, content: bytes) -> Path:
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path
+
+
+def folder_lacks(folder: Path) -> str | None:
+    """Why files can neither be written into `folder` nor it be made, in words; None: they can."""
+    there = folder
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        return f"{there} is not a folder"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} may not be written"
+    return None

@@ -31,6 +31,7 @@ CHATML_SYMBOLS = ("<|im_start|>", "<|im_end|>")  # of its template; the second e
 _UNKNOWN, _PADDING = "<unk>", "<pad>"
 _CHECKED_TEXTS = 400
 _SAMPLED_LINES = 200
+_LARGEST_NUMBER = 2**31 - 1  # that sentencepiece takes
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ def train_tokenizer(
     """
     check_recipe(recipe)
     folder = Path(folder)
+    if folder.name in ("", ".."):  # `.`, which has no name to make another of
+        folder = folder.resolve()
     if (folder / MODEL_FILE).exists() and not overwrite:
         raise DataError(f"{folder / MODEL_FILE}: exists already; --overwrite replaces it")
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
@@ -106,8 +109,10 @@ def train_tokenizer(
 def check_recipe(recipe: Recipe) -> None:
     """Raises DataError with all that is wrong with a recipe."""
     problems = Problems()
-    if recipe.vocab_size < 4:
-        problems.add(f"vocab_size = {recipe.vocab_size}", "legal: 4 or more")
+    if not 4 <= recipe.vocab_size <= _LARGEST_NUMBER:
+        problems.add(f"vocab_size = {recipe.vocab_size}", "legal: 4 or more, in 32 bits")
+    if not 0 <= recipe.max_sentences <= _LARGEST_NUMBER:
+        problems.add(f"max_sentences = {recipe.max_sentences}", "legal: 0 or more, in 32 bits")
     for name, value, legal in (
         ("model_type", recipe.model_type, MODEL_TYPES),
         ("normalization", recipe.normalization, NORMALIZATIONS),

@@ -21,10 +21,15 @@ class ReferencePolicy:
     def __init__(self, policy: Policy, *, offload: bool) -> None:
         """offload: in host memory, pinned where there is a device to copy to."""
         self._chunks = policy.chunks
-        self._parameters = [p for model in policy.models for p in model.parameters()]
+        # the routers' biases without auxiliary loss change too, and are buffers
+        self._tensors = [
+            tensor
+            for model in policy.models
+            for tensor in (*model.parameters(), *_expert_biases(model))
+        ]
         self._weights = []
-        for parameter in self._parameters:
-            kept = parameter.detach()
+        for tensor in self._tensors:
+            kept = tensor.detach()
             if offload:
                 pinned = kept.is_cuda
                 host = torch.empty_like(kept, device="cpu", pin_memory=pinned)
@@ -47,7 +52,11 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def _change_places(self) -> None:
-        for parameter, weight in zip(self._parameters, self._weights, strict=True):
-            kept = parameter.clone()
-            parameter.copy_(weight)
+        for tensor, weight in zip(self._tensors, self._weights, strict=True):
+            kept = tensor.clone()
+            tensor.copy_(weight)
             weight.copy_(kept)
+
+
+def _expert_biases(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return (b for name, b in model.named_buffers() if name.endswith("expert_bias"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -76,8 +77,17 @@ def tear_down_model_parallel() -> None:
 
 
 def stop_processes() -> None:
-    """Leave torch.distributed; harmless when it never started."""
+    """Leave torch.distributed; harmless when it never started.
+
+    While an error is on its way out, NCCL's groups of several ranks stay: all of them take a group
+    down together, and those that wait for this rank elsewhere would keep it, and what it has to
+    tell, for ever. The end of the process aborts them.
+    """
     if parallel_state.is_initialized():
         tear_down_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    is_failing = sys.exc_info()[0] is not None
+    if is_failing and dist.get_backend() == "nccl" and dist.get_world_size() > 1:
+        return
+    dist.destroy_process_group()

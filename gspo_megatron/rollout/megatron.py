@@ -92,7 +92,10 @@ class MegatronEngine:
         self.replica, self.source = model_replica()
         modules = (module for model in policy.models for module in model.modules())
         self.num_routers = sum(isinstance(module, TopKRouter) for module in modules)
-        self.lockstep = parallel_state.get_expert_model_parallel_world_size() > 1
+        # experts over several ranks of which not all work on the same responses
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        etp = parallel_state.get_expert_tensor_parallel_world_size()
+        self.lockstep = parallel_state.get_expert_model_parallel_world_size() > 1 or tp % etp > 0
         # the allgather dispatcher wants as many tokens from every rank
         self.alike = self.lockstep and not policy.config.variable_seq_lengths
 
@@ -102,6 +105,7 @@ class MegatronEngine:
     @torch.no_grad()
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         """See RolloutEngine.generate."""
+        self._finish_parameter_gather()
         self.policy.eval()
         per_prompt = requests.responses_per_prompt
         samples = torch.tensor(requests.sample_indices(), dtype=torch.long, device=self.device)
@@ -121,6 +125,13 @@ class MegatronEngine:
         if self.record_routes is not None and not batches:
             joined.routes = self._no_routes(0, self.num_routers)
         return joined
+
+    def _finish_parameter_gather(self) -> None:
+        """Under overlap_param_gather a forward pass fetches the weights of the last update from the
+        ranks that share them; here a rank without requests has no pass, and they would wait."""
+        for chunk in self.policy.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def _agreed_maximum(self, value: int) -> int:
         """Experts on other ranks need every rank to take part in every forward pass."""

@@ -14,19 +14,29 @@ T = TypeVar("T")
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0; every rank returns what it returned, or raises its UserError."""
+    """Do `work` on rank 0; every rank returns what it returned, or raises its UserError, which an
+    error about a named file is too: the others wait here, and would never hear of another."""
     if dist.get_world_size() == 1:
-        return work()
+        return _telling_files(work)
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            told[0] = work()
+            told[0] = _telling_files(work)
         except UserError as error:
             told[1] = str(error)
     dist.broadcast_object_list(told, src=0)
     if told[1] is not None:
         raise UserError(told[1])
     return told[0]
+
+
+def _telling_files(work: Callable[[], T]) -> T:
+    try:
+        return work()
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise UserError(f"{error.filename}: {error.strerror}") from error
 
 
 def of_all(value: T) -> list[T]:

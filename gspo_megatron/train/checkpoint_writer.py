@@ -128,6 +128,9 @@ class CheckpointWriter:
 
     def _make_folder(self, name: str) -> tuple[str, str | None]:
         refusal = self.lacks_room()
+        if refusal is not None:
+            self.wait_for_removal()  # what became surplus a moment ago may still be going
+            refusal = self.lacks_room()
         publication = Publication(self.folder, name)
         if refusal is None:
             try:

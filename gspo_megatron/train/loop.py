@@ -19,8 +19,8 @@ from gspo_megatron.train.exchange import exchange, index_step
 from gspo_megatron.train.job import Job, held_out
 from gspo_megatron.train.plan import MiniBatch, plan_step
 from gspo_megatron.train.rollout_buffer import RolloutBuffer
+from gspo_megatron.train.schedule import micro_batch_multiple
 from gspo_megatron.train.step import PolicyUpdater, learning_rates
-from gspo_megatron.train.warm_start import micro_batch_multiple
 from gspo_megatron.types import Prompt
 
 # A warning that is given once in a run, resumed or not.

@@ -9,12 +9,14 @@ from typing import Any
 
 from gspo_megatron.config import Config, to_yaml
 from gspo_megatron.data.files import write_atomically
+from gspo_megatron.errors import DataError
 from gspo_megatron.observe.environment import write_environment
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.records import METRICS_FILE
 from gspo_megatron.observe.report import finish_run
 from gspo_megatron.observe.sinks import MetricsWriter, SampleWriter
 from gspo_megatron.observe.trackers import open_trackers
+from gspo_megatron.train.watch import RESTARTS_FILE
 from gspo_megatron.types import Sample
 
 
@@ -27,7 +29,8 @@ class RunRecord:
         """`resumed_at`: phase and step that the run goes on from. What was written down after them
         is dropped; without them an earlier run of the same name is moved aside.
 
-        Raises DataError where the metrics of the earlier run are damaged.
+        Raises DataError where the folder cannot be made, or the metrics of the earlier run are
+        damaged.
         """
         self.is_main = is_main
         self.folder = Path(str(config.logging.dir))
@@ -37,7 +40,11 @@ class RunRecord:
             return
         if resumed_at is None:
             self._keep_earlier_run()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            where = f"logging.dir = {str(self.folder)!r}"
+            raise DataError(f"{where}: cannot be made: {error.strerror}") from error
         write_atomically(self.folder / "config.resolved.yaml", to_yaml(config).encode())
         write_environment(self.folder)
         self._metrics = MetricsWriter(self.folder)
@@ -101,4 +108,8 @@ class RunRecord:
         while (kept := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
             number += 1
         self.folder.rename(kept)
+        counted = kept / RESTARTS_FILE
+        if counted.exists():  # or a job that never comes to a checkpoint would start for ever
+            self.folder.mkdir()
+            counted.rename(self.folder / RESTARTS_FILE)
         print(f"{self.folder} holds an earlier run; it is now {kept}", flush=True)

@@ -50,14 +50,17 @@ def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bo
             on_main(lambda: lock.hold(folder))  # it is there now, and an earlier run moved aside
             try:
                 with watched(config, job.policy, ranks, stop):
-                    return _run(job, hf)
+                    done = _run(job)
+                if done:  # not watched: one rank writes, the others wait, for as long as it takes
+                    _finish(job, hf)
+                return done
             finally:
                 job.record.close()
         finally:
             stop_processes()
 
 
-def _run(job: StageJob, hf: Any) -> bool:
+def _run(job: StageJob) -> bool:
     try:
         SupervisedLoop(job).run()
         job.checkpoints.close()
@@ -65,6 +68,11 @@ def _run(job: StageJob, hf: Any) -> bool:
         job.checkpoints.close()
         job.record.note(str(stopped))
         return False
+    return True
+
+
+def _finish(job: StageJob, hf: Any) -> None:
+    """The export, where one is asked for, and the report."""
     path = job.config.export.hf_path
     if path is not None:
         from gspo_megatron.checkpoint.hf.export import export_hf
@@ -73,7 +81,6 @@ def _run(job: StageJob, hf: Any) -> bool:
     job.record.finish()
     if path is not None and job.record.is_main:
         print(f"model   {path}", flush=True)
-    return True
 
 
 def assemble_stage(

@@ -42,6 +42,8 @@ def move(
     # token advantages travel as the log-probs do: twice them, so that nothing else passes for them
     received = exchange(batch, index, ranks, group, token_advantages=2 * batch.logprobs)
     assert torch.equal(received.token_advantages, 2 * received.logprobs)
+    for number, tokens in received.tokens.items():
+        assert torch.equal(received.routes[number], _routes(tokens))
     result = {
         "data_parallel_rank": parallel_state.get_data_parallel_rank(),
         "source": list(index.source),
@@ -60,17 +62,24 @@ def move(
     return gathered
 
 
+def _routes(tokens: torch.Tensor) -> torch.Tensor:
+    """[tokens, 3 layers, 2 experts] of a model with more than 256 experts."""
+    return (tokens[:, None, None] + torch.arange(6).view(3, 2)).to(torch.int16)
+
+
 def _batch(seed: int, numbers: list[int]) -> tuple[RolloutBatch, torch.Tensor]:
     contents = [sequence(seed, n) for n in numbers]
     responses = torch.tensor([len(p) for _, p, _ in contents], dtype=torch.long)
     lengths = torch.tensor([len(t) for t, _, _ in contents], dtype=torch.long)
+    tokens = torch.tensor([x for t, _, _ in contents for x in t], dtype=torch.long)
     batch = RolloutBatch(
-        tokens=torch.tensor([x for t, _, _ in contents for x in t], dtype=torch.long),
+        tokens=tokens,
         prompt_lengths=lengths - responses,
         response_lengths=responses,
         logprobs=torch.tensor([x for _, p, _ in contents for x in p], dtype=torch.float32),
         truncated=torch.zeros(len(numbers), dtype=torch.bool),
         sample_index=torch.tensor(numbers, dtype=torch.long),
         group_index=torch.tensor(numbers, dtype=torch.long) // 2,
+        routes=_routes(tokens),
     )
     return batch, torch.tensor([r for _, _, r in contents], dtype=torch.float64)

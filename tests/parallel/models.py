@@ -37,6 +37,7 @@ def odd_moe(
     sequence_parallel: bool | None = None,
     training: dict[str, Any] | None = None,
     routing: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
     **megatron: Any,
 ) -> Config:
     """The configuration of the tiny MoE on a layout such as "tp=2,ep=2", in fp32 unless `training`
@@ -44,7 +45,11 @@ def odd_moe(
     config = parse_config(
         {
             "model": {"megatron": {**ODD_MOE, **megatron}, "tie_embeddings": tie_embeddings},
-            "parallel": {"layout": layout, "sequence_parallel": sequence_parallel},
+            "parallel": {
+                "layout": layout,
+                "sequence_parallel": sequence_parallel,
+                "ddp": ddp or {},
+            },
             "data": {"tokenizer": "none"},
             "objective": objective or {},
             "optimizer": {"learning_rate": 1e-3},

@@ -1,4 +1,5 @@
-"""Sequences travel whole, with their log-probs, to the ranks that train on them; rewards to all."""
+"""Sequences travel whole, with their log-probs and routes, to the ranks that train on them; rewards
+to all."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.train.parity import Cut, StepResult, compare, run_update
-from gspo_megatron.train.synthetic import synthetic_batch
+from gspo_megatron.train.synthetic import SyntheticBatch, synthetic_batch
 from tests.parallel.models import VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool
 from tests.parallel.updates import (
@@ -124,3 +124,33 @@ def test_a_dense_model_without_sequence_parallelism(run: Run) -> None:
         "sequence_parallel": False,
     }
     assert_same(run("tp=2", "gspo", **dense), run("tp=1", "gspo", **dense))
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2,vpp=2,dp=2"])
+def test_gradients_that_go_on_their_way_early_are_all_there(
+    pool: Pool, layout: str, longest_first: bool
+) -> None:
+    """The second update has more micro-batches than the first, or fewer."""
+    results = []
+    for overlap in (False, True):
+        config = odd_moe(layout, {"name": "gspo"}, ddp={"overlap_grad_reduce": overlap})
+        batch = synthetic_batch(config.objective, VOCAB_SIZE, num_sequences=16)
+        order = sorted(range(16), key=lambda n: len(batch.tokens[n]), reverse=longest_first)
+        columns = {
+            name: column and [column[n] for n in order] for name, column in vars(batch).items()
+        }
+        result = pool.run(
+            Layout.parse(layout).world_size,
+            run_update,
+            config=config,
+            vocab_size=VOCAB_SIZE,
+            batch=SyntheticBatch(**columns),
+            cut=Cut(replicas=2, token_budget=25, multiple=2),
+            mini_batches=2,
+        )
+        results.append(result)
+    plain, overlapping = results
+    worst = compare(plain.gradients, overlapping.gradients)[0]  # of the second update
+    assert worst[1] <= FP32_TOLERANCE, worst
+    assert_same_metrics(overlapping, plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -43,12 +44,13 @@ def responses(
     per_prompt: int = PER_PROMPT,
     count: int = 5,
     batch_size: int | None = None,
+    ddp: dict[str, Any] | None = None,
 ) -> dict[int, list[Response]]:
     """Sample index -> the response as each rank of a replica returned it."""
     found = pool.run(
         Layout.parse(layout).world_size,
         generate,
-        config=odd_moe(layout),
+        config=odd_moe(layout, ddp=ddp),
         prompts=prompts(count),
         per_prompt=per_prompt,
         sampling=sampling,
@@ -136,10 +138,21 @@ def test_data_ranks_draw_responses_to_different_prompts(
     assert {len(copies) for copies in found.values()} == {replica}
 
 
+@pytest.mark.parametrize("layout", ["dp=4,ep=4", "dp=2,etp=2"])
 def test_a_data_rank_without_prompts_takes_part_where_it_holds_experts(
+    pool: Pool, of_one_rank: dict[int, list[Response]], layout: str
+) -> None:
+    found = responses(pool, layout, SAMPLED, count=1)
+    assert {s: c[0].tokens for s, c in found.items()} == {
+        s: of_one_rank[s][0].tokens for s in range(PER_PROMPT)
+    }
+
+
+def test_a_data_rank_without_prompts_takes_part_where_weights_are_still_on_their_way(
     pool: Pool, of_one_rank: dict[int, list[Response]]
 ) -> None:
-    found = responses(pool, "dp=4,ep=4", SAMPLED, count=1)
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    found = responses(pool, "dp=2", SAMPLED, count=1, ddp=overlap)
     assert {s: c[0].tokens for s, c in found.items()} == {
         s: of_one_rank[s][0].tokens for s in range(PER_PROMPT)
     }

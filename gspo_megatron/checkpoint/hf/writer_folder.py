@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from gspo_megatron.checkpoint.folder import sync_file, sync_folder
+from gspo_megatron.data.files import folder_lacks
 from gspo_megatron.errors import DataError
 
 _MENDABLE = (
@@ -97,12 +98,15 @@ def hidden_place(path: Path) -> Path:
 
 
 def check_destination(path: Path) -> None:
-    """Raise DataError unless `path` is new or an empty folder."""
+    """Raise DataError unless `path` is new or an empty folder, where folders can be made."""
     if path.is_dir():
         if any(path.iterdir()):
             raise DataError(f"{path}: has files in it already; give a new or an empty folder")
     elif path.exists() or path.is_symlink():
         raise DataError(f"{path}: exists and is not a folder")
+    lacks = folder_lacks(hidden_place(path).parent)
+    if lacks is not None:
+        raise DataError(f"{path}: cannot be made: {lacks}")
 
 
 @contextmanager

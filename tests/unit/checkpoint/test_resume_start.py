@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,29 @@ def test_all_sizes_that_differ_are_told(config: Config) -> None:
     (path / MODEL_FILE).write_text("[]")
     with pytest.raises(DataError, match="lacks the model's shape"):
         weights_fit(path, config, 48)
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_run_folder_that_cannot_be_one_is_refused(
+    config: Config, tmp_path: Path, below: bool
+) -> None:
+    folder = Path(str(config.logging.dir))
+    if below:
+        tmp_path.joinpath("run").write_text("a file")
+        folder = folder / "deeper" / "still"
+    else:
+        folder.write_text("a file")
+    changed = config.model_copy(
+        update={"logging": config.logging.model_copy(update={"dir": str(folder)})}
+    )
+    with pytest.raises(UserError) as caught:
+        preview(changed, fresh=False)
+    assert str(caught.value) == f"logging.dir = {str(folder)!r}: {tmp_path}/run is not a folder"
+
+
+def test_a_run_folder_that_may_not_be_written_is_refused(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may all
+    with pytest.raises(UserError, match=f"logging.dir = .*: {tmp_path} may not be written"):
+        preview(config, fresh=False)

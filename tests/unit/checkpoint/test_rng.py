@@ -40,6 +40,18 @@ def test_each_generator_goes_on(tmp_path: Path) -> None:
     assert draw() == expected
 
 
+def test_states_of_another_kind_of_device_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        save_rng(tmp_path)
+    before = torch.get_rng_state()
+    torch.randn(3)
+    assert not load_rng(tmp_path)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
 def test_what_is_on_the_disk_is_no_pickle(tmp_path: Path) -> None:
     save_rng(tmp_path)
     with safe_open(tmp_path / "rng" / "rank_00000.safetensors", framework="pt") as file:

@@ -36,7 +36,7 @@ def test_runs_of_a_report_may_follow_its_output() -> None:
         (["train", "a.yaml", "--nprocs", "2"], "unrecognized arguments: --nprocs"),
         (["train", "a.yaml", "--nproc", "0"], "'0' is not an integer from 1"),
         (["train", "a.yaml", "--nproc", "two"], "'two' is not an integer from 1"),
-        (["train"], "CONFIG.yaml"),
+        (["train"], "required: CONFIG.yaml\n"),
         (["doctor", "now"], "unrecognized arguments: now"),
         (["report", "run"], "--output"),
         (["convert", "a.yaml"], "convert"),

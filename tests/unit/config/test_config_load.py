@@ -214,7 +214,12 @@ parallel: 4
         ),
         (
             "training.precision=int8",
-            "training.precision = 'int8': unknown value; legal: fp64, fp32, bf16",
+            "training.precision = 'int8': unknown value; legal: fp64, fp32, bf16, fp8-delayed, "
+            "fp8-blockwise, mxfp8",
+        ),
+        (
+            "training.seed=2147483648",
+            "training.seed = 2147483648: must be less than 2147483648",
         ),
         ("training.steps=many", "training.steps = 'many': must be a valid integer"),
         ("training.steps=true", "training.steps = true: must be a valid integer"),

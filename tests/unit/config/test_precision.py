@@ -161,6 +161,7 @@ def test_layers_at_the_ends_may_stay_in_bf16(engine: Any) -> None:
         ("model.megatron.fp8=hybrid", "use training.precision"),
         ("model.megatron.fp8_recipe=mxfp8", "use training.precision"),
         ("model.megatron.fp8_param=true", "the weights stay bf16"),
+        ("model.megatron.fp32_residual_connection=true", "stages send each other activations"),
         ("parallel.ddp.fp8_param_gather=true", "the weights stay bf16"),
         ("model.megatron.fp4=e2m1", "FP4 is not supported"),
         ("model.megatron.fp8_parm=true", "no such field"),
@@ -182,6 +183,7 @@ def test_stages_follow_the_same_rules(engine: Any) -> None:
     assert sample_multiple(config) == 64
     with pytest.raises(ConfigError) as error:
         check_stage(config, 2)
-    first, second = sorted(error.value.problems)
-    assert first.startswith("data.sequence_length = 96") and "multiples of 64" in first
-    assert second.startswith("training.precision = 'mxfp8'")
+    length, *precision = sorted(error.value.problems)
+    assert length.startswith("data.sequence_length = 96") and "multiples of 64" in length
+    assert all(line.startswith("training.precision = 'mxfp8'") for line in precision)
+    assert "Transformer Engine" in precision[0] and "num_query_groups" in precision[1]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -244,3 +245,26 @@ def test_a_model_that_adds_spaces_has_no_chat(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     with pytest.raises(DataError, match="puts a space before every text"):
         load_tokenizer(path).apply_chat_template([{"role": "user", "content": "ka"}])
+
+
+@pytest.mark.parametrize("folder", [".", ".."])
+def test_the_present_folder_may_hold_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    here = tmp_path / "a" / "b"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    corpus = write_jsonl(tmp_path / "c.jsonl", ["ka lo mi"] * 9)
+    recipe = Recipe(40, "char", byte_fallback=False, normalization="nfkc")
+    (model,) = train_tokenizer([corpus], folder, recipe)
+    assert model == (here / folder).resolve() / "tokenizer.model"
+    assert sorted(path.name for path in model.parent.iterdir()) == sorted(
+        ["tokenizer.model", *(["b"] if folder == ".." else [])]
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"vocab_size": 2**31}, {"max_sentences": -1}])
+def test_numbers_beyond_sentencepiece_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
+    corpus = write_jsonl(tmp_path / "c.jsonl", ["ka lo mi"] * 9)
+    with pytest.raises(DataError, match=f"^{next(iter(wrong))} = .* in 32 bits$"):
+        train_tokenizer([corpus], tmp_path / "t", dataclasses.replace(Recipe(40, "char"), **wrong))

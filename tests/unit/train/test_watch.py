@@ -13,8 +13,10 @@ from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.errors import UserError
 from gspo_megatron.platform.slurm import SlurmJob
 from gspo_megatron.train import watch
+from gspo_megatron.train.record import RunRecord
 from gspo_megatron.train.stop import StopSignals
 from gspo_megatron.train.watch import RESTARTS_FILE, TimeWatch, count_restart
+from tests.unit.models.one_rank import tiny_config
 
 
 def restart(
@@ -49,6 +51,17 @@ def test_before_the_first_checkpoint_the_first_start_counts(tmp_path: Path) -> N
     restart(tmp_path, 2, step=None)
     with pytest.raises(UserError, match="before its first checkpoint"):
         restart(tmp_path, 3, step=None)
+
+
+def test_they_are_counted_on_where_the_start_before_is_moved_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = tiny_config(logging={"dir": str(folder)})
+    for number in range(3):
+        restart(folder, number, step=None)
+        RunRecord(config, is_main=True).close()
+    assert (tmp_path / "run.2").is_dir()
+    with pytest.raises(UserError, match="restarted 3 times before its first checkpoint"):
+        restart(folder, 3, step=None)
 
 
 def test_another_job_begins_to_count_anew(tmp_path: Path) -> None:

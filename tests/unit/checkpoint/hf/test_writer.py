@@ -135,7 +135,7 @@ def test_a_destination_in_use(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=text), HfWriter(tmp_path / name, {}):
             pass
     assert (tmp_path / "new/notes").read_text() == "mine"
-    with pytest.raises(DataError, match="cannot be written"), HfWriter(tmp_path / "file/new", {}):
+    with pytest.raises(DataError, match="is not a folder"), HfWriter(tmp_path / "file/new", {}):
         pass
 
 
