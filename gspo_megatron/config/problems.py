@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_LONGEST_VALUE = 80
+_LONGEST_VALUE = 200  # characters; a path should be whole
 
 
 def problem(key: str, value: Any, wrong: str) -> str:

@@ -27,16 +27,23 @@ def go_on():
         heartbeat.beat()
         time.sleep(0.05)
 
-rank, doing, timeout = int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
-heartbeat = Heartbeat(Path(sys.argv[1]), rank, 2, timeout)
+rank, doing, timeout, together = int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5])
+folder = Path(sys.argv[1])
+(folder / f"ready_{rank}").touch()
+while len(list(folder.glob("ready_*"))) < together:
+    time.sleep(0.01)
+heartbeat = Heartbeat(folder, rank, 2, timeout)
 with heartbeat:
     globals()[doing]()
 print("done")
 """
 
 
-def start(folder: Path, rank: int, doing: str, timeout: float = 1.0) -> subprocess.Popen[str]:
-    words = [str(folder), str(rank), doing, str(timeout)]
+def start(
+    folder: Path, rank: int, doing: str, timeout: float = 1.0, together: int = 1
+) -> subprocess.Popen[str]:
+    """`together`: so many begin at the same time."""
+    words = [str(folder), str(rank), doing, str(timeout), str(together)]
     return subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, *words],
         stdout=subprocess.PIPE,
@@ -46,7 +53,7 @@ def start(folder: Path, rank: int, doing: str, timeout: float = 1.0) -> subproce
 
 
 def test_all_who_stand_still_tell_where(tmp_path: Path) -> None:
-    processes = [start(tmp_path, rank, "stand_still") for rank in range(2)]
+    processes = [start(tmp_path, rank, "stand_still", 3.0, together=2) for rank in range(2)]
     for rank, process in enumerate(processes):
         _, err = process.communicate(timeout=60)
         assert process.returncode == HUNG
