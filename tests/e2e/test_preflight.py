@@ -117,6 +117,7 @@ def test_sound_ranks_on_this_machine(gspo: Command, config: Path) -> None:
     assert f"less than 1e+06\npreflight: unfit to train on: {socket.gethostname()}" in done.stderr
 
 
+@pytest.mark.full  # it measures: on a machine with other work everything is slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's CPU affinity")
 def test_a_slow_host_is_named_and_all_ranks_end(config: Path) -> None:
     with ranks_of(config, _SLOW, "--share=0.5") as processes:
