@@ -7,7 +7,8 @@
     mixed     reversal and addition, 3 to 1
 
 One character is one token, so a prompt has 4 to 6 tokens and an answer 2 to 4.
-`python -m gspo_megatron.data.toy --help` writes a data set with its tokenizer.
+`python -m gspo_megatron.data.toy --help` writes a data set with its tokenizer, or with text to
+pre-train on, of which a tokenizer can be trained.
 """
 
 from __future__ import annotations
@@ -40,12 +41,25 @@ LETTER_TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
     "sort": ("<", lambda letters: "".join(sorted(letters))),
 }
 MIXTURES: dict[str, dict[str, int]] = {"mixed": {"reversal": 3, "addition": 1}}
-# A tiny model learns to reverse long before it learns to add. In the supervised rows of `mixed`
-# addition has this share, so that both stand at about 40% when reinforcement learning takes over.
+# A tiny model learns to reverse long before it learns to add. In the supervised rows of `mixed`,
+# addition has the first share, so that both stand at 30 to 40% when reinforcement learning takes
+# over; where there is text about these rows, the second: a model that has read it can add, and knows
+# so few strings by heart, so that there is something left to learn.
 SUPERVISED_ADDITION_SHARE = 0.85
+TEXT_ADDITION_SHARE = 0.89
 TASKS = (*LETTER_TASKS, "addition", *MIXTURES)
 
-Row = dict[str, str]  # prompt, answer, task
+# What a third of all sentences of a text say of a row; the others are its prompt with its answer.
+IN_WORDS = {
+    "reversal": "{question} backwards is {answer}",
+    "copy": "{question} again is {answer}",
+    "sort": "{question} in order is {answer}",
+    "addition": "{left} plus {right} is {answer}",
+}
+SHARE_IN_WORDS = 1 / 3
+SENTENCES_OF_A_DOCUMENT = (4, 16)
+
+Row = dict[str, str]  # prompt, answer, task; or a document's text
 
 
 def generate(task: str, train: int, test: int, seed: int) -> tuple[list[Row], list[Row]]:
@@ -78,13 +92,15 @@ def generate(task: str, train: int, test: int, seed: int) -> tuple[list[Row], li
     return train_rows, test_rows
 
 
-def supervised_rows(train_rows: Sequence[Row]) -> list[Row]:
+def supervised_rows(
+    train_rows: Sequence[Row], addition_share: float = SUPERVISED_ADDITION_SHARE
+) -> list[Row]:
     """The training rows for a supervised warm start, in their order: all additions, and of the
     other tasks only what leaves additions their share. All rows where there is but one task."""
     additions = sum(row["task"] == "addition" for row in train_rows)
     if additions in (0, len(train_rows)):
         return list(train_rows)
-    room = round(additions * (1 / SUPERVISED_ADDITION_SHARE - 1))
+    room = round(additions * (1 / addition_share - 1))
     rows = []
     for row in train_rows:
         if row["task"] == "addition":
@@ -95,27 +111,56 @@ def supervised_rows(train_rows: Sequence[Row]) -> list[Row]:
     return rows
 
 
+def corpus(rows: Sequence[Row], documents: int, seed: int) -> list[Row]:
+    """Text to pre-train on: true sentences about `rows` and nothing else, some to a document."""
+    source = random.Random(f"{seed}/corpus")
+    return [{"text": _document(rows, source)} for _ in range(documents)]
+
+
+def _document(rows: Sequence[Row], source: random.Random) -> str:
+    count = source.randint(*SENTENCES_OF_A_DOCUMENT)
+    return " ".join(_sentence(source.choice(rows), source) for _ in range(count))
+
+
+def _sentence(row: Row, source: random.Random) -> str:
+    if source.random() < SHARE_IN_WORDS:
+        question = row["prompt"][:-1]
+        left, _, right = question.partition("+")
+        words = {"question": question, "left": left, "right": right, "answer": row["answer"]}
+        return IN_WORDS[row["task"]].format(**words) + "."
+    return row["prompt"] + row["answer"] + "."
+
+
 def train_toy_tokenizer(out_prefix: str | Path) -> Path:
     """Writes `out_prefix`.model, whose pieces are single characters: those of `CHARACTERS`."""
     return train_sentencepiece([CHARACTERS], VOCAB_SIZE, out_prefix, model_type="char")
 
 
 def write_toy_dataset(
-    out_dir: str | Path, task: str = "mixed", train: int = 4000, test: int = 200, seed: int = 1
+    out_dir: str | Path,
+    task: str = "mixed",
+    train: int = 4000,
+    test: int = 200,
+    seed: int = 1,
+    documents: int = 0,
 ) -> list[Path]:
     """Writes train.jsonl, supervised.jsonl, test.jsonl and tokenizer.model; returns their paths.
 
-    The same arguments give the same bytes. Raises DataError as `generate` does, or where the
-    folder cannot be written.
+    With `documents` there is corpus.jsonl, of so many, in the place of the tokenizer. It speaks of
+    the supervised rows only. The same arguments give the same bytes. Raises DataError as `generate`
+    does, for a negative number of documents, or where the folder cannot be written.
     """
+    if documents < 0:
+        raise DataError(f"documents = {documents}: legal: 0 or more")
     out_dir = Path(out_dir)
     train_rows, test_rows = generate(task, train, test, seed)
-    return [
-        write_atomically(out_dir / "train.jsonl", json_lines(train_rows)),
-        write_atomically(out_dir / "supervised.jsonl", json_lines(supervised_rows(train_rows))),
-        write_atomically(out_dir / "test.jsonl", json_lines(test_rows)),
-        train_toy_tokenizer(out_dir / "tokenizer"),
-    ]
+    share = TEXT_ADDITION_SHARE if documents else SUPERVISED_ADDITION_SHARE
+    supervised = supervised_rows(train_rows, share)
+    rows = {"train": train_rows, "supervised": supervised, "test": test_rows}
+    if documents:
+        rows["corpus"] = corpus(supervised, documents, seed)
+    paths = [write_atomically(out_dir / f"{name}.jsonl", json_lines(rows[name])) for name in rows]
+    return paths if documents else [*paths, train_toy_tokenizer(out_dir / "tokenizer")]
 
 
 def _shares(total: int, weights: Sequence[int]) -> list[int]:
@@ -183,18 +228,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code (2 for a user's mistake)."""
     parser = argparse.ArgumentParser(
         prog="python -m gspo_megatron.data.toy",
-        description="Writes prompts of a toy task (training, warm start, test) and a tokenizer.",
+        description="Writes prompts of a toy task (RL, supervised, test) and a tokenizer or text.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--task", choices=TASKS, default="mixed", help="which task")
     parser.add_argument("--train", type=int, default=4000, help="training prompts")
     parser.add_argument("--test", type=int, default=200, help="test prompts, none of them trained")
     parser.add_argument("--seed", type=int, default=1, help="other seeds give other prompts")
+    parser.add_argument(
+        "--documents", type=int, default=0, help="of text to pre-train on, instead of a tokenizer"
+    )
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write")
     options = parser.parse_args(arguments)
     try:
         paths = write_toy_dataset(
-            options.output, options.task, options.train, options.test, options.seed
+            options.output,
+            options.task,
+            options.train,
+            options.test,
+            options.seed,
+            options.documents,
         )
     except UserError as error:
         print(error, file=sys.stderr)

@@ -13,6 +13,7 @@ from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.data.toy import (
     SUPERVISED_ADDITION_SHARE,
     TASKS,
+    corpus,
     generate,
     main,
     supervised_rows,
@@ -140,6 +141,52 @@ def test_command_line_writes_the_same_files_again(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         again = {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
         assert again == first
+
+
+WORDS = {"again": "=", "in order": "<", "backwards": ">"}
+
+
+def as_prompt(sentence: str) -> tuple[str, str]:
+    """Prompt and answer that a sentence of the text stands for."""
+    if match := re.fullmatch(r"(\d+) plus (\d+) is (\d+)\.", sentence):
+        return f"{match[1]}+{match[2]}=", match[3]
+    if match := re.fullmatch(rf"([a-h]+) ({'|'.join(WORDS)}) is ([a-h]+)\.", sentence):
+        return match[1] + WORDS[match[2]], match[3]
+    match = re.fullmatch(r"(.+[>=<])(\w+)\.", sentence)
+    assert match, sentence
+    return match[1], match[2]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_text_is_true_and_of_the_rows_alone(task: str) -> None:
+    train, _ = generate(task, 100, 50, seed=6)
+    documents = corpus(train, 120, seed=6)
+    sentences = [re.findall(r"[^.]+\.", row["text"]) for row in documents]
+    assert min(map(len, sentences)) >= 4 and max(map(len, sentences)) <= 16
+    said = [as_prompt(sentence.strip()) for document in sentences for sentence in document]
+    assert all(answer == solve(prompt) for prompt, answer in said)
+    assert {prompt for prompt, _ in said} == {row["prompt"] for row in train}
+    in_words = sum(" is " in sentence for document in sentences for sentence in document)
+    assert 0.25 < in_words / len(said) < 0.42  # a third of about 1,200
+
+
+def test_with_documents_text_takes_the_place_of_the_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--train", "64", "--test", "16", "--documents", "40", "-o"]
+    assert main([*words, str(tmp_path / "a")]) == main([*words, str(tmp_path / "b")]) == 0
+    one, two = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab"
+    )
+    assert one == two
+    assert set(one) == {"train.jsonl", "supervised.jsonl", "test.jsonl", "corpus.jsonl"}
+    assert one["corpus.jsonl"].count(b"\n") == 40
+    known = {prompt.text for prompt in load_prompts(tmp_path / "a" / "supervised.jsonl")}
+    tested = {prompt.text for prompt in load_prompts(tmp_path / "a" / "test.jsonl")}
+    assert known and tested and not known & tested
+    capsys.readouterr()
+    assert main(["--documents", "-1", "-o", str(tmp_path / "c")]) == 2
+    assert "documents = -1: legal: 0 or more" in capsys.readouterr().err
 
 
 def test_command_line_ends_with_two_and_one_line_on_a_users_mistake(

@@ -1,0 +1,71 @@
+"""What each stage of run.sh did to the model; fails where transformers and the run disagree.
+
+    python table.py PRETRAIN_RUN SFT_RUN RL_RUN
+
+RL_RUN/answers.json is from answer.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+TOLERANCE = 0.02  # between the accuracy of the run and that of the exported model in transformers
+EXAMPLES = 5  # prompts that are shown
+STAGES = ("pre-training", "fine-tuning", "GSPO")
+HEADINGS = ("stage", "steps", "seconds", "held-out loss", "transformers", "this run")
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def values(records: list[dict[str, Any]], key: str) -> list[float]:
+    return [record[key] for record in records if key in record]
+
+
+def write(rows: list[tuple[str, ...]]) -> None:
+    """Columns as wide as they must be, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
+
+
+def main(runs: list[Path]) -> int:
+    records = [metrics(run) for run in runs]
+    answers = json.loads((runs[-1] / "answers.json").read_text())
+    models = list(answers["models"].values())
+    reported = values(records[-1], "evaluation/accuracy")
+    # the GSPO run looks at the model before its first step, which is the fine-tuned one
+    of_runs = (None, reported[0], reported[-1])
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    for stage, found, model, accuracy in zip(STAGES, records, models, of_runs, strict=True):
+        losses = values(found, "evaluation/loss")
+        rows.append(
+            (
+                stage,
+                str(found[-1]["step"]),
+                f"{sum(values(found, 'perf/step_seconds')):.0f}",
+                f"{losses[0]:.2f} -> {losses[-1]:.2f}" if losses else "-",
+                f"{model['accuracy']:.1%}",
+                "-" if accuracy is None else f"{accuracy:.1%}",
+            )
+        )
+    print("\nThe right column and the one before: held-out prompts answered exactly right.\n")
+    write(rows)
+    print("\nWhat transformers gives:\n")
+    shown = [(row["prompt"], row["answer"]) for row in answers["prompts"][:EXAMPLES]]
+    given = zip(*(model["answers"] for model in models), strict=True)
+    write([("prompt", "right", *STAGES), *(a + b for a, b in zip(shown, given, strict=False))])
+    for stage, model, accuracy in zip(STAGES, models, of_runs, strict=True):
+        if accuracy is not None and abs(model["accuracy"] - accuracy) > TOLERANCE:
+            print(f"\n{stage}: transformers and the run differ by more than {TOLERANCE:.0%}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main([Path(argument) for argument in sys.argv[1:]]))
