@@ -9,6 +9,8 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 tools=$here/../../tools
 gspo="python -m gspo_megatron"
+read -ra pretrain <<<"${PRETRAIN:-}"
+read -ra sft <<<"${SFT:-}"
 
 seed=1
 for word in "$@"; do
@@ -23,31 +25,31 @@ done
 say() { printf '\n== %s\n' "$*"; }
 
 say "1/7 text and prompts"
-python -m gspo_megatron.data.toy --train 4000 --test 256 --documents 6600 -o $data
-head -c 200 $data/corpus.jsonl && echo ...
+python -m gspo_megatron.data.toy --train 4000 --test 256 --documents 6600 -o "$data"
+head -c 200 "$data/corpus.jsonl" && echo ...
 
 say "2/7 tokenizer"
-[ -f $data/tokenizer/tokenizer.model ] || python "$tools/train_tokenizer.py" $data/corpus.jsonl \
-    --vocab-size 48 --model-type char --no-byte-fallback -o $data/tokenizer
+[ -f "$data/tokenizer/tokenizer.model" ] || python "$tools/train_tokenizer.py" "$data/corpus.jsonl" \
+    --vocab-size 48 --model-type char --no-byte-fallback -o "$data/tokenizer"
 
 say "3/7 text to tokens"
-[ -f $data/corpus.json ] || python "$tools/prepare_data.py" $data/corpus.jsonl \
-    --tokenizer $data/tokenizer --workers 1 -o $data/corpus
+[ -f "$data/corpus.json" ] || python "$tools/prepare_data.py" "$data/corpus.jsonl" \
+    --tokenizer "$data/tokenizer" --workers 1 -o "$data/corpus"
 
 say "4/7 pre-training"
-$gspo pretrain "$here/pretrain.yaml" training.seed=$seed \
-    logging.dir=$run/pretrain export.hf_path=$run/pretrain/hf ${PRETRAIN:-}
+$gspo pretrain "$here/pretrain.yaml" training.seed="$seed" \
+    logging.dir="$run/pretrain" export.hf_path="$run/pretrain/hf" ${pretrain[@]+"${pretrain[@]}"}
 
 say "5/7 supervised fine-tuning"
-$gspo sft "$here/sft.yaml" training.seed=$seed model.checkpoint_path=$run/pretrain \
-    logging.dir=$run/sft export.hf_path=$run/sft/hf ${SFT:-}
+$gspo sft "$here/sft.yaml" training.seed="$seed" model.checkpoint_path="$run/pretrain" \
+    logging.dir="$run/sft" export.hf_path="$run/sft/hf" ${sft[@]+"${sft[@]}"}
 
 say "6/7 GSPO"
-$gspo train "$here/config.yaml" training.seed=$seed model.checkpoint_path=$run/sft \
-    logging.dir=$rl "$@"
+$gspo train "$here/config.yaml" training.seed="$seed" model.checkpoint_path="$run/sft" \
+    logging.dir="$rl" "$@"
 
 say "7/7 export, and answers by transformers"
-[ -d $rl/hf ] || $gspo convert megatron-to-hf $rl $rl/hf
-[ -f $rl/answers.json ] || python "$here/answer.py" \
-    $run/pretrain/hf $run/sft/hf $rl/hf --prompts $data/test.jsonl -o $rl/answers.json
-python "$here/table.py" $run/pretrain $run/sft $rl
+[ -d "$rl/hf" ] || $gspo convert megatron-to-hf "$rl" "$rl/hf"
+[ -f "$rl/answers.json" ] || python "$here/answer.py" \
+    "$run/pretrain/hf" "$run/sft/hf" "$rl/hf" --prompts "$data/test.jsonl" -o "$rl/answers.json"
+python "$here/table.py" "$run/pretrain" "$run/sft" "$rl"

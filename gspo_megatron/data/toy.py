@@ -43,8 +43,8 @@ LETTER_TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
 MIXTURES: dict[str, dict[str, int]] = {"mixed": {"reversal": 3, "addition": 1}}
 # A tiny model learns to reverse long before it learns to add. In the supervised rows of `mixed`,
 # addition has the first share, so that both stand at 30 to 40% when reinforcement learning takes
-# over; where there is text about these rows, the second: a model that has read it can add, and knows
-# so few strings by heart, so that there is something left to learn.
+# over; where there is text about these rows, the second: who has read it can add, and knows so few
+# strings by heart, so that there is something left to learn.
 SUPERVISED_ADDITION_SHARE = 0.85
 TEXT_ADDITION_SHARE = 0.89
 TASKS = (*LETTER_TASKS, "addition", *MIXTURES)
