@@ -36,5 +36,6 @@ def folder_lacks(folder: Path) -> str | None:
     if not there.is_dir():
         return f"{there} is not a folder"
     if not os.access(there, os.W_OK | os.X_OK):
-        return f"{there} may not be written"
+        read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        return f"{there}: Read-only file system" if read_only else f"{there} may not be written"
     return None
