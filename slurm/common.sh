@@ -133,6 +133,10 @@ gspo_main() {
             gspo_say "a node of the job does not answer: the run goes on from its last checkpoint"
             gspo_end $GSPO_STOPPED
         fi
+        if gspo_killed_by_an_earlier_start "$code"; then
+            gspo_say "killed from outside: the run goes on from its last checkpoint"
+            gspo_end $GSPO_STOPPED
+        fi
         ;;
     esac
     gspo_end "$code"
@@ -153,6 +157,15 @@ gspo_a_node_is_gone() {
     [ "$SLURM_JOB_NUM_NODES" -gt 1 ] && [ "$(gspo_state)" = RUNNING ] || return 1
     ! timeout "${GSPO_PROBE_SECONDS:-60}" srun --overlap --nodes="$SLURM_JOB_NUM_NODES" \
         --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 true
+}
+
+# Whether the tasks may have died of a signal to those of an earlier start. What Slurm could not
+# deliver to a node that was gone it delivers when the node is back, and a job's steps have the same
+# numbers after a restart. A first start is killed by nothing of the kind (but by the kernel, where
+# memory runs out), and training.idle_restarts ends what is killed again and again.
+gspo_killed_by_an_earlier_start() {
+    local killed=137 terminated=143 # 128 + the signal's number
+    [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && { [ "$1" -eq $killed ] || [ "$1" -eq $terminated ]; }
 }
 
 # In each task, below srun. Its exit code goes into a file where it is the first that is not 0: after
