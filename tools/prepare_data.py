@@ -21,10 +21,12 @@ import sys
 import time
 from collections.abc import Sequence
 
+from gspo_megatron.cli.failures import exit_code_of
+from gspo_megatron.cli.streams import make_streams_safe
 from gspo_megatron.corpus.prepare import Job, prepare
 from gspo_megatron.data.documents import CHUNK_BYTES, TEXT_DOCUMENTS
-from gspo_megatron.data.indexed import Manifest, check_dataset, validate_tokens
-from gspo_megatron.errors import UserError
+from gspo_megatron.data.indexed import Manifest, check_dataset, prefix_of, validate_tokens
+from gspo_megatron.errors import DataError
 from gspo_megatron.observe.progress import Progress
 
 
@@ -34,9 +36,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="files of text")
+    parser.add_argument("inputs", nargs="*", default=[], metavar="INPUT", help="files of text")
     parser.add_argument("--tokenizer", help="a sentencepiece model or a Hugging Face folder")
-    parser.add_argument("-o", "--output", metavar="PREFIX", help="of the files to write")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="PREFIX",
+        help="of the files to write, PREFIX.bin, .idx and .json; such an ending of it is left out",
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--text-field", default="text", help="of JSON Lines and Parquet")
     parser.add_argument(
@@ -58,8 +65,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     wanted = (options.inputs, options.tokenizer, options.output)
     if options.check is None and not all(wanted):
         parser.error("INPUT, --tokenizer and --output are needed, or --check")
-    if options.check is not None and any(wanted):
+    if options.check is None and options.vocab_size is not None:
+        parser.error("--vocab-size goes with --check: a dataset is made for its tokenizer's ids")
+    if options.check is not None and any(
+        value != parser.get_default(name)
+        for name, value in vars(options).items()
+        if name not in ("check", "vocab_size")
+    ):
         parser.error("--check goes with --vocab-size alone")
+    for name in ("output", "check"):
+        if getattr(options, name) is not None:
+            try:
+                setattr(options, name, prefix_of(getattr(options, name)))
+            except DataError as error:
+                parser.error(f"--{name} {error}")
     for name in ("workers", "chunk_bytes"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: 1 or more is wanted")
@@ -120,17 +139,11 @@ def run(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code (2 for a user's mistake)."""
+    make_streams_safe()
     options = parse(arguments)
-    try:
-        if options.check is not None:
-            return check(options.check, options.vocab_size)
-        return run(options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
-        return 130
+    if options.check is not None:
+        return exit_code_of(lambda: check(options.check, options.vocab_size))
+    return exit_code_of(lambda: run(options), interrupted="interrupted; the same command continues")
 
 
 if __name__ == "__main__":

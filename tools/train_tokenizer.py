@@ -18,6 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from gspo_megatron.cli.failures import exit_code_of
+from gspo_megatron.cli.streams import make_streams_safe
 from gspo_megatron.data.hugging_face import MODEL_TYPES
 from gspo_megatron.data.tokenizer_training import (
     MODEL_FILE,
@@ -27,7 +29,7 @@ from gspo_megatron.data.tokenizer_training import (
     with_chatml,
 )
 from gspo_megatron.data.tokenizers import load_tokenizer
-from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.errors import DataError
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -91,18 +93,10 @@ def read_text(path: Path) -> str:
         raise DataError(f"{path}: not a readable template: {error}") from error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code (2 for a user's mistake)."""
-    options = parse(arguments)
+def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
-    try:
-        paths = train_tokenizer(
-            options.inputs, options.output, recipe_of(options), options.overwrite
-        )
-        tokenizer = load_tokenizer(Path(options.output) / MODEL_FILE)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    paths = train_tokenizer(options.inputs, options.output, recipe_of(options), options.overwrite)
+    tokenizer = load_tokenizer(Path(options.output) / MODEL_FILE)
     for path in paths:
         print(path)
     if len(paths) < 3:
@@ -112,6 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"seconds={time.perf_counter() - start:.1f}"
     )
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code (2 for a user's mistake)."""
+    make_streams_safe()
+    options = parse(arguments)
+    return exit_code_of(lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from gspo_megatron.errors import UserError
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
 
+MAX_SEEDS = 1000  # a slip otherwise: every run is planned before the first one starts
+_SEEDS_END = 2**31  # as the schema has it
 # What the launcher returns when it was told to end: by Ctrl-C, by a closed terminal, by kill; and
 # by either of the signals that ask a run to save itself.
 _TOLD_TO_END = (130, 129, 143, STOPPED)
@@ -55,10 +57,10 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--seeds",
-        type=positive,
+        type=_seed_count,
         default=3,
         metavar="K",
-        help="runs of each arm, from training.seed on (default: %(default)s)",
+        help=f"runs of each arm, from training.seed on (default: %(default)s, at most {MAX_SEEDS})",
     )
     parser.add_argument(
         "-o",
@@ -98,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     arms = choose_arms(arguments.arms, config)
     out = Path(arguments.output or str(config.logging.dir))
-    seeds = range(config.training.seed, config.training.seed + arguments.seeds)
+    seeds = _seeds(config.training.seed, arguments.seeds)
     runs = plan_runs(arguments.config, arguments.overrides, arms, seeds, out)
     if arguments.report_only:
         return _report(arms, runs, out)
@@ -125,6 +127,24 @@ def run(arguments: argparse.Namespace) -> int:
     for name in outcome.failed:
         say(f"failed: {name}")
     return 1 if outcome.failed else 0
+
+
+def _seed_count(text: str) -> int:
+    """`positive`, up to MAX_SEEDS."""
+    count = positive(text)
+    if count > MAX_SEEDS:
+        raise argparse.ArgumentTypeError(f"{text}: legal: 1 to {MAX_SEEDS}")
+    return count
+
+
+def _seeds(first: int, count: int) -> range:
+    """Raises UserError where the last ones would be no seeds."""
+    if first + count > _SEEDS_END:
+        raise UserError(
+            f"--seeds {count}: from training.seed = {first} on they reach {first + count - 1}; "
+            f"legal: seeds below 2^31, so begin with {_SEEDS_END - count} at most"
+        )
+    return range(first, first + count)
 
 
 def say(text: str) -> None:

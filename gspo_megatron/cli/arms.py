@@ -19,7 +19,7 @@ OBJECTIVES = ("grpo", "gspo")
 REPLAYS = ("off", "r2", "r3")
 
 _NAME = re.compile(r"[A-Za-z0-9][\w+.-]*")  # a folder's
-_TAKEN = ("plots",)  # the report's
+_TAKEN = ("plots", "report.html", "report.md")  # the report's
 _NOT_AN_ARMS_OWN = ("training.seed", "logging.dir", "routing.volatility")
 _PLAIN = re.compile(r"[\w./][\w./+-]*")
 
@@ -97,8 +97,10 @@ def read_arms(path: Path) -> list[Arm]:
         raise ConfigError([f"{path}: must be {form}"])
     problems = []
     for name, settings in values.items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _TAKEN:
-            problems.append(f"{path}: arm {name!r}: must be a name for a folder, not {_TAKEN[0]!r}")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            problems.append(f"{path}: arm {name!r}: must be a name for a folder")
+        elif name.casefold() in _TAKEN:  # some file systems tell no capitals apart
+            problems.append(f"{path}: arm {name}: the report has that name; give the arm another")
         elif not isinstance(settings, Mapping):
             problems.append(f"{path}: arm {name}: {settings!r:.60}; the file must be {form}")
         else:

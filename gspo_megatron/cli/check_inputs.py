@@ -58,23 +58,27 @@ def check_all(config: Config, world_size: int, *, with_files: bool = True) -> In
     """Check a loaded RL configuration with everything it names; None without the files.
 
     Raises ConfigError with the problems of all parts: what keys must satisfy together, reward,
-    an objective of the user's own, tokenizer, prompt files and their lengths.
+    an objective of the user's own, tokenizer, prompt files and their lengths, answers that the
+    reward has no use for.
     """
     from gspo_megatron.config import check_config
     from gspo_megatron.data.inputs import read_inputs
-    from gspo_megatron.rewards.registry import get_reward
+    from gspo_megatron.rewards.registry import check_answers, get_reward
 
     problems: list[str] = []
-    inputs = None
+    inputs = reward = None
     with gathered_in(problems):
         check_config(config, world_size, for_training=True)
     with gathered_in(problems):
-        get_reward(config.reward.name, config.reward.import_path, config.reward.options)
+        reward = get_reward(config.reward.name, config.reward.import_path, config.reward.options)
     with gathered_in(problems):
         _check_own_objective(config)
     if with_files:
         with gathered_in(problems):
             inputs = read_inputs(config)
+        with gathered_in(problems):
+            if inputs is not None and reward is not None:
+                check_answers(reward, [*inputs.train, *inputs.evaluation])
     if problems:
         raise ConfigError(problems)
     return inputs

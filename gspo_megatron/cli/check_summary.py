@@ -83,6 +83,7 @@ def _of_reinforcement(config: Any, inputs: Any) -> Rows:
     if inputs is not None:
         files = ", ".join(f"{len(prompts):,} in {key}" for key, prompts in inputs.files.items())
         rows.append(("prompts", files))
+        rows += [("warning", line) for line in inputs.warnings]
         lengths = f"prompts of at most {longest_of(inputs)} tokens ({allowed} allowed)"
     return [
         *rows,
@@ -112,6 +113,7 @@ def _of_fine_tuning(config: Any, inputs: Any) -> Rows:
             if count
         ]
         rows.append(("examples", "; ".join(texts)))
+        rows += [("warning", line) for line in inputs.warnings]
         lengths = f"examples of at most {longest_of(inputs)} tokens ({config.max_tokens()} allowed)"
     return [*rows, ("lengths", lengths), ("step", f"{config.training.batch_size} examples")]
 

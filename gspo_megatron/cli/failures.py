@@ -1,4 +1,5 @@
-"""How a failure travels from the rank that had it to the person who reads about it.
+"""What ends a command, and how a failure travels from the rank that had it to the person who reads
+about it.
 
 A rank that our launcher started hands its message to the launcher instead of printing it: when
 one rank fails all others fail of broken connections, and only the launcher can tell which message
@@ -11,15 +12,20 @@ import errno
 import json
 import os
 import re
+import signal
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from gspo_megatron.cli import ranks
+from gspo_megatron.cli.streams import drop_unread_output
 from gspo_megatron.errors import UserError
 
 USER_ERROR = 2
 DEFECT = 1
+INTERRUPTED = 128 + signal.SIGINT
+UNREAD = 128 + signal.SIGPIPE
 # A run that was told to stop, and is saved: sysexits.h's EX_TEMPFAIL, "try again". Whoever started
 # it, a batch script for one, starts it again with the same command.
 STOPPED = 75
@@ -43,6 +49,26 @@ class Failure:
     is_user_error: bool
     text: str
     summary: str
+
+
+def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> int:
+    """Run a command; returns its exit code, or that of what ended it, which is told: an error, or
+    a reader that left in the middle. `interrupted` is said where the user ended it."""
+    try:
+        code = command()
+    except KeyboardInterrupt:
+        if interrupted is not None:
+            print(interrupted, file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:  # told whole, or by its message
+        if isinstance(error, BrokenPipeError) and drop_unread_output():
+            return UNREAD
+        return tell_failure(error)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the command has done its work all the same
+        drop_unread_output()
+    return code
 
 
 def tell_failure(error: Exception) -> int:

@@ -7,8 +7,6 @@ traceback. 130: interrupted. 141: whoever read the output left in the middle.
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 from collections.abc import Sequence
 
 import gspo_megatron
@@ -23,9 +21,9 @@ from gspo_megatron.cli import (
     train,
     verify,
 )
-from gspo_megatron.cli.failures import tell_failure
+from gspo_megatron.cli.failures import exit_code_of
 from gspo_megatron.cli.ranks import join_launcher
-from gspo_megatron.cli.streams import drop_unread_output, make_streams_safe
+from gspo_megatron.cli.streams import make_streams_safe
 
 COMMANDS = (train, stages, check, preflight, verify, convert, report, ablate, doctor)
 
@@ -38,19 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     join_launcher()
     make_streams_safe()
     arguments = parse(argv)
-    try:
-        code = arguments.run(arguments)
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) and drop_unread_output():
-            return 128 + signal.SIGPIPE
-        return tell_failure(error)
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:  # the command has done its work all the same
-        drop_unread_output()
-    return code
+    return exit_code_of(lambda: arguments.run(arguments))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -51,7 +51,13 @@ def submit(
     # Of the array's options only those that say where: the report is one process without a GPU.
     where = [word for word in words if re.match(r"--(account|partition|qos|chdir)=", word)]
     after = [f"--dependency=afterany:{array}", "--ntasks=1", f"--output={folder}/report.log"]
-    made = _sbatch([*after, *where, str(script), str(folder), "report"])
+    try:
+        made = _sbatch([*after, *where, str(script), str(folder), "report"])
+    except UserError as error:
+        raise UserError(
+            f"{error}\nthe runs were submitted before, as job {array}: do not submit them again; "
+            "--report-only writes their report when it has ended"
+        ) from error
     return Submitted(array, made, folder)
 
 

@@ -66,6 +66,25 @@ def written_symbols(template: str) -> list[str]:
     return list(dict.fromkeys(_SYMBOL.findall(template)))
 
 
+def template_fault(template: str) -> str | None:
+    """What keeps a template from being Jinja as transformers has it, after its line; None: it is.
+
+    None as well without transformers and jinja2, which nothing but a chat template needs.
+    """
+    try:
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError:
+        return None
+    try:
+        render_jinja_template(conversations=[[]], chat_template=template)
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except Exception:  # noqa: BLE001  # a template may refuse a conversation without messages
+        return None
+    return None
+
+
 def render(
     name: str,
     template: str,

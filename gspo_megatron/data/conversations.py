@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_megatron.data.chat_templates import written_symbols
+from gspo_megatron.data.chat_templates import template_fault, written_symbols
 from gspo_megatron.data.rows import json_type
 from gspo_megatron.data.tokenizers import Encoded, Tokenizer
 from gspo_megatron.errors import DataError
@@ -17,10 +17,14 @@ ASSISTANT = "assistant"
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Raises DataError where the tokenizer has no template, or lacks a symbol that it writes."""
+    """Raises DataError where the tokenizer has no template or one that is no valid Jinja, or lacks
+    a symbol that it writes."""
     template = tokenizer.chat_template
     if template is None:
         tokenizer.render([{"role": "user", "content": ""}])  # raises, with advice
+    fault = template_fault(template or "")
+    if fault is not None:
+        raise DataError(f"{tokenizer.name}: its chat template is no valid Jinja: {fault}")
     missing = [
         symbol for symbol in written_symbols(template or "") if tokenizer.symbol_id(symbol) is None
     ]

@@ -8,6 +8,7 @@ prepare_data writes beside them, says what they are and has their checksums.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -61,6 +62,19 @@ class Index:
 def data_files(prefix: str | Path) -> tuple[Path, Path, Path]:
     """The .bin, .idx and .json file of a dataset."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), Path(f"{prefix}.json")
+
+
+def prefix_of(path: str) -> str:
+    """The prefix that names a dataset, where one of its files may have been named instead.
+
+    Raises DataError where no file name is left.
+    """
+    ending = next((file.name for file in data_files("") if path.endswith(file.name)), "")
+    prefix = path.removesuffix(ending)
+    if os.path.basename(prefix) in ("", ".", ".."):
+        example = os.path.join(prefix or ".", "corpus")
+        raise DataError(f"{path}: names a folder and no file in it; write {example}, for one")
+    return prefix
 
 
 def read_index(path: str | Path) -> Index:

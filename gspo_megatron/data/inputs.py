@@ -10,6 +10,7 @@ from gspo_megatron.data.encode import encode_prompts
 from gspo_megatron.data.problems import Problems
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
+from gspo_megatron.data.unknown import Unknown
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.types import Prompt
 
@@ -22,6 +23,7 @@ class Inputs:
 
     tokenizer: Tokenizer
     files: dict[str, list[Prompt]]  # encoded prompts by the key that names their file
+    warnings: tuple[str, ...] = ()  # a line each: what is no mistake for certain
 
     @property
     def train(self) -> list[Prompt]:
@@ -52,15 +54,16 @@ def read_inputs(config: Config) -> Inputs:
     except UserError as error:
         problems += str(error).splitlines()
     files = {}
+    warnings: list[str] = []
     for key, path in prompt_files(config).items():
         try:
-            files[key] = _read_prompts(config, key, path, tokenizer)
+            files[key] = _read_prompts(config, key, path, tokenizer, warnings)
         except UserError as error:
             problems += str(error).splitlines()
     if problems:
         raise ConfigError(problems)
     assert tokenizer is not None
-    return Inputs(tokenizer, files)
+    return Inputs(tokenizer, files, tuple(warnings))
 
 
 def prompt_files(config: Config) -> dict[str, str]:
@@ -79,7 +82,9 @@ def model_vocab_size(config: Config, tokenizer: Tokenizer) -> int:
     return tokenizer.vocab_size if wanted is None else wanted
 
 
-def _read_prompts(config: Config, key: str, path: str, tokenizer: Tokenizer | None) -> list[Prompt]:
+def _read_prompts(
+    config: Config, key: str, path: str, tokenizer: Tokenizer | None, warnings: list[str]
+) -> list[Prompt]:
     data = config.data
     prompts = load_prompts(path, data.prompt_field, data.answer_field)
     longest_allowed = config.max_prompt_tokens()
@@ -87,17 +92,27 @@ def _read_prompts(config: Config, key: str, path: str, tokenizer: Tokenizer | No
         return prompts  # a problem that was found before, and not one of every prompt
     encoded = encode_prompts(prompts, tokenizer, longest_allowed, data.chat_template)
     warm_start = config.training.warm_start
-    if warm_start.steps and key == (SUPERVISED if warm_start.prompts else "data.prompts"):
-        _check_answers(config, encoded, tokenizer)
+    learned = warm_start.steps and key == (SUPERVISED if warm_start.prompts else "data.prompts")
+    unknown = Unknown()
+    if learned:
+        _check_answers(config, encoded, tokenizer, unknown)
+    else:
+        for prompt in encoded:
+            unknown.note(tokenizer, prompt.source, prompt.token_ids, prompt.text)
+    warnings += unknown.warnings(key, len(encoded))
     return encoded
 
 
-def _check_answers(config: Config, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> None:
+def _check_answers(
+    config: Config, prompts: Sequence[Prompt], tokenizer: Tokenizer, unknown: Unknown
+) -> None:
     """The warm start trains on prompt, answer and end of sequence."""
     problems = Problems()
     longest = config.resolved_model().max_sequence_length
     for prompt in prompts:
-        length = len(prompt.token_ids) + len(tokenizer.encode(prompt.answer)) + 1
+        token_ids = [*prompt.token_ids, *tokenizer.encode(prompt.answer)]
+        unknown.note(tokenizer, prompt.source, token_ids, prompt.text + prompt.answer)
+        length = len(token_ids) + 1
         if length > longest:
             problems.add(
                 prompt.source,

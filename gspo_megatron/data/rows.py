@@ -69,9 +69,11 @@ def parse_json_lines(lines: Iterable[tuple[str, bytes]], problems: Problems) -> 
         if text is None:
             continue
         try:
-            row = json.loads(text)
+            row = _DECODER.decode(text)
         except json.JSONDecodeError as error:
             problems.add(where, f"not JSON: {error.msg} at column {error.colno}")
+        except _KeyTwiceError as error:
+            problems.add(where, f"key {error} is there twice; leave one of them")
         except (ValueError, RecursionError) as error:  # a number or nesting beyond Python's
             problems.add(where, f"JSON that cannot be read: {error}")
         else:
@@ -79,6 +81,24 @@ def parse_json_lines(lines: Iterable[tuple[str, bytes]], problems: Problems) -> 
                 yield where, row
             else:
                 problems.add(where, f"{json_type(row)}; a JSON object is wanted")
+
+
+class _KeyTwiceError(ValueError):
+    """An object names a value twice, of which Python would take the last without a word."""
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys: set[str] = set()
+        for key, _ in pairs:
+            if key in keys:
+                raise _KeyTwiceError(f"{key!r:.60}")
+            keys.add(key)
+    return made
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
 def decode_line(where: str, line: bytes, problems: Problems) -> str | None:

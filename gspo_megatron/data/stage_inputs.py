@@ -21,6 +21,7 @@ class FineTuningInputs:
     tokenizer: Tokenizer
     train: SupervisedData
     evaluation: SupervisedData | None
+    warnings: tuple[str, ...] = ()  # a line each: what is no mistake for certain
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,12 @@ def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
     if problems:
         raise ConfigError(problems)
     assert tokenizer is not None
-    return FineTuningInputs(tokenizer, found["data.examples"], found.get("data.eval_examples"))
+    warnings = [
+        line for key, data in found.items() for line in data.counts.unknown.warnings(key, len(data))
+    ]
+    return FineTuningInputs(
+        tokenizer, found["data.examples"], found.get("data.eval_examples"), tuple(warnings)
+    )
 
 
 def form_of(config: FineTuningConfig) -> Format:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from gspo_megatron.data.problems import Problems
 from gspo_megatron.data.prompts import read_prompts
 from gspo_megatron.data.rows import read_rows
 from gspo_megatron.data.tokenizers import Tokenizer
+from gspo_megatron.data.unknown import Unknown
 from gspo_megatron.errors import DataError
 
 TOO_LONG = ("error", "drop", "truncate")
@@ -49,10 +50,12 @@ class Format:
 
 @dataclass
 class Counts:
-    """What became of the rows that are too long."""
+    """What became of the rows that are too long, and what the tokenizer does not know of the
+    others."""
 
     dropped: int = 0
     truncated: int = 0
+    unknown: Unknown = field(default_factory=Unknown)
 
 
 class SupervisedData:
@@ -115,16 +118,18 @@ def read_supervised(
         examples = _from_prompts(Path(path), tokenizer, form, problems)
     else:
         examples = _from_messages(Path(path), tokenizer, form.messages_field, problems)
-    for example in examples:
+    for example, text in examples:
         fitting = _fit(example, form, problems, counts)
         if fitting is not None:
+            counts.unknown.note(tokenizer, fitting.source, fitting.token_ids, text)
             yield fitting
     problems.raise_if_any()
 
 
 def _from_prompts(
     path: Path, tokenizer: Tokenizer, form: Format, problems: Problems
-) -> Iterator[Example]:
+) -> Iterator[tuple[Example, str]]:
+    """Examples, each with the text in it that the user wrote; so do those below."""
     for prompt in read_prompts(path, form.prompt_field, form.answer_field, problems):
         if form.chat_template:
             messages = [
@@ -136,28 +141,29 @@ def _from_prompts(
         question = encode_text(prompt.text, tokenizer)
         answer = [*tokenizer.encode(prompt.answer), tokenizer.eos_id]
         mask = np.arange(len(question) + len(answer)) >= len(question)
-        yield Example(np.array(question + answer, np.int32), mask, prompt.source)
+        example = Example(np.array(question + answer, np.int32), mask, prompt.source)
+        yield example, prompt.text + prompt.answer
 
 
 def _from_messages(
-    path: Path, tokenizer: Tokenizer, field: str, problems: Problems
-) -> Iterator[Example]:
-    for where, row in read_rows(path, {MESSAGES_SETTING: field}, problems):
-        if field not in row:
+    path: Path, tokenizer: Tokenizer, name: str, problems: Problems
+) -> Iterator[tuple[Example, str]]:
+    for where, row in read_rows(path, {MESSAGES_SETTING: name}, problems):
+        if name not in row:
             present = ", ".join(map(repr, row)) or "none"
-            what = f"no field {field!r}; the fields are: {present} ({MESSAGES_SETTING} chooses one)"
+            what = f"no field {name!r}; the fields are: {present} ({MESSAGES_SETTING} chooses one)"
             problems.add(where, what)
             continue
-        fault = message_fault(row[field])
+        fault = message_fault(row[name])
         if fault is None:
-            yield from _conversation(where, row[field], tokenizer, problems)
+            yield from _conversation(where, row[name], tokenizer, problems)
         else:
-            problems.add(where, f"field {field!r}: {fault}")
+            problems.add(where, f"field {name!r}: {fault}")
 
 
 def _conversation(
     where: str, messages: list[dict[str, str]], tokenizer: Tokenizer, problems: Problems
-) -> Iterator[Example]:
+) -> Iterator[tuple[Example, str]]:
     """One example, or a problem."""
     try:
         token_ids, mask = encode_conversation(messages, tokenizer)
@@ -173,7 +179,8 @@ def _conversation(
             f"(id {tokenizer.eos_id}): the model would not learn to stop",
         )
     else:
-        yield Example(token_ids, mask, where)
+        text = "".join(message["content"] for message in messages)
+        yield Example(token_ids, mask, where), text
 
 
 def _fit(example: Example, form: Format, problems: Problems, counts: Counts) -> Example | None:

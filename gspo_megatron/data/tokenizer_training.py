@@ -9,7 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gspo_megatron.data.chat_templates import CHATML, TEMPLATE_FILE, written_symbols
+from gspo_megatron.data.chat_templates import (
+    CHATML,
+    TEMPLATE_FILE,
+    template_fault,
+    written_symbols,
+)
 from gspo_megatron.data.documents import read_documents, sentences
 from gspo_megatron.data.files import write_atomically
 from gspo_megatron.data.hugging_face import (
@@ -130,6 +135,9 @@ def check_recipe(recipe: Recipe) -> None:
             problems.add(f"symbol {symbol!r}", "a symbol has some characters, and no space")
         if len(symbol) == 1 and symbol in reserved:
             problems.add(f"symbol {symbol!r}", "a control symbol has 2 characters or more")
+    fault = template_fault(recipe.chat_template or "")
+    if fault is not None:
+        problems.add("chat_template", f"no valid Jinja: {fault}")
     for symbol in written_symbols(recipe.chat_template or ""):
         if symbol not in symbols:
             problems.add(

@@ -33,7 +33,8 @@ class Tokenizer(Protocol):
     """What the rest of the package needs of a tokenizer.
 
     `vocab_size` is one more than the largest id. `bos_id` is None unless the tokenizer's models
-    expect such a token before plain text. `encode` adds no special tokens; `decode` drops them.
+    expect such a token before plain text, `unk_id` where no id stands for unknown characters alone.
+    `encode` adds no special tokens; `decode` drops them.
     """
 
     name: str  # the path it was loaded from
@@ -41,6 +42,7 @@ class Tokenizer(Protocol):
     eos_id: int
     pad_id: int
     bos_id: int | None
+    unk_id: int | None
     chat_template: str | None  # Jinja, as transformers has it
 
     def encode(self, text: str) -> list[int]: ...
@@ -117,6 +119,7 @@ class SentencePieceTokenizer:
         self.pad_id = pad_id if pad_id >= 0 else self.eos_id
         bos_id: int = self._processor.bos_id()
         self.bos_id = bos_id if bos_id >= 0 else None
+        self.unk_id: int | None = self._processor.unk_id()
         # Control symbols stand in no text; a chat template writes them, as in transformers' eyes
         # it writes <unk>.
         self._control_symbols = {
@@ -125,7 +128,7 @@ class SentencePieceTokenizer:
             if self._processor.is_control(token_id) or self._processor.is_unknown(token_id)
         }
         symbols = {
-            "unk": self._processor.unk_id(),
+            "unk": self.unk_id,
             "bos": bos_id,
             "eos": self.eos_id,
             "pad": pad_id,
@@ -215,6 +218,9 @@ class HuggingFaceTokenizer:
         bos_id = self._tokenizer.bos_token_id
         first = self._tokenizer("", verbose=False)["input_ids"][:1]
         self.bos_id: int | None = bos_id if bos_id is not None and first == [bos_id] else None
+        # GPT-2's folder names the end of a text as its unknown token, and knows every character.
+        unk_id = self._tokenizer.unk_token_id
+        self.unk_id: int | None = None if unk_id in (self.eos_id, bos_id) else unk_id
         template = self._tokenizer.chat_template
         if isinstance(template, dict):  # several, by name
             template = template.get("default")
@@ -336,15 +342,15 @@ _TRAINING_DEFAULTS = {
 
 
 class _Remembering:
-    """Passes lines on, and keeps the error that ended them."""
+    """Passes lines on, and keeps what ended them: an error, or a key that was pressed."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self._lines = lines
-        self.error: DataError | None = None
+        self.error: BaseException | None = None
 
     def __iter__(self) -> Iterator[str]:
         try:
             yield from self._lines
-        except DataError as error:
+        except BaseException as error:
             self.error = error
             raise

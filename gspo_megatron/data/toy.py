@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import string
 import sys
@@ -249,11 +250,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.seed,
             options.documents,
         )
+        for path in paths:
+            print(path)
+        sys.stdout.flush()
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    for path in paths:
-        print(path)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # nobody reads the paths; the files are written all the same
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -3,6 +3,7 @@
 from gspo_megatron.rewards import exact, math, toy
 from gspo_megatron.rewards.registry import (
     Reward,
+    check_answers,
     get_reward,
     name_of,
     register,
@@ -14,6 +15,7 @@ from gspo_megatron.rewards.shaping import Shaping
 __all__ = [
     "Reward",
     "Shaping",
+    "check_answers",
     "exact",
     "get_reward",
     "math",

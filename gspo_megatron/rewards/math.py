@@ -10,7 +10,14 @@ from gspo_megatron.rewards.registry import register
 from gspo_megatron.types import Sample
 
 
-@register("math", requires="math-verify")
+def answer_fault(answer: str) -> str | None:
+    """What keeps `math` from comparing with an answer; None: nothing. Cheap for most answers."""
+    if _parses_surely(answer) or _parse_answer(answer):
+        return None
+    return "is not a mathematical expression"
+
+
+@register("math", requires="math-verify", answer_fault=answer_fault)
 def math(sample: Sample) -> float:
     r"""1.0 if the response's final expression equals the answer, else 0.0.
 
@@ -29,6 +36,19 @@ def math(sample: Sample) -> float:
             "mathematical expression"
         )
     return float(verify(answer, parse(sample.response)))
+
+
+def _parses_surely(answer: str) -> bool:
+    """Whether math-verify, at milliseconds an answer, need not be asked: of what stands in a frame
+    it takes at least the text, unless the text is none or ends the frame."""
+    if any(mark in answer for mark in ("$", r"\boxed", r"\text")):
+        return False
+    depth = 0
+    for character in answer:
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth < 0:
+            return False
+    return any(character.isalnum() for character in answer)
 
 
 @lru_cache(maxsize=1024)  # every response of a group has the same answer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NoReturn
@@ -18,11 +18,14 @@ import numpy as np
 
 from gspo_megatron.errors import RewardError, UserError
 from gspo_megatron.plugins import load_function, option_problems, origin
-from gspo_megatron.types import Sample, TurnRewards
+from gspo_megatron.types import Prompt, Sample, TurnRewards
 
 RewardFunction = Callable[..., float | TurnRewards]
 
+AnswerFault = Callable[[str], "str | None"]
+
 SHOWN_CHARACTERS = 200  # of a prompt or response in an error message
+SHOWN_ANSWERS = 5  # a file of the wrong kind is wrong on every line
 
 
 @dataclass(frozen=True)
@@ -41,20 +44,24 @@ class Reward:
 class _Entry:
     function: RewardFunction
     requires: str | None
+    answer_fault: AnswerFault | None
 
 
 _REGISTRY: dict[str, _Entry] = {}
 
 
-def register(name: str, requires: str | None = None) -> Callable[[RewardFunction], RewardFunction]:
+def register(
+    name: str, requires: str | None = None, answer_fault: AnswerFault | None = None
+) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator that makes a function the reward `name`.
 
-    `requires` is an optional package it imports, by the name one installs it under.
+    `requires` is an optional package it imports, by the name one installs it under. `answer_fault`
+    says what keeps it from holding any response against an answer; None: nothing.
     """
 
     def decorate(function: RewardFunction) -> RewardFunction:
         assert name not in _REGISTRY, f"two rewards named {name!r}"
-        _REGISTRY[name] = _Entry(function, requires)
+        _REGISTRY[name] = _Entry(function, requires, answer_fault)
         return function
 
     return decorate
@@ -86,6 +93,34 @@ def get_reward(
     if problems:
         raise RewardError("\n".join(problems))
     return Reward(name, function, options)
+
+
+def check_answers(reward: Reward, prompts: Iterable[Prompt]) -> None:
+    """Hold the prompts' answers against the reward, before it is to score a response to one.
+
+    Raises RewardError that names the prompts, by file and line, whose answers it has no use for:
+    the first few, and how many more.
+    """
+    entry = _REGISTRY.get(reward.name)
+    if entry is None or entry.answer_fault is None:
+        return
+    known: dict[str, str | None] = {}
+    lines, count = [], 0
+    for prompt in prompts:
+        if prompt.answer not in known:
+            known[prompt.answer] = entry.answer_fault(prompt.answer)
+        fault = known[prompt.answer]
+        if fault is not None:
+            count += 1
+            if count <= SHOWN_ANSWERS:
+                shown = _shorten(prompt.answer)
+                lines.append(
+                    f"{prompt.source}: the answer {shown} {fault} (reward {reward.name!r})"
+                )
+    if count > len(lines):
+        lines.append(f"… and {count - len(lines)} more answers")
+    if lines:
+        raise RewardError("\n".join(lines))
 
 
 def score(reward: Callable[[Sample], Any], sample: Sample) -> float | TurnRewards:

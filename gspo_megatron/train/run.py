@@ -110,6 +110,8 @@ def assemble(
     if "r3" in routing.modes or routing.rollout_noise:
         attach_hooks(policy.models)
     record = open_record(config, ranks.is_main, start)
+    for line in inputs.warnings:
+        record.note(f"warning: {line}")
     hf = load_starting_weights(config, policy, start, record)
     stop = stop or StopSignals(enabled=False)
     return Job(

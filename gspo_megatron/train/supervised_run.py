@@ -105,7 +105,7 @@ def assemble_stage(
         assert isinstance(inputs, FineTuningInputs)
         pad_id = inputs.tokenizer.pad_id
         batches = FineTuningBatches(config, policy, pad_id, inputs.train, inputs.evaluation)
-        for line in _left_out(inputs):
+        for line in [*_left_out(inputs), *(f"warning: {line}" for line in inputs.warnings)]:
             record.note(line)
     else:
         from gspo_megatron.train.pretraining import PretrainingBatches

@@ -164,6 +164,11 @@ def test_mistakes_are_told_in_a_line(corpus: Path, tmp_path: Path) -> None:
         *("train_tokenizer", corpus / "corpus.jsonl", *out, "--vocab-size", 400),
         *("--chat-template", template),
     )
+    template.write_text("{{ messages[0].content }}\n{% endfor %}")
+    assert "chat_template: no valid Jinja: line 2: " in refused(
+        *("train_tokenizer", corpus / "corpus.jsonl", *out, "--vocab-size", 400),
+        *("--chat-template", template),
+    )
     assert "already" in refused(
         *("train_tokenizer", corpus / "corpus.jsonl", "-o", corpus / "tokenizer"),
         *("--vocab-size", 400),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.cli import launch as launcher
-from gspo_megatron.cli.arms import Arm, baselines, choose_arms, override, plan_runs
+from gspo_megatron.cli.arms import _TAKEN, Arm, baselines, choose_arms, override, plan_runs
 from gspo_megatron.cli.main import main, parse
 from gspo_megatron.config import Config, load_config, to_yaml
 from gspo_megatron.errors import ConfigError, UserError
@@ -145,7 +145,9 @@ def test_arms_of_a_file_replace_the_usual_ones(write_config: ConfigWriter, tmp_p
         ("- gspo\n", "must be a mapping of arms"),
         ("gspo: objective.name=gspo\n", "arm gspo: 'objective.name=gspo'; the file must be"),
         ("../up: {}\n", "arm '../up': must be a name for a folder"),
-        ("plots: {}\n", "arm 'plots': must be a name for a folder, not 'plots'"),
+        ("plots: {}\n", "arm plots: the report has that name; give the arm another"),
+        ("report.html: {}\n", "arm report.html: the report has that name"),
+        ("Report.md: {}\n", "arm Report.md: the report has that name"),
         ("a: {training.seed: 3}\n", "arm a: training.seed: set by `ablate` itself"),
         ("a: {}\na: {}\n", "a"),
     ],
@@ -229,6 +231,8 @@ def test_all_runs_are_made_and_then_none(
     said = capsys.readouterr().out
     assert "2 arms x 2 seeds = 4 runs" in said and "run 4 of 4: gspo, seed 2" in said
     assert (tmp_path / "out" / "report.md").is_file()
+    made = {path.name for path in (tmp_path / "out").iterdir()}
+    assert made == {"grpo", "gspo", *_TAKEN}  # names that no arm may have
     assert main(words) == 0
     assert len(trainer.made) == 4
     assert "4 are finished and stay as they are" in capsys.readouterr().out
@@ -241,6 +245,18 @@ def test_more_seeds_add_to_those_that_are_there(
     for count in ("1", "3"):
         assert main(words_of(path, tmp_path / "out", "--arms", "gspo", "--seeds", count)) == 0
     assert [name for name, _ in trainer.made] == ["gspo/seed_1", "gspo/seed_2", "gspo/seed_3"]
+
+
+def test_seeds_have_an_end(
+    write_config: ConfigWriter, tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_of(write_config(), tmp_path, "training.seed=2147483646", "--arms", "gspo")
+    with pytest.raises(SystemExit):
+        main([*words, "--seeds", "99999999999"])
+    assert "--seeds: 99999999999: legal: 1 to 1000" in capsys.readouterr().err
+    assert main([*words, "--seeds", "3"]) == 2
+    assert "legal: seeds below 2^31, so begin with 2147483645 at most" in capsys.readouterr().err
+    assert main([*words, "--seeds", "2"]) == 0 and len(trainer.made) == 2
 
 
 def test_a_failed_run_does_not_stop_the_others_and_is_tried_again(

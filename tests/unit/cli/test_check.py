@@ -62,6 +62,28 @@ def test_prompts_that_are_too_long_are_named_by_line(
     assert "8 tokens; at most 6" in lines[0]
 
 
+def test_characters_that_the_tokenizer_does_not_know_are_warned_of(
+    write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(("abc", "axyb", "xy"))
+    assert main(["check", str(path)]) == 0
+    (line,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith("warning ")]
+    assert line.split(maxsplit=1)[1].startswith("data.prompts: 2 of 3 texts hold characters that ")
+    assert line.endswith("prompts.jsonl:2: 'x', 'y'")
+
+
+def test_answers_that_the_reward_cannot_read_are_named_by_line(
+    write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("math_verify")
+    words = ["check", str(write_config(("abc", "}", "$", "de")))]
+    assert main(words) == 0  # exact_match compares any text
+    capsys.readouterr()
+    assert main([*words, "reward.name=math"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1] for line in lines] == ["2", "3"]
+
+
 def test_answers_of_the_warm_start_must_fit_too(
     write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Callable
 
 import pytest
 
@@ -83,3 +84,21 @@ def test_other_errors_of_the_system_are_shown_whole(capsys: pytest.CaptureFixtur
     assert failures.tell_failure(OSError(errno.EPERM, "kill")) == 1
     told = capsys.readouterr().err
     assert "OSError: [Errno 28]" in told and "PermissionError: [Errno 1] kill" in told
+
+
+def test_what_ends_a_command_decides_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    def ends_in(error: BaseException) -> Callable[[], int]:
+        def command() -> int:
+            raise error
+
+        return command
+
+    assert failures.exit_code_of(lambda: 3) == 3
+    assert failures.exit_code_of(ends_in(KeyboardInterrupt())) == 130
+    assert capsys.readouterr() == ("", "")
+    assert failures.exit_code_of(ends_in(KeyboardInterrupt()), interrupted="it goes on") == 130
+    assert failures.exit_code_of(ends_in(RewardError("bad reward"))) == 2
+    assert failures.exit_code_of(ends_in(PermissionError(13, "Permission denied", "a.bin"))) == 2
+    assert capsys.readouterr() == ("", "it goes on\nbad reward\na.bin: Permission denied\n")
+    assert failures.exit_code_of(ends_in(RuntimeError("on fire"))) == 1
+    assert capsys.readouterr().err.startswith("Traceback")

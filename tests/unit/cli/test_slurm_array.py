@@ -20,7 +20,7 @@ import json, pathlib, sys
 asked = pathlib.Path(__file__).with_name("asked")
 lines = asked.read_text().splitlines() if asked.exists() else []
 asked.write_text("\\n".join([*lines, json.dumps(sys.argv[1:])]) + "\\n")
-if "--refuse" in sys.argv:
+if "--refuse" in sys.argv or ("report" in sys.argv and "--partition=short" in sys.argv):
     sys.exit("sbatch: error: no such partition")
 print(f"{{100 + len(lines)}};somewhere")
 """
@@ -82,6 +82,24 @@ def test_what_sbatch_says_is_told(tmp_path: Path, asked: object) -> None:
         submit(tmp_path, [["a"]], ["c"], "--refuse", [2])
     with pytest.raises(UserError, match="No closing quotation"):
         submit(tmp_path, [["a"]], ["c"], "--comment='", [2])
+
+
+def test_a_report_that_is_refused_does_not_hide_the_runs(tmp_path: Path, asked: object) -> None:
+    with pytest.raises(UserError, match="as job 100: do not submit them again; --report-only"):
+        submit(tmp_path, [["a"]], ["c"], "--partition=short", [2])
+
+
+def test_what_a_killed_submission_left_is_not_used(
+    tmp_path: Path, asked: Callable[[], list[list[str]]]
+) -> None:
+    left = tmp_path / ".slurm" / "1"
+    left.mkdir(parents=True)
+    (left / "0").write_text("old.yaml\n")
+    jobs = submit(tmp_path, [["new.yaml"], ["b"]], ["c"], "", [2, 2])
+    assert jobs.folder == tmp_path / ".slurm" / "2"
+    assert all(str(left) not in " ".join(words) for words in asked())
+    assert (jobs.folder / "0").read_text() == "new.yaml\n"
+    assert (left / "0").read_text() == "old.yaml\n"  # whose array may be running
 
 
 def test_without_slurm_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,14 @@ def test_byte_order_mark_and_carriage_returns_are_accepted(tmp_path: Path) -> No
         ('"text"', "a string; a JSON object is wanted"),
         ("null", "null; a JSON object is wanted"),
         (
+            '{"prompt": "a", "answer": "b", "prompt": "c"}',
+            "key 'prompt' is there twice; leave one of them",
+        ),
+        (
+            '{"prompt": "a", "answer": "b", "more": [{"x": 1, "y": 1, "x": 1}]}',
+            "key 'x' is there twice; leave one of them",
+        ),
+        (
             {"prompt": "a", "reply": "b"},
             "no field 'answer'; the fields are: 'prompt', 'reply' (data.answer_field chooses one)",
         ),

@@ -179,6 +179,15 @@ def test_a_symbol_that_the_tokenizer_lacks_is_refused(folder: Path, tmp_path: Pa
             load_supervised(path, tokenizer, Format(100, messages_field="messages"))
 
 
+def test_a_template_that_is_no_jinja_is_told_once(folder: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ka", "answer": "lo"}] * 3)
+    for tokenizer in both(with_template(folder, tmp_path, CHATML + "\n\n{% endif %}")):
+        with pytest.raises(DataError) as caught:
+            load_supervised(path, tokenizer, Format(100, chat_template=True))
+        start = f"{tokenizer.name}: its chat template is no valid Jinja: line 3: "
+        assert str(caught.value).startswith(start) and "\n" not in str(caught.value)
+
+
 def test_prompts_and_answers_by_hand(folder: Path, tmp_path: Path) -> None:
     rows = [{"q": "kalo?", "a": " mi"}, {"q": "ung", "a": ""}]
     path = write_rows(tmp_path / "rows.jsonl", rows)

@@ -169,6 +169,16 @@ def test_all_faults_of_a_recipe_come_at_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_template_that_is_no_jinja_is_refused_before_training(tmp_path: Path) -> None:
+    template = "{% for message in messages %}\n{{ message.content }}\n{% endfro %}"
+    with pytest.raises(DataError, match=r"^chat_template: no valid Jinja: line 3: .*'endfro'"):
+        train_tokenizer([tmp_path / "none"], tmp_path / "t", Recipe(400, chat_template=template))
+    for strict in ("{{ raise_exception('a system message is wanted') }}", "{{ messages[0].role }}"):
+        with pytest.raises(DataError, match="none: no such file"):
+            train_tokenizer([tmp_path / "none"], tmp_path / "t", Recipe(400, chat_template=strict))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bad_input_leaves_nothing_behind(tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "c.jsonl", ["kalo"] * 3)
     corpus.write_text(corpus.read_text() + '{"txt": "a"}\n')

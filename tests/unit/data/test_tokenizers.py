@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -257,3 +258,17 @@ def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
     with contextlib.suppress(DataError):
         load_tokenizer(folder)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("ended", [KeyboardInterrupt(), OSError(5, "Input/output error", "a.txt")])
+def test_what_ends_the_lines_ends_the_training_as_it_is(
+    tmp_path: Path, ended: BaseException
+) -> None:
+    def lines() -> Iterator[str]:
+        yield "abc"
+        raise ended
+
+    with pytest.raises(type(ended)) as caught:
+        train_sentencepiece(lines(), 40, tmp_path / "t", "char")
+    assert caught.value is ended
+    assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron.data import toy
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.data.toy import (
@@ -198,6 +200,26 @@ def test_command_line_ends_with_two_and_one_line_on_a_users_mistake(
     (tmp_path / "file").write_text("")
     assert main(["--train", "5", "--test", "5", "-o", str(tmp_path / "file")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_key_or_a_reader_that_left_ends_the_command_quietly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--train", "5", "--test", "5", "-o", str(tmp_path / "a")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patch, os.fdopen(writer, "w") as unread:
+        patch.setattr(sys, "stdout", unread)
+        assert main(words) == 0
+        unread.flush()  # as the interpreter does at its end
+    assert (tmp_path / "a" / "tokenizer.model").is_file()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(toy, "write_toy_dataset", interrupt)
+    assert main(words) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_torch_is_not_imported() -> None:

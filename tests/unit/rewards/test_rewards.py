@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import random
 import sys
 
 import pytest
 
 from gspo_megatron.errors import RewardError
-from gspo_megatron.rewards import get_reward, reward_names, score
-from gspo_megatron.types import Sample
+from gspo_megatron.rewards import check_answers, get_reward, reward_names, score
+from gspo_megatron.rewards.math import _parse_answer, _parses_surely
+from gspo_megatron.types import Prompt, Sample
 
 
 def sample(answer: str, response: str) -> Sample:
@@ -80,3 +82,38 @@ def test_math_refuses_an_answer_that_is_no_expression() -> None:
     pytest.importorskip("math_verify")
     with pytest.raises(RewardError, match="the answer '' of prompt 'p' is not a mathematical"):
         score(get_reward("math"), sample("", "3"))
+
+
+def test_answers_that_math_cannot_read_are_named_beforehand() -> None:
+    pytest.importorskip("math_verify")
+    answers = ["1", "", r"\frac{1}{2}", r"\$5", "x^2", "}", "$", "", "''", r"\boxed{3}", "$2$"]
+    prompts = [Prompt("p", answer, f"p.jsonl:{n}") for n, answer in enumerate(answers, start=1)]
+    with pytest.raises(RewardError) as caught:
+        check_answers(get_reward("math"), prompts)
+    told = "is not a mathematical expression (reward 'math')"
+    assert str(caught.value).splitlines() == [
+        f"p.jsonl:2: the answer '' {told}",
+        f"p.jsonl:4: the answer '\\\\$5' {told}",
+        f"p.jsonl:6: the answer '}}' {told}",
+        f"p.jsonl:7: the answer '$' {told}",
+        f"p.jsonl:8: the answer '' {told}",
+        "… and 1 more answers",
+    ]
+    check_answers(
+        get_reward("math"), [prompt for prompt in prompts if prompt.answer in ("1", "$2$")]
+    )
+    for name in ("exact_match", "per_character"):  # which compare any text
+        check_answers(get_reward(name), prompts)
+
+
+def test_answers_that_are_not_looked_at_are_those_that_parse() -> None:
+    pytest.importorskip("math_verify")
+    source = random.Random(3)
+    parts = [*"ab12 +-*/^_{}()[].,=:%é|<>\"'\\", r"\frac{1}{2}", r"\{", r"\sqrt{", r"\left(", "or"]
+    skipped = 0
+    for _ in range(1500):
+        answer = "".join(source.choices(parts, k=source.randint(1, 6)))
+        if _parses_surely(answer):
+            skipped += 1
+            assert _parse_answer(answer), answer
+    assert skipped > 500

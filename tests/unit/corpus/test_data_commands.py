@@ -1,0 +1,71 @@
+"""The command lines of tools/prepare_data.py and tools/train_tokenizer.py, without their work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tools import prepare_data, train_tokenizer
+
+INPUT = ("in.jsonl", "--tokenizer", "t.model")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        prepare_data.parse(words)
+    assert caught.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("given", ["a/c", "a/c.bin", "a/c.idx", "a/c.json"])
+def test_a_file_of_a_dataset_names_its_prefix(given: str) -> None:
+    assert prepare_data.parse([*INPUT, "-o", given]).output == "a/c"
+    assert prepare_data.parse(["--check", given, "--vocab-size", "9"]).check == "a/c"
+    assert prepare_data.parse([*INPUT, "-o", "a.bin/c.v1"]).output == "a.bin/c.v1"
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [("a/", "a/corpus"), ("a/.bin", "a/corpus"), (".", "./corpus"), ("..", "../corpus")],
+)
+def test_a_folder_is_no_prefix(
+    given: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = f"{given}: names a folder and no file in it; write {instead}, for one"
+    assert refused(capsys, *INPUT, "-o", given).endswith(f"--output {told}")
+    assert refused(capsys, "--check", given).endswith(f"--check {told}")
+
+
+def test_options_that_nothing_would_read_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, *INPUT, "-o", "c", "--vocab-size", "9")
+    assert "--vocab-size goes with --check" in told
+    for words in (["--deduplicate"], ["--text-field", "body"], ["--chunk-bytes", "9"], ["in.txt"]):
+        assert "--check goes with --vocab-size alone" in refused(capsys, "--check", "c", *words)
+    assert prepare_data.parse(["--check", "c"]).vocab_size is None
+
+
+def ends_in(error: BaseException) -> Callable[..., None]:
+    def command(*_: object) -> None:
+        raise error
+
+    return command
+
+
+def test_what_ends_a_tool_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = [str(tmp_path / "in.txt"), "-o", str(tmp_path / "t"), "--vocab-size", "99"]
+    tools = (
+        (train_tokenizer, "train_tokenizer", train, ""),
+        (prepare_data, "prepare", [*INPUT, "-o", "c"], "interrupted; the same command continues\n"),
+        (prepare_data, "check_dataset", ["--check", "c"], ""),
+    )
+    for tool, work, words, interrupted in tools:
+        monkeypatch.setattr(tool, work, ends_in(KeyboardInterrupt()))
+        assert tool.main(words) == 130
+        assert capsys.readouterr() == ("", interrupted)
+        monkeypatch.setattr(tool, work, ends_in(PermissionError(13, "Permission denied", "c.bin")))
+        assert tool.main(words) == 2
+        assert capsys.readouterr() == ("", "c.bin: Permission denied\n")
