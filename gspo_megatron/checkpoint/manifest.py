@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_megatron.observe.life import alive
+
 MANIFEST = "manifest.json"
 FORMAT = "gspo-megatron checkpoint"
 VERSION = 1
@@ -41,6 +43,7 @@ def record_of(path: Path) -> FileRecord:
         while block := file.read(_BLOCK):
             checksum = zlib.crc32(block, checksum)
             size += len(block)
+            alive()
     return FileRecord(size, f"{checksum:08x}")
 
 

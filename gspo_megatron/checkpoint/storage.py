@@ -30,10 +30,11 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
 from gspo_megatron.checkpoint.restricted import read_index
 from gspo_megatron.errors import DataError
+from gspo_megatron.observe.life import alive
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -202,6 +203,10 @@ class _SavePlanner(dcp.DefaultSavePlanner):
             assert stored == math.prod(entry.size), f"no rank writes all of {key}"
         return plans, index
 
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        alive()  # called for each tensor before it is written
+        return super().resolve_data(write_item)
+
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
     """Every element of every piece is read exactly once; the default leaves gaps as they are."""
@@ -222,6 +227,9 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         if wrong:
             raise DataError(f"{self._folder}: pieces of {wrong[:_SHOWN]} overlap or leave gaps")
         return plan
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        alive()
 
 
 def _state_dict(pieces: Iterable[Piece]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import threading
 from collections.abc import Callable
@@ -31,6 +32,7 @@ __all__ = [
     "load_trainer_state",
     "save_tensors",
     "trainer_state",
+    "writers",
 ]
 
 MODEL, OPTIMIZER, SCALES = "model", "optimizer", "fp8_scales"
@@ -76,8 +78,8 @@ def save_tensors(
     rank calls it.
 
     Asynchronously, it returns as soon as everything is copied to host memory, and the weights may
-    change; ranks talk to each other in the background over a group of their own. Wait for a save
-    before the next one starts and before torch.distributed is taken down.
+    change. In either case ranks talk to each other over a group of their own (`writers`). Wait for
+    a save before the next one starts and before torch.distributed is taken down.
     """
     _finish_parameter_gather(policy)
     model = model_pieces(policy)
@@ -94,7 +96,7 @@ def save_tensors(
     scales = scale_pieces(policy, originals_only=True) if with_scales else []
     if asynchronous:
         weights, moments, scales = _copies(weights), _copies(moments), _copies(scales)
-    group = _writers() if asynchronous else None
+    group = writers()
 
     def write() -> None:
         write_pieces(folder / MODEL, weights, group)
@@ -180,12 +182,17 @@ def _copies(pieces: list[Piece]) -> list[Piece]:
 
 
 _group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the world, and its writers
+# So long ranks wait for the one with the slowest disk. Where a hang is what they wait for, the
+# heartbeat finds it much sooner.
+_SLOWEST_WRITER = datetime.timedelta(hours=6)
 
 
-def _writers() -> dist.ProcessGroup:
-    """All ranks over gloo, for the background: collectives of two threads must not mix."""
+def writers() -> dist.ProcessGroup:
+    """All ranks over gloo, for one save at a time: plans and names are of the host and have nothing
+    to do on its devices, and collectives of a save in the background must not mix with those of
+    training. The first call of a process is a collective of all ranks."""
     global _group
     world = dist.group.WORLD
     if _group is None or _group[0] is not world:
-        _group = (world, dist.new_group(backend="gloo"))
+        _group = (world, dist.new_group(backend="gloo", timeout=_SLOWEST_WRITER))
     return _group[1]

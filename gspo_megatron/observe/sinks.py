@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
+from gspo_megatron.errors import UserError
 from gspo_megatron.observe.records import (
     FINE_TUNING,
     METRICS_FILE,
@@ -18,7 +21,6 @@ from gspo_megatron.observe.records import (
     RL,
     SAMPLES_FILE,
     WARM_START,
-    Record,
     parse_record,
     phase_of,
     read_json_lines,
@@ -31,27 +33,32 @@ _TAIL_BLOCK = 65536  # bytes read at a time when looking for the start of the la
 
 
 class JsonLinesWriter(AbstractContextManager):  # type: ignore[type-arg]
-    """Appends JSON objects to a file, each on a line of its own and flushed at once.
+    """Appends JSON objects to a file, each on a line of its own and handed to the system at once.
 
     Opening a file whose last line was cut short by a crash removes that line and nothing else.
+    Whatever writes raises UserError where the system refuses, as on a full disk.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _mend_last_line(self.path)
-        self._file: BinaryIO = self.path.open("ab")
+        with self._refusals():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _mend_last_line(self.path)
+            self._file = self._open()
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record. NaN and infinities, which JSON does not have, are written as null."""
         line = json.dumps(jsonable(record), allow_nan=False, ensure_ascii=False)
         # Sampled text may hold lone surrogates, which are not UTF-8; losing them loses no figure.
-        self._file.write(line.encode("utf-8", errors="replace") + b"\n")
-        self._file.flush()
+        left = memoryview(line.encode("utf-8", errors="replace") + b"\n")
+        with self._refusals():
+            while left:  # a disk may take the half of it before it is full
+                left = left[self._file.write(left) :]
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk. Raises OSError."""
-        os.fsync(self._file.fileno())
+        """Wait until what was written is on the disk."""
+        with self._refusals():
+            os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int, phase: str = RL) -> None:
         """Drop everything written after `step` of `phase`, in order to go on from there.
@@ -59,26 +66,44 @@ class JsonLinesWriter(AbstractContextManager):  # type: ignore[type-arg]
         Records of earlier phases stay, those of later phases go. The file is replaced in one
         piece: a crash leaves either the old file or the new one.
 
-        Raises DataError (file:line) when the file has a damaged line.
+        Raises DataError (file:line) when the file has a damaged line, and leaves it as it is then.
         """
         assert phase in _PHASES, phase
         position = (_PHASES.index(phase), step)
         records = read_json_lines(self.path)
         self._file.close()
-        kept = [record for record in records if _position(record) <= position]
-        if len(kept) < len(records):
-            scratch = self.path.with_name(self.path.name + ".partial")
-            with scratch.open("wb") as file:
-                for record in kept:
-                    line = json.dumps(record, allow_nan=False, ensure_ascii=False)
-                    file.write(line.encode("utf-8", errors="replace") + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(scratch, self.path)
-        self._file = self.path.open("ab")
+        kept = [record for record in records if position_of(record) <= position]
+        with self._refusals():
+            if len(kept) < len(records):
+                scratch = self.path.with_name(self.path.name + ".partial")
+                with scratch.open("wb") as file:
+                    for record in kept:
+                        line = json.dumps(record, allow_nan=False, ensure_ascii=False)
+                        file.write(line.encode("utf-8", errors="replace") + b"\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(scratch, self.path)
+            self._file = self._open()
 
     def close(self) -> None:
-        self._file.close()
+        with self._refusals():
+            self._file.close()
+
+    def _open(self) -> FileIO:
+        # Without a buffer: what a full disk has not taken would be tried again, and fail again, at
+        # the closing of the file.
+        return self.path.open("ab", buffering=0)
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be written: {error.strerror or error}; once that is mended "
+                "(a full disk: free some of it), the same command goes on from the newest "
+                "checkpoint there is"
+            ) from error
 
     def __exit__(
         self,
@@ -150,7 +175,8 @@ def jsonable(value: Any) -> Any:
     raise TypeError(f"cannot be written as JSON: {type(value).__name__}")
 
 
-def _position(record: Record) -> tuple[int, int]:
+def position_of(record: Mapping[str, Any]) -> tuple[int, int]:
+    """What sorts a run's records as it comes past them."""
     return (_PHASES.index(phase_of(record)), record["step"])
 
 

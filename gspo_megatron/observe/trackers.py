@@ -2,11 +2,16 @@
 
 They are copies for convenience; metrics.jsonl is the record. So a tracker that fails in the middle
 of a run is dropped with a logged warning, and the run goes on.
+
+What a tracker was sent cannot be taken back. A run that goes on from a checkpoint repeats the steps
+after it, and those are not sent again: trackers keep the figures of the first time, metrics.jsonl
+has those of the last. What a killed process had not delivered yet is missing.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +20,10 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.observe.records import RL, phase_of
-from gspo_megatron.observe.sinks import jsonable
+from gspo_megatron.observe.records import RL, parse_record, phase_of, read_metrics
+from gspo_megatron.observe.sinks import jsonable, position_of
+
+SENT_FILE = "trackers.json"  # in the run folder: phase and step of the last record that was sent
 
 _logger = logging.getLogger(__name__)
 
@@ -95,11 +102,17 @@ class MlflowTracker:
 class TrackerSet:
     """Several trackers as one; a tracker that raises is dropped and the others stay."""
 
-    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+    def __init__(
+        self, trackers: Mapping[str, Tracker], sent: Mapping[str, Any] | None = None
+    ) -> None:
+        """`sent`: the last record, phase and step, that trackers have from an earlier start."""
         self._trackers = dict(trackers)
+        self._sent = None if sent is None else position_of(sent)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send one step's figures to every tracker."""
+        """Send one step's figures to every tracker that does not have the step already."""
+        if self._sent is not None and position_of({**metrics, "step": step}) <= self._sent:
+            return
         metrics = jsonable(metrics)
         for name, tracker in list(self._trackers.items()):
             try:
@@ -124,10 +137,36 @@ _TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
 }
 
 
+def note_sent(run_dir: str | Path) -> None:
+    """Write down how far the trackers of a run have come; before its metrics.jsonl, which tells it,
+    is cut back to where the run goes on. Raises UserError where that cannot be written or is
+    damaged."""
+    path = Path(run_dir) / SENT_FILE
+    records = [*read_metrics(run_dir), *filter(None, [_sent(run_dir)])]
+    if not records:
+        return
+    last = max(records, key=position_of)
+    content = json.dumps({"phase": phase_of(last), "step": last["step"]}) + "\n"
+    try:
+        path.write_text(content)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _sent(run_dir: Path | str) -> Mapping[str, Any] | None:
+    """What `note_sent` wrote; nothing where it was killed doing so."""
+    try:
+        found = parse_record((Path(run_dir) / SENT_FILE).read_bytes())
+    except OSError:
+        return None
+    return found if found and {"phase", "step"} <= found.keys() else None
+
+
 def open_trackers(
     names: Sequence[str], run_dir: str | Path, config: Mapping[str, Any] | None = None
 ) -> TrackerSet:
-    """Open the named trackers ("tensorboard", "wandb", "mlflow") for a run.
+    """Open the named trackers ("tensorboard", "wandb", "mlflow") for a run; for one that goes on,
+    after `note_sent`.
 
     `config` is the run's configuration as plain data, shown by the trackers that show one.
     Raises UserError for an unknown name and for one whose package is not installed.
@@ -139,7 +178,8 @@ def open_trackers(
         )
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    return TrackerSet({name: _TRACKERS[name](run_dir, config or {}) for name in names})
+    trackers = {name: _TRACKERS[name](run_dir, config or {}) for name in names}
+    return TrackerSet(trackers, _sent(run_dir))
 
 
 def tracked_numbers(metrics: Mapping[str, Any], keep_step: bool = False) -> dict[str, float]:

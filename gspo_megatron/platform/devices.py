@@ -8,6 +8,8 @@ import random
 import numpy
 import torch
 
+from gspo_megatron.errors import UserError
+
 
 def local_rank() -> int:
     """This process's number on its node: torchrun's LOCAL_RANK, else Slurm's, else 0."""
@@ -18,15 +20,33 @@ def local_rank() -> int:
 
 
 def select_device() -> torch.device:
-    """The CUDA device of this process, or the CPU where there is none."""
+    """The CUDA device of this process, or the CPU where there is none.
+
+    Raises UserError where another rank of the host would have to share it.
+    """
     if torch.cuda.is_available():
         # Megatron-Core's sequence parallelism relies on kernels starting in the order of their
         # launch; the driver reads this when the first context is made.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        device = torch.device("cuda", local_rank() % torch.cuda.device_count())
+        device = torch.device("cuda", _own_gpu())
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
+
+
+def _own_gpu() -> int:
+    """The number of this rank's GPU among those that the process sees: its own on the node, but
+    for tasks that are shown one GPU each, as by srun --gpus-per-task=1, which they call 0."""
+    rank, count = local_rank(), torch.cuda.device_count()
+    if rank < count:
+        return rank
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return 0
+    raise UserError(
+        f"local rank {rank} (LOCAL_RANK, or SLURM_LOCALID): has no GPU of its own, the process "
+        f"sees {count} GPU{'s' * (count != 1)}; start at most {count} ranks on this node, or let "
+        "CUDA_VISIBLE_DEVICES show each as many GPUs as there are ranks, or its one"
+    )
 
 
 def built_for_cuda() -> tuple[int, int] | None:

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from gspo_megatron.checkpoint.folder import Publication, free_bytes, owned_by
 from gspo_megatron.checkpoint.manifest import FileRecord, Files, files_below, record_of
-from gspo_megatron.checkpoint.tensors import Save, save_tensors
+from gspo_megatron.checkpoint.tensors import Save, save_tensors, writers
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
@@ -83,11 +83,10 @@ class CheckpointWriter:
         def complete() -> None:
             """This rank's checksums: nobody else has to read its files again."""
             tensors.wait()
+            written = _all_written(publication.folder)
             if problem is not None:
                 raise problem
-            names = owned_by(
-                files_below(publication.folder), dist.get_rank(), dist.get_world_size()
-            )
+            names = owned_by(written, dist.get_rank(), dist.get_world_size())
             files.update({name: record_of(publication.folder / name) for name in names})
 
         save = Save(complete, asynchronous=asynchronous)
@@ -162,6 +161,26 @@ class CheckpointWriter:
         except OSError as error:
             return f"it is whole, but its folder could not be tidied: {_told(error)}"
         return None
+
+
+def _all_written(folder: Path) -> list[str]:
+    """The files that all ranks have written, on every rank; all of them call it, each after its
+    last one. The main rank alone looks: thousands of looks at once would keep a shared file system
+    busier than the files themselves. Raises OSError on the main rank, and is empty then on others.
+    """
+    if dist.get_world_size() == 1:
+        return files_below(folder)
+    group, told, problem = writers(), [[]], None
+    dist.barrier(group=group)
+    if dist.get_rank() == 0:
+        try:
+            told = [files_below(folder)]
+        except OSError as error:
+            problem = error
+    dist.broadcast_object_list(told, src=0, group=group)
+    if problem is not None:
+        raise problem
+    return told[0]
 
 
 def _told(error: OSError | DataError) -> str:

@@ -15,7 +15,7 @@ from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.records import METRICS_FILE
 from gspo_megatron.observe.report import finish_run
 from gspo_megatron.observe.sinks import MetricsWriter, SampleWriter
-from gspo_megatron.observe.trackers import open_trackers
+from gspo_megatron.observe.trackers import note_sent, open_trackers
 from gspo_megatron.train.watch import RESTARTS_FILE
 from gspo_megatron.types import Sample
 
@@ -29,8 +29,8 @@ class RunRecord:
         """`resumed_at`: phase and step that the run goes on from. What was written down after them
         is dropped; without them an earlier run of the same name is moved aside.
 
-        Raises DataError where the folder cannot be made, or the metrics of the earlier run are
-        damaged.
+        Raises UserError where the folder or its files cannot be made, or the metrics of the earlier
+        run are damaged.
         """
         self.is_main = is_main
         self.folder = Path(str(config.logging.dir))
@@ -50,6 +50,8 @@ class RunRecord:
         self._metrics = MetricsWriter(self.folder)
         self._samples = SampleWriter(self.folder)
         if resumed_at is not None:
+            if config.logging.trackers:
+                note_sent(self.folder)
             phase, step = resumed_at
             self._metrics.truncate_after(step, phase)
             self._samples.truncate_after(step, phase)
@@ -70,13 +72,16 @@ class RunRecord:
             print(text, file=sys.stderr, flush=True)
 
     def sync(self) -> None:
-        """Wait until what was written so far is on the disk: a checkpoint must not outlive it."""
+        """Wait until what was written so far is on the disk: a checkpoint must not outlive it.
+
+        Raises UserError on the main rank where the disk refuses; the others end with it.
+        """
         if self.is_main:
             self._metrics.sync()
             self._samples.sync()
 
     def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """One step's figures."""
+        """One step's figures. Raises UserError as `sync` does."""
         if self.is_main:
             self._metrics.write({"phase": phase, "step": step, **metrics})
             self._trackers.log(step, {"phase": phase, **metrics})

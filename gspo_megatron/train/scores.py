@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gspo_megatron.observe.life import alive
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rewards import Reward, Shaping, score
 from gspo_megatron.types import Sample, TurnRewards
@@ -76,6 +77,7 @@ class Scorer:
         turns = [np.zeros((2, 0))]
         for row, sample in enumerate(samples):
             found = score(self.reward, sample)
+            alive()  # a reward may take long, and all ranks wait for the last
             of_turns = isinstance(found, TurnRewards)
             rewards = np.asarray(found.rewards) if of_turns else np.array([found])
             shaped = self.shaping(rewards, sample)

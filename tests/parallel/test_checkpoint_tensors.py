@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gspo_megatron.checkpoint.manifest import find_damage, read_manifest
 from gspo_megatron.config.parallel import Layout
 from tests.parallel.checkpoints import (
     Outcome,
@@ -29,6 +30,7 @@ from tests.parallel.generators import rng_after_resume, save_generators
 from tests.parallel.matrix import LAYOUTS
 from tests.parallel.models import VOCAB_SIZE
 from tests.parallel.pool import Pool
+from tests.parallel.publishing import publish
 
 SAVED_ON = "tp=2,pp=2,ep=2"
 # An update of size 1e-3 from equal states; gradients in fp32 differ by 1e-6 of their size between
@@ -180,6 +182,19 @@ def test_writing_is_shared_by_data_parallel_ranks(pool: Pool, tmp_path: Path) ->
     for part in ("model", "optimizer"):
         sizes = [path.stat().st_size for path in (tmp_path / part).glob("*.distcp")]
         assert len(sizes) == 2 and max(sizes) < 1.5 * min(sizes)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_rank_looks_for_what_all_have_written(
+    pool: Pool, tmp_path: Path, asynchronous: bool
+) -> None:
+    """And the manifest has every file of every rank; none of it goes over a group of the device."""
+    by_rank = on(pool, "dp=2", publish, folder=tmp_path, asynchronous=asynchronous)
+    assert [rank.looks for rank in by_rank] == [1, 0]
+    assert all(rank.problem is None and rank.over_writers for rank in by_rank)
+    files = read_manifest(tmp_path / "new")
+    assert {"model/__1_0.distcp", "optimizer/__0_0.distcp", "rank_00001.txt"} <= files.keys()
+    assert find_damage(tmp_path / "new") == []
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron.checkpoint import manifest
 from gspo_megatron.checkpoint.manifest import (
     MANIFEST,
     ManifestError,
@@ -18,6 +19,7 @@ from gspo_megatron.checkpoint.manifest import (
     read_manifest,
     record_of,
 )
+from gspo_megatron.observe.life import heard_by
 
 NAMES = ["run.json", "model/.metadata", "model/__0_0.distcp", "model/__1_0.distcp", "rng/a"]
 
@@ -34,6 +36,19 @@ def checkpoint(tmp_path: Path) -> Path:
     files = {name: record_of(folder / name) for name in files_below(folder)}
     (folder / MANIFEST).write_bytes(dump_manifest(files))
     return folder
+
+
+def test_each_block_that_is_read_is_a_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "_BLOCK", 10)
+    (tmp_path / "file").write_bytes(bytes(35))
+    signs: list[str] = []
+    with heard_by(lambda: signs.append("")):
+        record_of(tmp_path / "file")
+    assert len(signs) == 4
+    record_of(tmp_path / "file")  # and nobody hears it
+    assert len(signs) == 4
 
 
 def test_a_whole_checkpoint_has_no_damage(checkpoint: Path) -> None:

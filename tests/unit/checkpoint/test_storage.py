@@ -17,6 +17,7 @@ from torch import Tensor
 from gspo_megatron.checkpoint.restricted import read_index
 from gspo_megatron.checkpoint.storage import Piece, read_pieces, write_pieces
 from gspo_megatron.errors import DataError
+from gspo_megatron.observe.life import heard_by
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -206,6 +207,15 @@ def test_no_folder(tmp_path: Path) -> None:
 def test_piece_beyond_the_tensor(folder: Path) -> None:
     with pytest.raises(DataError, match=r"a has shape \[5, 3\], the model \[6, 3\]"):
         read_pieces(folder, halves("a", torch.zeros(6, 3), 2))
+
+
+def test_each_tensor_that_is_written_or_read_is_a_sign_of_life(tmp_path: Path) -> None:
+    signs: list[str] = []
+    with heard_by(lambda: signs.append("written")):
+        write_pieces(tmp_path, halves("a", torch.ones(5, 3), 2))
+    with heard_by(lambda: signs.append("read")):
+        read_pieces(tmp_path, halves("a", torch.zeros(5, 3), 2))
+    assert [signs.count(what) for what in ("written", "read")] == [2, 2]
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.observe.records import read_json_lines, read_metrics, read_samples, series
 from gspo_megatron.observe.sinks import JsonLinesWriter, MetricsWriter, SampleWriter
 from gspo_megatron.types import Sample
@@ -143,6 +145,49 @@ def test_a_damaged_file_is_not_truncated_and_can_still_be_written(tmp_path: Path
             writer.truncate_after(1)
         writer.write({"step": 3})
     assert len(lines(path)) == 4
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 100 bytes, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> None:
+    told = r"metrics\.jsonl: cannot be written: File too large; .*the same command goes on"
+    with MetricsWriter(tmp_path) as writer:
+        writer.write({"step": 1})
+        with pytest.raises(UserError, match=told):
+            writer.write({"step": 2, "loss": [0.5] * 40})
+    # closing it had nothing left to write, and the half line is dropped by whoever opens it next
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 100
+    MetricsWriter(tmp_path).close()
+    assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+def test_a_full_disk_when_going_on_leaves_the_file_as_it_was(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    content = b"".join(b'{"step": %d, "loss": 0.5}\n' % step for step in range(1, 10))
+    path.write_bytes(content)
+    request.getfixturevalue("small_files")  # from here on
+    with MetricsWriter(tmp_path) as writer, pytest.raises(UserError, match="cannot be written"):
+        writer.truncate_after(8)
+    assert path.read_bytes() == content
+
+
+def test_what_the_disk_has_not_taken_is_told_when_it_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/null")  # takes every byte and cannot be synchronised
+    with MetricsWriter(tmp_path) as writer:
+        writer.write({"step": 1})
+        with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be written: Invalid"):
+            writer.sync()
 
 
 def test_samples_keep_their_text_as_it_was_generated(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.observe.trackers import TrackerSet, open_trackers, tracked_numbers
+from gspo_megatron.observe.sinks import MetricsWriter
+from gspo_megatron.observe.trackers import (
+    SENT_FILE,
+    TrackerSet,
+    note_sent,
+    open_trackers,
+    tracked_numbers,
+)
 
 
 class Recorder:
@@ -109,6 +116,68 @@ def test_tensorboard_gets_each_figure_at_its_step(
         ("reward/mean", 0.5, 4),
         ("close",),
     ]
+
+
+class Run:
+    """Starts of one run that end in a crash, with a tracker that keeps what it is sent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.steps = folder, []
+
+    def go_on(self, after: tuple[str, int] | None, *records: tuple[str, int]) -> None:
+        """From `after`, write `records` down, each as phase and step."""
+        with MetricsWriter(self.folder) as writer:
+            if after is not None:
+                note_sent(self.folder)
+                writer.truncate_after(after[1], after[0])
+            trackers = open_trackers(["tensorboard"], self.folder)
+            for phase, step in records:
+                writer.write({"phase": phase, "step": step, "loss": 0.5})
+                trackers.log(step, {"phase": phase, "loss": 0.5})
+            trackers.close()
+
+
+@pytest.fixture
+def crashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    run = Run(tmp_path)
+
+    class SummaryWriter:
+        def __init__(self, log_dir: str) -> None: ...
+
+        def add_scalar(self, name: str, value: float, global_step: int) -> None:
+            run.steps.append((name, global_step))
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    fake_module(monkeypatch, "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
+    return run
+
+
+def test_steps_that_a_resumed_run_repeats_are_sent_once(crashing: Run) -> None:
+    """Also where it crashes again before it has come as far as the first time."""
+    warm_start = [("warm_start", step) for step in (1, 2, 3)]
+    crashing.go_on(None, *warm_start, *(("rl", step) for step in range(5)))
+    crashing.go_on(("rl", 1), ("rl", 2))
+    crashing.go_on(("rl", 1), *(("rl", step) for step in range(2, 7)))
+    assert crashing.steps == [
+        *(("warm_start/loss", step) for step in (1, 2, 3)),
+        *(("loss", step) for step in range(7)),
+    ]
+
+
+def test_a_run_that_goes_back_into_its_warm_start_sends_what_is_new(crashing: Run) -> None:
+    crashing.go_on(None, ("warm_start", 1), ("warm_start", 2))
+    crashing.go_on(("warm_start", 1), ("warm_start", 2), ("warm_start", 3), ("rl", 1))
+    assert crashing.steps == [("warm_start/loss", n) for n in (1, 2, 3)] + [("loss", 1)]
+
+
+def test_half_a_note_of_what_was_sent_counts_for_nothing(crashing: Run) -> None:
+    crashing.go_on(None, ("rl", 1))
+    (crashing.folder / SENT_FILE).write_text('{"phase": "rl", "st')
+    crashing.go_on(("rl", 1), ("rl", 2))
+    assert crashing.steps == [("loss", 1), ("loss", 2)]
 
 
 def test_a_resumed_run_goes_on_in_its_wandb_run(

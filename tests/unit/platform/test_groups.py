@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 
 import numpy
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from gspo_megatron.config import resolve_parallel
+from gspo_megatron.errors import UserError
 from gspo_megatron.platform import devices
 from gspo_megatron.platform.groups import (
     model_replica,
@@ -79,6 +81,46 @@ def test_local_rank(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert devices.local_rank() == expected
+
+
+@pytest.fixture
+def visible(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretends that this is `rank` of a host on which the process sees so many GPUs."""
+
+    def pretend(rank: int, count: int, hidden_to: str | None = None) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if hidden_to is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden_to)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("rank", "count", "hidden_to", "expected"),
+    [(0, 1, None, 0), (7, 8, None, 7), (1, 2, "4,5", 1), (5, 1, "0", 0), (5, 1, "GPU-8f4e", 0)],
+)
+def test_each_rank_of_a_host_takes_its_own_gpu(
+    visible: Callable[..., None], rank: int, count: int, hidden_to: str | None, expected: int
+) -> None:
+    visible(rank, count, hidden_to)
+    assert devices.select_device() == torch.device("cuda", expected)
+
+
+@pytest.mark.parametrize(
+    ("rank", "count", "hidden_to"), [(1, 1, None), (1, 1, ""), (8, 8, None), (2, 2, "0,1")]
+)
+def test_two_ranks_do_not_share_a_gpu(
+    visible: Callable[..., None], rank: int, count: int, hidden_to: str | None
+) -> None:
+    visible(rank, count, hidden_to)
+    told = f"local rank {rank} .*sees {count} GPU.*CUDA_VISIBLE_DEVICES"
+    with pytest.raises(UserError, match=told):
+        devices.select_device()
 
 
 def test_backends() -> None:

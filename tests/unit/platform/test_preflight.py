@@ -227,4 +227,6 @@ def test_more_ranks_than_gpus_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
     monkeypatch.setenv("LOCAL_RANK", "7")
-    assert look(15, "bf16").wrong == "it is number 7 on its host, which shows 7 GPUs"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
+    wrong = look(15, "bf16").wrong
+    assert wrong is not None and "local rank 7" in wrong and "sees 7 GPUs" in wrong

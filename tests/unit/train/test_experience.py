@@ -11,6 +11,7 @@ import torch
 
 from gspo_megatron.config import Config, parse_config
 from gspo_megatron.errors import ConfigError, RewardError, UserError
+from gspo_megatron.observe.life import heard_by
 from gspo_megatron.rewards import Reward
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.train.experience import Experience, ExperienceCollector
@@ -286,3 +287,10 @@ def test_an_evaluation_takes_the_sum_and_no_shaping() -> None:
         "evaluation/reward": pytest.approx(5 / 3),
         "evaluation/accuracy": 1.0,
     }
+
+
+def test_each_response_that_is_scored_is_a_sign_of_life() -> None:
+    signs: list[str] = []
+    with heard_by(lambda: signs.append("")):
+        collector().evaluate(Prompts()(), SAMPLING, 1)
+    assert len(signs) == PROMPTS

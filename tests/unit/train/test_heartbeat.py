@@ -14,6 +14,7 @@ from gspo_megatron.train.heartbeat import HUNG
 _PROGRAM = """
 import ctypes, sys, time
 from pathlib import Path
+from gspo_megatron.observe.life import alive
 from gspo_megatron.train.heartbeat import Heartbeat
 
 def stand_still():
@@ -26,6 +27,20 @@ def go_on():
     for _ in range(40):
         heartbeat.beat()
         time.sleep(0.05)
+
+def work_long():
+    for _ in range(200):
+        alive()
+        time.sleep(0.05)
+
+def wait_for_work():
+    time.sleep(8)
+
+def work_and_stand_still():
+    for _ in range(120):
+        alive()
+        time.sleep(0.05)
+    stand_still()
 
 rank, doing, timeout, together = int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5])
 folder = Path(sys.argv[1])
@@ -99,3 +114,24 @@ def test_who_moves_is_left_alone(tmp_path: Path, doing: str, timeout: float) -> 
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "done\n", "")
     assert not (tmp_path / "hang").exists()
+
+
+def test_who_waits_for_one_that_works_is_left_alone(tmp_path: Path) -> None:
+    """As all do for the rank with the most to save, or with the slowest rewards."""
+    doing = ("wait_for_work", "work_long")
+    processes = [start(tmp_path, rank, what, 4.0, together=2) for rank, what in enumerate(doing)]
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err) == (0, "done\n", "")
+
+
+def test_work_that_stops_is_found_by_all_who_wait_for_it(tmp_path: Path) -> None:
+    doing = ("stand_still", "work_and_stand_still")
+    processes = [start(tmp_path, rank, what, 4.0, together=2) for rank, what in enumerate(doing)]
+    for rank, process in enumerate(processes):
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == HUNG
+        stacks = (tmp_path / "hang" / f"rank_{rank:05d}.txt").read_text()
+        silence = re.search(r"nothing has moved for (\d+) s", stacks)
+        assert silence is not None and int(silence[1]) < 6  # not since the wait began
+        assert "in stand_still" in stacks and "no stacks from" not in err
