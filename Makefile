@@ -29,7 +29,7 @@ help:  ## this list
 setup:  ## make or update .venv from the pinned requirements
 	@requirements/install.sh $(VENV) $(PYTHON)
 
-demo: setup  ## train a tiny Mixture-of-Experts model on this machine, in minutes
+demo: setup  ## the whole life of a tiny Mixture-of-Experts model on this machine, in minutes
 	@PATH="$(BIN):$$PATH" bash examples/tiny_cpu/run.sh
 
 test: lint  ## what CI runs: lint, and all tests that take seconds

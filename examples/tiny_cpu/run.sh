@@ -1,7 +1,59 @@
 #!/usr/bin/env bash
-# The demo: make the toy data, train, show the result. Arguments are passed on as overrides:
-#   bash examples/tiny_cpu/run.sh training.seed=2 parallel.layout=dp=2,ep=2
+# The demo, and the whole life of a tiny model: text, tokenizer, pre-training, fine-tuning, GSPO,
+# export, answers. What is done already is not done again. Arguments are overrides of the GSPO run,
+# which is named after them:
+#   bash examples/tiny_cpu/run.sh                        # runs/tiny_cpu
+#   bash examples/tiny_cpu/run.sh training.seed=2        # runs/tiny_cpu-seed=2; a seed is of all stages
+#   bash examples/tiny_cpu/run.sh parallel.layout=tp=1   # runs/tiny_cpu-layout=tp=1
+# PRETRAIN and SFT, if set, are overrides of the stages before: PRETRAIN="training.steps=800".
+# Everything is written below runs/ in the folder where it is started.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-python -m gspo_megatron.data.toy --task mixed --train 4000 --test 400 --seed 1 -o runs/toy >/dev/null
-exec python -m gspo_megatron train examples/tiny_cpu/config.yaml "$@"
+here=$(cd "$(dirname "$0")" && pwd)
+tools=$here/../../tools
+gspo="python -m gspo_megatron"
+read -ra pretrain <<<"${PRETRAIN:-}"
+read -ra sft <<<"${SFT:-}"
+
+seed=1 rl=runs/tiny_cpu folder=
+for word in "$@"; do
+    name=${word%%=*} value=${word#*=}
+    case $word in
+    -*) ;;
+    logging.dir=*) folder=$value ;;
+    *=*) rl+=-${name##*.}=${value//[^A-Za-z0-9._=,-]/_} ;;
+    esac
+    [ "$name" != training.seed ] || seed=$value
+done
+rl=${folder:-$rl}
+data=runs/tiny_cpu_start/data
+start=runs/tiny_cpu_start/seed_$seed
+say() { printf '\n== %s\n' "$*"; }
+
+say "1/7 text and prompts"
+python -m gspo_megatron.data.toy --train 4000 --test 256 --documents 6600 -o "$data"
+head -c 200 "$data/corpus.jsonl" && echo ...
+
+say "2/7 tokenizer"
+[ -f "$data/tokenizer/tokenizer.model" ] || python "$tools/train_tokenizer.py" "$data/corpus.jsonl" \
+    --vocab-size 48 --model-type char --no-byte-fallback -o "$data/tokenizer"
+
+say "3/7 text to tokens"
+[ -f "$data/corpus.json" ] || python "$tools/prepare_data.py" "$data/corpus.jsonl" \
+    --tokenizer "$data/tokenizer" --workers 1 -o "$data/corpus"
+
+say "4/7 pre-training"
+$gspo pretrain "$here/pretrain.yaml" training.seed="$seed" \
+    logging.dir="$start/pretrain" export.hf_path="$start/pretrain/hf" ${pretrain[@]+"${pretrain[@]}"}
+
+say "5/7 supervised fine-tuning"
+$gspo sft "$here/sft.yaml" training.seed="$seed" model.checkpoint_path="$start/pretrain" \
+    logging.dir="$start/sft" export.hf_path="$start/sft/hf" ${sft[@]+"${sft[@]}"}
+
+say "6/7 GSPO"
+$gspo train "$here/config.yaml" model.checkpoint_path="$start/sft" "$@" logging.dir="$rl"
+
+say "7/7 export, and answers by transformers"
+[ -d "$rl/hf" ] || $gspo convert megatron-to-hf "$rl" "$rl/hf"
+[ -f "$rl/answers.json" ] || python "$here/answer.py" \
+    "$start/pretrain/hf" "$start/sft/hf" "$rl/hf" --prompts "$data/test.jsonl" -o "$rl/answers.json"
+python "$here/table.py" "$start/pretrain" "$start/sft" "$rl"

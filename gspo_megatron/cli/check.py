@@ -69,8 +69,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--no-files",
         action="store_true",
-        help="leave data, tokenizer, weights and run folder alone, which may be on another "
-        "machine; a shape that model.hf_path would tell is then named by model.preset=",
+        help="leave data, tokenizer, weights, run folder and installed packages alone: the run is "
+        "for another machine; a shape that model.hf_path would tell is then named by model.preset=",
     )
 
 

@@ -33,7 +33,8 @@ def check_any(
     config: AnyConfig, world_size: int, *, with_files: bool = True, fresh: bool = False
 ) -> Checked:
     """Check a loaded configuration of any stage as the stage's own command would, with what it
-    finds in the run folder; with `fresh` that folder must be empty.
+    finds in the run folder; with `fresh` that folder must be empty. Without the files it is a run
+    of another machine, and what is installed on this one is left out too.
 
     Raises ConfigError with the problems of all parts.
     """
@@ -68,7 +69,7 @@ def check_all(config: Config, world_size: int, *, with_files: bool = True) -> In
     problems: list[str] = []
     inputs = reward = None
     with gathered_in(problems):
-        check_config(config, world_size, for_training=True)
+        check_config(config, world_size, for_training=True, here=with_files)
     with gathered_in(problems):
         reward = get_reward(config.reward.name, config.reward.import_path, config.reward.options)
     with gathered_in(problems):
@@ -104,14 +105,14 @@ def _check_stage(config: Any, world_size: int, with_files: bool) -> tuple[Any, A
     problems: list[str] = []
     inputs = None
     with gathered_in(problems):
-        check_stage(config, world_size)
+        check_stage(config, world_size, here=with_files)
     if with_files and {"data.examples", "data.train"} & config.input_files().keys():
         with gathered_in(problems):
             config, inputs = read_stage(config)
     elif isinstance(config, PretrainingConfig):
         config = config.with_steps()
     with gathered_in(problems):
-        check_stage(config, world_size)
+        check_stage(config, world_size, here=with_files)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return config, inputs

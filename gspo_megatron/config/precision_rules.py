@@ -29,9 +29,16 @@ def backend_problems(config: RunConfig) -> Iterator[str]:
 
 
 def precision_problems(
-    precision: str, config: RunConfig, shape: ModelShape, layout: Layout, *, for_training: bool
+    precision: str,
+    config: RunConfig,
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    for_training: bool,
+    here: bool,
 ) -> Iterator[str]:
-    """All that can be known without the device; models.precision asks that."""
+    """All that can be known without the device; models.precision asks that. What is installed
+    counts for a run that is to be `here`."""
     if for_training and precision == "fp64":
         yield problem(
             KEY,
@@ -48,7 +55,7 @@ def precision_problems(
             "model.backend = torch_native has no FP8; legal: fp32 or bf16, or "
             "model.backend = transformer_engine",
         )
-    elif (lacks := engine_lacks()) is not None:
+    elif here and (lacks := engine_lacks()) is not None:
         yield problem(KEY, precision, f"{lacks}; legal: fp32 or bf16")
     recipes = installed_literals("fp8_recipe")
     if recipes is not None and fp8.recipe not in recipes:

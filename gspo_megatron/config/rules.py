@@ -31,17 +31,21 @@ class Plan:
     layout: Layout
     world_size: int
     for_training: bool
+    here: bool = True  # with what is installed where the rules are asked
 
 
 Rule = Callable[[Plan], Iterator[str]]
 
 
-def check_config(config: Config, world_size: int, for_training: bool = False) -> None:
+def check_config(
+    config: Config, world_size: int, for_training: bool = False, *, here: bool = True
+) -> None:
     """Raise ConfigError with every problem the configuration has on `world_size` ranks.
 
-    `for_training` adds what only a training run needs, such as prompts.
+    `for_training` adds what only a training run needs, such as prompts; `here`, what it needs of
+    the packages that are installed.
     """
-    plan = Plan(config, config.resolved_model(), config.layout(), world_size, for_training)
+    plan = Plan(config, config.resolved_model(), config.layout(), world_size, for_training, here)
     problems = [line for rule in RULES for line in rule(plan)]
     if problems:
         raise ConfigError(problems)
@@ -187,13 +191,14 @@ def dropout_is_off(plan: Plan) -> Iterator[str]:
 
 
 def backend_is_installed(plan: Plan) -> Iterator[str]:
-    yield from backend_problems(plan.config)
+    if plan.here:
+        yield from backend_problems(plan.config)
 
 
 def precision_is_possible(plan: Plan) -> Iterator[str]:
     precision, training = plan.config.training.precision, plan.for_training
     yield from precision_problems(
-        precision, plan.config, plan.shape, plan.layout, for_training=training
+        precision, plan.config, plan.shape, plan.layout, for_training=training, here=plan.here
     )
 
 

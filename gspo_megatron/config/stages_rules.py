@@ -43,9 +43,11 @@ def stage_kinds(schema: type[StageConfig]) -> dict[str, Kind]:
     return {key: _OWN_KINDS.get(key) or KINDS[key] for key in schema_keys(schema)}
 
 
-def check_stage(config: StageConfig, world_size: int) -> None:
-    """Raise ConfigError with every problem the configuration has on `world_size` ranks."""
-    plan = Plan(config, config.resolved_model(), config.layout(), world_size, True)  # type: ignore[arg-type]
+def check_stage(config: StageConfig, world_size: int, *, here: bool = True) -> None:
+    """Raise ConfigError with every problem the configuration has on `world_size` ranks; `here`
+    includes what it needs of the packages that are installed."""
+    shape, layout = config.resolved_model(), config.layout()
+    plan = Plan(config, shape, layout, world_size, True, here)  # type: ignore[arg-type]
     own = _FINE_TUNING if isinstance(config, FineTuningConfig) else _PRETRAINING
     problems = [line for rule in (*_SHARED, *own) for line in rule(plan)]
     if problems:

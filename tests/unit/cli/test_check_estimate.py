@@ -164,3 +164,18 @@ def test_the_large_examples_fit(
     assert (said["parameters_total"], said["fits"]) == (parameters, "yes")
     page = (folder / "README.md").read_text(encoding="utf-8")
     assert f"{int(said['worst_rank_bytes']) / 2**30:.1f} GiB" in page
+
+
+def test_an_fp8_run_of_another_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing that FP8 needs is installed here; nobody asks for it without the files."""
+    monkeypatch.chdir(ROOT)
+    folder = Path("examples") / "qwen3_30b_a3b"
+    words = ["check", str(folder / "config.yaml"), "--no-files", "model.preset=qwen3-30b-a3b"]
+    words += ["training.precision=fp8-blockwise"]
+    assert main([*words, "--world-size", "32", "--gpu-memory", "80"]) == 0
+    said = pairs(capsys.readouterr().out)
+    assert said["fits"] == "yes"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert f"{int(said['fp8_copies_bytes']) / 2**30:.1f} GiB" in page

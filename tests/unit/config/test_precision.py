@@ -182,6 +182,10 @@ def test_stages_follow_the_same_rules(engine: Any) -> None:
     config = parse_config(values, schema=PretrainingConfig)
     assert sample_multiple(config) == 64
     with pytest.raises(ConfigError) as error:
+        check_stage(config, 2, here=False)
+    assert "Transformer Engine" not in str(error.value)
+    assert "num_query_groups" in str(error.value)
+    with pytest.raises(ConfigError) as error:
         check_stage(config, 2)
     length, *precision = sorted(error.value.problems)
     assert length.startswith("data.sequence_length = 96") and "multiples of 64" in length

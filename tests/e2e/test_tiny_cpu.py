@@ -1,4 +1,4 @@
-"""examples/tiny_life: the whole life of a model by its own script, and what stands beside it."""
+"""examples/tiny_cpu: the whole life of a model by its own script, and what stands beside it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import pytest
 
 from tests.e2e.conftest import Command, command_environment
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "tiny_life"
-RUNS = Path("runs/tiny_life/seed_2")
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "tiny_cpu"
+START = Path("runs/tiny_cpu_start/seed_2")
 
 # Enough that some answers are right, and one process for each stage.
 SMALL = "parallel.layout=tp=1 logging.plots=false training.evaluation_interval=0"
 PRETRAIN = f"{SMALL} training.steps=20"
 SFT = f"{SMALL} training.steps=120 training.batch_size=128 optimizer.learning_rate=2e-3"
 RL = (*SMALL.split(), "training.steps=2", "training.seed=2")
+RUN = Path("runs/tiny_cpu-layout=tp=1-plots=false-evaluation_interval=0-steps=2-seed=2")
 
 pytestmark = pytest.mark.timeout(1800)  # many starts; a minute each on a machine with other work
 
@@ -43,20 +44,20 @@ def evaluations(run: Path, key: str) -> list[float]:
     return [record[key] for record in map(json.loads, lines) if key in record]
 
 
-def accuracies(folder: Path, run: str = "rl") -> dict[str, float]:
-    """What transformers found of each model, by the folder of its run."""
-    answers = json.loads((folder / RUNS / run / "answers.json").read_text())
+def accuracies(run: Path) -> list[float]:
+    """What transformers found of the model of each stage."""
+    answers = json.loads((run / "answers.json").read_text())
     rows = answers["prompts"]
     assert len(rows) == 256
     for model in answers["models"].values():
         pairs = zip(rows, model["answers"], strict=True)
         right = sum(row["answer"] == given for row, given in pairs)
         assert model["accuracy"] == right / len(rows)
-    return {Path(name).parent.name: m["accuracy"] for name, m in answers["models"].items()}
+    return [model["accuracy"] for model in answers["models"].values()]
 
 
 def table(folder: Path) -> subprocess.CompletedProcess[str]:
-    runs = [str(RUNS / name) for name in ("pretrain", "sft", "rl")]
+    runs = [str(run) for run in (START / "pretrain", START / "sft", RUN)]
     command = [sys.executable, str(FOLDER / "table.py"), *runs]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
@@ -67,18 +68,20 @@ def test_a_short_life(tmp_path: Path) -> None:
     result = life(tmp_path, *RL, **stages)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
 
-    found, rl = accuracies(tmp_path), tmp_path / RUNS / "rl"
+    rl = tmp_path / RUN
+    pretrained, tuned, trained = accuracies(rl)
     reported = evaluations(rl, "evaluation/accuracy")
-    assert list(found) == ["pretrain", "sft", "rl"] and found["sft"] > 0.02
-    assert found["sft"] == pytest.approx(reported[0], abs=0.02)
-    assert found["rl"] == pytest.approx(reported[-1], abs=0.02)
+    assert tuned > 0.02
+    assert tuned == pytest.approx(reported[0], abs=0.02)
+    assert trained == pytest.approx(reported[-1], abs=0.02)
     rows = {line.split("  ")[0]: line for line in result.stdout.splitlines()}
-    for name, run in (("pre-training", "pretrain"), ("fine-tuning", "sft")):
-        losses = evaluations(tmp_path / RUNS / run, "evaluation/loss")
+    before_rl = (("pre-training", "pretrain", pretrained), ("fine-tuning", "sft", tuned))
+    for name, run, accuracy in before_rl:
+        losses = evaluations(tmp_path / START / run, "evaluation/loss")
         assert losses[-1] < losses[0]
         assert f"{losses[0]:.2f} -> {losses[-1]:.2f}" in rows[name]
-        assert f"{found[run]:.1%}" in rows[name]
-    assert f"{found['rl']:.1%}" in rows["GSPO"] and f"{reported[-1]:.1%}" in rows["GSPO"]
+        assert f"{accuracy:.1%}" in rows[name]
+    assert f"{trained:.1%}" in rows["GSPO"] and f"{reported[-1]:.1%}" in rows["GSPO"]
 
     before = {path: path.read_bytes() for path in tmp_path.rglob("metrics.jsonl")}
     again = life(tmp_path, *RL, **stages)
@@ -88,7 +91,7 @@ def test_a_short_life(tmp_path: Path) -> None:
     assert again.stdout.endswith(table(tmp_path).stdout)
 
     answers = json.loads((rl / "answers.json").read_text())
-    answers["models"][str(RUNS / "rl" / "hf")]["accuracy"] = reported[-1] + 0.03
+    answers["models"][str(RUN / "hf")]["accuracy"] = reported[-1] + 0.03
     (rl / "answers.json").write_text(json.dumps(answers))
     differs = table(tmp_path)
     assert differs.returncode == 1
@@ -101,8 +104,8 @@ def test_a_whole_life(tmp_path: Path, layout: str) -> None:
     """What its README promises; minutes."""
     result = life(tmp_path, "training.seed=2", f"parallel.layout={layout}")
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
-    found = accuracies(tmp_path)
-    assert found["sft"] < 0.45 and found["rl"] > 0.85
+    _, tuned, trained = accuracies(tmp_path / f"runs/tiny_cpu-seed=2-layout={layout}")
+    assert tuned < 0.45 and trained > 0.85
 
 
 def test_without_the_stages_before_it_is_said_what_to_run(
@@ -116,7 +119,7 @@ def test_without_the_stages_before_it_is_said_what_to_run(
     *missing, last = result.stderr.splitlines()
     assert last == advice
     for name, line in zip(("tokenizer", "train.jsonl", "test.jsonl"), missing, strict=True):
-        assert line.startswith(f"runs/tiny_life/data/{name}: no such")
+        assert line.startswith(f"runs/tiny_cpu_start/data/{name}: no such")
 
     result = gspo(
         "train",
@@ -128,4 +131,4 @@ def test_without_the_stages_before_it_is_said_what_to_run(
     assert result.returncode == 2
     first, last = result.stderr.splitlines()
     assert last == advice
-    assert first == "model.checkpoint_path = 'runs/tiny_life/seed_1/sft': no such folder"
+    assert first == "model.checkpoint_path = 'runs/tiny_cpu_start/seed_1/sft': no such folder"
