@@ -125,7 +125,7 @@ gspo_main() {
     gspo_run_tasks "$GSPO_PYTHON" -m gspo_megatron "$command" "${words[@]}" "${flags[@]}"
     code=$?
     case $code in
-    0 | 2 | "$GSPO_STOPPED") ;;
+    0 | 2 | "$GSPO_STOPPED") gspo_forget_kills ;;
     *)
         # The other nodes' tasks fail at once where one node dies, but Slurm may take minutes to
         # notice, and the job would be over by then.
@@ -162,11 +162,21 @@ gspo_a_node_is_gone() {
 # Whether the tasks may have died of a signal to those of an earlier start. What Slurm could not
 # deliver to a node that was gone it delivers when the node is back, and a job's steps have the same
 # numbers after a restart. A first start is killed by nothing of the kind (but by the kernel, where
-# memory runs out), and training.idle_restarts ends what is killed again and again.
+# memory runs out). More than a few in a row are no late signals.
 gspo_killed_by_an_earlier_start() {
-    local killed=137 terminated=143 # 128 + the signal's number
-    [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && { [ "$1" -eq $killed ] || [ "$1" -eq $terminated ]; }
+    local killed=137 terminated=143 most=5 # 128 + the signal's number; starts
+    if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || { [ "$1" -ne $killed ] && [ "$1" -ne $terminated ]; }; then
+        gspo_forget_kills
+        return 1
+    fi
+    echo "$SLURM_RESTART_COUNT" >>"$(gspo_kills)"
+    [ "$(wc -l <"$(gspo_kills)")" -le $most ]
 }
+
+# The file with the starts that were killed, one after another.
+gspo_kills() { echo "$PWD/.gspo-megatron-$SLURM_JOB_ID-kills"; }
+
+gspo_forget_kills() { rm -f "$(gspo_kills)"; }
 
 # In each task, below srun. Its exit code goes into a file where it is the first that is not 0: after
 # one, srun ends the other tasks, and returns their code. "Stopped and saved" ends no other task.
@@ -237,6 +247,7 @@ gspo_run_tasks() {
 gspo_end() {
     local state
     if [ "$1" -ne $GSPO_STOPPED ]; then
+        gspo_forget_kills
         exit "$1"
     fi
     state=$(gspo_state)

@@ -221,6 +221,23 @@ def test_tasks_that_fail_as_a_node_dies_bring_the_job_back(
     assert "--overlap --nodes=2 --ntasks=2 --ntasks-per-node=1" in job.calls("srun")[-1]
 
 
+def test_a_start_that_is_killed_brings_the_job_back_unless_it_is_the_first(job: Job) -> None:
+    def killed(start: int) -> tuple[int, bool]:
+        job.environ |= {"SLURM_RESTART_COUNT": str(start), "TASK_0": "137", "TASK_1": "143"}
+        before = len(job.calls("scontrol"))
+        code, _ = job.run("c.yaml")
+        return code, "scontrol requeue 7" in job.calls("scontrol")[before:]
+
+    assert killed(0) in [(137, False), (143, False)]
+    assert not list(job.folder.glob(".gspo-megatron*"))
+    assert [killed(start) for start in range(1, 4)] == [(75, True)] * 3
+    job.environ |= {"TASK_0": "75", "TASK_1": "75"}  # one that was saved counts for none
+    assert job.run("c.yaml")[0] == 75
+    assert [killed(start) for start in range(5, 10)] == [(75, True)] * 5
+    assert killed(10) in [(137, False), (143, False)]
+    assert not list(job.folder.glob(".gspo-megatron*"))
+
+
 def test_a_users_mistake_has_nothing_to_do_with_nodes(job: Job) -> None:
     job.environ |= {"SLURM_JOB_NUM_NODES": "2", "TASK_0": "2", "TASK_1": "2", "PROBE": "1"}
     assert job.run("c.yaml")[0] == 2
