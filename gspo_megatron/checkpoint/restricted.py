@@ -7,6 +7,7 @@ held against the folder before anything is read.
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from pathlib import Path
@@ -57,8 +58,19 @@ class _Properties(TensorProperties):
             super().__setstate__(state[:5])
 
 
+def _member(cls: Any, name: Any) -> enum.Enum:
+    """In the place of `getattr`, by which some Pythons pickle members of enums: 3.11.2, Debian
+    12's, and its neighbours."""
+    if not (isinstance(cls, enum.EnumMeta) and name in cls.__members__):
+        raise pickle.UnpicklingError("it takes an attribute, which no checkpoint needs")
+    member: enum.Enum = cls[name]
+    return member
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name == TensorProperties.__name__:
             return _Properties
         if name in _RECORDS.get(module, ()):

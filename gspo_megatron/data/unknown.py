@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from gspo_megatron.data.tokenizers import Tokenizer
+
+if TYPE_CHECKING:  # the converter begins without it
+    import numpy as np
 
 SHOWN_CHARACTERS = 10  # of the first text
 

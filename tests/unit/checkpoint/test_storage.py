@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import enum
+import io
 import pickle
 import resource
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from gspo_megatron.checkpoint.restricted import read_index
 from gspo_megatron.checkpoint.storage import Piece, read_pieces, write_pieces
@@ -175,6 +178,37 @@ def test_a_pickle_that_runs_something_does_not(folder: Path) -> None:
     with pytest.raises(DataError, match="it names "):
         read_pieces(folder, halves("a", torch.zeros(5, 3), 2))
     assert not (folder / "intruded").exists()
+
+
+class _AsAttributes(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+class _Attribute:
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple:
+        return getattr, self.arguments
+
+
+def test_members_of_enums_in_any_pythons_pickles(folder: Path) -> None:
+    """Python 3.11.2 pickles them as attributes of their class, others by their value."""
+    path = folder / ".metadata"
+    content = io.BytesIO()
+    _AsAttributes(content).dump(pickle.loads(path.read_bytes()))
+    path.write_bytes(content.getvalue())
+    assert b"getattr" in content.getvalue()
+    piece = halves("a", torch.zeros(5, 3), 2)
+    read_pieces(folder, piece)
+    properties = read_index(folder).state_dict_metadata["a"].properties
+    assert properties.memory_format is torch.contiguous_format
+
+    for attribute in (_Attribute(Metadata, "__init__"), _Attribute(TensorProperties, "create")):
+        edit(folder, lambda _, attribute=attribute: attribute)
+        with pytest.raises(DataError, match="it takes an attribute, which no checkpoint needs"):
+            read_pieces(folder, piece)
 
 
 def test_common_file_is_never_read(folder: Path) -> None:
