@@ -118,7 +118,9 @@ def test_sound_ranks_on_this_machine(gspo: Command, config: Path) -> None:
 
 
 @pytest.mark.full  # it measures: on a machine with other work everything is slow
-@pytest.mark.skipif(sys.platform == "darwin", reason="macOS cannot bind a process to one core")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system cannot bind a process to one core"
+)
 def test_a_slow_host_is_named_and_all_ranks_end(config: Path) -> None:
     with ranks_of(config, _SLOW, "--share=0.5") as processes:
         out, err = processes[0].communicate(timeout=PATIENCE)
