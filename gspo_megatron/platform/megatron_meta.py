@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+from gspo_megatron.platform.meta_results import MetaResults, tensors_in
 
 META = torch.device("meta")
 
@@ -122,6 +124,8 @@ _WORK_ALONE = ("alltoall_base_", "barrier", "send", "recv_", "gather_", "reduce_
 class Trace(TorchDispatchMode):
     """What happens inside: the collectives, and the bytes of meta tensors made here and alive."""
 
+    results: ClassVar = MetaResults()  # the same for every rank
+
     def __init__(self) -> None:
         super().__init__()
         self.collectives: list[Collective] = []
@@ -133,11 +137,19 @@ class Trace(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
-            if tensor.is_meta:
-                self._add(tensor.untyped_storage())
+        # in here nothing decides about shapes: without this, EqualLoad would see every t.shape
+        with torch._C.DisableTorchFunction():
+            result = self.results(func, args, kwargs or {})
+            for tensor in tensors_in(result):
+                if tensor.is_meta:
+                    self._add(tensor.untyped_storage())
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap the method, and load its compiler for that: a second, and some
+        microseconds at every operation."""
+        return False
 
     def start_peak(self) -> None:
         """Forget the peak so far."""
@@ -168,18 +180,6 @@ class Trace(TorchDispatchMode):
             self.collectives.append(Collective(_KINDS.get(name, "other"), ranks, num_bytes))
         work = FakeWork().boxed()
         return work if name in _WORK_ALONE else (args[0], work)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those in nested lists, tuples and dictionaries. (torch's pytree takes ten times as long, and
-    this runs at every operation.)"""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
 
 
 class EqualLoad(TorchFunctionMode):

@@ -144,3 +144,7 @@ def test_routers_still_record_their_losses_for_the_process() -> None:
 
     names = ("save_to_aux_losses_tracker", "get_moe_metrics_tracker")
     assert any(hasattr(router, name) for name in names)
+
+
+def test_torch_does_not_wrap_what_runs_at_every_operation() -> None:
+    assert not hasattr(Trace.__torch_dispatch__, "__wrapped__")

@@ -1,0 +1,102 @@
+"""What operations return on the meta device, remembered.
+
+torch works out the shape of a result in Python for most operations, anew each time, in up to a
+millisecond. A dry run does the same few hundred operations on the same shapes in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in nested lists, tuples and dictionaries. (torch's pytree takes ten times as long, and
+    this runs at every operation.)"""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
+
+
+@dataclass(frozen=True)
+class _Result:
+    """Tensors of their own memory."""
+
+    tensors: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    kind: type  # Tensor, tuple or list
+
+    def make(self) -> Any:
+        made = (
+            torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            for size, stride, dtype in self.tensors
+        )
+        return next(made) if self.kind is Tensor else self.kind(made)
+
+
+class MetaResults:
+    """Operations on meta tensors; one that was done on such inputs before is not done again.
+
+    Remembered is only what can be told from shapes: operations that write nothing, whose results
+    are new meta tensors, dense in memory of their own, as those that take meta tensors alone.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, _Result | None] = {}
+        self._pure: dict[Any, bool] = {}
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in self._pure:
+            self._pure[func] = _makes_its_results(func)
+        if not self._pure[func]:
+            return func(*args, **kwargs)
+        key = (func, _description(args), _description(tuple(kwargs.items())))
+        if key in self._results:
+            known = self._results[key]
+            return func(*args, **kwargs) if known is None else known.make()
+        result = func(*args, **kwargs)
+        self._results[key] = _remembered(result, (args, kwargs))
+        return result
+
+
+def _makes_its_results(func: Any) -> bool:
+    """By its schema. Some whose schema says so return a view nevertheless: see `_remembered`."""
+    schema = func._schema
+    return not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
+
+
+def _description(value: Any) -> Hashable:
+    """Equal where torch does the same: 1, 1.0 and True are equal, but of different types."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple(_description(item) for item in value)
+    return type(value), value
+
+
+def _remembered(result: Any, inputs: Any) -> _Result | None:
+    """None: this operation has to be done each time."""
+    tensors = tuple(tensors_in(result))
+    kind = Tensor if isinstance(result, Tensor) else type(result)
+    if kind not in (Tensor, tuple, list) or not tensors:
+        return None
+    if kind is not Tensor and len(tensors) != len(result):
+        return None  # there are other values among them
+    given = list(tensors_in(inputs))
+    if not all(tensor.is_meta for tensor in (*given, *tensors)):
+        return None
+    storages = {tensor.untyped_storage()._cdata for tensor in given}
+    found = _Result(tuple((t.shape, t.stride(), t.dtype) for t in tensors), kind)
+    for tensor, made in zip(tensors, tensors_in(found.make())):
+        storage = tensor.untyped_storage()
+        if storage._cdata in storages or storage.nbytes() != made.untyped_storage().nbytes():
+            return None
+        storages.add(storage._cdata)
+    return found
