@@ -115,11 +115,10 @@ class StageRun:
 NOTHING = StageRun([ChunkPass(0, 0, 0, 0, 0, (), ())], 0)
 
 
-def run_stage(model: RankModel, work: Workload, *, training_alone: bool = False) -> StageRun:
-    """Forward and backward pass of a full micro-batch through each chunk, and the head alone.
-    training_alone: without what a rollout takes."""
+def run_stage(model: RankModel, work: Workload) -> StageRun:
+    """Forward and backward pass of a full micro-batch through each chunk, and the head alone."""
     batch = micro_batch(model, work.lengths)
-    samples = work.rollout_rows > 0 and not training_alone
+    samples = work.rollout_rows > 0
     passes = chunk_passes(model, batch, keeps_masks=False, samples=samples)
     return StageRun(passes, head_bytes(model, len(batch.head.targets)))
 
@@ -144,7 +143,7 @@ def recompute_modes(estimate: LayoutEstimate, vocab_size: int) -> dict[str, int]
         training = config.training.model_copy(update={"recompute": mode})
         other = config.model_copy(update={"training": training})
         with rank_model(other, estimate.parallel, worst.rank, vocab_size) as model:
-            run = run_stage(model, estimate.work, training_alone=True)
+            run = run_stage(model, estimate.work)
             found, _ = estimate_rank(model, worst.rank, worst.stage, estimate.work, run)
             totals[mode] = found.while_training
     return totals
