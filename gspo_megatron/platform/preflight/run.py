@@ -24,6 +24,7 @@ from gspo_megatron.platform.preflight.measure import look, measure
 ARRIVAL_SECONDS = 300.0  # until all ranks have imported torch, from a shared file system
 MEASURE_SECONDS = 90.0  # for measurements that take a few, and NCCL's first connections
 _GRACE_SECONDS = 3.0  # for further reports, once one says that something is wrong
+_LEAVING_SECONDS = 30.0  # for ranks that have reported to hear the result and to leave
 _POLL_SECONDS = 0.1
 _UNKNOWN = "a host that did not say its name"
 
@@ -51,6 +52,7 @@ def run_preflight(
     WORLD_SIZE. The main rank shows what was found; all are told whether every host is fit."""
     rank, world = int(os.environ.get("RANK", "0")), parallel.world_size
     store, spare = _stores(rank, world)
+    reports: dict[int, Report] = {}
     own = look(rank, precision)
     _tell(store, "device", own)
     if rank == 0:
@@ -63,7 +65,7 @@ def run_preflight(
         store.set("devices", "unfit" if problems else "fit")
         hosts = {n: report.host for n, report in reports.items()}
     if _answer(store, "devices", ARRIVAL_SECONDS) == "unfit":
-        _leave(store, rank, world)
+        _leave(store, rank, reports)
         return Outcome(False)
 
     def work() -> None:
@@ -82,7 +84,7 @@ def run_preflight(
     thread.join(_GRACE_SECONDS)
     if not thread.is_alive():
         stop_processes()
-    _leave(store, rank, world)
+    _leave(store, rank, reports)
     return Outcome(is_fit, thread.is_alive())
 
 
@@ -141,11 +143,13 @@ def _answer(store: dist.Store, key: str, seconds: float) -> str:
     return store.get(key).decode()
 
 
-def _leave(store: dist.Store, rank: int, world: int) -> None:
-    """The store is gone with the main rank: it leaves last, or after a while."""
+def _leave(store: dist.Store, rank: int, reported: Collection[int] = ()) -> None:
+    """The store is gone with the main rank: it leaves last of those that it has heard of. On a slow
+    host that takes its time."""
     if rank:
-        store.add("left", 1)
+        store.set(f"left/{rank}", "")
         return
-    end = time.monotonic() + _GRACE_SECONDS
-    while store.add("left", 0) < world - 1 and time.monotonic() < end:
+    keys = [f"left/{other}" for other in reported if other]
+    end = time.monotonic() + _LEAVING_SECONDS
+    while keys and not store.check(keys) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
