@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from gspo_megatron.checkpoint.names import is_one_matrix, native_name
 from gspo_megatron.checkpoint.storage import Piece
 from gspo_megatron.models.build import Policy
 
@@ -89,16 +90,32 @@ def _piece(part: ShardedTensor, tensor: Tensor, vocab_size: int) -> ModelPiece:
         # the padding depends on TP; what is stored must not
         global_shape[0] = vocab_size
         shape[0] = max(0, min(shape[0], vocab_size - part.global_offset[0]))
+    offset = list(part.global_offset)
+    if is_one_matrix(part.key):
+        shape, global_shape, offset = _half(shape, global_shape, offset)
     replica = part.replica_id
     return ModelPiece(
-        key=part.key,
+        key=native_name(part.key),
         tensor=tensor,
         start=data.storage_offset() - tensor.storage_offset(),
         shape=tuple(shape),
         global_shape=tuple(global_shape),
-        offset=tuple(part.global_offset),
+        offset=tuple(offset),
         replica=replica if isinstance(replica, tuple) else (replica,),
     )
+
+
+def _half(
+    shape: list[int], global_shape: list[int], offset: list[int]
+) -> tuple[list[int], list[int], list[int]]:
+    """Rows of [experts, 2 x ffn, hidden] as rows of [experts, 2, ffn, hidden]; Megatron-Core's
+    factory for gated layers has cut where the halves meet."""
+    experts, rows, hidden = global_shape
+    width = rows // 2
+    half, first = divmod(offset[1], width)
+    assert first + shape[1] <= width, f"rows {offset[1]} to {offset[1] + shape[1]} of both halves"
+    place = [offset[0], half, first, offset[2]]
+    return [shape[0], 1, *shape[1:]], [experts, 2, width, hidden], place
 
 
 def is_vocabulary(key: str) -> bool:

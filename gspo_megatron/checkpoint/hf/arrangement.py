@@ -6,7 +6,6 @@ Megatron-Core's side of it is written here once; a family says how the parts are
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from gspo_megatron.checkpoint.hf.pieces import (
     interleave,
     stack,
 )
+from gspo_megatron.checkpoint.names import is_one_matrix, native_name
 from gspo_megatron.config.families import Family, experts_in_layers
 from gspo_megatron.config.shape import ModelShape
 
@@ -43,8 +43,7 @@ class WeightMap:
 
         Raises KeyError.
         """
-        known = native_name(name)
-        one_matrix = known != name and ".experts.weight1" in known
+        known, one_matrix = native_name(name), is_one_matrix(name)
         found = self.recipes.get(known)
         if found is not None:
             return flatten(found) if one_matrix else found
@@ -54,26 +53,6 @@ class WeightMap:
         if not experts:
             raise KeyError(name)
         return stack(experts)
-
-
-# Transformer Engine fuses norms into the linear layers that follow them, and keeps gate and up
-# projection of an expert in one matrix.
-_ALIASES = (
-    (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(\w+)"), r".input_layernorm.\1"),
-    (
-        re.compile(r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_(\w+)"),
-        r".self_attention.\1_layernorm.\2",
-    ),
-    (re.compile(r"\.mlp\.linear_fc1\.layer_norm_(\w+)"), r".pre_mlp_layernorm.\1"),
-    (re.compile(r"\.mlp\.experts\.experts\.linear_fc([12])\.weight"), r".mlp.experts.weight\1"),
-)
-
-
-def native_name(name: str) -> str:
-    """What the torch_native backend calls a tensor of either backend."""
-    for pattern, ours in _ALIASES:
-        name = pattern.sub(ours, name)
-    return name
 
 
 def weight_map(family: Family, shape: ModelShape, vocab_size: int) -> WeightMap:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import Tensor
 
 from gspo_megatron.checkpoint.model_pieces import ModelPiece, _piece
@@ -47,6 +48,41 @@ def test_half_of_a_parameter() -> None:
     whole = torch.maximum(*(place_all(p, parameter.view(-1), cuts) for p in (gate, up)))
     assert torch.equal(whole[5:10], parameter[:5]) and torch.equal(whole[20:25], parameter[5:])
     assert (whole >= 0).sum() == 20
+
+
+def test_gated_experts_of_transformer_engine_lie_where_those_of_torch_native_do() -> None:
+    """One matrix for gate and up projection, split over two tensor-parallel ranks as Megatron-Core
+    says where it is."""
+    experts, width, hidden = 3, 4, 5
+    whole = torch.full((experts, 2, width, hidden), -1.0)
+    weights = torch.arange(float(whole.numel())).view(experts, 2, width, hidden)
+    key = "decoder.layers.0.mlp.experts.experts.linear_fc1.weight"
+    for expert in range(experts):
+        for rank in range(2):
+            rows = slice(rank * width // 2, (rank + 1) * width // 2)
+            parameter = weights[expert, :, rows].reshape(width, hidden).contiguous()
+            stacked = (0, expert, experts)
+            shard = ShardedTensor.from_rank_offsets(
+                key, parameter, stacked, (1, rank, 2), prepend_axis_num=1
+            )
+            for half in apply_swiglu_sharded_factory(shard, (stacked,)).build():
+                piece = _piece(half, parameter, 45)
+                assert piece.key == "decoder.layers.0.mlp.experts.weight1"
+                whole = torch.maximum(
+                    whole, place_all(piece, parameter.view(-1), [0, 7, width * hidden])
+                )
+    assert torch.equal(whole, weights)
+
+
+def test_names_of_transformer_engine_are_those_of_torch_native() -> None:
+    norm = torch.zeros(5)
+    for key, native in (
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        ("input_layernorm.weight", "input_layernorm.weight"),
+    ):
+        shard = ShardedTensor.from_rank_offsets(f"decoder.layers.3.{key}", norm)
+        assert _piece(shard, norm, 45).key == f"decoder.layers.3.{native}"
 
 
 def test_vocabulary_ends_where_the_tokenizer_does() -> None:
