@@ -34,7 +34,8 @@ class ModelSection(Section):
     )
     backend: Literal["auto", "torch_native", "transformer_engine"] = Field(
         "auto",
-        description="layer implementation; auto takes Transformer Engine on a GPU that has it",
+        description="layer implementation; auto takes Transformer Engine on a GPU that has it, in "
+        "bf16 and FP8",
     )
     vocab_size: Positive | None = Field(
         None, description="null: the preset's, else the tokenizer's size"

@@ -58,7 +58,7 @@ def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) ->
     to what TP needs, and the padding never takes part in a softmax.
 
     Raises UserError where the layers or the device cannot do what is configured."""
-    backend = choose_backend(config.model.backend)
+    backend = choose_backend(config.model.backend, config.training.precision)
     refuse_impossible(config.training.precision, backend)
     megatron = transformer_config(config, parallel)
     shape = config.resolved_model()

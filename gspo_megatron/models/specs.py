@@ -59,19 +59,21 @@ class TorchSpecProvider(LocalSpecProvider):
         return (GroupedExperts, None) if wants_pair else GroupedExperts
 
 
-def choose_backend(wanted: str) -> str:
-    """`auto` is Transformer Engine where it is installed and there is a GPU for it."""
+def choose_backend(wanted: str, precision: str) -> str:
+    """`auto` is Transformer Engine where it is installed and there is a GPU for it; not in fp32 and
+    fp64, for which it has few kernels or none."""
     import torch
 
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and torch.cuda.is_available()
     if wanted == "transformer_engine" and not usable:
-        missing = "a CUDA device" if installed else "the package transformer-engine"
+        missing = "the package transformer-engine" if torch.cuda.is_available() else "a CUDA device"
         raise UserError(
             f"model.backend = transformer_engine: {missing} is missing; use torch_native or auto"
         )
     if wanted == "auto":
-        return "transformer_engine" if usable else "torch_native"
+        fits = usable and precision not in ("fp32", "fp64")
+        return "transformer_engine" if fits else "torch_native"
     return wanted
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -78,10 +79,22 @@ def install() -> None:
     _redirect_tensor_methods()
     _still_cuda_runtime()
     _redirect_random_state()
+    _hide_gpu_packages()
     with _without_torch_compile():
         import megatron.core  # its import decorates functions with torch.compile
         import megatron.core.transformer.moe.moe_layer  # noqa: F401
     _adapt_megatron()
+
+
+# What Megatron-Core takes kernels from wherever it can be imported.
+GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
+
+
+def _hide_gpu_packages() -> None:
+    """Their kernels cannot compute here: where they are installed and no GPU is there, or one is
+    hidden as for a dry run, this process is not to find them."""
+    for name in GPU_PACKAGES:
+        sys.modules[name] = None  # type: ignore[assignment]  # an import raises ImportError
 
 
 def _is_cuda(device: Any) -> bool:
@@ -168,10 +181,6 @@ def _adapt_megatron() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     tracker._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
-    if not hasattr(moe_utils, "te_general_gemm"):
-        # 0.16 reads the name when moe_router_dtype is set; None means 'no Transformer Engine'.
-        moe_utils.te_general_gemm = None
-
     native_move = moe_utils.maybe_move_tensor_to_cpu
 
     def move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

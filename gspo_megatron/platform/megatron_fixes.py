@@ -20,6 +20,8 @@ def install() -> None:
     _carry_context_into_recompute()
     _latent_attention_without_transformer_engine()
     _count_real_tokens_of_experts()
+    _route_without_transformer_engine()
+    _split_empty_extra_state()
 
 
 def _count_no_tokens_as_one() -> None:
@@ -118,6 +120,35 @@ def _count_real_tokens_of_experts() -> None:
         native(self, routing_map, padding_mask=padding_mask)
 
     TopKRouter._apply_expert_bias = counted
+
+
+def _route_without_transformer_engine() -> None:
+    """0.16 reads the name where moe_router_dtype is set, and binds it only where Transformer Engine
+    is installed; None says that it is not."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _split_empty_extra_state() -> None:
+    """Recipes that keep nothing (blockwise, MXFP8) have an empty extra state since Transformer
+    Engine 2.16; 0.16 looks for the parts of each expert in it, whenever a checkpoint asks where
+    the weights lie."""
+    from megatron.core.extensions import transformer_engine
+
+    grouped = getattr(transformer_engine, "TEGroupedLinear", None)
+    if not hasattr(grouped, "_split_extra_state"):
+        return
+    native = grouped._split_extra_state
+
+    @functools.wraps(native)
+    def split(self: Any, state: torch.Tensor | None) -> list[torch.Tensor | None]:
+        if state is None or not state.numel():
+            return [state] * self.num_gemms
+        return native(self, state)
+
+    grouped._split_extra_state = split
 
 
 def in_present_context(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -142,17 +142,22 @@ def test_train_and_eval_reach_every_chunk(policy: Policy) -> None:
 
 def test_a_missing_backend_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     find = "gspo_megatron.models.specs.importlib.util.find_spec"
-    monkeypatch.setattr(find, lambda _: None)
-    assert choose_backend("auto") == choose_backend("torch_native") == "torch_native"
-    with pytest.raises(ValueError, match="the package transformer-engine is missing"):
-        choose_backend("transformer_engine")
+    for is_there, installed, missing in (
+        (False, False, "a CUDA device"),
+        (False, True, "a CUDA device"),
+        (True, False, "the package transformer-engine"),
+    ):
+        monkeypatch.setattr(find, lambda _, it=installed: SimpleNamespace() if it else None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda it=is_there: it)
+        assert choose_backend("auto", "bf16") == "torch_native"
+        assert choose_backend("torch_native", "bf16") == "torch_native"
+        with pytest.raises(ValueError, match=f"{missing} is missing"):
+            choose_backend("transformer_engine", "bf16")
     monkeypatch.setattr(find, lambda _: SimpleNamespace())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_backend("auto") == "torch_native"
-    with pytest.raises(ValueError, match="a CUDA device is missing"):
-        choose_backend("transformer_engine")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_backend("auto") == "transformer_engine"
+    for precision in ("bf16", "fp8-blockwise"):
+        assert choose_backend("auto", precision) == "transformer_engine"
+    for precision in ("fp32", "fp64"):  # which it has not, or not everywhere
+        assert choose_backend("auto", precision) == "torch_native"
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import ast
 import functools
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -221,28 +221,28 @@ def test_torch_compile_is_itself_again_after_the_import() -> None:
     assert "passthrough" not in torch.compile.__qualname__
 
 
-def names_bound_at_import(path: Path) -> Iterator[str]:
-    """Names that a module without Transformer Engine binds for sure: not those of a `try`."""
-    for node in tree(path).body:
-        names = [node, *(node.orelse if isinstance(node, ast.If) else [])]
-        for part in names:
-            if isinstance(part, ast.Assign):
-                for target in part.targets:
-                    yield from (n.id for n in ast.walk(target) if isinstance(n, ast.Name))
-            if isinstance(part, ast.Try):
-                for handler in part.handlers:
-                    for assignment in ast.walk(handler):
-                        if isinstance(assignment, ast.Name):
-                            yield assignment.id
+_BROKEN_ENGINE = """
+raise SystemExit("a package for GPUs was imported")
+"""
 
 
-def test_the_routers_matmul_reads_a_name_of_transformer_engine() -> None:
-    path = CORE / "transformer/moe/moe_utils.py"
-    assert "te_general_gemm" in path.read_text(encoding="utf-8")
-    if "te_general_gemm" in set(names_bound_at_import(path)):
-        version = importlib.import_module("megatron.core").__version__
-        assert not version.startswith("0.16"), "0.16 binds the name now: the substitution can go"
-        pytest.skip(f"Megatron-Core {version} binds the name itself; 0.16 does not")
+def test_packages_for_gpus_are_not_found_where_there_is_none(tmp_path: Path) -> None:
+    """Where they are installed and the GPU is missing or hidden: Megatron-Core would compute with
+    their kernels."""
+    for name in megatron_cpu.GPU_PACKAGES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(_BROKEN_ENGINE)
+    script = (
+        "import gspo_megatron.platform, importlib.util\n"
+        "import megatron.core.optimizer, megatron.core.extensions.transformer_engine\n"
+        "from gspo_megatron.platform.megatron_cpu import GPU_PACKAGES\n"
+        "assert [importlib.util.find_spec(name) for name in GPU_PACKAGES] == [None] * 3\n"
+    )
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_dispatcher_leaves_split_sizes_of_cpu_tensors_as_tensors() -> None:
