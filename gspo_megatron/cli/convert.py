@@ -47,7 +47,9 @@ def add_parser(commands: Commands) -> None:
         "source",
         metavar="SRC",
         type=Path,
-        help="a checkpoint; of a run or of its checkpoints folder, the newest whole one",
+        help="a checkpoint; of a run or of its checkpoints folder, the newest of which no file is "
+        "missing or cut short. Contents are verified while they are read: where they are altered, "
+        "the command ends and names the checkpoint; give an older one by its path then",
     )
     to_hf.add_argument(
         "--layout",
@@ -74,7 +76,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         dtype=_dtype(arguments),
         ignore_custom_code=arguments.ignore_custom_code,
     )
-    _tell(arguments)
+    _tell(arguments, arguments.source)
     return 0
 
 
@@ -84,9 +86,15 @@ def run_export(arguments: argparse.Namespace) -> int:
 
     ranks.adopt_slurm_task(os.environ)
     rank_of = ranks.world_size_of_rank(os.environ)
-    if rank_of is not None:
-        return _export_as_rank(arguments)
     processes = 1 if arguments.layout is None else Layout.parse(arguments.layout).world_size
+    if rank_of is not None:
+        if arguments.layout is not None and processes != rank_of:
+            raise UserError(
+                f"--layout {arguments.layout}: takes {processes} processes, and this one is "
+                f"already one of {rank_of} (WORLD_SIZE in the environment); leave --layout out "
+                "under torchrun and srun"
+            )
+        return _export_as_rank(arguments)
     if processes > _MOST_PROCESSES:
         raise UserError(
             f"--layout {arguments.layout}: takes {processes} processes; legal: {_MOST_PROCESSES} "
@@ -101,8 +109,8 @@ def run_export(arguments: argparse.Namespace) -> int:
         return launch(command, processes)
     from gspo_megatron.checkpoint.hf.offline import megatron_to_hf
 
-    notes = megatron_to_hf(arguments.source, arguments.destination, dtype=_dtype(arguments))
-    _tell(arguments, notes)
+    taken, notes = megatron_to_hf(arguments.source, arguments.destination, dtype=_dtype(arguments))
+    _tell(arguments, taken, notes)
     return 0
 
 
@@ -111,11 +119,11 @@ def _export_as_rank(arguments: argparse.Namespace) -> int:
     from gspo_megatron.checkpoint.hf.offline_share import shared_by_ranks
 
     with shared_by_ranks() as share:
-        notes = megatron_to_hf(
+        taken, notes = megatron_to_hf(
             arguments.source, arguments.destination, dtype=_dtype(arguments), share=share
         )
     if share.is_main:
-        _tell(arguments, notes)
+        _tell(arguments, taken, notes)
     return 0
 
 
@@ -123,7 +131,7 @@ def _dtype(arguments: argparse.Namespace) -> str | None:
     return _DTYPES[arguments.dtype] if arguments.dtype else None
 
 
-def _tell(arguments: argparse.Namespace, notes: Sequence[str] = ()) -> None:
+def _tell(arguments: argparse.Namespace, source: Path, notes: Sequence[str] = ()) -> None:
     for note in notes:
         print(note, file=sys.stderr)
-    print(f"{arguments.destination}: written, and every tensor compared with {arguments.source}")
+    print(f"{arguments.destination}: written, and every tensor compared with {source}")

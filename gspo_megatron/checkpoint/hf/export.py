@@ -51,9 +51,7 @@ def export_hf(
         for name, tensor in stream_hf(policy, family=family, dtype=dtype):
             writer.write(name, tensor)
         files = side_files(tokenizer)
-        # a folder that was imported says it itself, in one of its two files
-        made = generation_files(files) if hf_config is None else {}
-        writer.publish({"config.json": config, **made}, files)
+        writer.publish({"config.json": config, **generation_files(files)}, files)
 
 
 def side_files(tokenizer: str | Path | None) -> list[Path]:

@@ -13,8 +13,9 @@ FILE = "generation_config.json"
 
 
 def generation_files(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """The file by name, for a model made here that travels with these `files` of its tokenizer:
-    without it transformers would not know which token ends an answer.
+    """The file by name, for a model trained here that travels with these `files` of its tokenizer:
+    without it transformers would not know which token ends an answer, or take the one that ended
+    them before, where the training began with somebody else's model.
 
     Nothing where it is among them, or they name no such token. Raises DataError where one cannot be
     read. Imports neither torch nor transformers.

@@ -36,7 +36,7 @@ from gspo_megatron.checkpoint.hf.offline_blocks import (
 )
 from gspo_megatron.checkpoint.hf.offline_reader import TorchDistReader
 from gspo_megatron.checkpoint.hf.offline_share import ALONE, Share, in_threads, thread_count
-from gspo_megatron.checkpoint.hf.offline_source import open_checkpoint, raise_for
+from gspo_megatron.checkpoint.hf.offline_source import open_checkpoint
 from gspo_megatron.checkpoint.hf.offline_tokenizer import check_tokenizer, tokenizer_files
 from gspo_megatron.checkpoint.hf.offline_writer import TorchDistWriter
 from gspo_megatron.checkpoint.hf.pieces import Recipe, Slices
@@ -157,12 +157,12 @@ def megatron_to_hf(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     share: Share = ALONE,
-) -> list[str]:
+) -> tuple[Path, list[str]]:
     """Convert a checkpoint of ours, of any layout, to a new Hugging Face folder.
 
-    source: a checkpoint folder, or a run's, then its newest whole checkpoint; dtype: of all tensors
-    but routers' biases, as safetensors files call it (default: each keeps its own). Every process
-    of `share` calls it and converts files of its own. Returns notes for the user.
+    source: a checkpoint folder, or a run's (see `open_checkpoint`); dtype: of all tensors but
+    routers' biases, as safetensors files call it (default: each keeps its own). Every process of
+    `share` calls it and converts files of its own. Returns the checkpoint, and notes for the user.
 
     Raises DataError with all that is wrong with the source, before anything is written but for
     altered tensors, of which nothing is left either; ConfigError for a model that no family has,
@@ -213,15 +213,16 @@ def megatron_to_hf(
 
                 in_threads(convert, pieces)
                 with checkpoint.damage_told():
-                    raise_for(checkpoint.folder, reader.damage(checkpoint.unchecked))
+                    checkpoint.choice.raise_for(reader.damage(checkpoint.unchecked))
             with _meter("verify, MB", _bytes(specs, mine), share) as done:
                 writer.seal(mine, done)
         share.barrier()
         if share.is_main:
-            made = generation_files(copies) if original is None else {}
+            # a folder that was imported says where an answer ends, in one of its two files
+            made = generation_files(copies) if checkpoint.imported is None else {}
             writer.publish({"config.json": config, **made}, copies)
         share.barrier()
-    return notes
+    return checkpoint.folder, [*checkpoint.choice.notes, *notes]
 
 
 def _open_hf(source: Path, ignore_custom_code: bool) -> tuple[HfFolder, WeightMap, ModelShape, int]:

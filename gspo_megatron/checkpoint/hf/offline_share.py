@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from gspo_megatron.errors import DataError
+
 _MOST_THREADS = 4  # each has a few buffers, and a disk serves no more of them well
 
 Item = TypeVar("Item")
@@ -18,15 +20,36 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Share:
-    """One of several processes that convert together; `barrier` returns when all have called it."""
+    """One of several processes that convert together; `barrier` returns when all have called it,
+    and `broadcast` then, with what the main process passed."""
 
     rank: int = 0
     world_size: int = 1
     barrier: Callable[[], object] = lambda: None
+    broadcast: Callable[[Any], Any] = lambda value: value
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def of_main(self, choose: Callable[[], Result]) -> Result:
+        """What `choose` returns in the main process, in all. They raise DataError together, where
+        it raises that or an OSError: the others wait here, and would never hear of another."""
+        if self.world_size == 1:
+            return choose()
+        chosen: Any = None
+        problem: Exception | None = None
+        if self.is_main:
+            try:
+                chosen = choose()
+            except (DataError, OSError) as error:
+                problem = error
+        chosen, told = self.broadcast((chosen, None if problem is None else str(problem)))
+        if problem is not None:
+            raise problem
+        if told is not None:
+            raise DataError(told)
+        return chosen
 
 
 ALONE = Share()
@@ -41,9 +64,15 @@ def shared_by_ranks() -> Iterator[Share]:
     if int(os.environ["WORLD_SIZE"]) == 1:
         yield ALONE
         return
+
+    def broadcast(value: Any) -> Any:
+        told = [value]
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
+
     dist.init_process_group("gloo")
     try:
-        yield Share(dist.get_rank(), dist.get_world_size(), dist.barrier)
+        yield Share(dist.get_rank(), dist.get_world_size(), dist.barrier, broadcast)
     finally:
         dist.destroy_process_group()
 

@@ -12,23 +12,54 @@ from typing import Any
 from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
 from gspo_megatron.checkpoint.hf.offline_share import ALONE, Share, in_threads, thread_count
 from gspo_megatron.checkpoint.manifest import MANIFEST, Files, find_damage, read_manifest
-from gspo_megatron.checkpoint.run_state import MODEL_FILE, read_model
+from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
 from gspo_megatron.config.shape import ModelShape
 from gspo_megatron.errors import DataError
+
+_LINES_SHOWN = 8  # of one checkpoint's damage
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint that a path means; `notes` tell of damaged newer ones, `advice` what to do
+    where this one turns out to be damaged too."""
+
+    folder: Path
+    notes: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+
+    def raise_for(self, damage: Sequence[str]) -> None:
+        """Raise DataError where there is damage, a line for each."""
+        if damage:
+            lines = [f"{self.folder}: {line}" for line in damage]
+            raise DataError("\n".join([*self.notes, *lines, *self.advice]))
 
 
 @dataclass(frozen=True)
 class Source:
     """A whole checkpoint. `hf_config` is the config.json that its weights were imported with;
-    `tokenizer` the path that the run's configuration named; `unchecked` are the files of blocks in
-    model/ whose size alone was looked at."""
+    `tokenizer` the path that the run's configuration named, and `fingerprint` that of its contents
+    then, where it is known; `unchecked` are the files of blocks in model/ whose size alone was
+    looked at."""
 
-    folder: Path
+    choice: Choice
     shape: ModelShape
     vocab_size: int
     tokenizer: str | None
+    fingerprint: str | None
     hf_config: Mapping[str, Any] | None
     unchecked: Files
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's."""
+        return self.choice.folder
+
+    @property
+    def imported(self) -> Path | None:
+        """Settings and tokenizer of the folder that it was converted from; None for a run's."""
+        folder = self.folder / "hf"
+        return folder if folder.is_dir() else None
 
     @contextmanager
     def damage_told(self) -> Iterator[None]:
@@ -36,37 +67,34 @@ class Source:
         try:
             yield
         except (DataError, OSError):
-            raise_for(self.folder, find_damage(self.folder, only=self.unchecked.__contains__))
+            damage = find_damage(self.folder, only=self.unchecked.__contains__)
+            self.choice.raise_for(damage)
             raise
 
 
 def open_checkpoint(path: Path, share: Share = ALONE) -> Source:
-    """`path` is a checkpoint, or a folder of them, or a run: the newest whole one then.
+    """`path` is a checkpoint, or a folder of them, or a run: then the newest one whose files all
+    have their sizes.
 
-    The processes of `share` look at its files together. One alone leaves the blocks of tensors to
-    be checked by `TorchDistReader.damage`, when it has read them anyway. Raises DataError with all
-    that is wrong.
+    The main process of `share` chooses, because a run may publish another one at any time; all look
+    at its files together. One alone leaves the blocks of tensors to be checked by
+    `TorchDistReader.damage`, when it has read them anyway. Raises DataError with all that is wrong.
     """
-    folder = _find(path)
-    raise_for(folder, find_damage(folder, contents=False, only=_matters))
+    choice = share.of_main(lambda: _find(path))
+    folder = choice.folder
+    choice.raise_for(find_damage(folder, contents=False, only=_matters))
     if share.world_size == 1:
-        raise_for(folder, find_damage(folder, only=lambda n: _matters(n) and not _has_blocks(n)))
+        choice.raise_for(find_damage(folder, only=lambda n: _matters(n) and not _has_blocks(n)))
         files = read_manifest(folder)
-        return _read(folder, {n: files[n] for n in files if _matters(n) and _has_blocks(n)})
+        return _read(choice, {n: files[n] for n in files if _matters(n) and _has_blocks(n)})
     threads = thread_count()
     first, count = share.rank * threads, share.world_size * threads
     found = in_threads(
         lambda number: find_damage(folder, share=(number, count), only=_matters),
         range(first, first + threads),
     )
-    raise_for(folder, [line for lines in found for line in lines])
-    return _read(folder, {})
-
-
-def raise_for(folder: Path, damage: Sequence[str]) -> None:
-    """Raise DataError where there is damage to a checkpoint, a line for each."""
-    if damage:
-        raise DataError("\n".join(f"{folder}: {line}" for line in damage))
+    choice.raise_for([line for lines in found for line in lines])
+    return _read(choice, {})
 
 
 def _has_blocks(name: str) -> bool:
@@ -78,36 +106,56 @@ def _matters(name: str) -> bool:
     return name.startswith(("model/", "hf/")) or name == MODEL_FILE
 
 
-def _find(path: Path) -> Path:
+def _find(path: Path) -> Choice:
     if (path / MANIFEST).exists():
-        return path
+        return Choice(path)
     if not path.is_dir():
         raise DataError(f"{path}: no such folder")
     checkpoints = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    problems = []
+    problems, notes = [], []
     for position in positions(checkpoints):
         folder = checkpoints / position.name
         damage = find_damage(folder, contents=False, only=_matters)
         if not damage:
-            return folder
+            advice = f"{path}: to convert another checkpoint of it, give that one's path"
+            return Choice(folder, tuple(notes), (advice,))
+        notes += _told(position.name, damage)
         problems += [f"{folder}: {line}" for line in damage]
     raise DataError(
         "\n".join([*problems, f"{path}: not a checkpoint of ours, and there is no whole one in it"])
     )
 
 
-def _read(folder: Path, unchecked: Files) -> Source:
+def _told(name: str, damage: Sequence[str]) -> list[str]:
+    shown = [f"checkpoint {name} is damaged and not used: {line}" for line in damage[:_LINES_SHOWN]]
+    if len(damage) > _LINES_SHOWN:
+        shown.append(f"checkpoint {name}: {len(damage) - _LINES_SHOWN} more files are damaged")
+    return shown
+
+
+def _read(choice: Choice, unchecked: Files) -> Source:
+    folder = choice.folder
     document = read_model(folder)
     try:
         known = {field.name for field in dataclasses.fields(ModelShape)}
         sizes = {name: value for name, value in document["shape"].items() if name in known}
         return Source(
-            folder,
+            choice,
             ModelShape(**sizes),
             int(document["vocab_size"]),
             document.get("tokenizer"),
+            _fingerprint(folder),
             document.get("hf"),
             unchecked,
         )
     except (AttributeError, TypeError, ValueError) as error:
         raise DataError(f"{folder / MODEL_FILE}: does not describe a model: {error}") from error
+
+
+def _fingerprint(folder: Path) -> str | None:
+    """Of the run's tokenizer. Unknown where no run wrote the checkpoint, or its run.json cannot be
+    read: the weights do not need it."""
+    try:
+        return RunState.read(folder).fingerprints.get(TOKENIZER)
+    except DataError:
+        return None

@@ -8,21 +8,25 @@ from pathlib import Path
 
 from gspo_megatron.checkpoint.hf.files import SIDE_FILES
 from gspo_megatron.checkpoint.hf.offline_source import Source
+from gspo_megatron.data.fingerprints import fingerprint
 from gspo_megatron.errors import DataError
 
 
 def tokenizer_files(checkpoint: Source) -> tuple[list[Path], list[str]]:
     """What goes beside the weights, and notes for the user: what the checkpoint has of the folder
     that it was imported from, else the tokenizer that the run named; config.json is made anew."""
-    folder = checkpoint.folder / "hf"
-    if not folder.is_dir():
+    folder = checkpoint.imported
+    if folder is None:
         if checkpoint.tokenizer is None:
             return [], []
         folder = Path(checkpoint.tokenizer)
+        if not folder.exists():
+            return [], [f"{folder}: the run's tokenizer is not there (any more), and is left out"]
+        if checkpoint.fingerprint not in (None, fingerprint(folder)):
+            lacks = "no longer has the contents that the run's tokenizer had, and is left out"
+            return [], [f"{folder}: {lacks}"]
         if folder.is_file():
             return [folder], []
-        if not folder.is_dir():
-            return [], [f"{folder}: the run's tokenizer is not there (any more), and is left out"]
     files = [file for name in SIDE_FILES if (file := folder / name).is_file()]
     return [file for file in files if file.name != "config.json"], []
 

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron.checkpoint.hf.export import export_hf
 from gspo_megatron.checkpoint.hf.generation import generation_files
 from gspo_megatron.data.tokenizer_training import Recipe, train_tokenizer
 from gspo_megatron.errors import DataError
+from tests.unit.checkpoint.hf.policies import config_of, policy_of
+from tests.unit.checkpoint.hf.published import write_model
 
 NAME = "generation_config.json"
 
@@ -56,3 +59,13 @@ def test_a_damaged_tokenizer_is_named(tokenizer: Path, tmp_path: Path, name: str
         files.append(tokenizer / "tokenizer_config.json")
     with pytest.raises(DataError, match=f"{tmp_path}: no tokenizer that can be read"):
         generation_files(files)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_running_model_that_began_as_somebody_else_s(tokenizer: Path, tmp_path: Path) -> None:
+    source = write_model(tmp_path / "hf", "qwen3", seed=18)
+    original = json.loads((source / "config.json").read_text())
+    policy = policy_of(config_of(source))
+    export_hf(policy, tmp_path / "out", hf_config=original, tokenizer=tokenizer)
+    made = json.loads((tmp_path / "out" / NAME).read_text())
+    assert made == {"eos_token_id": 2, "pad_token_id": 1}

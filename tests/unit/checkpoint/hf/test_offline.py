@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.checkpoint.folder import Publication
-from gspo_megatron.checkpoint.hf import offline_blocks
+from gspo_megatron.checkpoint.folder import Position, Publication
+from gspo_megatron.checkpoint.hf import offline_blocks, offline_source
 from gspo_megatron.checkpoint.hf.files_header import tensor_bytes
 from gspo_megatron.checkpoint.hf.offline import hf_to_megatron, megatron_to_hf
 from gspo_megatron.checkpoint.hf.offline_reader import TorchDistReader
@@ -20,6 +22,7 @@ from gspo_megatron.checkpoint.hf.offline_share import Share
 from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
 from gspo_megatron.checkpoint.restricted import read_index
 from gspo_megatron.checkpoint.tensors import load_model, save_tensors
+from gspo_megatron.errors import DataError
 from tests.unit.checkpoint.hf.policies import config_of, policy_of
 from tests.unit.checkpoint.hf.published import (
     CONFIGS,
@@ -228,28 +231,74 @@ def test_parts_of_tensors_of_any_archive(tmp_path: Path) -> None:
     assert out.item() == 3.5
 
 
-def test_several_processes_write_one_folder(tmp_path: Path) -> None:
-    """Two of them in turn, each its own files, by threads that wait for each other."""
-    import threading
-
-    source = write_model(tmp_path / "hf", "qwen3_moe", seed=10)
-    hf_to_megatron(source, tmp_path / "ours")
-    barrier = threading.Barrier(3, timeout=60)
+def in_processes(count: int, work: Callable[[Share], object]) -> list[BaseException]:
+    """Do `work` as so many processes that convert together, in threads; returns their errors."""
+    barrier = threading.Barrier(count, timeout=60)
+    told: list[Any] = [None]
     failures: list[BaseException] = []
 
     def be(rank: int) -> None:
+        def broadcast(value: Any) -> Any:
+            if rank == 0:
+                told[0] = value
+            barrier.wait()
+            heard = told[0]
+            barrier.wait()
+            return heard
+
         try:
-            share = Share(rank, 3, barrier.wait)
-            megatron_to_hf(tmp_path / "ours", tmp_path / "back", share=share)
-        except BaseException as error:  # noqa: BLE001 (shown below, in the main thread)
+            work(Share(rank, count, barrier.wait, broadcast))
+        except DataError as error:  # all of them raise it
+            failures.append(error)
+        except BaseException as error:  # noqa: BLE001 (for the main thread to show)
             failures.append(error)
             barrier.abort()
 
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(3)]
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failures
-    assert len(list((tmp_path / "back").glob("*.safetensors"))) >= 3
-    assert_same_bits(read_folder(tmp_path / "back"), read_folder(source))
+    return failures
+
+
+def test_several_processes_write_one_folder(tmp_path: Path) -> None:
+    """Each its own files, by threads that wait for each other."""
+    source = write_model(tmp_path / "hf", "qwen3_moe", seed=10)
+    hf_to_megatron(source, tmp_path / "ours")
+    back = tmp_path / "back"
+    assert not in_processes(3, lambda share: megatron_to_hf(tmp_path / "ours", back, share=share))
+    assert len(list(back.glob("*.safetensors"))) >= 3
+    assert_same_bits(read_folder(back), read_folder(source))
+
+
+def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run publishes another one when the first process has just looked."""
+    sources = [write_model(tmp_path / f"hf{seed}", "qwen3", seed=seed) for seed in (11, 12)]
+    checkpoints, lock = tmp_path / "run/checkpoints", threading.Lock()
+    names = ["rl_00000001", "rl_00000002"]
+    checkpoints.mkdir(parents=True)
+    hf_to_megatron(sources[0], checkpoints / names[0])
+    hf_to_megatron(sources[1], tmp_path / "next")
+    look = offline_source.positions
+
+    def look_and_publish(folder: Path) -> list[Position]:
+        with lock:
+            found = look(folder)
+            if (tmp_path / "next").exists():
+                (tmp_path / "next").rename(checkpoints / names[1])
+            return found
+
+    monkeypatch.setattr(offline_source, "positions", look_and_publish)
+    back = tmp_path / "back"
+    assert not in_processes(2, lambda share: megatron_to_hf(tmp_path / "run", back, share=share))
+    assert [p.name for p in look(checkpoints)] == names[::-1]
+    assert_same_bits(read_folder(back), read_folder(sources[0]))
+
+
+def test_all_processes_hear_that_there_is_no_checkpoint(tmp_path: Path) -> None:
+    failures = in_processes(3, lambda share: megatron_to_hf(tmp_path, tmp_path / "x", share=share))
+    assert [type(error) for error in failures] == [DataError] * 3
+    assert len({str(error) for error in failures}) == 1

@@ -19,6 +19,14 @@ from gspo_megatron.checkpoint.hf.offline import hf_to_megatron, megatron_to_hf
 from gspo_megatron.checkpoint.hf.offline_reader import TorchDistReader
 from gspo_megatron.checkpoint.hf.offline_source import open_checkpoint
 from gspo_megatron.checkpoint.manifest import dump_manifest, files_below, record_of
+from gspo_megatron.checkpoint.run_state import (
+    STATE_FILE,
+    TOKENIZER,
+    RunState,
+    describe_model,
+)
+from gspo_megatron.config import parse_config
+from gspo_megatron.data.fingerprints import fingerprint
 from gspo_megatron.errors import ConfigError, DataError
 from tests.unit.checkpoint.hf.published import (
     assert_same_bits,
@@ -112,17 +120,75 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
 
 
 def test_a_run_s_tokenizer_comes_along_or_is_missed(converted: Path, tmp_path: Path) -> None:
-    ours = copied(converted, tmp_path / "ours")
-    shutil.rmtree(ours / "hf")
     (tmp_path / "tokenizer").mkdir()
     write_tokenizer(tmp_path / "tokenizer", 37)
     for place, notes in ((tmp_path / "tokenizer", 0), (tmp_path / "gone", 1)):
-        document = json.loads((ours / "model.json").read_text()) | {"tokenizer": str(place)}
-        (ours / "model.json").write_text(json.dumps(document))
-        sign(ours)
-        said = megatron_to_hf(ours, tmp_path / f"back{notes}")
+        ours = trained_on(converted, tmp_path / f"ours{notes}", place)
+        taken, said = megatron_to_hf(ours, tmp_path / f"back{notes}")
+        assert taken == ours
         assert [str(tmp_path / "gone") in note for note in said] == [True] * notes
         assert (tmp_path / f"back{notes}/tokenizer.json").exists() == (notes == 0)
+
+
+def trained_on(converted: Path, place: Path, tokenizer: Path) -> Path:
+    """The checkpoint of a run that began with somebody else's model and had this tokenizer."""
+    ours = copied(converted, place)
+    shutil.rmtree(ours / "hf")
+    document = json.loads((ours / "model.json").read_text()) | {"tokenizer": str(tokenizer)}
+    (ours / "model.json").write_text(json.dumps(document))
+    sign(ours)
+    return ours
+
+
+def test_the_export_of_a_run_says_where_its_answers_end(converted: Path, tmp_path: Path) -> None:
+    """By its tokenizer, wherever the training began; a folder that came as it is goes as it is."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    write_tokenizer(tokenizer, 37)
+    (tokenizer / "tokenizer_config.json").write_text('{"eos_token": "t5"}')
+    ours = trained_on(converted, tmp_path / "ours", tokenizer)
+    megatron_to_hf(ours, tmp_path / "back")
+    file = tmp_path / "back/generation_config.json"
+    assert json.loads(file.read_text()) == {"eos_token_id": 5}
+    (tokenizer / file.name).write_text('{"eos_token_id": [5, 7], "top_k": 3}')
+    megatron_to_hf(ours, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / file.name).read_text())["top_k"] == 3
+    (tokenizer / file.name).unlink()
+    as_it_is = copied(converted, tmp_path / "as_it_is")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, as_it_is / "hf")
+    sign(as_it_is)
+    megatron_to_hf(as_it_is, tmp_path / "same")
+    assert (tmp_path / "same/tokenizer_config.json").exists()
+    assert not (tmp_path / "same" / file.name).exists()
+
+
+def test_a_tokenizer_is_found_from_another_folder_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse_config({"data": {"tokenizer": "made/t.model", "prompts": "p.jsonl"}}, [])
+    assert describe_model(config, 37)["tokenizer"] == str(tmp_path / "made/t.model")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_tokenizer_with_other_contents_is_not_the_run_s(
+    converted: Path, tmp_path: Path, kind: str
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    write_tokenizer(tokenizer, 37)
+    named = tokenizer if kind == "folder" else tokenizer / "tokenizer.json"
+    ours = trained_on(converted, tmp_path / "ours", named)
+    state = RunState("rl", 3, True, {}, {}, {TOKENIZER: fingerprint(named)}, "", 1, {})
+    (ours / STATE_FILE).write_bytes(state.dump())
+    sign(ours)
+    assert megatron_to_hf(ours, tmp_path / "back") == (ours, [])
+    assert (tmp_path / "back/tokenizer.json").exists()
+    write_tokenizer(tokenizer, 36)
+    _, (note,) = megatron_to_hf(ours, tmp_path / "other")
+    assert note.startswith(f"{named}: no longer has the contents that the run's tokenizer had")
+    assert not (tmp_path / "other/tokenizer.json").exists()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,116 @@
+"""What the convert command takes, and what it says of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.checkpoint.hf.offline import hf_to_megatron
+from gspo_megatron.cli.main import main
+from tests.unit.checkpoint.hf.published import write_model
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    source = write_model(folder / "hf", "qwen3", seed=1, num_hidden_layers=1)
+    first = folder / "run/checkpoints/rl_00000001"
+    first.parent.mkdir(parents=True)
+    hf_to_megatron(source, first)
+    for step in (2, 3):
+        shutil.copytree(first, first.with_name(f"rl_0000000{step}"))
+    return folder / "run"
+
+
+@pytest.fixture
+def run(whole_run: Path, tmp_path: Path) -> Path:
+    """With three checkpoints; whatever harms them harms these alone."""
+    return Path(shutil.copytree(whole_run, tmp_path / "run"))
+
+
+def export(run: Path, out: Path, *words: str) -> int:
+    return main(["convert", "megatron-to-hf", str(run), str(out), *words])
+
+
+def weights(run: Path, step: int) -> Path:
+    return run / f"checkpoints/rl_0000000{step}/model/__0_0.distcp"
+
+
+def alter(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_damaged_newer_checkpoints_and_the_one_taken_are_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(weights(run, 3), 9)
+    (run / "checkpoints/rl_00000002/manifest.json").unlink()
+    assert export(run, tmp_path / "out") == 0
+    told = capsys.readouterr()
+    notes = [line for line in told.err.splitlines() if line.startswith("checkpoint ")]
+    assert notes[0].startswith(
+        "checkpoint rl_00000003 is damaged and not used: model/__0_0.distcp: cut short, it has 9 of"
+    )
+    assert notes[1:] == ["checkpoint rl_00000002 is damaged and not used: manifest.json: missing"]
+    taken = run / "checkpoints/rl_00000001"
+    line = f"{tmp_path / 'out'}: written, and every tensor compared with {taken}"
+    assert told.out.splitlines()[-1] == line
+    os.truncate(weights(run, 1), 9)
+    assert export(run, tmp_path / "none") == 2
+    assert "there is no whole one in it" in capsys.readouterr().err
+
+
+def test_many_damaged_files_do_not_fill_the_screen(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(50):
+        (weights(run, 3).parent / f"foreign{number:02d}").touch()
+    assert export(run, tmp_path / "out") == 0
+    told = capsys.readouterr().err
+    notes = [line for line in told.splitlines() if line.startswith("checkpoint ")]
+    assert len(notes) == 9
+    assert notes[-1] == "checkpoint rl_00000003: 42 more files are damaged"
+
+
+def test_altered_contents_end_the_command_and_are_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They show while they are read; nothing older is taken in secret."""
+    os.truncate(weights(run, 3), 9)
+    alter(weights(run, 2))
+    assert export(run, tmp_path / "out") == 2
+    lines = capsys.readouterr().err.splitlines()[-3:]
+    assert lines[0].startswith("checkpoint rl_00000003 is damaged and not used: ")
+    assert lines[1].startswith(f"{run / 'checkpoints/rl_00000002'}: model/__0_0.distcp: altered")
+    assert lines[2] == f"{run}: to convert another checkpoint of it, give that one's path"
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_help_promises_no_more(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["convert", "megatron-to-hf", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the newest of which no file is missing or cut short" in told
+    assert "newest whole" not in told
+
+
+def test_a_layout_is_not_passed_over_by_a_rank(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert export(run, tmp_path / "out", "--layout", "tp=2,pp=2") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "--layout tp=2,pp=2: takes 4 processes, and this one is already one of 1"
+    )
+    assert not (tmp_path / "out").exists()
+    assert export(run, tmp_path / "out", "--layout", "tp=1") == 0
