@@ -20,6 +20,7 @@ from gspo_megatron.checkpoint.run_state import (
     RunState,
     fingerprints,
     read_model,
+    versions,
 )
 from gspo_megatron.config import Config
 from gspo_megatron.config.changes import find_changes
@@ -180,7 +181,7 @@ def _told(name: str, lines: Sequence[str]) -> list[str]:
 
 
 def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
-    """A note on harmless changes. Raises ConfigError with the others."""
+    """Notes on changes that are allowed, of versions too. Raises ConfigError with the others."""
     path = checkpoint / CONFIG_FILE
     try:
         before = parse_yaml(path.read_text(encoding="utf-8"), str(path))
@@ -199,6 +200,14 @@ def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
                 f"model.checkpoint_path={checkpoint}",
             ]
         )
-    if not changes.allowed:
-        return []
-    return [f"changed since then, without effect on what is learned: {'; '.join(changes.allowed)}"]
+    installed = versions()
+    told = changes.told + [
+        f"{package} {known} -> {installed[package]}"
+        for package, known in state.versions.items()
+        if installed.get(package, known) != known
+    ]
+    notes = (
+        ("without effect on what is learned", changes.allowed),
+        ("and may change results", told),
+    )
+    return [f"changed since then, {what}: {'; '.join(lines)}" for what, lines in notes if lines]

@@ -15,6 +15,7 @@ from gspo_megatron.errors import UserError
 
 LOCK_FILE = ".lock"
 _PATIENCE = 5.0  # seconds in which the ranks of a run that has been killed come to their end
+_TRIES = 100  # of a folder that other runs move aside while it is being locked
 
 
 class RunLock:
@@ -25,41 +26,55 @@ class RunLock:
         self._held: dict[tuple[int, int], int] = {}  # file descriptors by device and inode
 
     def hold(self, folder: Path) -> None:
-        """Lock a folder, if it is there; harmless where this lock holds it already.
+        """Lock a folder, which is made where it is missing: of two new runs that begin at the same
+        moment, one has it. Harmless where this lock holds it already.
 
         Raises UserError that names the other run. On a file system without locks nothing is locked.
         After a lost node its file server may take minutes to see that a lock is nobody's: the same
         Slurm job, requeued, is let in.
         """
-        if not folder.is_dir():
-            return
+        for _ in range(_TRIES):
+            if self._is_settled(folder):
+                return
+        raise UserError(f"{folder}: is moved again and again while it is locked; try again")
+
+    def _is_settled(self, folder: Path) -> bool:
+        """False where another run moved the folder aside meanwhile, and its name is free again or
+        means another one."""
         path = folder / LOCK_FILE
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:
+            return False
         except OSError:
-            return  # whoever writes there next says what is wrong with the folder
-        status = os.fstat(file)
-        if (status.st_dev, status.st_ino) in self._held:
+            return True  # whoever writes there next says what is wrong with the folder
+        known = _identity(os.fstat(file))
+        if known in self._held:
             os.close(file)
-            return
+            return True
         try:
             _lock(file)
         except BlockingIOError:
             holder = os.read(file, 1000).decode(errors="replace")
             os.close(file)
             if _is_this_job(holder):
-                return
+                return True
             raise UserError(
                 f"{folder}: another run is at work here ({_told(holder)}); wait for its end, give "
                 f"another logging.dir, or, if it has died with its node, remove {path}"
             ) from None
         except OSError:
             os.close(file)
-            return
-        self._held[status.st_dev, status.st_ino] = file
+            return True
+        if not _is_at(path, known):
+            os.close(file)
+            return False
+        self._held[known] = file
         with suppress(OSError):  # a full disk is told where something of worth cannot be written
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(_this_process()).encode(), 0)
+        return True
 
     def release(self) -> None:
         """Give all folders free."""
@@ -76,6 +91,16 @@ def run_lock() -> Iterator[RunLock]:
         yield lock
     finally:
         lock.release()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _is_at(path: Path, known: tuple[int, int]) -> bool:
+    with suppress(OSError):
+        return _identity(path.stat()) == known
+    return False
 
 
 def _lock(file: int) -> None:

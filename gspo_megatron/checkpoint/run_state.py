@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import json
+import os
+import sys
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+import gspo_megatron
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.config import Config
 from gspo_megatron.config.stages import StageConfig
@@ -19,6 +25,7 @@ STATE_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 MODEL_FILE = "model.json"
 TOKENIZER = "data.tokenizer"
+_PACKAGES = ("megatron-core", "torch")
 
 
 @dataclass
@@ -30,10 +37,10 @@ class RunState:
     phase_is_done: bool
     trainer: dict[str, Any]  # trainer_state: where the learning-rate schedule is
     loader: dict[str, Any]  # PromptLoader.state_dict
-    fingerprints: dict[str, str]  # of the input files, by the key that names them
+    fingerprints: dict[str, str]  # see `fingerprints`
     layout: str
     world_size: int
-    versions: dict[str, str | None]
+    versions: dict[str, str]  # by package
     figures: dict[str, float] = field(default_factory=dict)  # what `keep_best` goes by
     said: list[str] = field(default_factory=list)  # warnings that are given once in a run
     rollouts: dict[str, Any] | None = None  # of a step that is half done: see train.rollout_buffer
@@ -59,12 +66,49 @@ class RunState:
 
 
 def fingerprints(config: Config | StageConfig) -> dict[str, str]:
-    """Of the input files and the tokenizer. Raises DataError."""
+    """Of the input files, the tokenizer and the user's own functions, by the key that names them.
+    Raises DataError."""
     if isinstance(config, StageConfig):
         files = {**config.input_files(), TOKENIZER: [config.data.tokenizer]}
         return {key: "+".join(map(fingerprint, paths)) for key, paths in files.items()}
-    files = {**prompt_files(config), TOKENIZER: config.data.tokenizer}
+    files = {**prompt_files(config), TOKENIZER: config.data.tokenizer, **_own_code(config)}
     return {key: fingerprint(path) for key, path in files.items()}
+
+
+def _own_code(config: Config) -> dict[str, Path]:
+    """The files that the user's own functions are in, as far as they are found."""
+    named = {
+        "reward.import_path": config.reward.import_path,
+        "objective.import_path": config.objective.import_path,
+        "objective.advantage_import_path": config.objective.advantage_import_path,
+    }
+    files = {key: _module_file(path.partition(":")[0]) for key, path in named.items() if path}
+    return {key: file for key, file in files.items() if file is not None and file.is_file()}
+
+
+def _module_file(module: str) -> Path | None:
+    """Where a module lies that `plugins.load_function` finds; found without importing anything,
+    which may take torch."""
+    if module in sys.modules:
+        known = getattr(sys.modules[module], "__file__", None)
+        return None if known is None else Path(known)
+    name, places, origin = "", [*sys.path, os.getcwd()], None
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = PathFinder.find_spec(name, places)
+        if spec is None:
+            return None
+        places, origin = list(spec.submodule_search_locations or ()), spec.origin
+    return None if origin is None else Path(origin)
+
+
+def versions() -> dict[str, str]:
+    """Of this program and the packages that its figures come from, as far as they are installed."""
+    found = {"gspo-megatron": gspo_megatron.__version__}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def describe_model(config: Config, vocab_size: int, hf: Any = None) -> dict[str, Any]:
@@ -73,7 +117,8 @@ def describe_model(config: Config, vocab_size: int, hf: Any = None) -> dict[str,
     return {
         "shape": dataclasses.asdict(config.resolved_model()),
         "vocab_size": vocab_size,
-        "tokenizer": config.data.tokenizer,
+        # a conversion has another working directory
+        "tokenizer": str(Path(config.data.tokenizer).absolute()),
         "hf": hf,
     }
 

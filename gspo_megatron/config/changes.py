@@ -19,7 +19,8 @@ from gspo_megatron.config.stages import StageConfig
 
 # shapes: refused. harmless: allowed. contents: a path, of which only the file's contents count.
 # shown: likewise, and other contents are allowed too. steps: allowed where no decay depends on it.
-Kind = Literal["shapes", "harmless", "contents", "shown", "steps"]
+# code: names a function; another name is refused, what its file holds may be mended.
+Kind = Literal["shapes", "harmless", "contents", "shown", "steps", "code"]
 
 _BY_KIND: dict[Kind, str] = {
     "harmless": """
@@ -40,6 +41,7 @@ _BY_KIND: dict[Kind, str] = {
     "contents": "data.prompts data.tokenizer training.warm_start.prompts",
     "shown": "data.eval_prompts",
     "steps": "training.steps",
+    "code": "reward.import_path objective.import_path objective.advantage_import_path",
     "shapes": """
         model.preset model.hf_path model.checkpoint_path model.backend model.vocab_size
         model.max_sequence_length model.rotary_base model.tie_embeddings model.megatron
@@ -47,14 +49,14 @@ _BY_KIND: dict[Kind, str] = {
         rollout.engine rollout.group_size rollout.prompts_per_step rollout.max_response_tokens
         rollout.temperature rollout.top_p rollout.top_k rollout.stop rollout.dynamic_sampling
         rollout.max_refills
-        reward.name reward.import_path reward.options reward.scale reward.clip
+        reward.name reward.options reward.scale reward.clip
         reward.overlong_buffer reward.overlong_penalty
-        objective.name objective.import_path objective.options objective.ratio objective.rule
+        objective.name objective.options objective.ratio objective.rule
         objective.aggregation objective.advantage objective.correction objective.clip_low
         objective.clip_high objective.allow_wide_clip objective.dual_clip objective.tau_positive
         objective.tau_negative objective.log_clip objective.correction_low
         objective.correction_high objective.off_policy_mask objective.old_logprobs
-        objective.mini_batches objective.advantage_std objective.advantage_import_path objective.kl
+        objective.mini_batches objective.advantage_std objective.kl
         objective.kl_coefficient objective.kl_in objective.entropy_coefficient
         routing.replay routing.reference_replay routing.rollout_noise
         optimizer.learning_rate optimizer.min_learning_rate optimizer.warmup_steps optimizer.decay
@@ -84,7 +86,8 @@ class Changes:
     """What differs from a checkpoint's configuration: one line a key."""
 
     refused: list[str] = field(default_factory=list)
-    allowed: list[str] = field(default_factory=list)
+    allowed: list[str] = field(default_factory=list)  # without effect on what is learned
+    told: list[str] = field(default_factory=list)  # allowed too, and perhaps with an effect
 
 
 def find_changes(
@@ -93,7 +96,8 @@ def find_changes(
     """Hold a configuration against the one that a run was started with.
 
     `before` is config.yaml of a checkpoint as plain data. `same_contents` tells by key whether an
-    input file still holds what it held then; a key that it lacks names none now or named none then.
+    input file, or that of a function, still holds what it held then; a key that it lacks names none
+    now or named none then.
     """
     then, now = dict(_leaves(before)), dict(_leaves(config.model_dump()))
     defaults = {key: info.default for key, info in schema_keys(type(config)).items()}
@@ -112,6 +116,8 @@ def find_changes(
             _compare_contents(changes, key, kind, (old, new), same_contents.get(key))
         elif old != new:
             _compare_values(changes, key, kind, old, new, config)
+        elif kind == "code" and same_contents.get(key) is False:
+            changes.told.append(f"{key}: the code of {format_value(new)}")
     return changes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from gspo_megatron.config.problems import problem
@@ -14,12 +15,24 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
     if section.interval:
         yield from _optimizers_that_cannot_be_saved(config)
     by_evaluation = section.best_metric.startswith("evaluation/")
-    if section.keep_best and by_evaluation and training.evaluation_interval == 0:
+    if not (section.keep_best and by_evaluation):
+        return
+    evaluated, saved, steps = training.evaluation_interval, section.interval, training.steps
+    if evaluated == 0:
         yield problem(
             "checkpoint.keep_best",
             section.keep_best,
             f"no checkpoint before the last has {section.best_metric}; legal: 0, or set "
             "training.evaluation_interval",
+        )
+    # Of a stage whose steps are not known yet, nothing can be said.
+    elif saved and steps is not None and math.lcm(evaluated, saved) >= steps:
+        yield problem(
+            "checkpoint.keep_best",
+            section.keep_best,
+            f"no step before the last is both saved (checkpoint.interval = {saved}) and evaluated "
+            f"(training.evaluation_interval = {evaluated}), as {section.best_metric} needs; legal: "
+            f"0, or intervals with a common multiple below training.steps = {steps}",
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-import gspo_megatron
 from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
     REFERENCE,
@@ -30,6 +28,7 @@ from gspo_megatron.checkpoint.run_state import (
     RunState,
     describe_model,
     fingerprints,
+    versions,
 )
 from gspo_megatron.checkpoint.storage import write_file
 from gspo_megatron.checkpoint.tensors import (
@@ -39,6 +38,7 @@ from gspo_megatron.checkpoint.tensors import (
     trainer_state,
 )
 from gspo_megatron.config import Config, to_yaml
+from gspo_megatron.config.problems import did_you_mean, nearest, problem
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.models.build import Policy
@@ -50,8 +50,6 @@ from gspo_megatron.train.record import RunRecord
 from gspo_megatron.train.rollout_buffer import RolloutBuffer
 from gspo_megatron.train.start import load_reference
 from gspo_megatron.train.stop import StopRun, StopSignals
-
-_PACKAGES = ("megatron-core", "torch")
 
 
 class Checkpoints:
@@ -163,6 +161,7 @@ class Checkpoints:
         ends = stop or is_last
         if not (ends or step % interval == 0):
             return
+        self._miss_figure(phase, step, metrics, is_last)
         done = is_last and phase == WARM_START  # its optimizer has nothing left to do
         state = self._state(phase, step, trainer, loader, is_last)
         if self.section.best_metric in metrics:
@@ -170,6 +169,24 @@ class Checkpoints:
         self._save(state, None if done else trainer, None, must=ends)
         if stop and not (is_last and phase != WARM_START):
             raise StopRun(self._stopped(state.position))
+
+    def _miss_figure(
+        self, phase: str, step: int, metrics: Mapping[str, float], is_last: bool
+    ) -> None:
+        """Say, once in a run, that a checkpoint has not the figure that `keep_best` goes by, where
+        one was to be expected."""
+        name, every = self.section.best_metric, self.config.training.evaluation_interval
+        if not self.section.keep_best or phase == WARM_START or name in metrics:
+            return
+        evaluated = is_last or (every and step % every == 0)
+        key = f"checkpoint.best_metric = {name}"
+        if key in self.said or (name.startswith("evaluation/") and not evaluated):
+            return
+        self.said.append(key)
+        wrong = f"no figure of step {step}, whose checkpoint is not kept for it"
+        if close := nearest(name, metrics, 1):
+            wrong += f"; {did_you_mean(close)}"
+        self.record.note(f"warning: {problem('checkpoint.best_metric', name, wrong)}")
 
     def after_rollouts(
         self, step: int, trainer: Trainer, loader: PromptLoader, rollouts: RolloutBuffer
@@ -236,10 +253,7 @@ class Checkpoints:
             fingerprints=self._fingerprints if self.record.is_main else {},
             layout=str(self.config.layout()),
             world_size=dist.get_world_size(),
-            versions={
-                "gspo-megatron": gspo_megatron.__version__,
-                **{package: importlib.metadata.version(package) for package in _PACKAGES},
-            },
+            versions=versions(),
             said=list(self.said),
         )
 

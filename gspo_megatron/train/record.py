@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, remove_leftovers
+from gspo_megatron.checkpoint.run_lock import RunLock
 from gspo_megatron.config import Config, to_yaml
 from gspo_megatron.data.files import write_atomically
 from gspo_megatron.errors import DataError
@@ -27,7 +29,7 @@ class RunRecord:
         self, config: Config, is_main: bool, resumed_at: tuple[str, int] | None = None
     ) -> None:
         """`resumed_at`: phase and step that the run goes on from. What was written down after them
-        is dropped; without them an earlier run of the same name is moved aside.
+        is dropped. Without them the folder holds no earlier run: see `move_earlier_run`.
 
         Raises UserError where the folder or its files cannot be made, or the metrics of the earlier
         run are damaged.
@@ -38,8 +40,7 @@ class RunRecord:
         self._progress: Progress | None = None
         if not is_main:
             return
-        if resumed_at is None:
-            self._keep_earlier_run()
+        assert resumed_at or not (self.folder / METRICS_FILE).exists(), "an earlier run's folder"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -105,16 +106,24 @@ class RunRecord:
             self._samples.close()
             self._trackers.close()
 
-    def _keep_earlier_run(self) -> None:
-        """A second run of the same name does not mix with the first, nor erase it."""
-        if not (self.folder / METRICS_FILE).exists():
-            return
-        number = 1
-        while (kept := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
-            number += 1
-        self.folder.rename(kept)
-        counted = kept / RESTARTS_FILE
-        if counted.exists():  # or a job that never comes to a checkpoint would start for ever
-            self.folder.mkdir()
-            counted.rename(self.folder / RESTARTS_FILE)
-        print(f"{self.folder} holds an earlier run; it is now {kept}", flush=True)
+
+def move_earlier_run(folder: Path, lock: RunLock) -> None:
+    """A second run of the same name does not mix with the first, nor erase it: the folder of the
+    first gets another name, and the second an empty one. On the main rank, whose lock holds the
+    folder afterwards.
+
+    Raises UserError where another run is at work in the folder, or was first to take its name.
+    """
+    lock.hold(folder)
+    if not (folder / METRICS_FILE).exists():
+        return
+    remove_leftovers(folder / CHECKPOINTS)  # each may be as large as a checkpoint
+    number = 1
+    while (kept := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(kept)
+    print(f"{folder} holds an earlier run; it is now {kept}", flush=True)
+    lock.hold(folder)  # the lock went with the other name, and this one was anybody's meanwhile
+    counted = kept / RESTARTS_FILE
+    if counted.exists():  # or a job that never comes to a checkpoint would start for ever
+        counted.rename(folder / RESTARTS_FILE)

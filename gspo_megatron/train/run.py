@@ -25,7 +25,7 @@ from gspo_megatron.train.checkpointing import Checkpoints
 from gspo_megatron.train.experience import ExperienceCollector
 from gspo_megatron.train.job import Job
 from gspo_megatron.train.loop import ReinforcementLoop
-from gspo_megatron.train.record import RunRecord
+from gspo_megatron.train.record import RunRecord, move_earlier_run
 from gspo_megatron.train.schedule import MicroBatchBuilder
 from gspo_megatron.train.start import find_start, load_initial_weights
 from gspo_megatron.train.stop import StopRun, StopSignals
@@ -57,8 +57,9 @@ def run_training(config: Config, *, fresh: bool = False) -> bool:
                     print(finished_text(config, start.state), flush=True)
                 return True
             on_main(lambda: count_restart(config, start))
+            if start.state is None:
+                on_main(lambda: move_earlier_run(folder, lock))
             job = assemble(config, inputs, reward, objective, start, stop)
-            on_main(lambda: lock.hold(folder))  # it is there now, and an earlier run moved aside
             try:
                 with watched(config, job.policy, ranks, stop):
                     return _run(job)

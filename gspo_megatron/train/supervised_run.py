@@ -16,6 +16,7 @@ from gspo_megatron.models.build import build_policy
 from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
 from gspo_megatron.train.agreement import on_main
 from gspo_megatron.train.checkpointing import Checkpoints
+from gspo_megatron.train.record import move_earlier_run
 from gspo_megatron.train.run import load_starting_weights, open_record
 from gspo_megatron.train.start import find_start
 from gspo_megatron.train.stop import StopRun, StopSignals
@@ -46,8 +47,9 @@ def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bo
                 return True
             on_main(lambda: check_export(config))
             on_main(lambda: count_restart(config, start))
+            if start.state is None:
+                on_main(lambda: move_earlier_run(folder, lock))
             job, hf = assemble_stage(config, inputs, start, stop)
-            on_main(lambda: lock.hold(folder))  # it is there now, and an earlier run moved aside
             try:
                 with watched(config, job.policy, ranks, stop):
                     done = _run(job)

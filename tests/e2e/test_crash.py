@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ STEPS = 12
 LAST = f"rl_{STEPS:08d}"
 KILLS = 4
 MANY_KILLS = 50  # of either layout
+EARLY = 3  # every so many kills one comes while the run is still starting, whatever it is doing
 
 
 def kill_one(process: subprocess.Popen[str], chance: random.Random) -> None:
@@ -38,42 +40,87 @@ def kill_one(process: subprocess.Popen[str], chance: random.Random) -> None:
     assert not any(rank.is_running() for rank in ranks)
 
 
-def run_until_killed(config: Path, run: Path, chance: random.Random, *words: str) -> bool:
-    """Start the run, or go on with it, and kill it at some moment. Returns whether it was killed;
-    otherwise it has ended."""
-    folder, metrics = run / "checkpoints", run / "metrics.jsonl"
+@dataclass
+class Killer:
+    """Starts a run again and again, and kills it."""
 
-    def lines() -> int:
-        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    config: Path
+    run: Path
+    words: tuple[str, ...]
+    chance: random.Random
+    launch_seconds: float = 0.0  # the longest of a start so far, until it wrote figures down
 
-    process = start(config, f"logging.dir={run}", *words)
-    seen = metrics.read_bytes() if metrics.exists() else b""
-    wait_for(lambda: metrics.exists() and metrics.read_bytes() != seen, process)
-    enough = lines() + chance.randrange(4)  # or else no run would come far
-    wait_for(lambda: lines() >= enough, process)
-    time.sleep(chance.uniform(0, 0.3))
-    if chance.random() < 0.5:  # inside a save
-        wait_for(lambda: any(folder.glob(".partial-*")), process)
-        time.sleep(chance.uniform(0, 0.03))
-    if process.poll() is None:
-        kill_one(process, chance)
-        return True
-    assert process.returncode == 0, (config.parent / "stderr").read_text()[-3000:]
-    return False
+    def start(self, run: Path) -> subprocess.Popen[str]:
+        return start(self.config, f"logging.dir={run}", *self.words)
+
+    def assert_well(self, process: subprocess.Popen[str]) -> None:
+        assert process.returncode == 0, (self.config.parent / "stderr").read_text()[-3000:]
+
+    def let_run(self, run: Path) -> None:
+        """To its end, undisturbed."""
+        process = self.start(run)
+        self.await_figures(run, process)
+        process.wait(timeout=240)
+        self.assert_well(process)
+
+    def await_figures(self, run: Path, process: subprocess.Popen[str]) -> None:
+        """Of a process that has just been started; or its end."""
+        begin, metrics = time.monotonic(), run / "metrics.jsonl"
+        seen = metrics.read_bytes() if metrics.exists() else b""
+        if wait_for(lambda: metrics.exists() and metrics.read_bytes() not in (seen, b""), process):
+            self.launch_seconds = max(self.launch_seconds, time.monotonic() - begin)
+
+    def kill(self, *, early: bool) -> bool:
+        """Start the run, or go on with it, and kill it at some moment: `early`, while the processes
+        come up, look for the checkpoint to go on from and read it; otherwise later, for a run that
+        gets further. Returns whether it was killed; otherwise it has ended."""
+        process = self.start(self.run)
+        if early:
+            until = time.monotonic() + self.chance.uniform(0, self.launch_seconds)
+            wait_for(lambda: time.monotonic() >= until, process)
+        else:
+            self._await_a_moment(process)
+        if process.poll() is None:
+            kill_one(process, self.chance)
+            return True
+        self.assert_well(process)
+        return False
+
+    def _await_a_moment(self, process: subprocess.Popen[str]) -> None:
+        folder, metrics, chance = self.run / "checkpoints", self.run / "metrics.jsonl", self.chance
+
+        def lines() -> int:
+            return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+        self.await_figures(self.run, process)
+        enough = lines() + chance.randrange(4)  # or else no run would come far
+        wait_for(lambda: lines() >= enough, process)
+        time.sleep(chance.uniform(0, 0.3))
+        if chance.random() < 0.5:  # inside a save
+            wait_for(lambda: any(folder.glob(".partial-*")), process)
+            time.sleep(chance.uniform(0, 0.03))
+
+    def remove_moved(self) -> None:
+        """What was killed before its first checkpoint, and is moved aside where it begins anew."""
+        for moved in self.run.parent.glob(f"{self.run.name}.*"):
+            assert not any(moved.glob("checkpoints/.partial-*")), "no one would ever remove it"
+            shutil.rmtree(moved)
 
 
 def kill_again_and_again(config: Path, kills: int, *words: str) -> None:
     undisturbed, run = config.parent / "undisturbed", config.parent / "killed"
-    train(config, f"logging.dir={undisturbed}", *words)
-    chance = random.Random(kills + len(words))
+    killer = Killer(config, run, words, random.Random(kills + len(words)))
+    killer.let_run(undisturbed)
     done = 0
     while done < kills:
-        killed = run_until_killed(config, run, chance, *words)
+        killed = killer.kill(early=done % EARLY == 1)
         done += killed
+        killer.remove_moved()
         if not killed:  # it came to its end: the next one begins
             assert_same_run(run, undisturbed, LAST)
             shutil.rmtree(run)
     train(config, f"logging.dir={run}", *words)
+    killer.remove_moved()
     assert_same_run(run, undisturbed, LAST)
     left = [name for name in checkpoint_names(run) if name.startswith(".")]
     assert left == []

@@ -26,6 +26,7 @@ from gspo_megatron.checkpoint.run_state import (
     RunState,
     describe_model,
     fingerprints,
+    versions,
 )
 from gspo_megatron.config import Config, parse_config, to_yaml
 from gspo_megatron.errors import ConfigError, DataError, UserError
@@ -55,7 +56,7 @@ def state_at(config: Config, position: Position) -> RunState:
         fingerprints=fingerprints(config),
         layout="tp=1",
         world_size=1,
-        versions={"torch": "2"},
+        versions=versions(),
         figures={"loss": 0.1 + 0.2},
         rollouts=rollouts,
     )
@@ -156,6 +157,43 @@ def test_a_changed_prompt_file_is_refused(config: Config) -> None:
     Path(str(config.data.prompts)).write_text("{} ")
     with pytest.raises(ConfigError, match="data.prompts = .*: its contents are not what they were"):
         preview(config, fresh=False)
+
+
+def test_other_versions_are_told_of(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = versions()
+    with monkeypatch.context() as patch:
+        then = now | {"torch": "2.1", "gone": "1.0"}
+        patch.setitem(state_at.__globals__, "versions", lambda: then)
+        path = add(config, Position("rl", 3))
+    assert preview(config, fresh=False).notes == [
+        f"going on from {path}",
+        f"changed since then, and may change results: torch 2.1 -> {now['torch']}",
+    ]
+
+
+@pytest.mark.parametrize(
+    "key", ["reward.import_path", "objective.import_path", "objective.advantage_import_path"]
+)
+def test_an_own_function_whose_file_has_changed_is_told_of(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """It is found as it is imported, below the current directory too."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "__init__.py").touch()
+    module = tmp_path / "own_package" / "functions.py"
+    module.write_text("def function(first): ...")
+    config = changed(config, f"{key}=own_package.functions:function")
+    path = add(config, Position("rl", 3))
+    assert preview(config, fresh=False).notes == [f"going on from {path}"]
+    module.write_text("def function(first): return 1.0")
+    told = f"{key}: the code of 'own_package.functions:function'"
+    assert preview(config, fresh=False).notes == [
+        f"going on from {path}",
+        f"changed since then, and may change results: {told}",
+    ]
+    module.unlink()  # whoever loads it says so
+    assert preview(config, fresh=False).notes == [f"going on from {path}"]
 
 
 def test_a_given_checkpoint_is_found_by_any_of_its_folders(config: Config, tmp_path: Path) -> None:

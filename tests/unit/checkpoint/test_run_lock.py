@@ -88,6 +88,51 @@ def test_a_run_may_hold_its_folder_twice_and_another_beside_it(tmp_path: Path) -
     again.release()
 
 
-def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    RunLock().hold(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+def test_of_two_that_begin_a_new_run_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "_PATIENCE", 0.3)
+    folder = tmp_path / "runs" / "new"
+    with run_lock.run_lock() as lock:
+        lock.hold(folder)
+        assert [path.name for path in folder.iterdir()] == [LOCK_FILE]
+        with pytest.raises(UserError, match=f"{folder}: another run is at work here"):
+            RunLock().hold(folder)
+
+
+def test_what_cannot_be_made_is_not_locked(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    RunLock().hold(tmp_path / "file")
+    RunLock().hold(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("named_again", [True, False])
+def test_a_folder_that_was_moved_aside_before_it_could_be_locked_is_not_the_run_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_again: bool
+) -> None:
+    """Another start held it, gave it another name and died."""
+    folder, moved = tmp_path / "run", tmp_path / "run.1"
+    before = run_lock._lock
+
+    def lock_late(file: int) -> None:
+        if not moved.exists():
+            folder.rename(moved)
+            if named_again:
+                folder.mkdir()
+        before(file)
+
+    monkeypatch.setattr(run_lock, "_lock", lock_late)
+    monkeypatch.setattr(run_lock, "_PATIENCE", 0.3)
+    with run_lock.run_lock() as lock:
+        lock.hold(folder)
+        assert (folder / LOCK_FILE).exists()
+        with pytest.raises(UserError, match="another run is at work here"):
+            RunLock().hold(folder)
+
+
+def test_a_folder_that_never_stays_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "_is_at", lambda *_: False)
+    with pytest.raises(UserError, match="is moved again and again"):
+        RunLock().hold(tmp_path)

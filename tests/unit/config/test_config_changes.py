@@ -82,6 +82,19 @@ def test_of_a_path_the_contents_count() -> None:
     assert changes(eval_prompts=False) == Changes([], ["data.eval_prompts: its contents"])
 
 
+def test_a_function_whose_file_has_changed_is_told_of() -> None:
+    own = config("reward.import_path=mine:reward")
+    same = {"reward.import_path": False}
+    stored = parse_yaml(dump_yaml(own.model_dump()), "config.yaml")
+    found = find_changes(stored, own, SAME | same)
+    assert found == Changes(told=["reward.import_path: the code of 'mine:reward'"])
+    assert find_changes(stored, own, SAME | {"reward.import_path": True}) == Changes()
+    other = config("reward.import_path=other:reward")
+    assert find_changes(stored, other, SAME | same).refused == [
+        "reward.import_path = 'other:reward': was 'mine:reward'"
+    ]
+
+
 def test_a_file_that_was_not_read_before_is_another() -> None:
     found = changes("training.warm_start.prompts=w.jsonl")
     assert found.refused == ["training.warm_start.prompts = 'w.jsonl': was null, of other contents"]

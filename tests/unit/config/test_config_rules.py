@@ -169,6 +169,10 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
          "routing.reference_replay = 'r3'", "there is no reference with objective.kl = none"),
         (1, ["checkpoint.keep_best=2"], "checkpoint.keep_best = 2",
          "no checkpoint before the last has evaluation/accuracy; legal: 0, or set training.eval"),
+        (1, ["checkpoint.keep_best=2", "checkpoint.interval=4", "data.eval_prompts=e.jsonl",
+             "training.evaluation_interval=6", "training.steps=12"], "checkpoint.keep_best = 2",
+         "no step before the last is both saved (checkpoint.interval = 4) and evaluated "
+         "(training.evaluation_interval = 6)"),
         (1, ["checkpoint.interval=1", "optimizer.megatron.optimizer=sgd"],
          "optimizer.megatron.optimizer = 'sgd'", "cannot be saved; legal: adam"),
         (1, ["checkpoint.interval=1", "parallel.ddp.use_distributed_optimizer=false"],
@@ -194,6 +198,20 @@ def test_what_replay_asks_for_is_asked_for_replay_alone() -> None:
             assert problems_of(1, *kl, *modes) == []
             host = problems_of(1, *kl, *modes, "routing.store_on_host=true")
             assert bool(host) == (policy == reference == "off")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["training.steps=13"],  # step 12 is saved and evaluated
+        ["training.steps=12", "checkpoint.keep_best=0"],
+        ["training.steps=12", "checkpoint.best_metric=reward/mean"],
+        ["training.steps=12", "checkpoint.interval=0"],  # nothing is kept anyway
+    ],
+)
+def test_the_best_checkpoints_may_be_known_by_some_evaluations(overrides: list[str]) -> None:
+    together = ["checkpoint.keep_best=2", "checkpoint.interval=4", "data.eval_prompts=e.jsonl"]
+    assert problems_of(1, *together, "training.evaluation_interval=6", *overrides) == []
 
 
 def test_all_problems_of_a_hopeless_configuration_come_at_once() -> None:

@@ -80,6 +80,17 @@ def test_all_slips_of_a_file_are_told_at_once() -> None:
             "optimizer.warmup_steps = 9: longer than training.steps = 5",
         ),
         (sft("checkpoint.keep_best=1"), 1, "checkpoint.keep_best = 1: no checkpoint before"),
+        (
+            sft(
+                "checkpoint.keep_best=1",
+                "checkpoint.interval=4",
+                "data.eval_examples=e.jsonl",
+                "training.evaluation_interval=3",
+                "training.steps=12",
+            ),
+            1,
+            "checkpoint.keep_best = 1: no step before the last is both saved",
+        ),
         (sft("model.megatron.hidden_dropout=0.1"), 1, "model.megatron.hidden_dropout = 0.1"),
         (sft("parallel.layout=pp=3"), 3, "parallel.pipeline_model_parallel_size = 3"),
         (sft("training.precision=fp64"), 1, "training.precision = 'fp64'"),

@@ -10,10 +10,11 @@ import pytest
 
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.checkpoint.resume import Start
+from gspo_megatron.checkpoint.run_lock import run_lock
 from gspo_megatron.errors import UserError
 from gspo_megatron.platform.slurm import SlurmJob
 from gspo_megatron.train import watch
-from gspo_megatron.train.record import RunRecord
+from gspo_megatron.train.record import RunRecord, move_earlier_run
 from gspo_megatron.train.stop import StopSignals
 from gspo_megatron.train.watch import RESTARTS_FILE, TimeWatch, count_restart
 from tests.unit.models.one_rank import tiny_config
@@ -58,6 +59,8 @@ def test_they_are_counted_on_where_the_start_before_is_moved_aside(tmp_path: Pat
     config = tiny_config(logging={"dir": str(folder)})
     for number in range(3):
         restart(folder, number, step=None)
+        with run_lock() as lock:
+            move_earlier_run(folder, lock)
         RunRecord(config, is_main=True).close()
     assert (tmp_path / "run.2").is_dir()
     with pytest.raises(UserError, match="restarted 3 times before its first checkpoint"):
