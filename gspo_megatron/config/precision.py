@@ -2,7 +2,8 @@
 
 In FP8 the matrix products of the transformer layers are, forward and backward. Weights stay bf16,
 with fp32 gradients and optimizer; the router, the norms, attention and the log-prob head compute as
-in bf16.
+in bf16. The head's inputs are bf16 then, its logits and all that comes of them fp32; gradients of
+logits are rounded to bf16 for the two products of the backward pass.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from gspo_megatron.ops.unrounded import multiply
 from gspo_megatron.ops.vocab_parallel import logprob_and_entropy
 
 
@@ -88,10 +89,13 @@ class PolicyModel(GPTModel):
     @torch.no_grad()
     def next_token_logits(self, hidden: Tensor) -> Tensor:
         """hidden [sequences, hidden] -> logits [sequences, vocabulary] fp32, all TP shards joined
-        (decoding looks at one position a sequence, so this stays small)."""
+        (decoding looks at one position a sequence, so this stays small). Like the log-prob head's
+        they are not rounded to the dtype of the weight."""
         group = self.pg_collection.tp
         weight = self.head_weight
-        logits = hidden.to(weight.dtype) @ weight.t()
+        size = (len(hidden), len(weight))
+        logits = hidden.new_empty(size, dtype=torch.promote_types(weight.dtype, torch.float32))
+        multiply(hidden.to(weight.dtype), weight, logits)
         if group.size() > 1:
             rows, columns = logits.shape
             shards = logits.new_empty((group.size() * rows, columns))

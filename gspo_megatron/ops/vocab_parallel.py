@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gspo_megatron.ops.unrounded import multiply
+
 # Rows of a tile, and its bytes in the dtype of the result. The forward pass holds two tiles, the
 # backward pass one. On a CPU a tile this small stays in the caches from one operation to the next;
 # a GPU needs more work in each kernel. tools/bench_logprob_head.py --sweep compares sizes.
@@ -62,8 +64,9 @@ def logprob_and_entropy(
         entropy_gradient: let gradients flow through the entropy; without it, it is a mere figure.
 
     Returns:
-        Log-probabilities and entropies in float32 (float64 for float64 inputs). Logits are computed
-        in the dtype of `hidden`, everything after them in that of the result.
+        Log-probabilities and entropies in float32 (float64 for float64 inputs), and so are the
+        logits and all between: low-precision inputs are multiplied without rounding the sums.
+        Gradients of logits are rounded to the inputs' dtype before they are multiplied with them.
 
     The gradient of `hidden` is this rank's share, from its part of the vocabulary: the caller sums
     it over the group. Two collectives in the forward pass, none in the backward pass.
@@ -319,10 +322,8 @@ def _to_base_2(hidden: Tensor, temperature: float, dtype: torch.dtype) -> tuple[
 
 def _logits(hidden: Tensor, weight: Tensor, factor: float, buffer: Tensor) -> Tensor:
     """[rows, columns] in the memory and dtype of `buffer`."""
-    logits = _tile(buffer, (hidden.shape[0], weight.shape[0]))
-    if hidden.dtype == logits.dtype:
-        return torch.mm(hidden, weight.t(), out=logits)
-    return logits.copy_(hidden @ weight.t()).mul_(factor)
+    logits = multiply(hidden, weight, _tile(buffer, (hidden.shape[0], weight.shape[0])))
+    return logits if factor == 1.0 else logits.mul_(factor)
 
 
 def _tile(buffer: Tensor, shape: Sequence[int]) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from gspo_megatron.config.precision import FP8, device_lacks
 from gspo_megatron.errors import UserError
 from gspo_megatron.models.precision import refuse_impossible
+from gspo_megatron.ops.unrounded import multiply
 from gspo_megatron.ops.vocab_parallel import logprob_and_entropy
 from gspo_megatron.platform.devices import built_for_cuda
 from tests.gpu.conftest import need_engine
@@ -93,6 +94,22 @@ def test_the_head_needs_less_memory_than_all_logits(
         record_property(f"{name}_gib", round(gib, 2))
         print(f"{name}: {seconds * 1e3:.1f} ms, {gib:.2f} GiB on {torch.cuda.get_device_name()}")
     assert figures["head"][1] < figures["naive"][1] / 2
+
+
+def test_logits_of_bf16_are_not_rounded_to_bf16() -> None:
+    generator = torch.Generator("cuda").manual_seed(2)
+    kind = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    # odd sizes, logits of a standard deviation of 5.7, and more of them than one tile
+    hidden, weight = torch.randn(701, 1024, **kind), torch.randn(20_011, 1024, **kind) * 0.178
+    targets = torch.randint(20_011, (701,), device="cuda", generator=generator)
+    logits = hidden.double() @ weight.double().t()
+    product = multiply(hidden, weight, torch.empty(701, 20_011, device="cuda"))
+    # sums of 1,024 terms in fp32; rounded to bf16 they would be off by up to 0.06
+    torch.testing.assert_close(product.double(), logits, atol=1e-3, rtol=0.0)
+    rows = torch.log_softmax(logits, dim=-1)
+    expected = rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
+    for figure, exact in zip(logprob_and_entropy(hidden, weight, targets), expected, strict=True):
+        torch.testing.assert_close(figure.double(), exact, atol=1e-3, rtol=0.0)
 
 
 def test_preflight_on_one_gpu(tmp_path: Path) -> None:

@@ -83,6 +83,31 @@ def test_next_token_logits_are_hidden_times_the_head_without_padding(policy: Pol
     torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_of_a_bf16_policy_are_not_rounded_to_bf16(tied: bool) -> None:
+    low = tiny_policy(
+        model={"tie_embeddings": tied, "megatron": {"init_method_std": 0.5}},
+        training={"precision": "bf16"},
+    )
+    model = low.models[0]
+    weight = model.head_weight.detach()
+    assert weight.dtype == torch.bfloat16
+    hidden = torch.randn(40, 1, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    targets = torch.arange(40) * 7 % VOCABULARY
+    logits = model.next_token_logits(hidden[:, 0])
+    labels = HeadInputs(torch.arange(40), targets)
+    with torch.no_grad():
+        logprobs, entropies = model.compute_language_model_loss(labels, hidden)
+    expected = hidden[:, 0].double() @ weight[:VOCABULARY].double().t()
+    assert logits.dtype == torch.float32 and float(expected.std()) > 3
+    rows = torch.log_softmax(expected, dim=-1)
+    # sums of 64 terms in fp32; rounded to bf16 they would be off by up to 0.03
+    kind = {"atol": 2e-5, "rtol": 2e-6}
+    torch.testing.assert_close(logits.double(), expected, **kind)
+    torch.testing.assert_close(logprobs.double(), rows.gather(1, targets[:, None])[:, 0], **kind)
+    torch.testing.assert_close(entropies.double(), -(rows.exp() * rows).sum(-1), **kind)
+
+
 def test_the_true_vocabulary_has_all_of_the_probability(policy: Policy) -> None:
     model = policy.models[0]
     hidden = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(2))
