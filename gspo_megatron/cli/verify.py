@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Sums of a few hundred fp32 terms in another order differ by some 1e-6 of their size. In float64
 # the routers of Megatron-Core still compute their softmax and their losses in float32.
 TOLERANCES = {"fp32": 2e-5, "fp64": 1e-6}
+_LINES_SHOWN = 8  # of parameters that differ in what is not finite
 TOKEN_BUDGET = 64  # small, so that every replica has several micro-batches
 
 
@@ -218,13 +219,15 @@ def _compare_all(
     table.add_column("worst parameter", overflow="fold")  # a name cut short names nothing
     for name in ("its error", "loss", "grad norm", ""):
         table.add_column(name)
-    worst = 0.0
+    worst, notes = 0.0, []
     with tempfile.TemporaryDirectory() as folder:
         expected = _measure(arguments, reference, cut, Path(folder))
         for layout in layouts:
             console.print(f"[dim]{layout} on {layout.world_size} ranks ...[/dim]")
             result = _measure(arguments, layout, cut, Path(folder))
-            name, error = compare(expected["gradients"], result["gradients"])[0]
+            errors = compare(expected["gradients"], result["gradients"], not_finite=True)
+            name, error = errors[0]
+            notes += [f"{layout}: {text}" for text in _not_finite(result, expected)]
             others = [_error(result, expected, key) for key in ("loss", "grad_norm")]
             largest = max(error, result["replica_error"], *others)
             worst = max(worst, largest)
@@ -232,18 +235,64 @@ def _compare_all(
             figures = [f"{value:.1e}" for value in (error, *others)]
             table.add_row(str(layout), str(layout.world_size), name, *figures, verdict)
     console.print(table)
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     return worst, expected["loss"]
 
 
 def _error(result: Mapping[str, Any], expected: Mapping[str, Any], key: str) -> float:
-    """Of a figure; a loss near 0 is held against the size of the terms that it is a sum of."""
+    """Of a figure; a loss near 0 is held against the size of the terms that it is a sum of. What is
+    not finite has none where it is the same on both sides, and an infinite one elsewhere, as the
+    loss has where the steps ended in different mini-batches."""
+    if key == "loss" and result["lost_in"] != expected["lost_in"]:
+        return math.inf
     scale = abs(expected[key])
     if key == "loss":
         scale = max(scale, expected["loss_scale"])
     difference = abs(result[key] - expected[key])
-    if difference == 0.0:
+    if result[key] == expected[key] or (math.isnan(result[key]) and math.isnan(expected[key])):
         return 0.0
     return difference / scale if scale and math.isfinite(difference) else math.inf
+
+
+def _not_finite(result: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """For people: what is not finite here and there alike, and what on one side alone."""
+    import torch
+
+    from gspo_megatron.train.parity import where_not_finite
+
+    alike, differing, lines = [], [], []
+    ends = [side["lost_in"] or "none" for side in (result, expected)]
+    if ends != ["none", "none"]:
+        lines.append(
+            f"the step ends in mini-batch {ends[0]} (the reference's: {ends[1]}), whose gradient "
+            "norm is not finite: there is no loss of the whole step"
+        )
+    for key in ("loss", "grad_norm"):
+        pair = [torch.tensor(side[key], dtype=torch.float64) for side in (result, expected)]
+        where = where_not_finite(*pair)
+        name = key.replace("_", " ")
+        if where is not None:
+            differing.append(f"{name}: {where}")
+        elif not math.isfinite(expected[key]):
+            alike.append(name)
+    count = 0
+    for name, wanted in expected["gradients"].items():
+        where = where_not_finite(result["gradients"][name], wanted)
+        if where is not None:
+            differing.append(f"{name}: {where}")
+        count += where is None and not bool(wanted.isfinite().all())
+    if count:
+        alike.append(f"{count} of {len(expected['gradients'])} gradients")
+    told = [f"not finite in other places than the reference: {text}" for text in differing]
+    more = len(told) - _LINES_SHOWN
+    lines += [*told[:_LINES_SHOWN], f"... and {more} more"] if more > 0 else told
+    if alike:
+        lines.append(
+            f"not finite, in the same places as the reference: {', '.join(alike)}; "
+            "the errors are those of the rest"
+        )
+    return lines
 
 
 def _common_cut(config: Config, layouts: Sequence[Layout]) -> tuple[int, int]:
@@ -323,6 +372,7 @@ def _be_a_rank(config: Config, arguments: argparse.Namespace) -> int:
             "loss": result.metrics["loss"],
             "loss_scale": result.loss_scale,
             "grad_norm": result.metrics["grad_norm"],
+            "lost_in": result.lost_in,
         }
         torch.save(found, arguments.result)
     stop_processes()

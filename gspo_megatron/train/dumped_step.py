@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,18 +47,20 @@ def run_dumped_step(
 ) -> StepResult:
     """Compute a dumped step by the code of a training step, from the exchange of sequences on. All
     ranks call it; `dump` and `checkpoint` (None: the weights that a run begins with) have passed
-    their checks. The groups it builds are gone when it returns.
+    their checks, those of `find_weights`. The groups it builds are gone when it returns.
 
     The gradients are those of the first mini-batch, which depend on nothing but the weights. With
     `updates` the mini-batches move the weights as they did in the run, with the state of the
     checkpoint's `optimizer` or a new one, and the loss is the step's; else they do not, and it is
-    the loss at these weights.
+    the loss at these weights. Where a gradient norm is not finite, which ends a run, the loss is
+    NaN and `lost_in` tells the mini-batch.
     """
     parallel = resolve_parallel(config, dist.get_world_size())
     set_up_model_parallel(parallel, config.training.seed)
     policy = build_policy(config, parallel, vocab_size)
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
-    load_reference_weights(config, policy, checkpoint)
+    if checkpoint is None or objective.needs_reference:
+        load_reference_weights(config, policy, checkpoint)
     trainer = build_trainer(policy, config.optimizer, learning_rates(config))
     recorder = FirstGradients(trainer.optimizer, trainer.scheduler, policy, moves=updates)
     padded = not config.training.packing
@@ -86,11 +89,16 @@ def run_dumped_step(
     )
     destinations = destinations_of(plans, parallel.context_parallel_size)
     sequences = exchange(rollouts.batch, index, destinations, group, rollouts.token_advantages)
-    metrics = updater.update(sequences, index, plans).metrics
+    lost_in = None
+    try:
+        metrics = updater.update(sequences, index, plans).metrics
+    except FloatingPointError:  # on all ranks: the norm is that of the whole gradient
+        metrics, lost_in = {"loss": math.nan}, recorder.updates
+    assert recorder.first_norm is not None
     metrics["grad_norm"] = recorder.first_norm
     tear_down_model_parallel()
     scale = _size_of_advantages(objective, index)
-    return StepResult(metrics, recorder.gradients, recorder.replica_error, scale)
+    return StepResult(metrics, recorder.gradients, recorder.replica_error, scale, lost_in)
 
 
 def load_reference_weights(config: Config, policy: Policy, checkpoint: Path | None) -> None:
@@ -108,9 +116,11 @@ class FirstGradients(Recorder):
 
     moves: bool = True  # whether the weights do
     first_norm: float | None = None
+    updates: int = 0  # begun
 
     def update(self) -> tuple[float, float]:
         """See Trainer.update."""
+        self.updates += 1
         if self.first_norm is None:
             self.gradients, self.replica_error = gather_gradients(self.policy)
             self.first_norm = self.norm()

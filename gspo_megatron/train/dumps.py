@@ -40,6 +40,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
+from gspo_megatron.objectives import build_objective
 from gspo_megatron.observe.records import RL, WARM_START, read_metrics, series
 from gspo_megatron.train.agreement import gathered_on_main, on_main
 from gspo_megatron.train.record import RunRecord
@@ -218,7 +219,8 @@ class StepWeights:
 
 def find_weights(dump: Dump, config: Config, given: str | None) -> StepWeights:
     """The weights of the checkpoint `given`, or of the newest whole one of the dump's run that is
-    not of a later time, or the first ones. Raises DataError."""
+    not of a later time, or the first ones. All that is read of them is held against its checksum,
+    the reference too where the objective needs one. Raises DataError."""
     if given is not None:
         checkpoint = Path(given)
         damage = find_damage(checkpoint)
@@ -231,7 +233,7 @@ def find_weights(dump: Dump, config: Config, given: str | None) -> StepWeights:
         if position.order > start.order:
             continue
         checkpoint = dump.run / CHECKPOINTS / position.name
-        damage = find_damage(checkpoint, contents=False)
+        damage = find_damage(checkpoint)
         if not damage:
             return _weights_of(dump, config, checkpoint, tuple(notes))
         notes.append(f"{checkpoint} is damaged and not used: {damage[0]}")
@@ -248,12 +250,8 @@ def reference_of(checkpoint: Path) -> Path | None:
 def _weights_of(
     dump: Dump, config: Config, checkpoint: Path, notes: tuple[str, ...]
 ) -> StepWeights:
-    kl, warmed = config.objective.kl != "none", config.training.warm_start.steps > 0
-    if kl and warmed and reference_of(checkpoint) is None:
-        raise DataError(
-            f"{checkpoint.parent / REFERENCE}: missing; objective.kl = {config.objective.kl} wants "
-            "the weights that RL started from"
-        )
+    if build_objective(config.objective, config.rollout.max_response_tokens).needs_reference:
+        _check_reference(config, checkpoint)
     if not (checkpoint / STATE_FILE).is_file():  # weights alone
         return StepWeights(checkpoint, False, False, notes)
     state = RunState.read(checkpoint)
@@ -262,6 +260,28 @@ def _weights_of(
     if state.phase == WARM_START:
         is_start = state.phase_is_done and dump.step == 1
     return StepWeights(checkpoint, is_start, in_rl and is_start, notes)
+
+
+def _check_reference(config: Config, checkpoint: Path) -> None:
+    """Raises DataError where the weights that RL started from lie beside a checkpoint and are
+    damaged, or do not and nothing else is the same."""
+    folder, reference = checkpoint.parent / REFERENCE, reference_of(checkpoint)
+    warmed = config.training.warm_start.steps > 0
+    if reference is not None:
+        damage = find_damage(reference)
+        if damage:
+            way = "put a whole copy in its place"
+            way += "" if warmed else ", or move it away: the run's first weights are the same"
+            lines = [f"{folder}: {line}" for line in damage]
+            raise DataError("\n".join([*lines, f"{folder}: damaged, and wanted; {way}"]))
+    elif warmed:
+        section = config.objective
+        asks = (
+            f"import_path = {section.import_path}" if section.kl == "none" else f"kl = {section.kl}"
+        )
+        raise DataError(
+            f"{folder}: missing; objective.{asks} wants the weights that RL started from"
+        )
 
 
 def _name(step: int) -> str:

@@ -56,6 +56,7 @@ class StepResult:
     gradients: dict[str, Tensor] = field(default_factory=dict)  # whole parameters, on the cpu
     replica_error: float = 0.0  # largest relative difference between copies of a gradient
     loss_scale: float = 0.0  # size of the terms that a loss near 0 is a sum of
+    lost_in: int | None = None  # the mini-batch, from 1, whose gradient norm ended the step
 
 
 def run_update(
@@ -98,22 +99,55 @@ def run_update(
 
 
 def compare(
-    reference: Mapping[str, Tensor], other: Mapping[str, Tensor]
+    reference: Mapping[str, Tensor], other: Mapping[str, Tensor], *, not_finite: bool = False
 ) -> list[tuple[str, float]]:
-    """Relative error ||other - reference|| / ||reference|| of every gradient, largest first."""
+    """Relative error ||other - reference|| / ||reference|| of every gradient, largest first; with
+    `not_finite` see relative_error."""
     assert reference.keys() == other.keys(), reference.keys() ^ other.keys()
-    errors = [(name, relative_error(other[name], value)) for name, value in reference.items()]
+    errors = [
+        (name, relative_error(other[name], value, not_finite=not_finite))
+        for name, value in reference.items()
+    ]
     return sorted(errors, key=lambda pair: -pair[1])
 
 
-def relative_error(value: Tensor, reference: Tensor) -> float:
+def relative_error(value: Tensor, reference: Tensor, *, not_finite: bool = False) -> float:
     """||value - reference|| / ||reference||; infinite where a gradient ought to vanish, or is not
-    a number."""
+    a number.
+
+    With `not_finite`, for what a run diverged into, elements that are NaN, or the same infinity, on
+    both sides are equal, and the norms are those of the others.
+    """
     value, reference = value.double(), reference.double()
+    if not_finite:
+        finite = value.isfinite() & reference.isfinite()
+        if not bool((finite | _same(value, reference)).all()):
+            return math.inf
+        value, reference = value[finite], reference[finite]
     difference, size = float((value - reference).norm()), float(reference.norm())
     if difference == 0.0:
         return 0.0
     return difference / size if size and math.isfinite(difference) else math.inf
+
+
+def where_not_finite(value: Tensor, reference: Tensor) -> str | None:
+    """Where one of two tensors has an element that is not finite and the other has not the same:
+    how many there are, and the first. None where there are none."""
+    value, reference = value.double(), reference.double()
+    both_finite = value.isfinite() & reference.isfinite()
+    places = (~(both_finite | _same(value, reference))).nonzero()
+    if not len(places):
+        return None
+    place = tuple(places[0].tolist())
+    there = f"{float(value[place]):g} for {float(reference[place]):g}"
+    if not place:
+        return there
+    return f"{len(places):,} of {value.numel():,} elements, the first at {list(place)}: {there}"
+
+
+def _same(value: Tensor, reference: Tensor) -> Tensor:
+    """[...] of bool: equal, or neither a number."""
+    return (value == reference) | (value.isnan() & reference.isnan())
 
 
 def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
@@ -199,7 +233,8 @@ class _Assembly:
         place = self.tensors[name][slices]
         piece = piece[tuple(slice(n) for n in place.shape)]
         if tuple(offset) in self._seen[name]:
-            self.replica_error = max(self.replica_error, relative_error(piece, place))
+            error = relative_error(piece, place, not_finite=True)  # of what is diverged the same
+            self.replica_error = max(self.replica_error, error)
             return
         place.copy_(piece)
         self._seen[name].add(tuple(offset))

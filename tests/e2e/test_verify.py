@@ -1,14 +1,17 @@
-"""The preflight command on real ranks."""
+"""The verify command on real ranks."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from gspo_megatron.checkpoint.hf.offline import hf_to_megatron, megatron_to_hf
 from tests.e2e.conftest import Command, write_config
 from tests.e2e.resuming import command, environment, make_small
 
@@ -120,13 +123,63 @@ def test_a_damaged_dump_is_named(gspo: Command, dumped_run: Path, tmp_path: Path
     dump = tmp_path / "step_00000002"
     shutil.copytree(dumped_run.parent / "run" / "dumps" / "step_00000002", dump)
     [file, *_] = sorted((dump / "rollouts").iterdir())
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 4
-    file.write_bytes(content)
+    flip_a_bit(file)
     result = gspo("verify", dumped_run, "--from-dump", dump, "--layouts", "tp=2")
     assert result.returncode == 2
     assert f"{dump}: rollouts/{file.name}: altered" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_damaged_reference_is_named(gspo: Command, dumped_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(dumped_run.parent / "run", run)
+    flip_a_bit(run / "checkpoints" / "reference" / "model" / "__0_0.distcp")
+    dump = run / "dumps" / "step_00000003"
+    result = gspo("verify", dumped_run, "--from-dump", dump, "--layouts", "tp=2")
+    assert result.returncode == 2
+    assert f"{run / 'checkpoints' / 'reference'}: model/__0_0.distcp: altered" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 16
+    file.write_bytes(content)
+
+
+def test_a_step_that_ends_a_run_is_compared(gspo: Command, dumped_run: Path) -> None:
+    """With so large a rate the second mini-batch has no finite gradient, on any layout."""
+    dump = dumped_run.parent / "run" / "dumps" / "step_00000003"
+    words = ("optimizer.learning_rate=1e30", "--from-dump", dump, "--layouts", "tp=2")
+    result = gspo("verify", dumped_run, *words)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "tp=2: the step ends in mini-batch 2 (the reference's: 2)" in result.stdout
+    assert "in the same places as the reference: loss; the errors" in result.stdout
+    found = figures(result.stdout)
+    assert (found["equal"], found["step"]) == (1, 3) and math.isnan(found["loss"])
+    assert 0 < found["worst_error"] < 2e-5
+
+
+@pytest.mark.full
+def test_gradients_that_are_not_finite_are_compared(
+    gspo: Command, dumped_run: Path, tmp_path: Path
+) -> None:
+    """One weight of one expert is no number, and with it no gradient is; which elements are lost
+    depends on no layout."""
+    megatron_to_hf(dumped_run.parent / "run", tmp_path / "hf")
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.experts.1.down_proj.weight"][3, 4] = math.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    hf_to_megatron(tmp_path / "hf", tmp_path / "lost")
+    dump = dumped_run.parent / "run" / "dumps" / "step_00000003"
+    words = ("objective.kl=none", "objective.kl_coefficient=", "routing.reference_replay=off")
+    words += ("--from-dump", dump, "--checkpoint", tmp_path / "lost", "--layouts", "tp=2", "dp=2")
+    result = gspo("verify", dumped_run, *words)
+    assert result.returncode == 0, result.stderr[-3000:]
+    same = "not finite, in the same places as the reference: loss, grad norm, "
+    assert result.stdout.count(same) == 2
+    assert figures(result.stdout)["equal"] == 1
 
 
 @pytest.mark.full

@@ -157,8 +157,7 @@ def damaged(folder: Path, kind: str) -> str:
     [file, *_] = sorted((folder / "rollouts").iterdir())
     content = bytearray(file.read_bytes())
     if kind == "altered":
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        flip_a_bit(file)
     elif kind == "cut short":
         file.write_bytes(content[:-1])
     elif kind == "missing":
@@ -262,6 +261,19 @@ def test_the_weights_are_the_newest_that_are_not_later(tmp_path: Path) -> None:
         f"{rolled} is damaged and not used: weights: cut short, it has 3 of 4 bytes",
     )
 
+    flip_a_bit(exact / "weights")
+    found = find_weights(dump, run.config, None)
+    assert (found.checkpoint, found.is_start, found.optimizer) == (older, False, False)
+    assert found.notes[1] == (
+        f"{exact} is damaged and not used: weights: altered, its checksum is not the manifest's"
+    )
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
 
 def test_the_first_step_begins_where_the_warm_start_ended(tmp_path: Path) -> None:
     warmed = {"training": {"warm_start": {"steps": 9}}}
@@ -298,7 +310,31 @@ def test_a_reference_policy_wants_the_weights_that_rl_started_from(tmp_path: Pat
     checkpoint = run.checkpoint(Position("rl", 3))
     with pytest.raises(DataError, match=f"{REFERENCE}: missing; objective.kl = k3 wants"):
         find_weights(dump, run.config, None)
+    reference_beside(checkpoint)
+    assert find_weights(dump, run.config, None).is_start
+
+
+def reference_beside(checkpoint: Path) -> Path:
+    """One of 4 bytes; returns its file."""
     publication = Publication(checkpoint.parent, REFERENCE)
     publication.begin()
-    publication.publish({})
-    assert find_weights(dump, run.config, None).is_start
+    (publication.folder / "weights").write_bytes(b"1234")
+    files = {"weights": record_of(publication.folder / "weights")}
+    return publication.publish(files) / "weights"
+
+
+@pytest.mark.parametrize("warmed", [True, False])
+def test_a_damaged_reference_is_named_where_it_is_needed(tmp_path: Path, warmed: bool) -> None:
+    kl = {"kl": "k3", "kl_coefficient": 0.1}
+    training = {"warm_start": {"steps": 9 * warmed}}
+    run = Run(tmp_path, sections={"objective": kl, "training": training})
+    dump = run.dump(4)
+    checkpoint = run.checkpoint(Position("rl", 3))
+    file = reference_beside(checkpoint)
+    flip_a_bit(file)
+    for given in (None, str(checkpoint)):
+        with pytest.raises(DataError, match=f"{file.parent}: weights: altered") as raised:
+            find_weights(dump, run.config, given)
+        assert ("move it away" in str(raised.value)) != warmed
+    without = tiny_config(training=training)
+    assert find_weights(dump, without, None).checkpoint == checkpoint

@@ -1,0 +1,95 @@
+"""RL on published weights by the real command: read from their folder, or converted before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from gspo_megatron.checkpoint.hf.offline import megatron_to_hf
+from gspo_megatron.cli.main import main
+from tests.e2e.conftest import Command, write_config
+from tests.e2e.resuming import assert_same_run, make_small, train
+from tests.e2e.test_convert import TOLERANCE, logits_by_transformers, logits_of_checkpoint
+from tests.unit.checkpoint.hf.published import assert_same_bits, read_folder, write_model
+
+VOCABULARY = 53  # of the published model: the tokenizer has fewer pieces
+LAYOUT = "tp=2,pp=2,ep=2"
+LAST = "rl_00000002"
+
+
+@dataclass
+class Published:
+    """A published model, and a run of two RL steps that began at its conversion."""
+
+    source: Path
+    config: Path
+
+    @property
+    def run(self) -> Path:
+        return self.config.parent / "run"
+
+
+@pytest.fixture(scope="module")
+def published(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    folder = tmp_path_factory.mktemp("published")
+    source = write_model(folder / "source", "qwen3_moe", seed=9, vocab_size=VOCABULARY)
+    checkpoint = folder / "start"
+    assert main(["convert", "hf-to-megatron", str(source), str(checkpoint)]) == 0
+    config = rl_config(toy, folder, {**sizes(checkpoint), "checkpoint_path": str(checkpoint)})
+    train(config)
+    return Published(source, config)
+
+
+def sizes(checkpoint: Path) -> dict[str, Any]:
+    """The keys of `model` that say what a checkpoint of ours holds."""
+    shape = json.loads((checkpoint / "model.json").read_text())["shape"]
+    names = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings", "megatron")
+    return {name: shape[name] for name in names}
+
+
+def rl_config(toy: Path, folder: Path, model: dict[str, Any]) -> Path:
+    return make_small(
+        write_config(toy, folder),
+        model={"megatron": {}, **model},
+        parallel={"layout": LAYOUT},
+        training={"warm_start": {"steps": 0}},
+    )
+
+
+def test_read_from_the_folder_the_run_is_the_same(
+    toy: Path, tmp_path: Path, published: Published
+) -> None:
+    """Bit for bit: metrics, samples, weights and moments."""
+    config = rl_config(toy, tmp_path, {"hf_path": str(published.source)})
+    train(config)
+    assert_same_run(tmp_path / "run", published.run, LAST)
+
+
+def test_what_was_trained_is_a_model_of_transformers(
+    gspo: Command, tmp_path: Path, published: Published
+) -> None:
+    """Converted by two processes and by one; and it is what Megatron-Core computes with."""
+    pytest.importorskip("transformers")
+    by_two, by_one = tmp_path / "by-two", tmp_path / "by-one"
+    result = gspo("convert", "megatron-to-hf", published.run, by_two, "--layout", "tp=2,ep=2")
+    assert result.returncode == 0, result.stderr
+    megatron_to_hf(published.run, by_one)
+    found, began = read_folder(by_two), read_folder(published.source)
+    assert_same_bits(found, read_folder(by_one))
+    assert found.keys() == began.keys()
+    still = [name for name, tensor in began.items() if torch.equal(tensor, found[name])]
+    assert not still, f"not trained: {still}"
+
+    tokens = torch.randint(VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(4))
+    theirs = logits_by_transformers(by_two, tokens)
+    assert torch.equal(theirs, logits_by_transformers(by_one, tokens))
+    values = yaml.safe_load(published.config.read_text()) | {"parallel": {"layout": "tp=1"}}
+    (tmp_path / "alone.yaml").write_text(yaml.safe_dump(values))
+    ours = logits_of_checkpoint(published.run / "checkpoints", tmp_path / "alone.yaml", tokens)
+    torch.testing.assert_close(theirs[0], ours, rtol=TOLERANCE, atol=TOLERANCE)
