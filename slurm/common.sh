@@ -95,7 +95,7 @@ gspo_main() {
         case $word in
         --check-only) check_only=1 ;;
         # The folder of a run that is gone on with is not empty.
-        --fresh) [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || flags+=(--fresh) ;;
+        --fresh) [ -e "$(gspo_checked)" ] || flags+=(--fresh) ;;
         -*)
             gspo_say "$word: not known; legal: --check-only, --fresh; options for Slurm come before the script"
             exit 2
@@ -108,15 +108,17 @@ gspo_main() {
         exit 2
     fi
     gspo_set_up
-    # Not again for a job that comes back: it has trained with this configuration.
-    if [ -n "$check_only" ] || [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ]; then
+    # Not again for a job that comes back with what was found sound.
+    if [ -n "$check_only" ] || [ ! -e "$(gspo_checked)" ]; then
+        gspo_gpu_memory
         # As the command will read it: the file of another stage is refused here.
         gspo_python check "${words[@]}" "${flags[@]}" --stage "${command/#train/rl}" \
-            --world-size "$SLURM_NTASKS"
+            --world-size "$SLURM_NTASKS" "${gspo_memory_options[@]}"
         code=$?
         if [ -n "$check_only" ] || [ $code -ne 0 ]; then
             exit $code
         fi
+        : >"$(gspo_checked)" || exit
     fi
     gspo_preflight "${words[@]}" || gspo_end $?
     if [ -n "$gspo_told_to_stop" ]; then
@@ -142,11 +144,35 @@ gspo_main() {
     gspo_end "$code"
 }
 
+# Sets what tells the check how much memory a GPU has (gspo_memory_options), in GB: what
+# GSPO_GPU_MEMORY says, else the smallest GPU of this host. Nothing where there is none.
+gspo_gpu_memory() {
+    local gigabytes=${GSPO_GPU_MEMORY:-}
+    # Of a job that hides the GPUs, the tasks use none.
+    if [ -z "$gigabytes" ] && [ -n "${CUDA_VISIBLE_DEVICES-all}" ] && command -v nvidia-smi >/dev/null; then
+        # A line a GPU, in MiB; or words, where one does not tell.
+        gigabytes=$(timeout 30 nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits |
+            awk '/^ *[0-9]+ *$/ && (!least || $1 < least) { least = $1 }
+                END { printf "%d", least * 1.048576 / 1000 }')
+    fi
+    gspo_memory_options=()
+    case $gigabytes in
+    '' | 0 | none) ;;
+    *) gspo_memory_options=(--gpu-memory "$gigabytes") ;;
+    esac
+}
+
+# The file that says that the job was checked. A start may be over before: where its node dies, or
+# somebody requeues it.
+gspo_checked() { echo "$PWD/.gspo-megatron-$SLURM_JOB_ID-checked"; }
+
 # Measure the nodes: one that is slow or broken ends the job, with its name in the log. Where nobody
 # says, on GPUs alone: cores that others use too are no measure.
 gspo_preflight() {
     [ "${GSPO_PREFLIGHT:-${SLURM_GPUS_ON_NODE:+1}}" = 1 ] || return 0
-    gspo_run_tasks "$GSPO_PYTHON" -m gspo_megatron preflight "$@"
+    local options=()
+    read -ra options <<<"${GSPO_PREFLIGHT_OPTIONS:-}"
+    gspo_run_tasks "$GSPO_PYTHON" -m gspo_megatron preflight "$@" "${options[@]}"
 }
 
 # The job's state, as Slurm has it.
@@ -248,9 +274,13 @@ gspo_end() {
     local state
     if [ "$1" -ne $GSPO_STOPPED ]; then
         gspo_forget_kills
+        rm -f "$(gspo_checked)"
         exit "$1"
     fi
     state=$(gspo_state)
+    if [ "$state" = CANCELLED ] || [ "${GSPO_REQUEUE:-1}" = 0 ]; then
+        rm -f "$(gspo_checked)"
+    fi
     if [ "$state" != RUNNING ]; then
         # Cancelled by its owner, or in the queue again by Slurm's own doing.
         gspo_say "the job is $state, and left as it is"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 # Set at import, before any test module imports torch, matplotlib or a tokenizer library.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +21,22 @@ for _name in filter(_LAUNCHER.fullmatch, list(os.environ)):
 
 import pytest  # noqa: E402
 
+_ALONE = "pytest to be called for tests/gpu alone"
+_GPU_TESTS = Path(__file__).resolve().parent / "gpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs, unless pytest was called for tests/gpu alone: what is tested with four ranks
+    is, on a workstation with fewer GPUs, refused by ranks that have none of their own."""
+    if not of_gpus_alone(config.args, config.invocation_params.dir):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when torch first asks for a device
+
+
+def of_gpus_alone(arguments: Sequence[str], folder: Path) -> bool:
+    """Whether all of pytest's arguments, relative to a folder, are tests of tests/gpu."""
+    paths = [(folder / argument.partition("::")[0]).resolve() for argument in arguments]
+    return bool(paths) and all(path.is_relative_to(_GPU_TESTS) for path in paths)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` where there is no GPU."""
@@ -29,4 +47,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in gpu_tests:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU, and {_ALONE}"))

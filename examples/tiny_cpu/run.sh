@@ -14,6 +14,10 @@ gspo="python -m gspo_megatron"
 read -ra pretrain <<<"${PRETRAIN:-}"
 read -ra sft <<<"${SFT:-}"
 
+# Four ranks, each of which would want a GPU of its own where there are any: a workstation has fewer.
+# CUDA_VISIBLE_DEVICES=0,1,2,3 in front of the command runs it on four.
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-}
+
 seed=1 rl=runs/tiny_cpu folder=
 for word in "$@"; do
     name=${word%%=*} value=${word#*=}

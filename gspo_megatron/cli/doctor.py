@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from gspo_megatron.cli.arguments import Commands, new_parser
 _REQUIRED = ("torch", "megatron-core")
 _BYTES_PER_GIB = 2**30
 _TIMEOUT_SECONDS = 10.0  # of programs that ask a driver or a Slurm controller
+_IMPORT_SECONDS = 60.0  # of Transformer Engine, from a shared file system
 
 # Optional packages that the record of a run does not name, and what each is for.
 _OPTIONAL = {
@@ -50,10 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
     from gspo_megatron.observe.environment import describe_environment
 
     environment = describe_environment()
-    _print("installed", findings(environment))
-    _print("fused paths", fused_paths(environment))
+    trouble = engine_trouble()
+    _print("installed", findings(environment, trouble))
+    _print("fused paths", fused_paths(environment, trouble))
     _print("Slurm", slurm(os.environ))
-    _print("missing, and how to get it", remedies(environment))
+    _print("missing, and how to get it", remedies(environment, trouble))
     missing = [name for name in _REQUIRED if environment["versions"][name] is None]
     return 1 if missing else 0
 
@@ -75,8 +78,8 @@ def _print(title: str, rows: Sequence[tuple[str, str]]) -> None:
     Console(highlight=False).print(table, markup=False)
 
 
-def findings(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and texts of what was found, given `describe_environment()`."""
+def findings(environment: Mapping[str, Any], trouble: str | None = None) -> list[tuple[str, str]]:
+    """Names and texts of what was found, given `describe_environment()` and `engine_trouble()`."""
     versions: Mapping[str, str | None] = environment["versions"]
     cpu = environment["cpu"]
     rows = [
@@ -87,7 +90,7 @@ def findings(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [(name, _version(name) or "not installed") for name in _OPTIONAL]
     return [
         *rows,
-        ("transformer-engine", _transformer_engine(versions["transformer-engine"])),
+        ("transformer-engine", _transformer_engine(versions["transformer-engine"], trouble)),
         ("apex", apex()),
         ("cpu", f"{cpu['count']} x {cpu['name'] or 'unknown'}"),
         ("cuda", cuda(environment["gpu"])),
@@ -187,7 +190,41 @@ def nccl() -> str:
     return ".".join(str(part) for part in library.version() if part != "")
 
 
-def _transformer_engine(version: str | None) -> str:
+def engine_trouble() -> str | None:
+    """Why Transformer Engine, which is there, does not import; None: it does, or is not there.
+
+    In a process of its own: a library that is missing or built for another torch may end it.
+    """
+    if not _found("transformer_engine"):
+        return None
+    command = [sys.executable, "-c", _IMPORT_ENGINE]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"nothing after {_IMPORT_SECONDS:g} s"
+    if done.returncode == 0:
+        return None
+    if done.returncode == _IMPORT_FAILED and done.stdout.strip():
+        return done.stdout.strip().splitlines()[-1]
+    return f"it ends the process with {done.returncode}"  # -11: a segmentation fault
+
+
+_IMPORT_FAILED = 3
+_IMPORT_ENGINE = f"""
+try:
+    import transformer_engine.pytorch
+except BaseException as error:
+    print()
+    print((type(error).__name__ + ": " + str(error)).splitlines()[0])
+    raise SystemExit({_IMPORT_FAILED})
+"""
+
+
+def _transformer_engine(version: str | None, trouble: str | None) -> str:
+    if trouble is not None:
+        return f"{version or 'unknown version'}, but it does not import: {trouble}"
     if version is None:
         return "not installed: layers are plain torch (model.backend = torch_native), no FP8"
     if not _found("transformer_engine"):
@@ -195,13 +232,17 @@ def _transformer_engine(version: str | None) -> str:
     return version
 
 
-def fused_paths(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Which implementation a run takes for what has several."""
+def fused_paths(
+    environment: Mapping[str, Any], trouble: str | None = None
+) -> list[tuple[str, str]]:
+    """Which implementation a run takes for what has several, given `engine_trouble()`."""
     if not _found("torch"):
         return []
     from torch.nn import functional
 
     has_gpu = environment["gpu"] is not None
+    if has_gpu and trouble is not None:
+        return [("layers", "Transformer Engine, which does not import: repair or remove it")]
     engine = has_gpu and _found("transformer_engine")
     nvidia = has_gpu and has_nvidia_apex()
     torch_grouped = "torch's grouped_mm" if hasattr(functional, "grouped_mm") else "one by one"
@@ -258,8 +299,8 @@ def slurm(variables: Mapping[str, str]) -> list[tuple[str, str]]:
     return [*rows, ("job", said or "this process is in none")]
 
 
-def remedies(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What is not there and may be wanted, and how to get it."""
+def remedies(environment: Mapping[str, Any], trouble: str | None = None) -> list[tuple[str, str]]:
+    """What is not there, or does not work, and may be wanted, and how to get it."""
     versions: Mapping[str, str | None] = environment["versions"]
     gpu = environment["gpu"]
     rows = [
@@ -268,11 +309,19 @@ def remedies(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
         if versions[name] is None
     ]
     uses = {"vllm": "rollouts by vLLM", **{n: u for n, u in _OPTIONAL.items() if n in _EXTRAS}}
-    if gpu is not None:
+    if gpu is not None and trouble is None:
         uses = {"transformer-engine": "fused layers and FP8; compiles for a while", **uses}
     for name, use in uses.items():
         if versions.get(name, None) is None and _version(name) is None:
             rows.append((name, f"pip install 'gspo-megatron[{_EXTRAS[name]}]' ({use})"))
+    if trouble is not None:
+        rows.append(
+            (
+                "transformer-engine",
+                "pip install --force-reinstall --no-deps --no-build-isolation "
+                "transformer-engine-torch compiles it for this torch; or do without it",
+            )
+        )
     if _found("apex") and not has_nvidia_apex():
         rows.append(("apex", "pip uninstall apex; NVIDIA's is built from its repository"))
     if gpu is None and driver() not in ("none", "no GPU"):

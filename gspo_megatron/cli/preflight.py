@@ -31,9 +31,9 @@ def add_parser(commands: Commands) -> None:
     )
     parser.description += (
         ". Every rank looks at its device and multiplies matrices; then each kind of group of the "
-        "layout exchanges messages. A host that has no device, another one than most, or is much "
-        f"slower than its peers is named, and the exit code is {UNFIT}. Run it as the training: by "
-        "srun, by torchrun, or alone."
+        "layout exchanges messages. A host that has no device, another device or driver than most, "
+        "or is much slower than its peers or than such a device should be, is named, and the exit "
+        f"code is {UNFIT}. Run it as the training: by srun, by torchrun, or alone."
     )
     add_config(parser)
     parser.add_argument(
@@ -53,7 +53,8 @@ def add_parser(commands: Commands) -> None:
         default={},
         metavar="NAME=NUMBER,...",
         help="smallest figures besides: matmul in TFLOP/s; tp, cp, dp (all-reduce), ep "
-        "(all-to-all) and pp (send/recv) in GB/s, as in matmul=600,dp=40",
+        "(all-to-all) and pp (send/recv) in GB/s, as in matmul=600,dp=40; unless given, low ones "
+        "for A100, H100, H200 and B200 (the table has them), and none for other devices; 0: none",
     )
 
 
@@ -104,13 +105,14 @@ def show(verdict: Verdict) -> None:
     if verdict.rows:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="preflight", title_justify="left")
         table.add_column("measure")
-        for name in ("median", "slowest", "share"):
+        for name in ("median", "slowest", "share", "expected at least"):
             table.add_column(name, justify="right")
         table.add_column("unit")
         table.add_column("slowest is", overflow="fold")
         for row in verdict.rows:
             share = row.slowest.value / row.median if row.median else 1.0
-            figures = (f"{row.median:,.4g}", f"{row.slowest.value:,.4g}", f"{share:.0%}")
+            least = "-" if row.slowest.least is None else f"{row.slowest.least:,.4g}"
+            figures = (f"{row.median:,.4g}", f"{row.slowest.value:,.4g}", f"{share:.0%}", least)
             table.add_row(row.measure, *figures, row.unit, str(row.slowest))
         console().print(table, markup=False)
     if not verdict.problems:

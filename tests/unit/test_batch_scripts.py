@@ -4,6 +4,7 @@ and for Python, that write down how they were called. On a real cluster: tests/s
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -53,6 +54,11 @@ echo "apptainer $*" >>"$CALLS"
 while [ "$1" != python ]; do shift; done
 "$@"
 """
+_NVIDIA_SMI = """
+echo "nvidia-smi $*" >>"$CALLS"
+[ -n "${MEMORY:-}" ] || exit 9
+printf '%b' "$MEMORY"
+"""
 
 
 @dataclass
@@ -87,7 +93,13 @@ class Job:
 def job(tmp_path: Path) -> Job:
     programs = tmp_path / "bin"
     programs.mkdir()
-    stand_ins = {"srun": _SRUN, "scontrol": _SCONTROL, "python": _PYTHON, "apptainer": _APPTAINER}
+    stand_ins = {
+        "srun": _SRUN,
+        "scontrol": _SCONTROL,
+        "python": _PYTHON,
+        "apptainer": _APPTAINER,
+        "nvidia-smi": _NVIDIA_SMI,  # as on a host without a GPU, unless MEMORY is set
+    }
     for name, text in stand_ins.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}")
         (programs / name).chmod(0o755)
@@ -144,16 +156,51 @@ def test_the_nodes_are_measured_first_where_there_are_gpus(job: Job) -> None:
     code, out = job.run("c.yaml", "a=1", "--fresh")
     assert code == 69 and "failed with exit code 69" in out
     assert job.calls("python")[1:] == [preflight, preflight]
-    job.environ |= {"PREFLIGHT": "0", "SLURM_RESTART_COUNT": "1"}
+    job.environ["PREFLIGHT"] = "0"
     assert job.run("c.yaml", "a=1")[0] == 0
-    assert job.calls("python")[3:] == [preflight, preflight, TRAIN, TRAIN]
+    assert job.calls("python")[3:] == [CHECK, preflight, preflight, TRAIN, TRAIN]
     job.environ["GSPO_PREFLIGHT"] = "0"
     assert job.run("c.yaml", "a=1")[0] == 0
-    assert job.calls("python")[7:] == [TRAIN, TRAIN]
+    assert job.calls("python")[8:] == [CHECK, TRAIN, TRAIN]
     del job.environ["SLURM_GPUS_ON_NODE"]
-    job.environ["GSPO_PREFLIGHT"] = "1"
+    job.environ |= {"GSPO_PREFLIGHT": "1", "GSPO_PREFLIGHT_OPTIONS": "--minimum=dp=0 --share=0.5"}
     assert job.run("c.yaml", "a=1")[0] == 0
-    assert job.calls("python")[9:] == [preflight, preflight, TRAIN, TRAIN]
+    with_options = f"{preflight} --minimum=dp=0 --share=0.5"
+    assert job.calls("python")[11:] == [CHECK, with_options, with_options, TRAIN, TRAIN]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({"MEMORY": "81559\\n40960\\n81559\\n"}, " --gpu-memory 42"),  # MiB, and GB of 10^9 bytes
+        ({"MEMORY": "[N/A]\\n 81559\\n"}, " --gpu-memory 85"),
+        ({"MEMORY": "[N/A]\\n"}, ""),
+        ({"MEMORY": "81559\\n", "GSPO_GPU_MEMORY": "141"}, " --gpu-memory 141"),
+        ({"MEMORY": "81559\\n", "GSPO_GPU_MEMORY": "0"}, ""),
+        ({"MEMORY": "81559\\n", "GSPO_GPU_MEMORY": "none"}, ""),
+        ({"MEMORY": "81559\\n", "CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_check_knows_the_memory_of_a_gpu(
+    job: Job, changes: dict[str, str], options: str
+) -> None:
+    job.environ |= changes
+    code, out = job.run("c.yaml", "a=1", "--check-only")
+    assert code == 0, out
+    assert job.calls("python") == [CHECK + options]
+    query = "nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"
+    is_asked = not {"GSPO_GPU_MEMORY", "CUDA_VISIBLE_DEVICES"} & set(changes)
+    assert job.calls("nvidia-smi") == [query] * is_asked
+
+
+def test_a_host_without_nvidia_smi(job: Job) -> None:
+    (job.folder / "bin" / "nvidia-smi").unlink()
+    if shutil.which("nvidia-smi") is not None:
+        pytest.skip("this machine has one")
+    code, out = job.run("c.yaml", "a=1", "--check-only")
+    assert code == 0 and "nvidia-smi" not in out
+    assert job.calls("python") == [CHECK]
 
 
 def test_check_only(job: Job) -> None:
@@ -162,12 +209,24 @@ def test_check_only(job: Job) -> None:
     assert job.calls("python") == [CHECK]
 
 
-def test_fresh_is_for_the_first_start(job: Job) -> None:
-    assert job.run("c.yaml", "a=1", "--fresh")[0] == 0
-    job.environ["SLURM_RESTART_COUNT"] = "1"
-    assert job.run("c.yaml", "a=1", "--fresh")[0] == 0
+def test_the_check_and_fresh_are_for_the_first_start(job: Job) -> None:
+    words = ("c.yaml", "a=1", "--fresh")
+    job.environ |= {"TASK_0": "75", "TASK_1": "75"}
+    assert job.run(*words)[0] == 75
+    job.environ |= {"SLURM_RESTART_COUNT": "1", "TASK_0": "0", "TASK_1": "0"}
+    assert job.run(*words)[0] == 0
     fresh, check = f"{TRAIN} --fresh", CHECK.replace("--stage", "--fresh --stage")
     assert job.calls("python") == [check, fresh, fresh, TRAIN, TRAIN]
+    assert not list(job.folder.glob(".gspo-megatron*"))
+
+
+def test_a_job_that_was_requeued_before_its_check_is_checked(job: Job) -> None:
+    job.environ |= {"SLURM_RESTART_COUNT": "1", "CHECK": "2"}
+    assert job.run("c.yaml", "a=1", "--fresh")[0] == 2
+    assert job.calls("python") == [CHECK.replace("--stage", "--fresh --stage")]
+    job.environ["CHECK"] = "0"
+    assert job.run("c.yaml", "a=1")[0] == 0
+    assert job.calls("python")[1:] == [CHECK, TRAIN, TRAIN]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +254,7 @@ def test_but_not_always(job: Job, changes: dict[str, str], told: str) -> None:
     code, out = job.run("c.yaml")
     assert code == 75 and told in out
     assert "scontrol requeue 7" not in job.calls("scontrol")
+    assert not list(job.folder.glob(".gspo-megatron*"))
 
 
 def test_the_code_of_a_job_is_that_of_the_task_that_failed(job: Job) -> None:

@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gspo_megatron.platform.preflight.expected import expected
+
 MEMORY = "free memory"
 UNITS = {"matmul": "TFLOP/s", "clock": "MHz", MEMORY: "GiB"}
 LINK_UNIT = "GB/s"
@@ -31,6 +33,7 @@ class Report:
     host: str
     device: str  # the GPU's name, or cpu
     wrong: str | None = None  # why it cannot take part
+    driver: str | None = None  # its version; None: nobody tells, or there is no GPU
     is_cut_off: bool = False  # wrong while it talked to others, and so perhaps one of theirs
     figures: Mapping[str, float] = field(default_factory=dict)  # by measure; more is better
     # by measure, where it is a figure of several ranks together: those ranks
@@ -44,6 +47,7 @@ class Unit:
     ranks: tuple[int, ...]
     hosts: frozenset[str]
     value: float
+    least: float | None = None  # that it is expected to reach, whatever its peers do
 
     def __str__(self) -> str:
         hosts = ", ".join(sorted(self.hosts))
@@ -88,27 +92,40 @@ def excused(reports: Iterable[Report], missing: Mapping[int, str], why: str) -> 
 def judge_devices(reports: Sequence[Report]) -> dict[str, list[str]]:
     """What is wrong, by host, before anything is measured."""
     problems: dict[str, list[str]] = defaultdict(list)
-    devices = Counter(report.device for report in reports if report.wrong is None)
+    sound = [report for report in reports if report.wrong is None]
+    usual_device = _most_common(report.device for report in sound)
+    usual_driver = _most_common(report.driver for report in sound if report.driver)
     for report in reports:
+        said = None
         if report.wrong is not None:
-            problems[report.host].append(f"rank {report.rank}: {report.wrong}")
-        elif report.device != (usual := devices.most_common(1)[0][0]):
-            problems[report.host].append(
-                f"rank {report.rank} has {_named(report.device)}, and most have {_named(usual)}"
-            )
+            said = f"rank {report.rank}: {report.wrong}"
+        elif report.device != usual_device:
+            said = f"rank {report.rank} has {_named(report.device)}, and most have "
+            said += _named(usual_device)
+        elif report.driver not in (None, usual_driver):
+            said = f"rank {report.rank} has driver {report.driver}, and most have {usual_driver}"
+        if said is not None:
+            problems[report.host].append(said)
     return dict(problems)
+
+
+def _most_common(names: Iterable[str]) -> str:
+    """Nothing where there are none."""
+    counted = Counter(names).most_common(1)
+    return counted[0][0] if counted else ""
 
 
 def judge(reports: Sequence[Report], share: float, minima: Mapping[str, float]) -> Verdict:
     """Hold every figure against `share` of its peers' median, and against `minima` (by a key of
-    MAIN_OPERATION). Peers of a rank are all others; of a group, those over as many hosts."""
+    MAIN_OPERATION) or, where these say nothing, against what the device is expected to reach. Peers
+    of a rank are all others; of a group, those over as many hosts."""
     problems: dict[str, list[str]] = defaultdict(list)
     for host, lines in judge_devices(reports).items():
         problems[host] += lines
     rows, slow_groups = [], []
     smallest = {MAIN_OPERATION[name]: value for name, value in minima.items()}
     for measure in _measures(reports):
-        units = _units(reports, measure)
+        units = _units(reports, measure, smallest)
         rows.append(
             Row(
                 measure,
@@ -116,7 +133,7 @@ def judge(reports: Sequence[Report], share: float, minima: Mapping[str, float]) 
                 min(units, key=lambda unit: unit.value),
             )
         )
-        for unit, reason in _slow(measure, units, share, smallest.get(measure)):
+        for unit, reason in _slow(measure, units, share):
             if len(unit.ranks) == 1:
                 problems[min(unit.hosts)].append(f"rank {unit.ranks[0]}: {reason}")
             else:
@@ -141,32 +158,36 @@ def _measures(reports: Sequence[Report]) -> list[str]:
     return list(dict.fromkeys(name for report in reports for name in report.figures))
 
 
-def _units(reports: Sequence[Report], measure: str) -> list[Unit]:
+def _units(reports: Sequence[Report], measure: str, smallest: Mapping[str, float]) -> list[Unit]:
     """A group's figure is that of its slowest member."""
     hosts = {report.rank: report.host for report in reports}
     values: dict[tuple[int, ...], float] = {}
+    devices: dict[tuple[int, ...], str] = {}
     for report in reports:
         if measure in report.figures:
             ranks = tuple(report.groups.get(measure, (report.rank,)))
             value = report.figures[measure]
             values[ranks] = min(value, values.get(ranks, value))
-    return [
-        Unit(ranks, frozenset(hosts[rank] for rank in ranks), value)
-        for ranks, value in values.items()
-    ]
+            devices[ranks] = report.device
+    units = []
+    for ranks, value in values.items():
+        its_hosts = frozenset(hosts[rank] for rank in ranks if rank in hosts)  # some are excused
+        least = smallest.get(measure)
+        if least is None and measure in MAIN_OPERATION.values():
+            least = expected(devices[ranks], measure, len(ranks), len(its_hosts))
+        units.append(Unit(ranks, its_hosts, value, least or None))
+    return units
 
 
-def _slow(
-    measure: str, units: Sequence[Unit], share: float, smallest: float | None
-) -> Iterator[tuple[Unit, str]]:
+def _slow(measure: str, units: Sequence[Unit], share: float) -> Iterator[tuple[Unit, str]]:
     share = max(share, MEMORY_SHARE) if measure == MEMORY else share
     unit_name = UNITS.get(measure, LINK_UNIT)
     for spread in sorted({len(unit.hosts) for unit in units}):
         alike = [unit for unit in units if len(unit.hosts) == spread]
         for unit in alike:
             said = f"{measure} {unit.value:,.3g} {unit_name}"
-            if smallest is not None and unit.value < smallest:
-                yield unit, f"{said}, less than {smallest:,.3g}"
+            if unit.least is not None and unit.value < unit.least:
+                yield unit, f"{said}, less than {unit.least:,.3g}"
                 continue
             if len(alike) < 2:
                 continue  # nothing to compare with

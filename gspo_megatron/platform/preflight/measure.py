@@ -1,4 +1,4 @@
-"""What a rank finds out about itself and its groups: at most a few seconds, at most 192 MiB."""
+"""What a rank finds out about itself and its groups: at most a few seconds, at most 256 MiB."""
 
 from __future__ import annotations
 
@@ -52,7 +52,12 @@ def look(rank: int, precision: str) -> Report:
         if lacks is not None:
             return replace(report, wrong=f"training.precision = {precision} {lacks}")
         free, _ = torch.cuda.mem_get_info(device)
-        return replace(report, figures={MEMORY: free / _BYTES_PER_GIB})
+        drivers = (_tool("--query-gpu=driver_version", "--format=csv,noheader") or "").split()
+        return replace(
+            report,
+            driver=drivers[0] if drivers else None,
+            figures={MEMORY: free / _BYTES_PER_GIB},
+        )
     except Exception as error:  # noqa: BLE001 (whatever it is, the host is to be named with it)
         return replace(report, wrong=_first_line(error))
 
@@ -73,11 +78,7 @@ def measure(
     far it has come is in the store, done/<rank>."""
     try:
         device = select_device()
-        figures = {**report.figures, "matmul": matmul_rate(device)}
-        clock = _clock(device)
-        if clock is not None:
-            figures["clock"] = clock
-        report = replace(report, figures=figures)
+        report = replace(report, figures={**report.figures, **_speed(device)})
     except Exception as error:  # noqa: BLE001 (as above)
         return replace(report, wrong=_first_line(error))
     if parallel.world_size == 1:
@@ -137,8 +138,20 @@ def _groups() -> Mapping[str, dist.ProcessGroup]:
     return {kind: group for kind, group in found.items() if group.size() > 1}
 
 
-def matmul_rate(device: torch.device) -> float:
-    """TFLOP/s of square matrix products one after the other, bf16 on a GPU and fp32 on a CPU."""
+def _speed(device: torch.device) -> dict[str, float]:
+    """The rate of matrix products, and the clock meanwhile where nvidia-smi tells it."""
+    multiply = multiplication(device)
+    figures = {"matmul": matmul_rate(multiply, device)}
+    if device.type == "cuda":
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+        clock = uuid and busy_clock(lambda: _seconds(multiply, device), f"GPU-{uuid}")
+        if clock:
+            figures["clock"] = clock
+    return figures
+
+
+def multiplication(device: torch.device) -> Callable[[], None]:
+    """A product of square matrices of _MATMUL_SIZE, bf16 on a GPU and fp32 on a CPU."""
     size = _MATMUL_SIZE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left = torch.ones((size, size), dtype=dtype, device=device)
@@ -147,12 +160,43 @@ def matmul_rate(device: torch.device) -> float:
     def multiply() -> None:
         torch.mm(left, left, out=out)
 
+    return multiply
+
+
+def matmul_rate(multiply: Callable[[], None], device: torch.device) -> float:
+    """TFLOP/s of such products one after the other."""
     _seconds(multiply, device)  # loads libraries
     count = took = 0.0
     while took < MATMUL_SECONDS:
         took += _seconds(multiply, device)
         count += 1
-    return count * 2 * size**3 / took / 1e12
+    return count * 2 * _MATMUL_SIZE[device.type] ** 3 / took / 1e12
+
+
+def busy_clock(work: Callable[[], object], gpu: str) -> float | None:
+    """MHz of a GPU's multiprocessors while it does `work`, again and again until nvidia-smi has
+    answered: that takes long enough for an idle GPU to lower its clock. None where it does not
+    tell."""
+    query = ["--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={gpu}"]
+    try:
+        tool = subprocess.Popen(
+            ["nvidia-smi", *query], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    except OSError:
+        return None
+    with tool:
+        end = time.monotonic() + _TOOL_SECONDS
+        while tool.poll() is None:
+            work()
+            if time.monotonic() > end:
+                tool.kill()
+                return None
+        assert tool.stdout is not None
+        text = tool.stdout.read()
+    try:
+        return float(text) if tool.returncode == 0 else None
+    except ValueError:
+        return None  # [N/A], as on a part of a GPU
 
 
 def link_rates(
@@ -218,21 +262,6 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
-
-
-def _clock(device: torch.device) -> float | None:
-    """MHz of the multiprocessors right after the matrix products; None where nvidia-smi does not
-    tell."""
-    if device.type != "cuda":
-        return None
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    text = uuid and _tool(
-        "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id=GPU-{uuid}"
-    )
-    try:
-        return float(text) if text else None
-    except ValueError:
-        return None  # [N/A], as on a part of a GPU
 
 
 def _tool(*options: str) -> str | None:

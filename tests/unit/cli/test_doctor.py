@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from gspo_megatron.cli import doctor
 from gspo_megatron.cli.main import main
 from gspo_megatron.observe import environment
+
+GPU = {"names": ["H200"], "memory_bytes": [139 * 2**30], "cuda": "13.2"}
 
 
 @pytest.fixture
@@ -53,6 +56,61 @@ def test_transformer_engine_without_its_module_is_damaged(modules: set[str]) -> 
     assert "damaged" in found["transformer-engine"]
     modules.add("transformer_engine")
     assert dict(doctor.findings(described(transformer_engine="2.1")))["transformer-engine"] == "2.1"
+
+
+def to_be_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process and others find the modules in a folder."""
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(folder)
+    # hidden where a test before this one has imported Megatron-Core on a CPU
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("", None),
+        (
+            "raise OSError('libcudart.so.12: not found\\nand more')",
+            "OSError: libcudart.so.12: not found",
+        ),
+        ("print('hello'); import no_such_library", "ModuleNotFoundError: No module named"),
+        ("import os; os.kill(os.getpid(), 11)", "it ends the process with -11"),
+        ("import time; time.sleep(60)", "nothing after 3 s"),
+    ],
+)
+def test_a_transformer_engine_that_does_not_import_is_told_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, told: str | None
+) -> None:
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "pytorch" / "__init__.py").write_text(source)
+    to_be_found(tmp_path, monkeypatch)
+    if "sleep" in source:
+        monkeypatch.setattr(doctor, "_IMPORT_SECONDS", 3.0)
+    trouble = doctor.engine_trouble()
+    if told is None:
+        assert trouble is None
+        return
+    assert trouble is not None and trouble.startswith(told) and "\n" not in trouble
+    machine = described(transformer_engine="2.9") | {"gpu": GPU}
+    found = dict(doctor.findings(machine, trouble))["transformer-engine"]
+    assert found == f"2.9, but it does not import: {trouble}"
+    ((name, text),) = doctor.fused_paths(machine, trouble)
+    assert name == "layers" and "does not import" in text
+    assert "--force-reinstall" in dict(doctor.remedies(machine, trouble))["transformer-engine"]
+
+
+def test_the_import_is_tried_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "transformer_engine.py").write_text("raise ImportError('undefined symbol: _Z3')")
+    to_be_found(tmp_path, monkeypatch)
+    monkeypatch.setattr(environment, "describe_environment", described)
+    assert main(["doctor"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "does not import: ImportError: undefined symbol: _Z3" in out
 
 
 def test_a_missing_requirement_is_told_and_exits_with_1(
@@ -113,9 +171,6 @@ def test_the_drivers_version_is_its_own_tools(programs: Path) -> None:
     assert doctor.driver() == "580.65"
     write_program(programs, "nvidia-smi", "exit 9")
     assert doctor.driver() == "none"
-
-
-GPU = {"names": ["H200"], "memory_bytes": [139 * 2**30], "cuda": "13.2"}
 
 
 def test_fused_paths_are_those_that_a_run_would_take(

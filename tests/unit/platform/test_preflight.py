@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import random
 import subprocess
 import threading
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +26,12 @@ from gspo_megatron.platform.preflight.judge import (
     judge,
     judge_devices,
 )
-from gspo_megatron.platform.preflight.measure import look, matmul_rate
+from gspo_megatron.platform.preflight.measure import (
+    busy_clock,
+    look,
+    matmul_rate,
+    multiplication,
+)
 from gspo_megatron.platform.preflight.run import collect, least_advanced
 
 GPUS = 4  # of a host
@@ -141,6 +148,38 @@ def test_minima_are_of_the_operation_that_training_uses() -> None:
     assert verdict.problems["node00"][0].endswith("less than 45")
 
 
+HOPPER = "NVIDIA H100 80GB HBM3"
+
+
+def test_links_that_are_slow_everywhere_fall_short_of_what_is_expected() -> None:
+    sound = [replace(report, device=HOPPER) for report in cluster(6, 2)]
+    verdict = judge(sound, 0.7, {})
+    assert verdict.problems == {}
+    least = {row.measure: row.slowest.least for row in verdict.rows}
+    expected = {"matmul": 395, "tp all-reduce": 40, "dp all-reduce": 5}
+    assert least == {MEMORY: None, "dp send/recv": None} | expected
+    # TCP between the hosts, and PCIe within them
+    slow = {"dp all-reduce": 1.2, "tp all-reduce": 11.0}
+    reports = [replace(r, figures={**r.figures, **slow}) for r in sound]
+    problems = judge(reports, 0.7, {}).problems
+    assert set(problems) == {"node00", "node01"}
+    lines = "\n".join(problems["node01"])
+    assert "ranks 4-7: tp all-reduce 11 GB/s, less than 40" in lines
+    assert "dp all-reduce 1.2 GB/s, less than 5" in lines
+    assert judge(reports, 0.7, {"tp": 0.0, "dp": 1.0}).problems == {}
+    for unknown in ("cpu", "NVIDIA H100 PCIe", f"{HOPPER} MIG 1g.10gb"):
+        others = [replace(report, device=unknown) for report in reports]
+        assert judge(others, 0.7, {}).problems == {}
+
+
+def test_a_single_gpu_that_is_slow_has_no_peers_but_a_name() -> None:
+    report = Report(0, "n0", HOPPER, figures={"matmul": 250.0})
+    problems = judge([report], 0.7, {}).problems
+    assert problems == {"n0": ["rank 0: matmul 250 TFLOP/s, less than 395"]}
+    assert judge([report], 0.7, {"matmul": 0.0}).problems == {}
+    assert judge([replace(report, device="cpu")], 0.7, {}).problems == {}
+
+
 def test_memory_that_somebody_left_occupied() -> None:
     reports = cluster(5, 3)
     reports[6] = replace(reports[6], figures={**reports[6].figures, MEMORY: 66.0})
@@ -162,6 +201,19 @@ def test_devices_that_are_missing_or_of_another_kind() -> None:
     }
 
 
+def test_another_driver_than_most_have() -> None:
+    reports = [Report(rank, host_of(rank), "H100", driver="580.65") for rank in range(12)]
+    assert judge_devices(reports) == {}
+    reports[1] = replace(reports[1], driver=None)  # it does not tell
+    reports[6] = replace(reports[6], driver="570.1")
+    reports[9] = replace(reports[9], device="A100", driver="570.1")
+    assert judge_devices(reports) == {
+        "node01": ["rank 6 has driver 570.1, and most have 580.65"],
+        "node02": ["rank 9 has A100, and most have H100"],
+    }
+    assert judge_devices([replace(report, driver=None) for report in reports[:4]]) == {}
+
+
 def test_who_only_waited_for_a_failed_rank_is_excused() -> None:
     reports = [Report(rank, host_of(rank), "H100") for rank in range(8)]
     lost = [replace(r, wrong="connection closed by peer", is_cut_off=True) for r in reports]
@@ -170,6 +222,15 @@ def test_who_only_waited_for_a_failed_rank_is_excused() -> None:
     dead = judge_devices(excused(lost[:7], {7: "node01"}, "gone"))
     assert dead == {"node01": ["rank 7: gone"]}
     assert set(judge_devices(excused(lost, {}, "gone"))) == {"node00", "node01"}
+
+
+def test_a_group_with_an_excused_rank_is_judged_by_the_others() -> None:
+    reports = cluster(1, 2)
+    broken = replace(reports[7], wrong="OutOfMemoryError", figures={}, groups={})
+    found = excused([*reports[:3], broken], {3: "node00"}, "gone")  # 3 had no time to report
+    verdict = judge(found, 0.7, {})
+    assert set(verdict.problems) == {"node01"}
+    assert "tp all-reduce" in {row.measure for row in verdict.rows}
 
 
 def test_reports_are_waited_for_and_an_error_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,8 +270,71 @@ def test_a_cpu_is_a_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("this machine has a GPU")
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     assert look(3, "bf16") == Report(3, "n7", "cpu")
-    rate = matmul_rate(torch.device("cpu"))
+    device = torch.device("cpu")
+    rate = matmul_rate(multiplication(device), device)
     assert 1e-5 < rate < 100.0  # TFLOP/s
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program of this name before all others in PATH, to be written by the test."""
+    path = tmp_path / "bin" / "nvidia-smi"
+    path.parent.mkdir()
+    path.touch(0o755)
+    monkeypatch.setenv("PATH", str(path.parent), prepend=os.pathsep)
+    return path
+
+
+def test_the_clock_is_that_of_a_device_at_work(nvidia_smi: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.touch()
+    # it answers once it has seen three pieces of work, all of them done after it was started
+    nvidia_smi.write_text(
+        f"""#!/bin/sh
+echo "$@" >{tmp_path}/asked
+: >{work}
+while [ "$(wc -c <{work})" -lt 3 ]; do sleep 0.01; done
+echo 1980
+"""
+    )
+
+    def do_some() -> None:
+        with work.open("a") as file:
+            file.write("x")
+        time.sleep(0.01)
+
+    assert busy_clock(do_some, "GPU-1234") == 1980.0
+    assert "--query-gpu=clocks.sm" in (tmp_path / "asked").read_text()
+    assert "--id=GPU-1234" in (tmp_path / "asked").read_text()
+
+
+def test_a_clock_that_nobody_tells(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for script in ("echo '[N/A]'", "echo 1980; exit 9"):
+        nvidia_smi.write_text(f"#!/bin/sh\n{script}\n")
+        assert busy_clock(lambda: time.sleep(0.01), "GPU-1234") is None
+    monkeypatch.setattr(measuring, "_TOOL_SECONDS", 0.3)
+    nvidia_smi.write_text("#!/bin/sh\nexec sleep 60\n")
+    start = time.monotonic()
+    assert busy_clock(lambda: time.sleep(0.01), "GPU-1234") is None
+    assert time.monotonic() - start < 30.0
+    nvidia_smi.unlink()
+    monkeypatch.setenv("PATH", str(nvidia_smi.parent))
+    assert busy_clock(lambda: None, "GPU-1234") is None
+
+
+def test_a_rank_says_what_driver_it_has(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measuring, "select_device", lambda: cpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**30))
+    nvidia_smi.write_text('#!/bin/sh\necho "$@" | grep -q driver_version && echo 580.65; exit 0\n')
+    report = Report(2, "n7", "NVIDIA H100", driver="580.65", figures={MEMORY: 1.0})
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    assert look(2, "bf16") == report
+    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")
+    assert look(2, "bf16") == replace(report, driver=None)
 
 
 def test_gpus_that_torch_cannot_use_are_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

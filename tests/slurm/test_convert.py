@@ -1,0 +1,32 @@
+"""convert.sbatch there and back, as a job and one that depends on it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.slurm.cluster import Cluster
+from tests.unit.checkpoint.hf.published import assert_same_bits, read_folder, write_model
+
+SCRIPT = Path(__file__).resolve().parents[2] / "slurm" / "convert.sbatch"
+
+
+def test_a_model_is_converted_there_and_back(cluster: Cluster, tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", "qwen3_moe", seed=1)
+    checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
+
+    def submit(*words: object, options: tuple[str, ...] = ()) -> str:
+        usual = (f"--output={tmp_path}/log-%j.out", f"--chdir={tmp_path}")
+        return cluster.submit(
+            SCRIPT, *words, options=[*usual, *options], GSPO_PYTHON=sys.executable
+        )
+
+    first = submit("hf-to-megatron", source, checkpoint)
+    last = submit("megatron-to-hf", checkpoint, back, options=(f"--dependency=afterok:{first}",))
+    for number in (first, last):
+        job = cluster.finish(number)
+        log = cluster.log(job)
+        assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log
+        assert "every tensor compared" in log
+    assert_same_bits(read_folder(back), read_folder(source))
+    assert not list(tmp_path.glob(".gspo-megatron*"))
