@@ -35,6 +35,7 @@ demo: setup  ## the whole life of a tiny Mixture-of-Experts model on this machin
 test: lint  ## what CI runs: lint, and all tests that take seconds
 	@$(call pytest,tests/unit,-n 2)
 	@$(call pytest,tests/parallel)
+	@$(call pytest,tests/gpu,-k cpu)
 	@$(call pytest,tests/slurm)
 	@$(call pytest,tests/e2e,-n 2)
 

@@ -50,7 +50,7 @@ setup(
         "transformers>=4.57,<6",
     ],
     extras_require={
-        "gpu": ["transformer-engine[pytorch]>=2.5"],
+        "gpu": ["transformer-engine[pytorch]>=2.3"],
         "vllm": ["vllm>=0.11"],
         "trackers": ["tensorboard>=2.16", "wandb>=0.18", "mlflow>=2.16"],
         "math": ["math-verify>=0.8"],

@@ -1,4 +1,5 @@
-"""What only a GPU can say: who supports FP8, what the log-prob head needs, and preflight."""
+"""What only a GPU can say: who supports FP8, what the log-prob head needs, where routes wait, and
+preflight."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from gspo_megatron.models.precision import refuse_impossible
 from gspo_megatron.ops.unrounded import multiply
 from gspo_megatron.ops.vocab_parallel import logprob_and_entropy
 from gspo_megatron.platform.devices import built_for_cuda
+from gspo_megatron.routing.store import RouteTable
 from tests.gpu.conftest import need_engine
 
 pytestmark = pytest.mark.gpu
@@ -124,3 +126,10 @@ def test_preflight_on_one_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "free memory" in done.stdout and "matmul" in done.stdout
+
+
+def test_routes_wait_in_pinned_host_memory() -> None:
+    experts = torch.randint(8, (2, 5, 2), dtype=torch.uint8, device="cuda")
+    table = RouteTable((1, 2), experts, None).moved(on_host=True)
+    assert table.experts.is_pinned() and table.num_bytes == 20
+    assert torch.equal(table.to(torch.device("cuda")), experts)

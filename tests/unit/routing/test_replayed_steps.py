@@ -92,14 +92,6 @@ def test_recomputation_and_storage_change_no_weight(mode: str) -> None:
     assert not all(torch.equal(plain[name], without[name]) for name in plain)
 
 
-@pytest.mark.gpu
-def test_routes_wait_in_pinned_host_memory() -> None:
-    experts = torch.randint(8, (2, 5, 2), dtype=torch.uint8, device="cuda")
-    table = RouteTable((1, 2), experts, None).moved(on_host=True)
-    assert table.experts.is_pinned() and table.num_bytes == 20
-    assert torch.equal(table.to(torch.device("cuda")), experts)
-
-
 class Recorded:
     """A policy whose routes of the last two of three micro-batches are recorded."""
 
