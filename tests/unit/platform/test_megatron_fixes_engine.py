@@ -56,7 +56,7 @@ def stock_grouped_linear() -> type:
         if isinstance(node, ast.FunctionDef) and node.name == "_split_extra_state"
     )
     namespace: dict[str, Any] = {}
-    exec(textwrap.dedent(ast.unparse(function)), {"te": None}, namespace)
+    exec(textwrap.dedent(ast.unparse(function)), {"te": None, "torch": torch}, namespace)
     return type("TEGroupedLinear", (), namespace)
 
 
