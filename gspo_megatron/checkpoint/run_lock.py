@@ -24,6 +24,7 @@ class RunLock:
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], int] = {}  # file descriptors by device and inode
+        self._made: list[Path] = []  # folders
 
     def hold(self, folder: Path) -> None:
         """Lock a folder, which is made where it is missing: of two new runs that begin at the same
@@ -43,6 +44,7 @@ class RunLock:
         means another one."""
         path = folder / LOCK_FILE
         try:
+            is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
@@ -71,13 +73,22 @@ class RunLock:
             os.close(file)
             return False
         self._held[known] = file
+        if is_new:
+            self._made.append(folder)
         with suppress(OSError):  # a full disk is told where something of worth cannot be written
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(_this_process()).encode(), 0)
         return True
 
     def release(self) -> None:
-        """Give all folders free."""
+        """Give all folders free. Of a run that was refused nothing stays."""
+        for folder in self._made:
+            path = folder / LOCK_FILE
+            with suppress(OSError):
+                if os.listdir(folder) == [LOCK_FILE] and _identity(path.stat()) in self._held:
+                    path.unlink()  # whoever waits for it sees that it is gone
+                    folder.rmdir()
+        self._made.clear()
         for file in self._held.values():
             os.close(file)
         self._held.clear()

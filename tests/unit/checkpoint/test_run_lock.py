@@ -100,6 +100,19 @@ def test_of_two_that_begin_a_new_run_one_has_it(
             RunLock().hold(folder)
 
 
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    new, used, given = (tmp_path / name for name in ("new", "used", "given"))
+    given.mkdir()
+    lock = RunLock()
+    for folder in (new, used, given):
+        lock.hold(folder)
+    (used / "metrics.jsonl").touch()
+    lock.release()
+    assert not new.exists()
+    assert sorted(os.listdir(used)) == [LOCK_FILE, "metrics.jsonl"]
+    assert given.exists()
+
+
 def test_what_cannot_be_made_is_not_locked(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     RunLock().hold(tmp_path / "file")
