@@ -38,7 +38,19 @@ def model_replica() -> tuple[dist.ProcessGroup, int]:
     return group, dist.get_process_group_ranks(group)[-tp]
 
 
-def start_processes(timeout_minutes: float = 30.0) -> Ranks:
+_PATIENCE_MINUTES = 30.0  # of a collective, as in torch and Megatron-Core
+_FOR_EVER_MINUTES = 30.0 * 24 * 60
+
+
+def patience_minutes(hang_timeout_seconds: float) -> float:
+    """How long a collective may wait for a rank: longer than the heartbeat (train.heartbeat), which
+    tells who stands still and where; 0 seconds there are for ever."""
+    if not hang_timeout_seconds:
+        return _FOR_EVER_MINUTES
+    return max(_PATIENCE_MINUTES, 1.5 * hang_timeout_seconds / 60)
+
+
+def start_processes(timeout_minutes: float = _PATIENCE_MINUTES) -> Ranks:
     """Join torch.distributed with the rendezvous in the environment (RANK, WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT), as torchrun and our own launcher set it; alone without it."""
     device = select_device()
@@ -58,10 +70,14 @@ def start_processes(timeout_minutes: float = 30.0) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
-def set_up_model_parallel(parallel: ResolvedParallel, seed: int) -> None:
+def set_up_model_parallel(
+    parallel: ResolvedParallel, seed: int, timeout_minutes: float = _PATIENCE_MINUTES
+) -> None:
     """Build Megatron's process groups for a checked layout, and seed its RNG tracker."""
     parallel_state.initialize_model_parallel(
-        create_gloo_process_groups=False, **parallel.group_sizes()
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_minutes,
+        **parallel.group_sizes(),
     )
     set_seeds(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -14,7 +14,12 @@ from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.objectives import Objective, build_objective
-from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
+from gspo_megatron.platform.groups import (
+    patience_minutes,
+    set_up_model_parallel,
+    start_processes,
+    stop_processes,
+)
 from gspo_megatron.rewards.registry import Reward, get_reward
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
@@ -48,7 +53,7 @@ def run_training(config: Config, *, fresh: bool = False) -> bool:
     folder = run_folder(config)
     with run_lock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
         try:
-            ranks = start_processes()
+            ranks = start_processes(patience_minutes(config.training.hang_timeout_seconds))
             on_main(lambda: lock.hold(folder))
             start = find_start(config, fresh=fresh)
             if start.is_finished:
@@ -93,10 +98,11 @@ def assemble(
     """Join the other ranks and build this rank's part of everything; the policy has the weights of
     `start`, where there is one."""
     start = start or Start()
-    ranks = start_processes()
+    patience = patience_minutes(config.training.hang_timeout_seconds)
+    ranks = start_processes(patience)
     tokenizer = inputs.tokenizer
     parallel = resolve_parallel(config, ranks.world_size)
-    set_up_model_parallel(parallel, config.training.seed)
+    set_up_model_parallel(parallel, config.training.seed, patience)
     policy = build_policy(config, parallel, model_vocab_size(config, tokenizer))
     routing = config.routing
     engine = MegatronEngine(

@@ -13,7 +13,12 @@ from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, Sta
 from gspo_megatron.data.inputs import model_vocab_size
 from gspo_megatron.data.stage_inputs import FineTuningInputs, PretrainingInputs
 from gspo_megatron.models.build import build_policy
-from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
+from gspo_megatron.platform.groups import (
+    patience_minutes,
+    set_up_model_parallel,
+    start_processes,
+    stop_processes,
+)
 from gspo_megatron.train.agreement import on_main
 from gspo_megatron.train.checkpointing import Checkpoints
 from gspo_megatron.train.record import move_earlier_run
@@ -37,7 +42,7 @@ def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bo
     folder = run_folder(config)
     with run_lock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
         try:
-            ranks = start_processes()
+            ranks = start_processes(patience_minutes(config.training.hang_timeout_seconds))
             on_main(lambda: lock.hold(folder))
             start = find_start(config, fresh=fresh)
             if start.is_finished and not export_is_due(config):
@@ -92,9 +97,10 @@ def assemble_stage(
     `start`, where there is one. With it comes the config.json of the Hugging Face model that the
     weights go back to, None without one."""
     start = start or Start()
-    ranks = start_processes()
+    patience = patience_minutes(config.training.hang_timeout_seconds)
+    ranks = start_processes(patience)
     parallel = resolve_parallel(config, ranks.world_size)
-    set_up_model_parallel(parallel, config.training.seed)
+    set_up_model_parallel(parallel, config.training.seed, patience)
     policy = build_policy(config, parallel, model_vocab_size(config, inputs.tokenizer))
     record = open_record(config, ranks.is_main, start)
     hf = load_starting_weights(config, policy, start, record)

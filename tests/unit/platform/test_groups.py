@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import random
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.platform import devices
 from gspo_megatron.platform.groups import (
     model_replica,
+    patience_minutes,
     set_up_model_parallel,
     start_processes,
     stop_processes,
@@ -39,6 +41,24 @@ def test_alone_without_a_rendezvous() -> None:
     assert not dist.is_initialized() and not parallel_state.is_initialized()
     assert dict(os.environ) == before
     stop_processes()  # harmless when nothing runs
+
+
+def test_a_collective_waits_longer_than_the_heartbeat() -> None:
+    assert patience_minutes(1200) == 30  # as in torch, which is longer than the default
+    assert patience_minutes(7200) == 180
+    assert patience_minutes(0) > 7 * 24 * 60  # no limit there
+
+
+def test_megatrons_groups_wait_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+    make = dist.new_group
+    monkeypatch.setattr(
+        dist, "new_group", lambda *a, **k: waits.append(k["timeout"]) or make(*a, **k)
+    )
+    with one_rank_groups():
+        tear_down_model_parallel()
+        set_up_model_parallel(resolve_parallel(tiny_config(), 1), 0, timeout_minutes=77.0)
+    assert set(waits[-3:]) == {datetime.timedelta(minutes=77)}
 
 
 def test_one_layout_after_another() -> None:
