@@ -40,8 +40,14 @@ def preempted(cluster: Cluster, run: Run, number: str) -> None:
 
 
 def requeued(cluster: Cluster, run: Run, number: str) -> None:
-    """An administrator, or the user, wants it to start again; it gets no time to save anything."""
+    """An administrator, or the user, wants it to start again; it gets no time to save anything: let
+    go at once, it could come to its end while Slurm waits to kill it."""
+    before = restarts(cluster, number)
     cluster.run("scontrol", "requeue", number)
+    cluster.wait(
+        number,
+        lambda job: int(job["Restarts"]) > before and job["JobState"] != "COMPLETING",
+    )
     run.let_go()
 
 
