@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ FORMAT = "gspo-megatron checkpoint"
 VERSION = 1
 
 _BLOCK = 1 << 22  # bytes read at a time
+_LINES_SHOWN = 8  # of one checkpoint's damage
 
 
 class ManifestError(ValueError):
@@ -116,6 +117,14 @@ def find_damage(
         foreign = [name for name in files_below(folder) if name not in files and wanted(name)]
         damage += [f"{name}: foreign, the manifest does not list it" for name in foreign]
     return damage
+
+
+def damage_notes(name: str, damage: Sequence[str]) -> list[str]:
+    """For the user: a checkpoint that is passed over, and what is wrong with its files."""
+    shown = [f"checkpoint {name} is damaged and not used: {line}" for line in damage[:_LINES_SHOWN]]
+    if len(damage) > _LINES_SHOWN:
+        shown.append(f"checkpoint {name}: {len(damage) - _LINES_SHOWN} more files are damaged")
+    return shown
 
 
 def _damage_of(path: Path, wanted: FileRecord, *, contents: bool) -> str | None:

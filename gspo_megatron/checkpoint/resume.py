@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
-from gspo_megatron.checkpoint.manifest import MANIFEST, find_damage
+from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE
 from gspo_megatron.checkpoint.run_state import (
     CONFIG_FILE,
@@ -30,7 +30,6 @@ from gspo_megatron.config.yaml_text import YamlError, parse_yaml
 from gspo_megatron.data.files import folder_lacks
 from gspo_megatron.errors import ConfigError, DataError, UserError
 
-_LINES_SHOWN = 8  # of one checkpoint's damage
 # Of a model's shape, what its weights do not depend on; the vocabulary is looked at by itself.
 _NOT_IN_THE_WEIGHTS = ("max_sequence_length", "vocab_size", "megatron")
 
@@ -76,7 +75,7 @@ def conclude(config: Config, chosen: Path | None, damage: Damage) -> Start:
     Raises UserError where none is whole, and ConfigError with all keys that have changed and must
     not.
     """
-    notes = [line for name, lines in damage.items() for line in _told(name, lines)]
+    notes = [line for name, lines in damage.items() for line in damage_notes(name, lines)]
     if chosen is None:
         if damage:
             where = run_folder(config)
@@ -171,13 +170,6 @@ def weights_fit(checkpoint: Path, config: Config, vocab_size: int) -> None:
 def is_of_model(name: str) -> bool:
     """Whether a file of a checkpoint is read where its weights alone are wanted."""
     return name.startswith("model/") or name == MODEL_FILE
-
-
-def _told(name: str, lines: Sequence[str]) -> list[str]:
-    shown = [f"checkpoint {name} is damaged and not used: {line}" for line in lines[:_LINES_SHOWN]]
-    if len(lines) > _LINES_SHOWN:
-        shown.append(f"checkpoint {name}: {len(lines) - _LINES_SHOWN} more files are damaged")
-    return shown
 
 
 def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:

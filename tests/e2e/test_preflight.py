@@ -60,6 +60,9 @@ when_measuring(no_more_files)
 """
 
 
+CANNOT_BIND = not hasattr(os, "sched_setaffinity")
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
@@ -118,9 +121,7 @@ def test_sound_ranks_on_this_machine(gspo: Command, config: Path) -> None:
 
 
 @pytest.mark.full  # it measures: on a machine with other work everything is slow
-@pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity"), reason="this system cannot bind a process to one core"
-)
+@pytest.mark.skipif(CANNOT_BIND, reason="this system cannot bind a process to one core")
 def test_a_slow_host_is_named_and_all_ranks_end(config: Path) -> None:
     with ranks_of(config, _SLOW, "--share=0.5") as processes:
         out, err = processes[0].communicate(timeout=PATIENCE)

@@ -11,12 +11,16 @@ from typing import Any
 
 from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
 from gspo_megatron.checkpoint.hf.offline_share import ALONE, Share, in_threads, thread_count
-from gspo_megatron.checkpoint.manifest import MANIFEST, Files, find_damage, read_manifest
+from gspo_megatron.checkpoint.manifest import (
+    MANIFEST,
+    Files,
+    damage_notes,
+    find_damage,
+    read_manifest,
+)
 from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
 from gspo_megatron.config.shape import ModelShape
 from gspo_megatron.errors import DataError
-
-_LINES_SHOWN = 8  # of one checkpoint's damage
 
 
 @dataclass(frozen=True)
@@ -119,18 +123,11 @@ def _find(path: Path) -> Choice:
         if not damage:
             advice = f"{path}: to convert another checkpoint of it, give that one's path"
             return Choice(folder, tuple(notes), (advice,))
-        notes += _told(position.name, damage)
+        notes += damage_notes(position.name, damage)
         problems += [f"{folder}: {line}" for line in damage]
     raise DataError(
         "\n".join([*problems, f"{path}: not a checkpoint of ours, and there is no whole one in it"])
     )
-
-
-def _told(name: str, damage: Sequence[str]) -> list[str]:
-    shown = [f"checkpoint {name} is damaged and not used: {line}" for line in damage[:_LINES_SHOWN]]
-    if len(damage) > _LINES_SHOWN:
-        shown.append(f"checkpoint {name}: {len(damage) - _LINES_SHOWN} more files are damaged")
-    return shown
 
 
 def _read(choice: Choice, unchecked: Files) -> Source:

@@ -4,10 +4,7 @@ not."""
 from __future__ import annotations
 
 import ast
-import importlib
-import importlib.util
 import textwrap
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,29 +18,17 @@ from gspo_megatron.platform import megatron_fixes
 from megatron.core.extensions import transformer_engine
 from megatron.core.transformer.moe import moe_utils
 
-TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+from tests.unit.platform.stock import fresh, is_0_16, needs_no_engine
 
 
-def is_0_16() -> bool:
-    return importlib.import_module("megatron.core").__version__.startswith("0.16")
-
-
+@needs_no_engine
 def test_the_router_knows_that_transformer_engine_is_missing() -> None:
-    if TRANSFORMER_ENGINE:
-        pytest.skip("Transformer Engine is installed")
     assert moe_utils.te_general_gemm is None
 
 
+@needs_no_engine
 def test_stock_routers_read_a_name_that_is_not_there() -> None:
-    if TRANSFORMER_ENGINE:
-        pytest.skip("Transformer Engine is installed")
-    spec = importlib.util.find_spec(moe_utils.__name__)
-    assert spec is not None and spec.loader is not None
-    fresh = importlib.util.module_from_spec(spec)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        spec.loader.exec_module(fresh)
-    if hasattr(fresh, "te_general_gemm"):
+    if hasattr(fresh(moe_utils), "te_general_gemm"):
         assert not is_0_16(), "0.16 binds the name now: the mending can go"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +12,8 @@ import gspo_megatron.platform  # noqa: F401  (before megatron.core)
 # isort: split
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe.router import TopKRouter
+
+from tests.unit.platform.stock import fresh, is_0_16, needs_no_engine
 
 
 def _router(experts: int) -> SimpleNamespace:
@@ -38,26 +38,13 @@ def test_stock_routers_cannot_count_with_a_mask() -> None:
         native(_router(3), ROUTES, padding_mask=PADDING)
 
 
+@needs_no_engine
 def test_latent_attention_knows_that_transformer_engine_is_missing() -> None:
-    if importlib.util.find_spec("transformer_engine") is not None:
-        pytest.skip("Transformer Engine is installed")
     assert not multi_latent_attention.HAVE_TE
 
 
+@needs_no_engine
 def test_stock_latent_attention_takes_mocks_for_transformer_engine() -> None:
-    if importlib.util.find_spec("transformer_engine") is not None:
-        pytest.skip("Transformer Engine is installed")
-    spec = importlib.util.find_spec(multi_latent_attention.__name__)
-    assert spec is not None and spec.loader is not None
-    fresh = importlib.util.module_from_spec(spec)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        spec.loader.exec_module(fresh)
-    if isinstance(fresh.TELinear, type) or not fresh.HAVE_TE:
-        assert not _is_0_16(), "0.16 says so by itself now: the mending can go"
-
-
-def _is_0_16() -> bool:
-    import megatron.core
-
-    return megatron.core.__version__.startswith("0.16")
+    stock = fresh(multi_latent_attention)
+    if isinstance(stock.TELinear, type) or not stock.HAVE_TE:
+        assert not is_0_16(), "0.16 says so by itself now: the mending can go"
