@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from gspo_megatron.cli.preflight import MEASURES
 from gspo_megatron.platform.preflight import measure as measuring
+from gspo_megatron.platform.preflight import run as running
 from gspo_megatron.platform.preflight.judge import (
     MAIN_OPERATION,
     MEMORY,
@@ -354,3 +355,24 @@ def test_more_ranks_than_gpus_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
     wrong = look(15, "bf16").wrong
     assert wrong is not None and "local rank 7" in wrong and "sees 7 GPUs" in wrong
+
+
+def test_the_main_rank_leaves_after_those_that_it_has_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However slow; the store is gone with it. Ranks that said nothing are not waited for."""
+    monkeypatch.setattr(running, "_LEAVING_SECONDS", 60.0)
+    store, reported = dist.HashStore(), {0: None, 1: None, 3: None}
+    main = threading.Thread(target=running._leave, args=(store, 0, reported))
+    main.start()
+    running._leave(store, 3)
+    main.join(0.5)
+    assert main.is_alive()
+    running._leave(store, 1)
+    main.join(10)
+    assert not main.is_alive()
+
+
+def test_the_main_rank_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_LEAVING_SECONDS", 0.2)
+    running._leave(dist.HashStore(), 0, {0: None, 1: None})
