@@ -87,7 +87,7 @@ class LossInputs:
     is_primary_shard: bool  # True on exactly one of the ranks that share these sequences
     entropy: Tensor | None = None  # [tokens] float32
     token_advantages: Tensor | None = None  # [tokens] float32, where they differ in a sequence
-    sampled_logprobs: Tensor | None = None  # [tokens] float32, mu, of the rollout engine
+    rollout_logprobs: Tensor | None = None  # [tokens] float32, mu, of the rollout engine
     reference_logprobs: Tensor | None = None  # [tokens] float32, of the frozen reference policy
 
 

@@ -2,10 +2,10 @@
 
     python tools/bench_cp_loss.py [--cp 2] [--tokens 1024 … 131072] [--objectives gspo …]
 
-Runs the package's policy update (gspo_megatron.train.step) on real gloo ranks that hold zig-zag
-shards of packed sequences; only the model is left out: log-probs are random numbers. Counted is
-what really goes into the collectives of torch.distributed, below its Python functions: the bytes of
-the tensors that a rank hands over. The first mini-batch of a step also measures the mismatch with
+Runs the package's policy update (gspo_megatron.rl.policy_update) on real gloo ranks that hold
+zig-zag shards of packed sequences; only the model is left out: log-probs are random numbers.
+It counts what really goes into the collectives of torch.distributed, below its Python functions:
+the bytes of the tensors that a rank hands over. The first mini-batch of a step also measures the mismatch with
 the rollout engine, so it is told apart. Beside it the usual way: an all-gather of each response's
 log-ratios, one float32 a token, as verl, slime and NeMo-RL gather the log-probs; both give the same
 sequence ratios, which is checked. Exits with 1 where the loss and its figures send more than 8
@@ -26,7 +26,7 @@ from gspo_megatron.cli.launch import launch
 from gspo_megatron.cli.ranks import join_launcher
 
 if TYPE_CHECKING:
-    from gspo_megatron.train.step import PolicyUpdater
+    from gspo_megatron.rl.policy_update import PolicyUpdater
 
 MOST_BYTES = 8  # a sequence
 PROMPT = 64  # tokens
@@ -39,8 +39,8 @@ class Step:
     def __init__(self, tokens: int, count: int) -> None:
         import torch
 
-        from gspo_megatron.train.exchange import Sequences, StepIndex
-        from gspo_megatron.train.plan import plan_step
+        from gspo_megatron.batching.plan import plan_step
+        from gspo_megatron.batching.redistribute import Sequences, StepIndex
 
         source = random.Random(tokens)
         self.responses = [source.randint(tokens // 2, tokens) for _ in range(count)]
@@ -107,10 +107,10 @@ def make_counter() -> Any:
 
 def make_updater(objective: str, cp: int) -> PolicyUpdater:
     """The package's own, without a model: what only the model's part would use is empty."""
+    from gspo_megatron.batching.micro_batches import MicroBatchBuilder
     from gspo_megatron.config.schema import ObjectiveSection
     from gspo_megatron.objectives import build_objective
-    from gspo_megatron.train.schedule import MicroBatchBuilder
-    from gspo_megatron.train.step import PolicyUpdater
+    from gspo_megatron.rl.policy_update import PolicyUpdater
 
     policy: Any = SimpleNamespace(
         chunks=(),
@@ -133,7 +133,7 @@ def make_updater(objective: str, cp: int) -> PolicyUpdater:
 def count_update(objective: str, step: Step, cp: int) -> list[tuple[int, int, int, int]]:
     """(micro-batches, sequences, collectives, bytes) of each mini-batch of an update, where only
     calls from the loss are counted."""
-    from gspo_megatron.train import step as step_module
+    from gspo_megatron.rl import policy_update as step_module
 
     counted = []
 

@@ -3,7 +3,7 @@
     python tools/bench_packing.py [--responses 512 2048] [--budgets 8192 16384 32768]
                                   [--context-parallel 1 2 4] [--tensor-parallel 1 2 4 8]
 
-Plans steps as the training loop does (gspo_megatron.train.plan and .data.packing) and counts:
+Plans steps as the training loop does (gspo_megatron.batching.plan and .data.packing) and counts:
 padding, as a share of all tokens that the model is given; imbalance, the tokens of the fullest
 data-parallel rank of a mini-batch over the mean, less 1; the same where ranks wait for each other
 after every micro-batch, as they do under expert parallelism ("in step"); how full micro-batches
@@ -25,8 +25,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gspo_megatron.data.packing import batch_shape
-from gspo_megatron.train.plan import MiniBatch, plan_step
+from gspo_megatron.batching.packing import batch_shape
+from gspo_megatron.batching.plan import MiniBatch, plan_step
 
 MOST_PADDING, MOST_IMBALANCE = 0.02, 0.05
 MANY = 10_000  # sequences of the step whose planning is timed at the end

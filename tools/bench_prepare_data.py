@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_megatron.corpus.prepare import Job, prepare
+from gspo_megatron.data.corpus import Job, prepare
 from gspo_megatron.data.indexed import read_index
 from gspo_megatron.data.tokenizer_training import Recipe, train_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer
@@ -87,7 +87,7 @@ def main() -> int:
     # Not above: the worker processes import this file, and need neither.
     from transformers import AutoTokenizer
 
-    importlib.import_module("gspo_megatron.corpus.assemble")
+    importlib.import_module("gspo_megatron.data.corpus_files")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus, tokenizer = options.input, options.tokenizer

@@ -80,8 +80,8 @@ class Workload:
     def random(cls) -> Workload:
         import torch
 
-        from gspo_megatron.train.exchange import Sequences, StepIndex
-        from gspo_megatron.train.plan import plan_step
+        from gspo_megatron.batching.plan import plan_step
+        from gspo_megatron.batching.redistribute import Sequences, StepIndex
 
         generator = torch.Generator().manual_seed(1)
         numbers = range(SEQUENCES)
@@ -112,12 +112,12 @@ class Updates:
     """A policy that is updated with replay and without."""
 
     def __init__(self) -> None:
+        from gspo_megatron.batching.micro_batches import MicroBatchBuilder
         from gspo_megatron.config.algorithm import ObjectiveSection, RoutingSection
         from gspo_megatron.config.schema import OptimizerSection
         from gspo_megatron.models.optimizer import Schedule, build_trainer
         from gspo_megatron.objectives import build_objective
-        from gspo_megatron.train.schedule import MicroBatchBuilder
-        from gspo_megatron.train.step import PolicyUpdater
+        from gspo_megatron.rl.policy_update import PolicyUpdater
 
         self.policy = build_policy_of(WIDE)
         self.work = Workload.random()
@@ -161,8 +161,8 @@ class Updates:
 
     def recorded_routes(self) -> dict[int, Any]:
         """[length, layers, k] of each sequence, as the policy routes them now."""
+        from gspo_megatron.batching.micro_batches import response_logprobs
         from gspo_megatron.routing.replay import Recording
-        from gspo_megatron.train.schedule import response_logprobs
 
         routes = {}
         batches = self.builder.build_step(self.work.plans, self.work.sequences, self.work.index)
@@ -199,8 +199,8 @@ class Clock:
 
     @contextlib.contextmanager
     def on_the_routing_code(self) -> Iterator[None]:
+        from gspo_megatron.rl.routing_replay import RoutingReplay
         from gspo_megatron.routing.hooks import RouterHook
-        from gspo_megatron.train.routes import StepRoutes
 
         native = RouterHook.get_replay_topk
 
@@ -218,16 +218,16 @@ class Clock:
                 "finish_training_pass",
                 "figures",
             ):
-                timed = self.around(getattr(StepRoutes, name))
-                stack.enter_context(mock.patch.object(StepRoutes, name, timed))
+                timed = self.around(getattr(RoutingReplay, name))
+                stack.enter_context(mock.patch.object(RoutingReplay, name, timed))
             yield
 
 
 def bytes_of_a_token() -> float:
     """Of the table that a forward pass leaves behind."""
+    from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
     from gspo_megatron.routing.hooks import attach_hooks
     from gspo_megatron.routing.replay import Recording
-    from gspo_megatron.train.schedule import MicroBatchBuilder, response_logprobs
 
     policy = build_policy_of(DEEP)
     attach_hooks(policy.models)

@@ -11,8 +11,8 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo_megatron.data.files import write_atomically
 from gspo_megatron.data.toy import train_toy_tokenizer
+from gspo_megatron.files import write_atomically
 
 LETTERS, LENGTH = "abcdefghijkl", 12
 TRAIN, TEST = 4000, 256

@@ -1,4 +1,4 @@
-"""A loss, an advantage and a reward of one's own; own_objective.yaml names them."""
+"""A loss, an advantage and a reward of one's own; custom_objective.yaml names them."""
 
 from torch import Tensor
 

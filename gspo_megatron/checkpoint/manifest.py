@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo_megatron.observe.life import alive
+from gspo_megatron.observe.heartbeat import heartbeat
 
 MANIFEST = "manifest.json"
 FORMAT = "gspo-megatron checkpoint"
@@ -44,7 +44,7 @@ def record_of(path: Path) -> FileRecord:
         while block := file.read(_BLOCK):
             checksum = zlib.crc32(block, checksum)
             size += len(block)
-            alive()
+            heartbeat()
     return FileRecord(size, f"{checksum:08x}")
 
 

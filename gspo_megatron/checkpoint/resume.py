@@ -27,8 +27,8 @@ from gspo_megatron.config.changes import find_changes
 from gspo_megatron.config.problems import problem
 from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.config.yaml_text import YamlError, parse_yaml
-from gspo_megatron.data.files import folder_lacks
 from gspo_megatron.errors import ConfigError, DataError, UserError
+from gspo_megatron.files import folder_lacks
 
 # Of a model's shape, what its weights do not depend on; the vocabulary is looked at by itself.
 _NOT_IN_THE_WEIGHTS = ("max_sequence_length", "vocab_size", "megatron")

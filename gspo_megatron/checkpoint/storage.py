@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 
 from gspo_megatron.checkpoint.restricted import read_index
 from gspo_megatron.errors import DataError
-from gspo_megatron.observe.life import alive
+from gspo_megatron.observe.heartbeat import heartbeat
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -204,7 +204,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return plans, index
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        alive()  # called for each tensor before it is written
+        heartbeat()  # called for each tensor before it is written
         return super().resolve_data(write_item)
 
 
@@ -229,7 +229,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return plan
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        alive()
+        heartbeat()
 
 
 def _state_dict(pieces: Iterable[Piece]) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "gspo_megatron", name, arguments.config]
         command += arguments.overrides + (["--fresh"] if arguments.fresh else [])
         return launch(command, world_size, saves_on_signals=config.checkpoint.interval > 0)
-    from gspo_megatron.train.supervised_run import run_stage
+    from gspo_megatron.supervised.run import run_stage
 
     return 0 if run_stage(config, inputs, fresh=arguments.fresh) else STOPPED
 

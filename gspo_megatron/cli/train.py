@@ -73,7 +73,7 @@ def train(
             rank_command.append("--fresh")
         # A run that saves itself when it is told to stop takes as long as its step does.
         return launch(rank_command, world_size, saves_on_signals=config.checkpoint.interval > 0)
-    from gspo_megatron.train.run import run_training
+    from gspo_megatron.rl.run import run_training
 
     return 0 if run_training(config, fresh=fresh) else STOPPED
 

@@ -134,7 +134,7 @@ def _verify_dump(
     from gspo_megatron.checkpoint.resume import weights_fit
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
-    from gspo_megatron.train.dumps import Dump, find_weights
+    from gspo_megatron.rl.dumps import Dump, find_weights
 
     dump = Dump.read(arguments.from_dump)
     vocab_size = model_vocab_size(config, load_tokenizer(config.data.tokenizer))
@@ -211,7 +211,7 @@ def _compare_all(
     from rich.console import Console
     from rich.table import Table
 
-    from gspo_megatron.train.parity import compare
+    from gspo_megatron.verify.parity import compare
 
     cut = _common_cut(config, (reference, *layouts))
     console = Console()
@@ -259,7 +259,7 @@ def _not_finite(result: Mapping[str, Any], expected: Mapping[str, Any]) -> list[
     """For people: what is not finite here and there alike, and what on one side alone."""
     import torch
 
-    from gspo_megatron.train.parity import where_not_finite
+    from gspo_megatron.verify.parity import where_not_finite
 
     alike, differing, lines = [], [], []
     ends = [side["lost_in"] or "none" for side in (result, expected)]
@@ -342,10 +342,10 @@ def _be_a_rank(config: Config, arguments: argparse.Namespace) -> int:
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.platform.groups import start_processes, stop_processes
-    from gspo_megatron.train.dumped_step import run_dumped_step
-    from gspo_megatron.train.dumps import Dump
-    from gspo_megatron.train.parity import Cut, run_update
-    from gspo_megatron.train.synthetic import synthetic_batch
+    from gspo_megatron.rl.dumps import Dump
+    from gspo_megatron.verify.dumped_step import run_dumped_step
+    from gspo_megatron.verify.parity import Cut, run_update
+    from gspo_megatron.verify.synthetic import synthetic_batch
 
     assert ranks.world_size_of_rank(os.environ) is not None
     config = _on(config, Layout.parse(arguments.layouts[0]))

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.data.files import write_atomically
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import write_atomically
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from gspo_megatron.data.documents import Chunk, Document, read_chunk
-from gspo_megatron.data.files import write_atomically
 from gspo_megatron.data.problems import Problems
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import write_atomically
 
 DIGEST_BYTES = 16
 _DOCUMENTS_AT_ONCE = 256

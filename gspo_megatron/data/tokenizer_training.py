@@ -16,7 +16,6 @@ from gspo_megatron.data.chat_templates import (
     written_symbols,
 )
 from gspo_megatron.data.documents import read_documents, sentences
-from gspo_megatron.data.files import write_atomically
 from gspo_megatron.data.hugging_face import (
     BYTE_PIECE_CHARACTERS,
     MODEL_TYPES,
@@ -29,6 +28,7 @@ from gspo_megatron.data.problems import Problems
 from gspo_megatron.data.sentencepiece_model import with_exact_scores
 from gspo_megatron.data.tokenizers import HUGGING_FACE_FILES, load_tokenizer, train_sentencepiece
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import write_atomically
 
 MODEL_FILE = "tokenizer.model"
 NORMALIZATIONS = ("identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gspo_megatron.data.chat_templates import TEMPLATE_FILE, Rendered, read_template, render
-from gspo_megatron.data.files import write_atomically
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import write_atomically
 
 HELP = (
     "give a sentencepiece .model file or a Hugging Face tokenizer folder "

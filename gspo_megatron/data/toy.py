@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.data.files import write_atomically
 from gspo_megatron.data.tokenizers import train_sentencepiece
 from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.files import write_atomically
 
 LETTERS = "abcdefgh"
 LENGTHS = range(3, 5)

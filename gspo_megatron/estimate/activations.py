@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder, run_chunk
 from gspo_megatron.config import Config
 from gspo_megatron.config.stages import PretrainingConfig
 from gspo_megatron.estimate.model import RankModel
 from gspo_megatron.models.build import unwrap
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.platform.megatron_meta import META, Collective, EqualLoad
-from gspo_megatron.train.schedule import MicroBatch, MicroBatchBuilder, run_chunk
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _sequences(lengths: Sequence[tuple[int, int]], model: RankModel) -> MicroBat
 
 def _samples(count: int, length: int, model: RankModel) -> MicroBatch:
     """As a corpus has them."""
-    from gspo_megatron.train.pretraining import rows_of_samples
+    from gspo_megatron.supervised.pretraining import rows_of_samples
 
     place = MicroBatchBuilder(model.policy, pad_id=0, temperature=1.0)
     tokens = torch.zeros((count, length), dtype=torch.long)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gspo_megatron.batching.plan import largest_equal_share
 from gspo_megatron.config import Config, ResolvedParallel
 from gspo_megatron.config.any_stage import AnyConfig
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
-from gspo_megatron.train.plan import largest_equal_share
 
 
 @dataclass(frozen=True)

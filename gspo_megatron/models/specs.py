@@ -32,13 +32,13 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.models.attention import CachedSelfAttention
 from gspo_megatron.models.core_attention import TorchCoreAttention
 from gspo_megatron.models.experts import GroupedExperts
-from gspo_megatron.models.joint_norm import JointKeyNorm, JointQueryNorm
 from gspo_megatron.models.latent_attention import (
     LATENT_EPSILON,
     CachedLatentAttention,
     LatentNorm,
 )
 from gspo_megatron.models.norms import TorchNorm
+from gspo_megatron.models.qk_norm import JointKeyNorm, JointQueryNorm
 
 
 class TorchSpecProvider(LocalSpecProvider):

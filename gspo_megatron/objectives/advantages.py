@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.config.schema import ObjectiveSection
-from gspo_megatron.objectives.own import own_advantages
+from gspo_megatron.objectives.custom import custom_advantages
 
 # Rewards that are equal but for float32 rounding have no spread; dividing by what rounding left
 # over would make advantages of +-1 out of nothing.
@@ -74,7 +74,7 @@ def build_advantages(section: ObjectiveSection) -> Callable[[Tensor, Tensor], Te
     Raises UserError where one of the user's own cannot be loaded or returns what is none.
     """
     if section.advantage_import_path is not None:
-        return own_advantages(section.advantage_import_path)
+        return custom_advantages(section.advantage_import_path)
     name = resolve_objective(section).advantage
     if name == "group_mean_std":
         return partial(group_mean_std, std=section.advantage_std)

@@ -10,7 +10,7 @@ _PER_TOKEN = (
     "sequence_index",
     "entropy",
     "token_advantages",
-    "sampled_logprobs",
+    "rollout_logprobs",
     "reference_logprobs",
 )
 

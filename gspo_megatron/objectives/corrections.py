@@ -17,8 +17,8 @@ from gspo_megatron.types import LossInputs
 
 def log_mismatch(inputs: LossInputs) -> Tensor:
     """log pi_old - log mu, [tokens]; 0 outside the mask."""
-    assert inputs.sampled_logprobs is not None, "a correction needs the rollout's log-probs"
-    difference = inputs.old_logprobs - inputs.sampled_logprobs
+    assert inputs.rollout_logprobs is not None, "a correction needs the rollout's log-probs"
+    difference = inputs.old_logprobs - inputs.rollout_logprobs
     return difference.where(inputs.mask > 0, 0.0)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gspo_megatron.objectives.ratios import MAX_LOG_RATIO, exponentiate
 from gspo_megatron.objectives.rules import Clipped
-from gspo_megatron.ops.segments import segment_sum
+from gspo_megatron.objectives.segments import segment_sum
 from gspo_megatron.types import LossInputs
 
 _CLIP_NAMES = ("binding", "outside", "low", "high")

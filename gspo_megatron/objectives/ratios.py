@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_megatron.ops.segments import shared_segment_sum
+from gspo_megatron.objectives.segments import shared_segment_sum
 from gspo_megatron.types import LossInputs
 
 # exp() of this is finite in float32 with room for sums and squares. A larger log-ratio is a policy

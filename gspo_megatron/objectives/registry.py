@@ -10,7 +10,7 @@ from torch import Tensor
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.objectives.advantages import build_advantages
-from gspo_megatron.objectives.own import own_objective
+from gspo_megatron.objectives.custom import custom_objective
 from gspo_megatron.objectives.surrogate import Surrogate
 from gspo_megatron.types import LossInputs, LossOutputs
 
@@ -34,7 +34,7 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
     """The objective of a checked configuration; a UserError where an own one cannot be loaded."""
     advantages = build_advantages(section)
     if section.import_path is not None:
-        function, checked = own_objective(section.import_path, section.options)
+        function, checked = custom_objective(section.import_path, section.options)
         return Objective(
             name=section.import_path,
             function=checked,

@@ -88,7 +88,7 @@ def masked(
     ratio: Tensor,
     advantages: Tensor,
     logprobs: Tensor,
-    sampled_logprobs: Tensor,
+    rollout_logprobs: Tensor,
     clip_low: float,
     clip_high: float,
 ) -> Clipped:
@@ -97,7 +97,7 @@ def masked(
     The mask looks at the trainer's ratio pi / pi_old, the weight at what really sampled, mu.
     """
     bounds = min_clip(ratio.detach(), advantages, clip_low, clip_high)
-    weights = exponentiate(logprobs.detach() - sampled_logprobs)
+    weights = exponentiate(logprobs.detach() - rollout_logprobs)
     kept = weights * advantages * logprobs
     return Clipped(
         kept.where(~(bounds.low | bounds.high), 0.0), bounds.low, bounds.high, bounds.outside

@@ -158,8 +158,8 @@ class Surrogate:
         if name == "capped":
             return rules.capped(ratio, advantages, logprobs, **numbers)
         if name == "masked":
-            assert inputs.sampled_logprobs is not None
-            sampled = inputs.sampled_logprobs.where(inputs.mask > 0, 0.0)
+            assert inputs.rollout_logprobs is not None
+            sampled = inputs.rollout_logprobs.where(inputs.mask > 0, 0.0)
             return rules.masked(ratio, advantages, logprobs, sampled, **numbers)
         rule = {"min_clip": rules.min_clip, "dual_clip": rules.dual_clip}.get(name, rules.soft_gate)
         return rule(ratio, advantages, **numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 
 import numpy
 import torch
@@ -70,3 +71,10 @@ def set_seeds(seed: int) -> None:
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
+
+
+def peak_memory_bytes() -> int:
+    """Largest device memory of this process so far; its resident memory on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from gspo_megatron.ops.expert_ids import expert_dtype
+from gspo_megatron.routing.expert_ids import expert_dtype
 from gspo_megatron.routing.hooks import Choice, Routes, routed
 from gspo_megatron.routing.store import RouteTable
 

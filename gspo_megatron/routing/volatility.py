@@ -14,7 +14,7 @@ from gspo_megatron.routing.store import RouteTable
 _SUMS = ("volatility", "tokens", "shift")
 
 
-class RoutingFigures:
+class RoutingMetrics:
     """Sums over a step's compared tokens, by layer; true global figures after `reduce`."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Observing:
         old: RouteTable,
         old_scores: dict[int, Tensor],
         real: Tensor | None,
-        figures: RoutingFigures,
+        figures: RoutingMetrics,
         inner: Routes | None,
     ) -> None:
         """real: [tokens] bool, not padding; None: all are. inner: what decides; None: nothing."""

@@ -19,7 +19,7 @@ from tests.e2e.conftest import Command
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "objectives"
 EXAMPLES = sorted(FOLDER.glob("*.yaml"))
-OWN = "own_objective"
+OWN = "custom_objective"
 
 
 def names(path: Path) -> str:
@@ -28,7 +28,7 @@ def names(path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The examples' paths, and the module of own_objective.yaml, are relative to its root."""
+    """The examples' paths, and the module of custom_objective.yaml, are relative to its root."""
     monkeypatch.chdir(ROOT)
 
 

@@ -14,6 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_megatron.batching.micro_batches import (
+    MicroBatch,
+    MicroBatchBuilder,
+    forward_backward,
+    response_logprobs,
+)
 from gspo_megatron.checkpoint.fp8_scales import scale_pieces
 from gspo_megatron.checkpoint.hf.export import export_hf
 from gspo_megatron.checkpoint.hf.load import load_hf
@@ -26,12 +32,6 @@ from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zer
 from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
-from gspo_megatron.train.schedule import (
-    MicroBatch,
-    MicroBatchBuilder,
-    forward_backward,
-    response_logprobs,
-)
 
 VOCABULARY, PAD, NO_TOKEN = 93, 0, 10_000
 # Whole multiples of what FP8 takes, as large models have them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gspo_megatron.train.synthetic import SyntheticBatch
+from gspo_megatron.verify.synthetic import SyntheticBatch
 from tests.parallel.models import VOCAB_SIZE
 
 # (prompt tokens, response tokens, advantage). The matrix's token budget is 40, or 20 tokens a rank

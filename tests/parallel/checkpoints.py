@@ -21,6 +21,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
+from gspo_megatron.batching.micro_batches import MicroBatchBuilder
+from gspo_megatron.batching.plan import plan_step
+from gspo_megatron.batching.redistribute import exchange, index_step
 from gspo_megatron.checkpoint import tensors
 from gspo_megatron.checkpoint.tensors import (
     load_model,
@@ -36,13 +39,10 @@ from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import set_up_model_parallel
-from gspo_megatron.train import parity
-from gspo_megatron.train.exchange import exchange, index_step
-from gspo_megatron.train.plan import plan_step
-from gspo_megatron.train.schedule import MicroBatchBuilder
-from gspo_megatron.train.step import PolicyUpdater
-from gspo_megatron.train.synthetic import synthetic_batch
+from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.types import RolloutBatch
+from gspo_megatron.verify import parity
+from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.parallel.models import VOCAB_SIZE, odd_moe
 
 # warm-up and decay: the learning rate of a resumed run is right only if its position is

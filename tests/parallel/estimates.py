@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gspo_megatron.batching.micro_batches import MicroBatchBuilder, run_chunk
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.estimate.activations import SavedTensors, give_input
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
-from gspo_megatron.train.schedule import MicroBatchBuilder, run_chunk
 
 
 def measured_state(config: Config, vocab_size: int) -> list[dict[str, int]]:

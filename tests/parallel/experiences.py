@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from gspo_megatron.batching.redistribute import Sequences, StepIndex, exchange, index_step
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.platform.groups import set_up_model_parallel
 from gspo_megatron.rewards import Reward
+from gspo_megatron.rl.rollouts import ExperienceCollector
 from gspo_megatron.rollout.engine import Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
-from gspo_megatron.train.exchange import Sequences, StepIndex, exchange, index_step
-from gspo_megatron.train.experience import ExperienceCollector
 from gspo_megatron.types import Prompt, Sample, TurnRewards
 from tests.parallel.models import VOCAB_SIZE
 

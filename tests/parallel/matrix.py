@@ -11,8 +11,8 @@ from typing import Any
 from gspo_megatron.config import Config
 from gspo_megatron.config.objectives import RECIPES
 from gspo_megatron.config.parallel import Layout
-from gspo_megatron.train.parity import Cut
-from gspo_megatron.train.synthetic import SyntheticBatch, synthetic_batch
+from gspo_megatron.verify.parity import Cut
+from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
 from tests.parallel.models import VOCAB_SIZE, odd_moe
 
 LAYOUTS = (

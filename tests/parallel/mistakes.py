@@ -15,11 +15,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
-from gspo_megatron.models import build, experts
-from gspo_megatron.ops import vocab_parallel
-from gspo_megatron.train import parity, schedule, step
-from gspo_megatron.train.parity import StepResult, run_update
-from gspo_megatron.train.plan import MiniBatch
+from gspo_megatron.batching import micro_batches as schedule
+from gspo_megatron.batching.plan import MiniBatch
+from gspo_megatron.models import build, experts, vocab_parallel
+from gspo_megatron.rl import policy_update as step
+from gspo_megatron.verify import parity
+from gspo_megatron.verify.parity import StepResult, run_update
 
 Mistake = Callable[[], contextlib.AbstractContextManager]
 MISTAKES: dict[str, Mistake] = {}

@@ -34,7 +34,7 @@ TASKS_OF_A_WORKER = 8
 _GRACE = 3.0  # seconds for the other ranks to tell what they saw when one has failed
 _PRELOAD = [
     "__main__",
-    "gspo_megatron.train.parity",
+    "gspo_megatron.verify.parity",
     "gspo_megatron.rollout.megatron",
     "torch._dynamo",  # the first optimizer would import it on every rank, and takes a second
 ]

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from gspo_megatron.checkpoint import tensors
+from gspo_megatron.checkpoint import writer as checkpoint_writer
 from gspo_megatron.config import Config
-from gspo_megatron.train import checkpoint_writer
 from tests.parallel.checkpoints import start
 
 

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 
 from gspo_megatron.models.reference import ReferencePolicy
-from gspo_megatron.train import step
-from gspo_megatron.train.parity import StepResult, run_update
+from gspo_megatron.rl import policy_update as step
+from gspo_megatron.verify.parity import StepResult, run_update
 
 
 class DistantReference(ReferencePolicy):

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
 from gspo_megatron.models.reference import ReferencePolicy
+from gspo_megatron.rl import policy_update as step
 from gspo_megatron.routing import hooks
 from gspo_megatron.routing.replay import Recording, Replaying
 from gspo_megatron.routing.volatility import Observing
-from gspo_megatron.train import step
-from gspo_megatron.train.parity import StepResult, run_update
+from gspo_megatron.verify.parity import StepResult, run_update
 
 
 @dataclass

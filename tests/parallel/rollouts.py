@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
+from gspo_megatron.batching.plan import plan_step
+from gspo_megatron.batching.redistribute import exchange, index_step
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.platform.groups import set_up_model_parallel
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
-from gspo_megatron.train.exchange import exchange, index_step
-from gspo_megatron.train.plan import plan_step
-from gspo_megatron.train.schedule import MicroBatchBuilder, response_logprobs
 from gspo_megatron.types import RolloutBatch
 from tests.parallel.models import VOCAB_SIZE
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.config.parallel import Layout
-from gspo_megatron.train.parity import Cut, StepResult, compare, run_update
-from gspo_megatron.train.synthetic import synthetic_batch
+from gspo_megatron.verify.parity import Cut, StepResult, compare, run_update
+from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.parallel.pool import Pool
 from tests.parallel.updates import FP32_TOLERANCE, assert_same_metrics
 from tests.unit.checkpoint.hf.policies import config_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gspo_megatron.train.synthetic import SyntheticBatch
+from gspo_megatron.verify.synthetic import SyntheticBatch
 from tests.parallel.batches import edge_batch
 from tests.parallel.matrix import (
     DIMENSIONS,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gspo_megatron.config.parallel import Layout
-from gspo_megatron.train.parity import Cut, StepResult, compare
-from gspo_megatron.train.synthetic import SyntheticBatch, synthetic_batch
+from gspo_megatron.verify.parity import Cut, StepResult, compare
+from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
 from tests.parallel.models import VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool
 from tests.parallel.replays import (

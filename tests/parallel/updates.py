@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gspo_megatron.train.parity import StepResult, compare, run_update
-from gspo_megatron.train.synthetic import SyntheticBatch
+from gspo_megatron.verify.parity import StepResult, compare, run_update
+from gspo_megatron.verify.synthetic import SyntheticBatch
 from tests.parallel.explicit import explicit_update
 from tests.parallel.matrix import Case
 from tests.parallel.models import VOCAB_SIZE

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from gspo_megatron.corpus.assemble import write_indexed
+from gspo_megatron.data.corpus_files import write_indexed
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.data.toy import write_toy_dataset
 from tests.e2e.resuming import TINY_MODEL, assert_same_run, records
@@ -46,7 +46,7 @@ def reward(sample):
         (folder / "holding").touch()
         time.sleep(0.02)
     if fail.exists() and os.environ["RANK"] == fail.read_text():
-        from gspo_megatron.train import loop
+        from gspo_megatron.rl import loop
         loop.plan_step = broken  # a defect: what a reward raises is its author's mistake
     return zlib.crc32(repr((sample.prompt, sample.response)).encode()) % 97 / 96
 """

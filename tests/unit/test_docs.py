@@ -31,7 +31,7 @@ from tests.e2e.test_train import KEYS
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "objectives.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-OWN = ROOT / "examples" / "objectives" / "own_objective.py"
+OWN = ROOT / "examples" / "objectives" / "custom_objective.py"
 MAX_CODE_LINES = 25  # "an own loss in a screenful"
 
 
@@ -223,7 +223,7 @@ def test_every_metric_that_the_page_explains_is_measured() -> None:
         global_num_tokens=4,
         sum_over_shards=lambda values: values,
         is_primary_shard=True,
-        sampled_logprobs=tokens,
+        rollout_logprobs=tokens,
         reference_logprobs=tokens,
     )
     means = {name: float(n / d) for name, (n, d) in objective(inputs).means.items()}

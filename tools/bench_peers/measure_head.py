@@ -77,7 +77,7 @@ def head_of(side: str) -> Callable[..., Any]:
     """The function of a side, all with the arguments of logprob_heads."""
     import logprob_heads
 
-    from gspo_megatron.ops import vocab_parallel
+    from gspo_megatron.models import vocab_parallel
 
     name, *sizes = side.split(":")
     if name != "ours":

@@ -99,8 +99,8 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
     from gspo_megatron.data.inputs import Inputs
     from gspo_megatron.objectives import build_objective
     from gspo_megatron.rewards.registry import Reward
-    from gspo_megatron.train.loop import ReinforcementLoop
-    from gspo_megatron.train.run import assemble
+    from gspo_megatron.rl.loop import ReinforcementLoop
+    from gspo_megatron.rl.run import assemble
     from gspo_megatron.types import Prompt
 
     torch.set_num_threads(1)

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 
 from gspo_megatron.checkpoint.folder import sync_file, sync_folder
-from gspo_megatron.data.files import folder_lacks
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import folder_lacks
 
 _MENDABLE = (
     errno.EACCES,

@@ -19,7 +19,7 @@ from gspo_megatron.checkpoint.manifest import (
     read_manifest,
     record_of,
 )
-from gspo_megatron.observe.life import heard_by
+from gspo_megatron.observe.heartbeat import heard_by
 
 NAMES = ["run.json", "model/.metadata", "model/__0_0.distcp", "model/__1_0.distcp", "rng/a"]
 

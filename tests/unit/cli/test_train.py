@@ -25,7 +25,7 @@ TOLD_TO_STOP = 77  # steps of a run that pretends to have been
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What `train` did: ("train", config) in this process, or ("launch", command, world size)."""
     made: Calls = []
-    run = types.ModuleType("gspo_megatron.train.run")
+    run = types.ModuleType("gspo_megatron.rl.run")
 
     def run_training(config: Config, *, fresh: bool) -> bool:
         made.append(("train", config, "fresh") if fresh else ("train", config))
@@ -33,8 +33,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     run.run_training = run_training  # type: ignore[attr-defined]
     # The real package imports Megatron-Core, which these tests do not need.
-    monkeypatch.setitem(sys.modules, "gspo_megatron.train", types.ModuleType("gspo_megatron.train"))
-    monkeypatch.setitem(sys.modules, "gspo_megatron.train.run", run)
+    monkeypatch.setitem(sys.modules, "gspo_megatron.rl", types.ModuleType("gspo_megatron.rl"))
+    monkeypatch.setitem(sys.modules, "gspo_megatron.rl.run", run)
 
     def launch(command: Sequence[str], world_size: int, *, saves_on_signals: bool) -> int:
         saves = ("saves",) if saves_on_signals else ()

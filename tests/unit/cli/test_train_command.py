@@ -17,14 +17,14 @@ TRAIN = """
 import os, sys, threading, types
 import gspo_megatron
 from gspo_megatron.errors import RewardError
-run = types.ModuleType("gspo_megatron.train.run")
+run = types.ModuleType("gspo_megatron.rl.run")
 def run_training(config, fresh):
     if os.environ["RANK"] == "1":
         raise RewardError(f"no reward at seed {config.training.seed}")
     threading.Event().wait()  # as in a collective that the other rank never joins
 run.run_training = run_training
-sys.modules["gspo_megatron.train"] = types.ModuleType("gspo_megatron.train")
-sys.modules["gspo_megatron.train.run"] = run
+sys.modules["gspo_megatron.rl"] = types.ModuleType("gspo_megatron.rl")
+sys.modules["gspo_megatron.rl.run"] = run
 """
 
 

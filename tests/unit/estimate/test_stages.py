@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from gspo_megatron.batching.micro_batches import MicroBatch, run_chunk
+from gspo_megatron.batching.plan import largest_equal_share
 from gspo_megatron.config import check_config, parse_config, resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.estimate.activations import SavedTensors, chunk_passes, micro_batch
@@ -15,9 +17,7 @@ from gspo_megatron.estimate.layout import estimate_layout
 from gspo_megatron.estimate.model import rank_model
 from gspo_megatron.estimate.workload import Workload, workload
 from gspo_megatron.models.policy import HeadInputs
-from gspo_megatron.train.plan import largest_equal_share
-from gspo_megatron.train.pretraining import rows_of_samples
-from gspo_megatron.train.schedule import MicroBatch, run_chunk
+from gspo_megatron.supervised.pretraining import rows_of_samples
 from tests.unit.models.one_rank import one_rank_groups, tiny_policy
 
 LENGTH, VOCAB = 24, 99

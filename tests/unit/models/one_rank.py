@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder
 from gspo_megatron.config import Config, parse_config, resolve_parallel
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.platform.groups import (
@@ -17,7 +18,6 @@ from gspo_megatron.platform.groups import (
     start_processes,
     stop_processes,
 )
-from gspo_megatron.train.schedule import MicroBatch, MicroBatchBuilder
 
 VOCABULARY = 37  # odd: padded to 48, and the padding must never show
 PAD = 0

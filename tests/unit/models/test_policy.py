@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.core_attention import TorchCoreAttention
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.models.specs import choose_backend
-from gspo_megatron.train.schedule import MicroBatch, MicroBatchBuilder
 from tests.unit.models.one_rank import (
     PAD,
     VOCABULARY,

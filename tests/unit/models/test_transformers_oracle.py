@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 
+from gspo_megatron.batching.micro_batches import (
+    MicroBatchBuilder,
+    forward_backward,
+    response_logprobs,
+)
 from gspo_megatron.models.build import Policy
-from gspo_megatron.train.schedule import MicroBatchBuilder, forward_backward, response_logprobs
 from tests.unit.models.hf_reference import (
     SIZES,
     InFloat64,

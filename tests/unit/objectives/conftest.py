@@ -24,7 +24,7 @@ PER_TOKEN = (
     "sequence_index",
     "entropy",
     "token_advantages",
-    "sampled_logprobs",
+    "rollout_logprobs",
     "reference_logprobs",
 )
 
@@ -79,7 +79,7 @@ def _make_inputs(
         is_primary_shard=True,
         entropy=entropy.requires_grad_(),
         token_advantages=token_advantages,
-        sampled_logprobs=sampled.to(dtype),
+        rollout_logprobs=sampled.to(dtype),
         reference_logprobs=reference,
     )
 

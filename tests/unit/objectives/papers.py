@@ -341,7 +341,7 @@ def _response(inputs: LossInputs, i: int, new: Tensor, entropy: Tensor) -> Respo
     return Response(
         new=[new[t] for t in chosen],
         old=numbers(inputs.old_logprobs),
-        mu=numbers(inputs.sampled_logprobs),
+        mu=numbers(inputs.rollout_logprobs),
         reference=numbers(inputs.reference_logprobs),
         entropy=[entropy[t] for t in chosen],
         advantage=advantage,

@@ -95,9 +95,9 @@ def test_without_a_mismatch_nothing_changes(correction, make_inputs, make_object
 def test_weights_are_constants_to_the_gradient(correction, make_inputs, make_objective):
     inputs = make_inputs(1, spread=0.4, mismatch=BOUNDS[correction][1])
     inputs.old_logprobs.requires_grad_()
-    inputs.sampled_logprobs.requires_grad_()
+    inputs.rollout_logprobs.requires_grad_()
     make_objective("grpo", **section(correction))(inputs).loss.backward()
-    assert inputs.sampled_logprobs.grad is None or (inputs.sampled_logprobs.grad == 0).all()
+    assert inputs.rollout_logprobs.grad is None or (inputs.rollout_logprobs.grad == 0).all()
 
 
 def test_bounds_belong_to_what_is_kept():
@@ -122,7 +122,7 @@ def test_weights_of_a_sequence_are_of_its_mean_and_not_of_its_sum():
 @pytest.mark.parametrize("correction", BOUNDS)
 def test_a_runaway_mismatch_stays_finite(correction, make_inputs, make_objective):
     inputs = make_inputs(1, spread=0.4, dtype=torch.float32)
-    inputs.sampled_logprobs[0] = -5000.0
+    inputs.rollout_logprobs[0] = -5000.0
     outputs = make_objective("grpo", **section(correction))(inputs)
     outputs.loss.backward()
     assert torch.isfinite(outputs.loss) and torch.isfinite(inputs.logprobs.grad).all()
@@ -131,6 +131,6 @@ def test_a_runaway_mismatch_stays_finite(correction, make_inputs, make_objective
 
 def test_a_correction_without_the_rollouts_log_probs_is_refused(make_inputs, make_objective):
     inputs = make_inputs(1)
-    inputs.sampled_logprobs = None
+    inputs.rollout_logprobs = None
     with pytest.raises(AssertionError, match="rollout's log-probs"):
         make_objective("gspo", correction="sequence_tis")(inputs)

@@ -3,14 +3,14 @@
 Some live outside the objectives, and are put in elsewhere:
 
 - 10, entropy of the sampled token alone: where logits become an entropy,
-  tests/unit/ops/test_vocab_parallel.py compares it with -sum_v p_v log p_v of the dense softmax.
+  tests/unit/models/test_vocab_parallel.py compares it with -sum_v p_v log p_v of the dense softmax.
 - 12, context parallelism: tests/parallel/test_mistakes.py leaves out the reduction over its ranks
   (sequence_sums_not_reduced_over_cp), tests/parallel/test_layout_matrix.py runs updates whose
   shards hold no response token. Rewards are exchanged before advantages are taken, so no rank has a
-  whitening of its own to reduce: tests/parallel/test_exchange.py.
+  whitening of its own to reduce: tests/parallel/test_redistribute.py.
 - 14, gradients of the routers' losses 10^4 times too large under context parallelism, from a loss
   callback of two values: tests/parallel/test_mistakes.py (aux_loss_scaled_by_tokens_of_the_shard),
-  and tests/unit/train/test_gradients.py has them by hand.
+  and tests/unit/rl/test_gradients.py has them by hand.
 - 15, means over uneven ranks averaged as if equal: tests/parallel/test_mistakes.py
   (mean_of_micro_batch_means, divisor_of_one_data_rank).
 """

@@ -49,7 +49,7 @@ def uniform(log_ratios: list[float], lengths: list[int], advantages: list[float]
         global_num_tokens=sum(lengths),
         sum_over_shards=lambda vector: vector,
         is_primary_shard=True,
-        sampled_logprobs=torch.zeros_like(new),
+        rollout_logprobs=torch.zeros_like(new),
     )
 
 
@@ -79,7 +79,7 @@ def test_what_stands_outside_the_mask_reaches_nothing(
             ("logprobs", 1),
             ("old_logprobs", -1),
             ("entropy", 1),
-            ("sampled_logprobs", 1),
+            ("rollout_logprobs", 1),
             ("reference_logprobs", -1),
             ("token_advantages", 1),
         )
@@ -208,7 +208,7 @@ def test_shapes_that_would_broadcast_are_refused(name_and_spread, make_inputs, m
         "mask": inputs.mask[None],
         "logprobs": inputs.logprobs[:, None],
         "entropy": inputs.entropy[:1],
-        "sampled_logprobs": inputs.sampled_logprobs[:, None],
+        "rollout_logprobs": inputs.rollout_logprobs[:, None],
         "reference_logprobs": inputs.old_logprobs[:1],
     }
     for field, tensor in wrong.items():
@@ -232,7 +232,7 @@ def test_one_runaway_token_leaves_no_nan(name_and_spread, make_objective, advant
         inputs,
         logprobs=new.requires_grad_(),
         old_logprobs=torch.zeros(5),
-        sampled_logprobs=torch.zeros(5),
+        rollout_logprobs=torch.zeros(5),
         mask=torch.ones(5),
         advantages=inputs.advantages.float(),
         sequence_lengths=inputs.sequence_lengths.float(),

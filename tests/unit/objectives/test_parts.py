@@ -205,7 +205,7 @@ def test_effective_sample_share_is_that_of_its_formula(make_inputs, make_objecti
     outputs = objective(inputs)
     masked = inputs.mask > 0
     ratios = outputs.values["ratio/token"]
-    weights = (inputs.old_logprobs - inputs.sampled_logprobs).exp().clamp(max=2.0)[masked]
+    weights = (inputs.old_logprobs - inputs.rollout_logprobs).exp().clamp(max=2.0)[masked]
     metrics = completed(objective, outputs)
     for key, w in (("ratio", ratios), ("correction", weights)):
         expected = float(w.sum() ** 2 / (len(w) * w.square().sum()))

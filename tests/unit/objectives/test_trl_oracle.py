@@ -186,7 +186,7 @@ def test_corrections_of_tokens_and_of_products(name, mode, make_inputs, our_loss
     """TRL's token_truncate, token_mask and sequence_truncate; it computes the weights where it
     samples, by these formulas, and its loss multiplies them in."""
     inputs = ragged(make_inputs, name, seed=10, mismatch=0.4, with_reference=True)
-    logs = (inputs.old_logprobs - inputs.sampled_logprobs) * inputs.mask
+    logs = (inputs.old_logprobs - inputs.rollout_logprobs) * inputs.mask
     if mode == "sequence_product_tis":
         sums = torch.zeros_like(inputs.advantages).index_add(0, inputs.sequence_index, logs)
         weights = sums.exp().clamp(max=2.0)
@@ -245,6 +245,6 @@ def test_off_policy_mask_of_trl_takes_the_mismatch_of_the_engines_for_drift(make
     theirs = trl_loss("grpo", "token", inputs, **settings)
     assert theirs.loss != our_loss("grpo", inputs, off_policy_mask=0.1).loss
     # they agree where the rollout's log-probs are the old ones: objective.old_logprobs = rollout
-    inputs.old_logprobs = inputs.sampled_logprobs
+    inputs.old_logprobs = inputs.rollout_logprobs
     theirs = trl_loss("grpo", "token", inputs, **settings)
     assert_same_loss(our_loss("grpo", inputs, off_policy_mask=0.1), theirs, inputs)

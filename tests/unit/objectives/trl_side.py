@@ -78,7 +78,7 @@ def trl_loss(
     if inputs.reference_logprobs is not None:
         batch["ref_per_token_logps"] = padded(inputs.reference_logprobs, -3.0)
     if sampled_for_mask:
-        batch["sampling_per_token_logps"] = padded(inputs.sampled_logprobs, -2.0)
+        batch["sampling_per_token_logps"] = padded(inputs.rollout_logprobs, -2.0)
     if importance_sampling_ratio is not None:
         by_token = importance_sampling_ratio.shape == index.shape
         batch["importance_sampling_ratio"] = (

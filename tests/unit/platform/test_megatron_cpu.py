@@ -353,7 +353,11 @@ from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.models.optimizer import Schedule, build_trainer, zero_gradients
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
-from gspo_megatron.train.schedule import MicroBatchBuilder, forward_backward, response_logprobs
+from gspo_megatron.batching.micro_batches import (
+    MicroBatchBuilder,
+    forward_backward,
+    response_logprobs,
+)
 from tests.unit.models.one_rank import micro_batch, one_rank_groups, tiny_policy
 with one_rank_groups():
     policy = tiny_policy()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
 from gspo_megatron.models.build import Policy
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
-from gspo_megatron.train.schedule import MicroBatchBuilder, response_logprobs
 from gspo_megatron.types import RolloutBatch
 from tests.unit.models.one_rank import (
     PAD,

@@ -14,14 +14,14 @@ from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from gspo_megatron.batching import micro_batches as schedule
+from gspo_megatron.batching.micro_batches import MicroBatch
+from gspo_megatron.rl import routing_replay as step_routes
+from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing import hooks, replay
 from gspo_megatron.routing.hooks import Choice, RouterHook, Routes, attach_hooks
 from gspo_megatron.routing.replay import Recording, Replaying
 from gspo_megatron.routing.store import RouteTable
-from gspo_megatron.train import routes as step_routes
-from gspo_megatron.train import schedule
-from gspo_megatron.train.routes import StepRoutes
-from gspo_megatron.train.schedule import MicroBatch
 
 Mistake = contextlib.AbstractContextManager
 
@@ -134,33 +134,33 @@ def weights_of_what_the_router_would_have_chosen() -> Mistake:
 
 def padding_replays_zeros() -> Mistake:
     """Every row of a rollout's table counts as known, those without routes are zeros."""
-    native = StepRoutes._of_rollout
+    native = RoutingReplay._of_rollout
 
-    def of_rollout(self: StepRoutes, *args: Any) -> tuple[RouteTable, Tensor]:
+    def of_rollout(self: RoutingReplay, *args: Any) -> tuple[RouteTable, Tensor]:
         table, sound = native(self, *args)
         table.known = None
         return table, sound
 
-    return mock.patch.object(StepRoutes, "_of_rollout", of_rollout)
+    return mock.patch.object(RoutingReplay, "_of_rollout", of_rollout)
 
 
 def routes_are_never_given_up() -> Mistake:
-    def finish(self: StepRoutes, batch: Sequence[MicroBatch]) -> None:
+    def finish(self: RoutingReplay, batch: Sequence[MicroBatch]) -> None:
         for micro_batch in batch:
             micro_batch.routes = None
 
-    return mock.patch.object(StepRoutes, "finish_training_pass", finish)
+    return mock.patch.object(RoutingReplay, "finish_training_pass", finish)
 
 
 def routes_get_lost() -> Mistake:
     """By a key that is not the same in both passes."""
-    native = StepRoutes._keep
+    native = RoutingReplay._keep
 
-    def keep(self: StepRoutes, mode: str, micro_batch: MicroBatch, table: RouteTable) -> None:
+    def keep(self: RoutingReplay, mode: str, micro_batch: MicroBatch, table: RouteTable) -> None:
         native(self, mode, micro_batch, table)
         self._tables[mode, id(table)] = self._tables.pop((mode, id(micro_batch)))
 
-    return mock.patch.object(StepRoutes, "_keep", keep)
+    return mock.patch.object(RoutingReplay, "_keep", keep)
 
 
 def one_layer_is_passed_by() -> Mistake:

@@ -12,17 +12,17 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder
+from gspo_megatron.batching.plan import MiniBatch
+from gspo_megatron.batching.redistribute import Sequences, StepIndex
 from gspo_megatron.config.algorithm import ObjectiveSection, RoutingSection
 from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import build_objective
+from gspo_megatron.rl.policy_update import PolicyUpdater, Update
 from gspo_megatron.routing import hooks
 from gspo_megatron.routing.hooks import Routes, attach_hooks
-from gspo_megatron.train.exchange import Sequences, StepIndex
-from gspo_megatron.train.plan import MiniBatch
-from gspo_megatron.train.schedule import MicroBatch, MicroBatchBuilder
-from gspo_megatron.train.step import PolicyUpdater, Update
 from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_policy
 
 LENGTHS = [(3, 5), (1, 9), (6, 2), (4, 11), (2, 3), (5, 6)]

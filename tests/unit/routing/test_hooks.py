@@ -12,10 +12,10 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from gspo_megatron.batching.micro_batches import response_logprobs
 from gspo_megatron.models.build import Policy
 from gspo_megatron.routing.hooks import NEVER_ASKING, RouterHook, attach_hooks, routed
 from gspo_megatron.routing.replay import Recording, recorded
-from gspo_megatron.train.schedule import response_logprobs
 from tests.unit.routing.steps import (
     LAYERS,
     TOP_K,

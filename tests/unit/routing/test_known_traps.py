@@ -16,13 +16,13 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from gspo_megatron.batching.micro_batches import response_logprobs
 from gspo_megatron.config import check_config
 from gspo_megatron.errors import UserError
+from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing.hooks import RouterHook, attach_hooks, routed
 from gspo_megatron.routing.replay import Recording, Replaying
 from gspo_megatron.routing.store import RouteTable
-from gspo_megatron.train.routes import StepRoutes
-from gspo_megatron.train.schedule import response_logprobs
 from tests.unit.models.one_rank import tiny_config
 from tests.unit.routing import mistakes
 from tests.unit.routing.steps import (
@@ -317,13 +317,13 @@ def test_trap_the_first_mini_batch_has_no_routes_of_its_own() -> None:
     """Under r2 it needs none: its training pass is the old policy's pass."""
     updater = updater_for(moe_policy(), {"replay": "r2"})
     kept = []
-    native = StepRoutes.set_training_pass
+    native = RoutingReplay.set_training_pass
 
-    def spy(self: StepRoutes, batch: Any) -> None:
+    def spy(self: RoutingReplay, batch: Any) -> None:
         native(self, batch)
         kept.append([micro_batch.routes for micro_batch in batch])
 
-    with mock.patch.object(StepRoutes, "set_training_pass", spy):
+    with mock.patch.object(RoutingReplay, "set_training_pass", spy):
         update(updater)
     assert kept[0] == [None, None]
     assert all(isinstance(routes, Replaying) for later in kept[1:] for routes in later)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gspo_megatron.config.algorithm import RoutingSection
 from gspo_megatron.models.reference import ReferencePolicy
+from gspo_megatron.rl.policy_update import PolicyUpdater
+from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing.replay import Replaying
-from gspo_megatron.train.routes import StepRoutes
-from gspo_megatron.train.step import PolicyUpdater
 from tests.unit.routing.steps import (
     LAYERS,
     LENGTHS,
@@ -55,7 +55,7 @@ class Step:
 
     def __init__(self, recompute: str = "none", **routing: Any) -> None:
         self.policy = moe_policy(recompute)
-        with mock.patch("gspo_megatron.train.step.ReferencePolicy", DistantReference):
+        with mock.patch("gspo_megatron.rl.policy_update.ReferencePolicy", DistantReference):
             self.updater = updater_for(self.policy, routing, KL)
         self.spans: dict[str, slice] = {}
         self.kept: set[tuple[str, int]] = set()  # after the reference's pass: mode, sequence
@@ -66,21 +66,21 @@ class Step:
 
     @contextlib.contextmanager
     def _watch(self) -> Iterator[None]:
-        record, finish = PolicyUpdater._record, StepRoutes.finish_reference_pass
+        record, finish = PolicyUpdater._record, RoutingReplay.finish_reference_pass
 
         def recorded(updater: PolicyUpdater, batches: Any, anchors: Any, name: str) -> None:
             start = len(self.seen)
             record(updater, batches, anchors, name)
             self.spans[name] = slice(start, len(self.seen))
 
-        def finished(routes: StepRoutes, batches: Any) -> None:
+        def finished(routes: RoutingReplay, batches: Any) -> None:
             finish(routes, batches)
             numbers = {id(batch): batch.packed.members[0] for batch in batches}
             self.kept = {(mode, numbers[key]) for mode, key in routes._tables}
 
         with (
             mock.patch.object(PolicyUpdater, "_record", recorded),
-            mock.patch.object(StepRoutes, "finish_reference_pass", finished),
+            mock.patch.object(RoutingReplay, "finish_reference_pass", finished),
         ):
             yield
 
@@ -164,7 +164,7 @@ def test_the_old_pass_has_to_cover_the_first_mini_batch_for_the_references_sake(
     """Under r2 its routes are needed for nothing else."""
 
     def wants_all(**section: Any) -> bool:
-        routes = StepRoutes(moe_policy(), RoutingSection(**section), torch.device("cpu"))
+        routes = RoutingReplay(moe_policy(), RoutingSection(**section), torch.device("cpu"))
         return routes.records_all
 
     for policy in MODES:
@@ -182,9 +182,9 @@ def test_routes_for_a_reference_that_never_comes_are_noticed() -> None:
 
 @pytest.mark.parametrize(("policy", "reference"), [("r3", "r3"), ("r2", "r3"), ("off", "r2")])
 def test_a_reference_pass_that_goes_past_its_routes_is_noticed(policy: str, reference: str) -> None:
-    native = StepRoutes.set_reference_pass
+    native = RoutingReplay.set_reference_pass
 
-    def forgotten(self: StepRoutes, micro_batches: Any) -> None:
+    def forgotten(self: RoutingReplay, micro_batches: Any) -> None:
         native(self, micro_batches)
         # as if the pass ran on a model whose routers have no hooks
         for micro_batch in micro_batches:
@@ -199,7 +199,7 @@ def test_a_reference_pass_that_goes_past_its_routes_is_noticed(policy: str, refe
             return native()
 
     with (
-        mock.patch.object(StepRoutes, "set_reference_pass", forgotten),
+        mock.patch.object(RoutingReplay, "set_reference_pass", forgotten),
         pytest.raises(AssertionError, match="never asked for their routes"),
     ):
         Step(replay=policy, reference_replay=reference)

@@ -11,14 +11,14 @@ from unittest import mock
 import pytest
 import torch
 
+from gspo_megatron.batching.micro_batches import MicroBatch, forward_backward, response_logprobs
 from gspo_megatron.config.algorithm import RoutingSection
 from gspo_megatron.models.optimizer import zero_gradients
+from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.routing.replay import Recording, Replaying
 from gspo_megatron.routing.store import RouteTable
 from gspo_megatron.routing.volatility import Observing
-from gspo_megatron.train.routes import StepRoutes
-from gspo_megatron.train.schedule import MicroBatch, forward_backward, response_logprobs
 from tests.unit.routing.steps import (
     LAYERS,
     LENGTHS,
@@ -143,15 +143,15 @@ def test_strongly_perturbed_routers_keep_the_experts_and_move_the_weights(recomp
 
 def test_another_model_between_record_and_replay_changes_nothing() -> None:
     plain = parameters_after({"replay": "r2", "volatility": True})
-    native = StepRoutes.set_training_pass
+    native = RoutingReplay.set_training_pass
     runs = []
 
-    def disturbed(self: StepRoutes, batch: list[MicroBatch]) -> None:
+    def disturbed(self: RoutingReplay, batch: list[MicroBatch]) -> None:
         other = moe_policy()
         with torch.no_grad():
             for parameter in other.models[0].parameters():
                 parameter.mul_(1.5)
-        own = StepRoutes(other, RoutingSection(replay="r2", volatility=True), CPU)
+        own = RoutingReplay(other, RoutingSection(replay="r2", volatility=True), CPU)
         others = micro_batches(other)
         own.start([others[:1], others[1:]], None)
         own.set_old_pass(others[1:])
@@ -161,7 +161,7 @@ def test_another_model_between_record_and_replay_changes_nothing() -> None:
         runs.append(native(self, batch))
         response_logprobs(other, others)  # and while the routes wait for their pass
 
-    with mock.patch.object(StepRoutes, "set_training_pass", disturbed):
+    with mock.patch.object(RoutingReplay, "set_training_pass", disturbed):
         after = parameters_after({"replay": "r2", "volatility": True})
     assert len(runs) == 3
     assert all(torch.equal(plain[name], after[name]) for name in plain)
@@ -174,7 +174,7 @@ def live_tensors() -> int:
 
 def test_a_thousand_forward_passes_leave_nothing_behind() -> None:
     policy = moe_policy()
-    routes = StepRoutes(policy, RoutingSection(replay="r2", volatility=True), CPU)
+    routes = RoutingReplay(policy, RoutingSection(replay="r2", volatility=True), CPU)
     attach_hooks(policy.models)
     first, second, _ = micro_batches(policy)
 

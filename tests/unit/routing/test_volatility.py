@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gspo_megatron.routing.replay import Recording, Replaying
 from gspo_megatron.routing.store import RouteTable
-from gspo_megatron.routing.volatility import Observing, RoutingFigures
+from gspo_megatron.routing.volatility import Observing, RoutingMetrics
 from tests.unit.routing.steps import (
     EXPERTS,
     LAYERS,
@@ -34,7 +34,7 @@ def top_k(scores: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
     return lambda: scores.topk(TOP_K, dim=1)
 
 
-def reduced(figures: RoutingFigures) -> dict[str, float]:
+def reduced(figures: RoutingMetrics) -> dict[str, float]:
     return figures.reduce(parallel_state.get_pipeline_model_parallel_group())
 
 
@@ -62,7 +62,7 @@ class Layers:
         other = torch.rand(size, generator=generator).topk(TOP_K).indices
         self.replayed = other if replays else None
         inner = Replaying(RouteTable((1, 2), other, None)) if replays else None
-        self.figures = RoutingFigures(LAYERS, EXPERTS, CPU, replayed=replays)
+        self.figures = RoutingMetrics(LAYERS, EXPERTS, CPU, replayed=replays)
         observing = Observing(table, recording.scores, real, self.figures, inner)
         self.used = [
             observing.choose(layer, scores, top_k(scores))[1]
@@ -129,7 +129,7 @@ def test_recomputation_is_not_counted_twice() -> None:
 
 def test_micro_batches_add_up_by_tokens_not_by_batches() -> None:
     """A short one weighs less."""
-    figures = RoutingFigures(1, EXPERTS, CPU, replayed=False)
+    figures = RoutingMetrics(1, EXPERTS, CPU, replayed=False)
     old, other = torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
     for changed, tokens in ((True, 1), (False, 9)):
         experts = old.expand(tokens, -1)
@@ -151,7 +151,7 @@ def test_a_shift_far_below_bfloat16s_resolution_is_measured(size: float) -> None
     new = old + size * torch.randn(old.shape, generator=generator)
     recording = Recording(keep_scores=True)
     recording.choose(1, old, top_k(old))
-    figures = RoutingFigures(1, 64, CPU, replayed=False)
+    figures = RoutingMetrics(1, 64, CPU, replayed=False)
     observing = Observing(recording.table(), recording.scores, None, figures, None)
     observing.choose(1, new, top_k(new))
     expected = size * math.sqrt(2 / math.pi)  # the mean size of a normal variable
@@ -205,5 +205,5 @@ def test_a_steps_volatility_compares_natural_choices(
 
 
 def test_one_mini_batch_has_nothing_to_compare() -> None:
-    figures = RoutingFigures(LAYERS, EXPERTS, CPU, replayed=True)
+    figures = RoutingMetrics(LAYERS, EXPERTS, CPU, replayed=True)
     assert reduced(figures) == {}

@@ -1,0 +1,234 @@
+"""Micro-batches through Megatron's own pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.fp8_utils import get_fp8_align_size
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from gspo_megatron.batching.packing import BatchShape, PackedBatch, batch_shape, pack
+from gspo_megatron.batching.plan import MiniBatch
+from gspo_megatron.batching.redistribute import Sequences, StepIndex
+from gspo_megatron.models.build import Policy, unwrap
+from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.routing.hooks import Routes, routed
+
+
+@dataclass
+class MicroBatch:
+    """A micro-batch on the device, with what Megatron-Core wants to know of it. It is built
+    once and serves the log-prob pass and the training pass, attention plan included."""
+
+    packed: PackedBatch
+    sequences: PackedSeqParams | None  # None where each sequence has a row of its own
+    head: HeadInputs
+    routes: Routes | None = None  # what the next forward pass does about its experts
+
+
+# logprobs [rows], entropies [rows], micro-batch -> loss (scalar), figures
+LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Any]]
+
+
+class MicroBatchBuilder:
+    """Packs or pads sequences for this rank's layout."""
+
+    def __init__(
+        self, policy: Policy, pad_id: int, temperature: float, *, padded: bool = False
+    ) -> None:
+        config = policy.config
+        self.pad_id, self.temperature, self.padded = pad_id, temperature, padded
+        self.cp_size = config.context_parallel_size
+        self.cp_rank = parallel_state.get_context_parallel_rank()
+        self.multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        if config.fp8:
+            # of every rank's shard: the weights' gradients are products over its tokens
+            self.multiple *= get_fp8_align_size(config.fp8_recipe)
+        self.shapes_vary = config.variable_seq_lengths
+        self.device = torch.device(torch.cuda.current_device())
+
+    def build_step(
+        self, plans: Sequence[MiniBatch], sequences: Sequences, index: StepIndex
+    ) -> list[list[MicroBatch]]:
+        """This data rank's micro-batches of each mini-batch."""
+        shape = self.common_shape(plans, index.lengths)
+        rank = parallel_state.get_data_parallel_rank()
+        steps = []
+        for plan in plans:
+            batches = []
+            for numbers in plan.of_rank(rank):
+                tokens = [sequences.tokens[n] for n in numbers]
+                responses = [index.response_lengths[n] for n in numbers]
+                offsets = [sequences.offsets[n] for n in numbers]
+                batch = self.build(range(len(numbers)), tokens, responses, offsets, shape)
+                batch.packed.members = tuple(numbers)
+                batches.append(batch)
+            steps.append(batches)
+        return steps
+
+    def common_shape(self, plans: Sequence[MiniBatch], lengths: Sequence[int]) -> BatchShape | None:
+        """A shape for all micro-batches of all ranks, where Megatron-Core wants them alike (the
+        allgather dispatcher); None where each may have its own."""
+        if self.shapes_vary:
+            return None
+        shapes = [
+            self._shape([lengths[n] for n in numbers])
+            for plan in plans
+            for rank in plan.micro_batches
+            for numbers in rank
+        ]
+        return BatchShape(max(s.rows for s in shapes), max(s.tokens for s in shapes))
+
+    def _shape(self, lengths: Sequence[int]) -> BatchShape:
+        return batch_shape(
+            lengths,
+            padded=self.padded,
+            context_parallel_size=self.cp_size,
+            multiple=self.multiple,
+        )
+
+    def build(
+        self,
+        members: Sequence[int],
+        tokens: Sequence[Tensor],
+        response_lengths: Sequence[int],
+        response_offsets: Sequence[int],
+        shape: BatchShape | None = None,
+    ) -> MicroBatch:
+        """See data.packing.pack."""
+        packed = pack(
+            tokens,
+            response_lengths,
+            response_offsets,
+            members,
+            pad_id=self.pad_id,
+            padded=self.padded,
+            context_parallel_size=self.cp_size,
+            context_parallel_rank=self.cp_rank,
+            multiple=self.multiple,
+            shape=shape,
+        ).to(self.device)
+        head = HeadInputs(packed.token_rows, packed.targets, self.temperature)
+        return MicroBatch(packed, None if self.padded else _sequence_bounds(packed), head)
+
+
+def _sequence_bounds(packed: PackedBatch) -> PackedSeqParams:
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=packed.boundaries,
+        cu_seqlens_kv=packed.boundaries,
+        cu_seqlens_q_padded=packed.boundaries,
+        cu_seqlens_kv_padded=packed.boundaries,
+        max_seqlen_q=packed.longest,
+        max_seqlen_kv=packed.longest,
+    )
+
+
+def micro_batch_multiple(policy: Policy) -> int:
+    """Interleaved pipeline schedules want a multiple of the pipeline's size."""
+    config = policy.config
+    if config.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return config.pipeline_model_parallel_size
+
+
+def forward_backward(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    loss_function: LossFunction,
+    total_micro_batches: int,
+) -> list[Any]:
+    """Accumulate the gradients of the sum of `loss_function` over all ranks and micro-batches.
+
+    `loss_function` returns this rank's summand of the mini-batch loss (any mean is already in it).
+    Megatron divides the summed gradients by the 'number of tokens' that the callback counts; it
+    counts micro-batches here and the loss is multiplied by their number, so that the loss comes out
+    as it went in and the routers' aux and z losses as their mean over the micro-batches.
+
+    `total_micro_batches` is that of all ranks, the empty ones left out.
+
+    Returns the figures of each micro-batch on the last pipeline stage, an empty list elsewhere.
+    """
+    counts_here = parallel_state.get_context_parallel_rank() == 0  # a replica's other ranks do not
+
+    def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+        value, figures = loss_function(micro_batch, output[0], output[1])
+        counts = counts_here and bool(micro_batch.packed.members)  # not what is padding alone
+        count = torch.tensor(int(counts), dtype=torch.int, device=output.device)
+        return value * total_micro_batches, count, figures
+
+    return _run(policy, micro_batches, loss, forward_only=False)
+
+
+@torch.no_grad()
+def response_logprobs(
+    policy: Policy, micro_batches: Sequence[MicroBatch]
+) -> list[tuple[Tensor, Tensor]]:
+    """Log-probs and entropies of the response tokens, forward only, per micro-batch [rows] each on
+    the last pipeline stage; an empty list elsewhere."""
+
+    def collect(_: MicroBatch, output: Tensor, non_loss_data: bool = True) -> Any:
+        return output[0], output[1]
+
+    policy.eval()
+    collected = _run(policy, micro_batches, collect, forward_only=True)
+    policy.train()
+    return collected
+
+
+def _run(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    callback: Callable[..., Any],
+    forward_only: bool,
+) -> list[Any]:
+    def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+        micro_batch = next(iterator)
+        return run_chunk(model, micro_batch), partial(callback, micro_batch)
+
+    chunks = policy.chunks
+    iterators = [iter(micro_batches) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(micro_batches),
+        # Where shapes vary they travel with the activations, and this is only an upper bound.
+        seq_length=max(m.packed.input_ids.shape[1] for m in micro_batches)
+        * policy.config.context_parallel_size,
+        micro_batch_size=max(m.packed.input_ids.shape[0] for m in micro_batches),
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
+    """The forward pass of one model chunk: hidden states for the next one, or [2, rows] (log-probs,
+    entropies) of the last."""
+    packed = micro_batch.packed
+    with routed(micro_batch.routes):
+        return model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            attention_mask=None,
+            labels=micro_batch.head,
+            packed_seq_params=micro_batch.sequences,
+            padding_mask=_local_padding_mask(model, packed.padding_mask),
+        )
+
+
+def _local_padding_mask(model: torch.nn.Module, mask: Tensor | None) -> Tensor | None:
+    """The routers leave padding out of their losses. GPTModel cuts the mask for sequence
+    parallelism on the stage that embeds tokens; on the others it has to come cut."""
+    policy = unwrap(model)
+    if mask is None or policy.pre_process or not policy.config.sequence_parallel:
+        return mask
+    group = policy.pg_collection.tp
+    return mask.chunk(group.size(), dim=1)[group.rank()]

@@ -1,1 +1,0 @@
-"""Corpora for pre-training: files of text to Megatron-Core's indexed datasets."""

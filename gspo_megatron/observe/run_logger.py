@@ -1,0 +1,104 @@
+"""The run folder: what a run writes down, on its main rank only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.config import Config, to_yaml
+from gspo_megatron.errors import DataError
+from gspo_megatron.files import write_atomically
+from gspo_megatron.observe.environment import write_environment
+from gspo_megatron.observe.progress import Progress
+from gspo_megatron.observe.records import METRICS_FILE
+from gspo_megatron.observe.report import finish_run
+from gspo_megatron.observe.sinks import MetricsWriter, SampleWriter
+from gspo_megatron.observe.trackers import note_sent, open_trackers
+from gspo_megatron.types import Sample
+
+
+class RunLogger:
+    """Metrics, samples, trackers and the progress display; inert on all ranks but the main one."""
+
+    def __init__(
+        self, config: Config, is_main: bool, resumed_at: tuple[str, int] | None = None
+    ) -> None:
+        """`resumed_at`: phase and step that the run goes on from. What was written down after them
+        is dropped. Without them the folder holds no earlier run: see `move_earlier_run`.
+
+        Raises UserError where the folder or its files cannot be made, or the metrics of the earlier
+        run are damaged.
+        """
+        self.is_main = is_main
+        self.folder = Path(str(config.logging.dir))
+        self.plots = config.logging.plots
+        self._progress: Progress | None = None
+        if not is_main:
+            return
+        assert resumed_at or not (self.folder / METRICS_FILE).exists(), "an earlier run's folder"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            where = f"logging.dir = {str(self.folder)!r}"
+            raise DataError(f"{where}: cannot be made: {error.strerror}") from error
+        write_atomically(self.folder / "config.resolved.yaml", to_yaml(config).encode())
+        write_environment(self.folder)
+        self._metrics = MetricsWriter(self.folder)
+        self._samples = SampleWriter(self.folder)
+        if resumed_at is not None:
+            if config.logging.trackers:
+                note_sent(self.folder)
+            phase, step = resumed_at
+            self._metrics.truncate_after(step, phase)
+            self._samples.truncate_after(step, phase)
+        self._trackers = open_trackers(
+            config.logging.trackers, self.folder, config.model_dump(mode="json")
+        )
+
+    def progress(self, total: int, title: str, done: int = 0) -> Progress:
+        """A progress display of one phase, of which `done` steps were finished before."""
+        self._progress = Progress(total, title, enabled=self.is_main, initial_step=done)
+        return self._progress
+
+    def note(self, text: str) -> None:
+        """Show a line that stays; on the main rank."""
+        if self._progress is not None:
+            self._progress.note(text)
+        elif self.is_main:
+            print(text, file=sys.stderr, flush=True)
+
+    def sync(self) -> None:
+        """Wait until what was written so far is on the disk: a checkpoint must not outlive it.
+
+        Raises UserError on the main rank where the disk refuses; the others end with it.
+        """
+        if self.is_main:
+            self._metrics.sync()
+            self._samples.sync()
+
+    def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """One step's figures. Raises UserError as `sync` does."""
+        if self.is_main:
+            self._metrics.write({"phase": phase, "step": step, **metrics})
+            self._trackers.log(step, {"phase": phase, **metrics})
+
+    def write_samples(self, step: int, samples: Sequence[Sample], rewards: Sequence[float]) -> None:
+        """Some responses with their rewards."""
+        if self.is_main:
+            self._samples.write(step, samples, rewards)
+
+    def finish(self) -> None:
+        """Close the files; draw the plots and print the table and the run's path."""
+        if not self.is_main:
+            return
+        self.close()
+        finish_run(self.folder, plots=self.plots)
+
+    def close(self) -> None:
+        """Close the files, whatever happened."""
+        if self.is_main:
+            self._metrics.close()
+            self._samples.close()
+            self._trackers.close()

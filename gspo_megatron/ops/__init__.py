@@ -1,1 +1,0 @@
-"""Tensor operations that work on one rank's shard; process groups and sums are arguments."""

@@ -1,0 +1,165 @@
+"""Figures of a step as true global reductions: the same on every layout.
+
+Micro-batches leave sums, counts and per-sequence values on the last pipeline stage. Once a step
+they are reduced over the data-parallel (x context-parallel) group and sent, in one message, to
+every stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
+
+# Bins of |log ratio|, logarithmic from 1e-9 to 40: 64 a decade keep a quantile within 3.7% of the
+# deviation from 1 that it describes. Counts add up exactly over ranks.
+_DECADES, _PER_DECADE = (-9.0, 1.602), 64
+_BINS = int((_DECADES[1] - _DECADES[0]) * _PER_DECADE) + 1
+
+
+class StepMetrics:
+    """Collects a rank's contributions to a step's metrics."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._means: dict[str, Tensor] = {}  # [2] float64: numerator, denominator
+        self._maxima: dict[str, Tensor] = {}
+        self._sequence_values: dict[str, list[Tensor]] = {}
+        self._token_sketches: dict[str, Tensor] = {}
+        self._token_extremes: dict[str, Tensor] = {}
+
+    def add_means(self, means: Mapping[str, Tensor]) -> None:
+        """Pairs [numerator, denominator]; contributions of one name add up."""
+        for name, pair in means.items():
+            known = self._means.get(name)
+            self._means[name] = pair.double() if known is None else known + pair
+
+    def add_maximum(self, name: str, value: Tensor) -> None:
+        """A scalar of which the largest over the step and all ranks is wanted."""
+        known = self._maxima.get(name)
+        value = value.double()
+        self._maxima[name] = value if known is None else torch.maximum(known, value)
+
+    def add_values(self, values: Mapping[str, Tensor]) -> None:
+        """One-dimensional values whose quantiles are wanted: `.../sequence` are kept one by one,
+        all others (one a token) as a sketch."""
+        for name, value in values.items():
+            if name.endswith("/sequence"):
+                self._sequence_values.setdefault(name, []).append(value)
+            else:
+                self._add_token_ratios(name, value)
+
+    def _add_token_ratios(self, name: str, ratios: Tensor) -> None:
+        sketch = self._token_sketches.setdefault(
+            name, torch.zeros(2 * _BINS + 1, dtype=torch.float64, device=self.device)
+        )
+        extremes = self._token_extremes.setdefault(
+            name, torch.full((2,), -math.inf, dtype=torch.float64, device=self.device)
+        )
+        if ratios.numel() == 0:
+            return
+        # a NaN ends the run at the gradient norm; here it must not hide behind an error of bincount
+        logs = ratios.double().log().nan_to_num(nan=0.0)
+        exponent = logs.abs().clamp(min=10.0 ** _DECADES[0]).log10()
+        bins = ((exponent - _DECADES[0]) * _PER_DECADE).floor().clamp(0, _BINS - 1) + 1
+        bins = torch.where(logs.abs() < 10.0 ** _DECADES[0], 0.0, bins)
+        bins = (bins * logs.sign()).long() + _BINS
+        sketch += torch.bincount(bins, minlength=2 * _BINS + 1)
+        torch.maximum(extremes, torch.stack([-logs.min(), logs.max()]), out=extremes)
+
+    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """Combine over `group`; every rank of it must have collected the same names."""
+        metrics: dict[str, float] = {}
+        names = sorted(self._means)
+        if names:
+            pairs = torch.stack([self._means[name] for name in names])
+            dist.all_reduce(pairs, group=group)
+            for name, (numerator, denominator) in zip(names, pairs.tolist(), strict=True):
+                metrics[name] = numerator / denominator if denominator else math.nan
+        for name, value in sorted(self._maxima.items()):
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+            metrics[name] = float(value)
+        for name in sorted(self._sequence_values):
+            values = _gather(torch.cat(self._sequence_values[name]).double(), group)
+            if values.numel():
+                points = torch.tensor(list(QUANTILES.values()), dtype=values.dtype)
+                for label, value in zip(QUANTILES, values.cpu().quantile(points), strict=True):
+                    metrics[f"{name}/{label}"] = float(value)
+        for name in sorted(self._token_sketches):
+            metrics |= self._token_quantiles(name, group)
+        return metrics
+
+    def _token_quantiles(self, name: str, group: dist.ProcessGroup) -> dict[str, float]:
+        sketch, extremes = self._token_sketches[name], self._token_extremes[name]
+        dist.all_reduce(sketch, group=group)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        total = float(sketch.sum())
+        if total == 0:
+            return {}
+        lowest, highest = -float(extremes[0]), float(extremes[1])
+        cumulative = sketch.cumsum(0)
+        result = {}
+        for label, share in QUANTILES.items():
+            place = int(torch.searchsorted(cumulative, max(share * total, 0.5))) - _BINS
+            middle = 10.0 ** (_DECADES[0] + (abs(place) - 0.5) / _PER_DECADE)
+            log = math.copysign(middle, place) if place else 0.0
+            log = {"min": lowest, "max": highest}.get(label, min(max(log, lowest), highest))
+            result[f"{name}/{label}"] = math.exp(log)
+        return result
+
+
+def mismatch_metrics(
+    trained: Tensor, sampled: Tensor, mask: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """How far the trainer's log-probs are from the rollout engine's, both [tokens], same weights.
+
+    D = log pi_train - log mu over masked tokens: mean |D|, k1 = mean(-D), k3 = mean(e^D - 1 - D),
+    share with |D| > ln 2; and the largest |D| (a scalar, 0 without tokens).
+    """
+    difference = (trained.double() - sampled.double())[mask > 0]
+    count = torch.tensor(float(difference.numel()), dtype=torch.float64, device=trained.device)
+
+    def mean(values: Tensor) -> Tensor:
+        return torch.stack([values.double().sum(), count])
+
+    size = difference.abs()
+    means = {
+        "mismatch/abs_mean": mean(size),
+        "mismatch/k1": mean(-difference),
+        "mismatch/k3": mean(torch.expm1(difference.clamp(max=40.0)) - difference),
+        "mismatch/over_ln2": mean(size > math.log(2.0)),
+    }
+    return means, size.max() if difference.numel() else count
+
+
+def share_with_all_stages(
+    metrics: dict[str, float] | None, group: dist.ProcessGroup
+) -> dict[str, float]:
+    """The last pipeline stage's metrics, on every stage: one message a step."""
+    if group.size() == 1:
+        assert metrics is not None
+        return metrics
+    box = [metrics]
+    last = dist.get_process_group_ranks(group)[-1]
+    dist.broadcast_object_list(box, src=last, group=group)
+    assert box[0] is not None
+    return box[0]
+
+
+def _gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' values of different lengths, one after the other."""
+    if group.size() == 1:
+        return values
+    counts = torch.zeros(group.size(), dtype=torch.long, device=values.device)
+    counts[group.rank()] = len(values)
+    dist.all_reduce(counts, group=group)
+    padded = values.new_zeros(int(counts.max()))
+    padded[: len(values)] = values
+    gathered = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat([g[:n] for g, n in zip(gathered, counts.tolist(), strict=True)])

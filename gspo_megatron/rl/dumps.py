@@ -1,0 +1,293 @@
+"""The inputs of a run's last steps, kept to compute a step again that went wrong.
+
+A dump is what a policy update needs beside the weights: sequences, the rollout's log-probs, shaped
+rewards, advantages of tokens, routes. It depends on no layout, and is written before the update, so
+that the step that ends a run leaves one too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gspo_megatron.checkpoint.folder import (
+    CHECKPOINTS,
+    REFERENCE,
+    Position,
+    Publication,
+    hide,
+    owned_by,
+    positions,
+    remove_leftovers,
+)
+from gspo_megatron.checkpoint.manifest import (
+    MANIFEST,
+    Files,
+    files_below,
+    find_damage,
+    record_of,
+)
+from gspo_megatron.checkpoint.resume import run_folder
+from gspo_megatron.checkpoint.run_state import STATE_FILE, RunState
+from gspo_megatron.checkpoint.storage import write_file
+from gspo_megatron.config import Config
+from gspo_megatron.config.problems import problem
+from gspo_megatron.errors import DataError
+from gspo_megatron.models.build import Policy
+from gspo_megatron.objectives import build_objective
+from gspo_megatron.observe.records import RL, WARM_START, read_metrics, series
+from gspo_megatron.observe.run_logger import RunLogger
+from gspo_megatron.platform.collectives import gather_objects, on_main
+from gspo_megatron.rl.rollout_store import RolloutBuffer
+
+DUMPS = "dumps"  # in the run folder
+DUMP_FILE = "dump.json"
+_FORMAT = "gspo-megatron step dump"
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+class StepDumps:
+    """Keeps the inputs of the last `training.dump_batches` steps; every rank calls everything."""
+
+    def __init__(self, config: Config, policy: Policy, record: RunLogger) -> None:
+        self.keep, self.config = config.training.dump_batches, config
+        self.policy, self.record = policy, record
+        self.folder = run_folder(config) / DUMPS
+        if self.keep:
+            on_main(lambda: remove_leftovers(self.folder))
+
+    def write(self, step: int, rollouts: RolloutBuffer) -> None:
+        """Dump a step before its update. Where the disk refuses, the run goes on with a warning."""
+        if not self.keep:
+            return
+        token, refusal = on_main(lambda: self._begin(step))
+        if refusal is None:
+            publication = Publication(self.folder, _name(step), token)
+            everyones = gather_objects(self._write_share(publication, step, rollouts))
+            if everyones is not None:
+                refusal = self._publish(publication, step, everyones)
+        if refusal is not None:
+            self.record.note(f"warning: step {step} could not be dumped: {refusal}")
+
+    def _begin(self, step: int) -> tuple[str, str | None]:
+        publication = Publication(self.folder, _name(step))
+        try:
+            publication.begin()
+        except OSError as error:
+            return "", _told(error)
+        return publication.token, None
+
+    def _write_share(
+        self, publication: Publication, step: int, rollouts: RolloutBuffer
+    ) -> tuple[Files, str | None]:
+        """This rank's files with their checksums, or why there are none."""
+        folder = publication.folder
+        try:
+            rollouts.write(folder, self.policy)
+            if dist.get_rank() == 0:
+                write_file(folder / DUMP_FILE, self._describe(step, rollouts))
+            names = owned_by(files_below(folder), dist.get_rank(), dist.get_world_size())
+            return {name: record_of(folder / name) for name in names}, None
+        except OSError as error:
+            return {}, _told(error)
+
+    def _describe(self, step: int, rollouts: RolloutBuffer) -> bytes:
+        content = {
+            "format": _FORMAT,
+            "version": 1,
+            "step": step,
+            "precision": self.config.training.precision,
+            "vocab_size": self.policy.vocab_size,
+            "has_routes": rollouts.batch.routes is not None,
+            "rollouts": rollouts.describe(),
+        }
+        return (json.dumps(content, indent=1) + "\n").encode()
+
+    def _publish(
+        self, publication: Publication, step: int, everyones: list[tuple[Files, str | None]]
+    ) -> str | None:
+        """On the main rank: all of it, or nothing."""
+        refusal = next((text for _, text in everyones if text is not None), None)
+        if refusal is None:
+            try:
+                files: Files = {}
+                for own, _ in everyones:
+                    files |= own
+                publication.publish(files)
+                self._drop_surplus(step)
+                return None
+            except OSError as error:
+                refusal = _told(error)
+        publication.abandon()
+        return refusal
+
+    def _drop_surplus(self, newest: int) -> None:
+        """Dumps of later steps are of a time before the run was resumed."""
+        steps = dumped_steps(self.folder)
+        kept = [step for step in steps if step <= newest][-self.keep :]
+        for step in set(steps).difference(kept):
+            shutil.rmtree(hide(self.folder / _name(step)), ignore_errors=True)
+
+
+def dumped_steps(folder: Path) -> list[int]:
+    """The steps of which a folder holds dumps, in order."""
+    found = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A step's dump, as dump.json describes it."""
+
+    folder: Path
+    step: int
+    precision: str  # that the step was computed in
+    vocab_size: int
+    has_routes: bool
+    rollouts: dict[str, Any]  # RolloutBuffer.describe
+
+    @classmethod
+    def read(cls, folder: Path, *, contents: bool = True) -> Dump:
+        """Raises DataError with all that is wrong with the folder; the files' checksums only with
+        `contents`."""
+        if not folder.is_dir():
+            raise DataError(f"{folder}: no such folder")
+        steps = dumped_steps(folder)
+        if steps:
+            names = ", ".join(_name(step) for step in steps)
+            raise DataError(f"{folder}: holds the dumps {names}; name one of them")
+        damage = find_damage(folder, contents=contents)
+        if damage:
+            raise DataError("\n".join(f"{folder}: {line}" for line in damage))
+        try:
+            content = json.loads((folder / DUMP_FILE).read_bytes())
+            assert (content.pop("format"), content.pop("version")) == (_FORMAT, 1)
+            return cls(folder, **content)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+            raise DataError(f"{folder}: not the dump of a step") from None
+
+    def logged_loss(self) -> float | None:
+        """What the run wrote down for the step, where it came that far."""
+        try:
+            records = read_metrics(self.run)
+        except DataError:
+            return None
+        return dict(zip(*series(records, "loss", RL))).get(self.step)
+
+    @property
+    def run(self) -> Path:
+        """The run folder, if the dump lies where it was written."""
+        return self.folder.absolute().parent.parent
+
+    def problems(self, config: Config, vocab_size: int) -> list[str]:
+        """Why a configuration cannot compute the step."""
+        found = []
+        if self.vocab_size != vocab_size:
+            wrong = f"{self.folder} is of a model with {self.vocab_size}"
+            found.append(problem("vocabulary", vocab_size, wrong))
+        for key in ("replay", "reference_replay"):
+            if getattr(config.routing, key) == "r3" and not self.has_routes:
+                wrong = f"{self.folder} has no routes of the rollout; legal: off or r2"
+                found.append(problem(f"routing.{key}", "r3", wrong))
+        return found
+
+
+@dataclass(frozen=True)
+class StepWeights:
+    """Where the weights for a dumped step come from."""
+
+    checkpoint: Path | None  # None: those that the run began with
+    is_start: bool  # those that the step began with: its loss can be that of the run
+    optimizer: bool  # with the optimizer's state
+    notes: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        source = "the run's first ones"
+        if self.checkpoint is not None:
+            source = f"{self.checkpoint}"
+            source += ", with its optimizer" if self.optimizer else ""
+        return source if self.is_start else f"{source}, not those that the step began with"
+
+
+def find_weights(dump: Dump, config: Config, given: str | None) -> StepWeights:
+    """The weights of the checkpoint `given`, or of the newest whole one of the dump's run that is
+    not of a later time, or the first ones. All that is read of them is held against its checksum,
+    the reference too where the objective needs one. Raises DataError."""
+    if given is not None:
+        checkpoint = Path(given)
+        damage = find_damage(checkpoint)
+        if damage:
+            raise DataError("\n".join(f"{checkpoint}: {line}" for line in damage))
+        return _weights_of(dump, config, checkpoint, ())
+    notes = []
+    start = Position(RL, dump.step - 1, True)  # all of the step before, and its own rollouts
+    for position in positions(dump.run / CHECKPOINTS):
+        if position.order > start.order:
+            continue
+        checkpoint = dump.run / CHECKPOINTS / position.name
+        damage = find_damage(checkpoint)
+        if not damage:
+            return _weights_of(dump, config, checkpoint, tuple(notes))
+        notes.append(f"{checkpoint} is damaged and not used: {damage[0]}")
+    is_start = dump.step == 1 and config.training.warm_start.steps == 0
+    return StepWeights(None, is_start, False, tuple(notes))
+
+
+def reference_of(checkpoint: Path) -> Path | None:
+    """The weights that RL started from, where they lie beside a checkpoint."""
+    reference = checkpoint.parent / REFERENCE
+    return reference if (reference / MANIFEST).is_file() else None
+
+
+def _weights_of(
+    dump: Dump, config: Config, checkpoint: Path, notes: tuple[str, ...]
+) -> StepWeights:
+    if build_objective(config.objective, config.rollout.max_response_tokens).needs_reference:
+        _check_reference(config, checkpoint)
+    if not (checkpoint / STATE_FILE).is_file():  # weights alone
+        return StepWeights(checkpoint, False, False, notes)
+    state = RunState.read(checkpoint)
+    in_rl = state.phase == RL
+    is_start = state.step == dump.step - 1
+    if state.phase == WARM_START:
+        is_start = state.phase_is_done and dump.step == 1
+    return StepWeights(checkpoint, is_start, in_rl and is_start, notes)
+
+
+def _check_reference(config: Config, checkpoint: Path) -> None:
+    """Raises DataError where the weights that RL started from lie beside a checkpoint and are
+    damaged, or do not and nothing else is the same."""
+    folder, reference = checkpoint.parent / REFERENCE, reference_of(checkpoint)
+    warmed = config.training.warm_start.steps > 0
+    if reference is not None:
+        damage = find_damage(reference)
+        if damage:
+            way = "put a whole copy in its place"
+            way += "" if warmed else ", or move it away: the run's first weights are the same"
+            lines = [f"{folder}: {line}" for line in damage]
+            raise DataError("\n".join([*lines, f"{folder}: damaged, and wanted; {way}"]))
+    elif warmed:
+        section = config.objective
+        asks = (
+            f"import_path = {section.import_path}" if section.kl == "none" else f"kl = {section.kl}"
+        )
+        raise DataError(
+            f"{folder}: missing; objective.{asks} wants the weights that RL started from"
+        )
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _told(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"

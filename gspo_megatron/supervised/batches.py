@@ -1,0 +1,148 @@
+"""Examples of fine-tuning as batches: drawn, balanced over ranks, packed or padded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder, micro_batch_multiple
+from gspo_megatron.batching.plan import MiniBatch, plan_step
+from gspo_megatron.config.stages import FineTuningConfig
+from gspo_megatron.data.loader import PromptLoader
+from gspo_megatron.data.supervised import Example, SupervisedData
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.supervised.loop import SupervisedBatch
+
+
+class SupervisedBatchBuilder:
+    """Makes batches of examples for this rank's layout."""
+
+    def __init__(self, policy: Policy, builder: MicroBatchBuilder, token_budget: int) -> None:
+        """`token_budget`: of a micro-batch, on each rank that holds a part of its sequences."""
+        self.policy, self.builder = policy, builder
+        self.token_budget = token_budget * policy.config.context_parallel_size
+
+    def build(self, examples: Sequence[Example]) -> SupervisedBatch:
+        """One batch of the examples, which every rank passes alike."""
+        lengths = [len(example.token_ids) for example in examples]
+        learned = [
+            int(example.loss_mask[1:].sum()) for example in examples
+        ]  # none predicts the 1st
+        plan = plan_step(
+            lengths,
+            learned,
+            mini_batches=1,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            token_budget=self.token_budget,
+            micro_batch_multiple=micro_batch_multiple(self.policy),
+            padded=self.builder.padded,
+        )[0]
+        return SupervisedBatch(
+            micro_batches=list(self._micro_batches(plan, examples, lengths)),
+            num_micro_batches=plan.num_micro_batches,
+            num_learned=plan.num_response_tokens,
+            num_tokens=sum(lengths),
+        )
+
+    def _micro_batches(
+        self, plan: MiniBatch, examples: Sequence[Example], lengths: Sequence[int]
+    ) -> Iterator[MicroBatch]:
+        shape = self.builder.common_shape([plan], lengths)
+        for numbers in plan.of_rank(parallel_state.get_data_parallel_rank()):
+            members = [examples[n] for n in numbers]
+            tokens = [torch.from_numpy(member.token_ids.astype(np.int64)) for member in members]
+            # From the first learned token on everything is predicted, then what is not learned
+            # is left out: answers of several turns have questions between them.
+            tails = [member.loss_mask[_first_learned(member) :] for member in members]
+            counts = [len(tail) for tail in tails]
+            offsets = [sum(counts[:place]) for place in range(len(counts))]
+            built = self.builder.build(range(len(members)), tokens, counts, offsets, shape)
+            learned = np.concatenate([np.empty(0, bool), *tails])
+            yield built if learned.all() else _only(built, torch.from_numpy(learned))
+
+
+class FineTuningBatches:
+    """The batches of a run, in an order that seed and file alone decide; see supervised.Batches."""
+
+    def __init__(
+        self,
+        config: FineTuningConfig,
+        policy: Policy,
+        pad_id: int,
+        train: SupervisedData,
+        evaluation: SupervisedData | None = None,
+    ) -> None:
+        training = config.training
+        self.train, self.held_out = train, evaluation
+        self.batch_size = training.batch_size
+        builder = MicroBatchBuilder(policy, pad_id, 1.0, padded=not training.packing)
+        self.batch_builder = SupervisedBatchBuilder(policy, builder, training.micro_batch_tokens)
+        self.seed, self.shuffle = training.seed, config.data.shuffle
+        self.loader = self._loader(self.batch_size)
+        self.last = config.num_examples(len(train))  # examples, all in all
+        self.drawn = 0
+
+    def next(self) -> SupervisedBatch:
+        """The next examples: `batch_size` of them, or what is left for the last step."""
+        return self.batch([self.train[number] for number in self.draw()])
+
+    def draw(self) -> list[int]:
+        """Their numbers."""
+        count = min(self.batch_size, self.last - self.drawn)
+        assert count > 0, "all examples are drawn"
+        self.drawn += count
+        if count == self.batch_size:
+            return self.loader.next()
+        # What a short step does not learn must come first where the run is prolonged.
+        short = self._loader(count)
+        short.load_state_dict(self.loader.state_dict())
+        numbers = short.next()
+        self.loader.load_state_dict(short.state_dict())
+        return numbers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.loader.state_dict(), "drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+        self.drawn = state["drawn"]
+
+    def evaluation(self) -> Iterator[SupervisedBatch]:
+        data = self.held_out
+        if data is None:
+            return
+        for start in range(0, len(data), self.batch_size):
+            numbers = range(start, min(start + self.batch_size, len(data)))
+            yield self.batch([data[number] for number in numbers])
+
+    def batch(self, examples: Sequence[Example]) -> SupervisedBatch:
+        """One batch of the examples, which every rank passes alike."""
+        return self.batch_builder.build(examples)
+
+    def _loader(self, size: int) -> PromptLoader:
+        return PromptLoader(len(self.train), size, self.seed, shuffle=self.shuffle)
+
+
+def _first_learned(example: Example) -> int:
+    """Where it is; the length where there is none that a token before it predicts."""
+    found = np.flatnonzero(example.loss_mask[1:])
+    return 1 + int(found[0]) if len(found) else len(example.token_ids)
+
+
+def _only(micro_batch: MicroBatch, learned: torch.Tensor) -> MicroBatch:
+    """The micro-batch without the predictions of tokens that are not learned.
+
+    `learned` [response tokens of all members] bool.
+    """
+    packed = micro_batch.packed
+    keep = learned.to(packed.response_index.device)[packed.response_index]
+    names = ("token_rows", "targets", "sequence_index", "response_index")
+    packed = replace(packed, **{name: getattr(packed, name)[keep] for name in names})
+    head = HeadInputs(packed.token_rows, packed.targets, micro_batch.head.temperature)
+    return replace(micro_batch, packed=packed, head=head)

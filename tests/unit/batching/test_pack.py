@@ -1,0 +1,230 @@
+"""Packing against plain lists: rows that predict, padding, and the context-parallel cut."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from gspo_megatron.batching.packing import PackedBatch, pack, zigzag_shard
+
+PAD = 7
+
+
+@dataclass
+class Batch:
+    tokens: list[Tensor]
+    response_lengths: list[int]
+    response_offsets: list[int]  # with gaps: not all of a rank's sequences are packed together
+    flat_responses: list[int]
+
+    def pack(self, members: list[int], **options: int) -> PackedBatch:
+        return pack(
+            self.tokens,
+            self.response_lengths,
+            self.response_offsets,
+            members,
+            pad_id=PAD,
+            **options,
+        )
+
+    def predictions(self, members: list[int]) -> list[tuple[int, int, int, int, int]]:
+        """(place, position, token before, target, flat index) of each response token."""
+        expected = []
+        for place, number in enumerate(members):
+            sequence = self.tokens[number].tolist()
+            prompt = len(sequence) - self.response_lengths[number]
+            for step in range(self.response_lengths[number]):
+                position = prompt + step - 1
+                flat = self.response_offsets[number] + step
+                expected.append((place, position, sequence[position], sequence[position + 1], flat))
+        return expected
+
+
+def random_batch(seed: int, count: int = 7, longest: int = 23) -> Batch:
+    source = random.Random(seed)
+    tokens, responses, offsets, flat = [], [], [], []
+    for _ in range(count):
+        response = source.choice([1, source.randint(1, longest)])
+        prompt = source.choice([1, source.randint(1, longest)])
+        # ids from 100 up are never mistaken for padding
+        sequence = [source.randint(100, 10_000) for _ in range(prompt + response)]
+        offsets.append(len(flat))
+        flat += sequence[prompt:]
+        tokens.append(torch.tensor(sequence))
+        responses.append(response)
+    return Batch(tokens, responses, offsets, flat)
+
+
+def predictions_of(packed: PackedBatch) -> list[tuple[int, int, int, int, int]]:
+    rows = packed.token_rows
+    columns = (
+        packed.sequence_index,
+        packed.position_ids[0, rows],
+        packed.input_ids[0, rows],
+        packed.targets,
+        packed.response_index,
+    )
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_predict_the_response_tokens_in_order(seed: int) -> None:
+    batch = random_batch(seed)
+    members = random.Random(seed).sample(range(7), 1 + seed)
+    packed = batch.pack(members)
+    assert predictions_of(packed) == batch.predictions(members)
+    assert [batch.flat_responses[i] for i in packed.response_index.tolist()] == (
+        packed.targets.tolist()
+    )
+    joined = torch.cat([batch.tokens[i] for i in members])
+    assert packed.input_ids[0].tolist() == joined.tolist()
+    assert packed.position_ids[0].tolist() == [
+        p for i in members for p in range(len(batch.tokens[i]))
+    ]
+    ends = torch.tensor([0] + [len(batch.tokens[i]) for i in members]).cumsum(0)
+    assert packed.boundaries.tolist() == ends.tolist()
+    assert packed.boundaries.dtype == torch.int32  # what attention kernels take
+    assert packed.longest == max(len(batch.tokens[i]) for i in members)
+    assert packed.response_lengths.tolist() == [batch.response_lengths[i] for i in members]
+    assert packed.members == tuple(members)
+    assert packed.padding_mask is None
+
+
+@pytest.mark.parametrize("multiple", [2, 3, 8, 64])
+def test_tokens_are_padded_to_the_multiple_as_a_sequence_of_their_own(multiple: int) -> None:
+    batch, members = random_batch(11), [4, 0, 2]
+    packed = batch.pack(members, multiple=multiple)
+    real = sum(len(batch.tokens[i]) for i in members)
+    total = math.ceil(real / multiple) * multiple
+    assert packed.input_ids.shape == packed.position_ids.shape == (1, total)
+    assert packed.boundaries.tolist()[-1] == total
+    assert predictions_of(packed) == batch.predictions(members)
+    if total == real:
+        assert packed.padding_mask is None
+        return
+    assert packed.boundaries.tolist()[-2] == real
+    assert packed.padding_mask.tolist() == [[False] * real + [True] * (total - real)]
+    assert packed.input_ids[0, real:].tolist() == [PAD] * (total - real)
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("multiple", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_context_parallel_shards_hold_everything_once(cp: int, multiple: int, seed: int) -> None:
+    batch = random_batch(100 + seed)
+    members = random.Random(seed).sample(range(7), 4)
+    shards = [
+        batch.pack(members, multiple=multiple, context_parallel_size=cp, context_parallel_rank=rank)
+        for rank in range(cp)
+    ]
+    together = sorted(p for shard in shards for p in predictions_of(shard))
+    assert together == sorted(batch.predictions(members))
+
+    padded = [math.ceil(len(batch.tokens[i]) / (2 * cp)) * 2 * cp for i in members]
+    unit = math.lcm(multiple * cp, 2 * cp)  # each rank's share in multiples, every chunk whole
+    total = math.ceil(sum(padded) / unit) * unit
+    held = [
+        (place, position, token)
+        for shard in shards
+        for place, position, token in real_tokens(shard, cp)
+    ]
+    expected = [
+        (place, position, token)
+        for place, i in enumerate(members)
+        for position, token in enumerate(batch.tokens[i].tolist())
+    ]
+    assert sorted(held) == expected
+    for shard in shards:
+        assert shard.input_ids.shape[1] == total // cp
+        assert shard.input_ids.shape[1] % multiple == 0
+        assert shard.boundaries.tolist() == shards[0].boundaries.tolist()
+        assert shard.boundaries.tolist()[-1] == total
+        assert shard.response_lengths.tolist() == [batch.response_lengths[i] for i in members]
+
+
+def real_tokens(shard: PackedBatch, cp: int) -> list[tuple[int, int, int]]:
+    """(place, position, token) of a shard's rows that are not padding."""
+    places = []
+    for place, (start, end) in enumerate(zip(shard.boundaries, shard.boundaries[1:])):
+        places += [place] * (int(end - start) // cp)
+    is_padding = [False] * len(places)
+    if shard.padding_mask is not None:
+        is_padding = shard.padding_mask[0].tolist()
+    rows = zip(
+        places, shard.position_ids[0].tolist(), shard.input_ids[0].tolist(), is_padding, strict=True
+    )
+    return [row[:3] for row in rows if not row[3]]
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4, 8])
+def test_shards_are_in_megatrons_zigzag_order(cp: int) -> None:
+    source = random.Random(cp)
+    boundaries = [0]
+    for _ in range(5):
+        boundaries.append(boundaries[-1] + 2 * cp * source.randint(0, 4))
+    for rank in range(cp):
+        # as megatron.core.utils.get_batch_on_this_cp_rank cuts one sequence
+        pieces = [
+            torch.arange(start, end).view(2 * cp, -1)[[rank, 2 * cp - 1 - rank]].flatten()
+            for start, end in zip(boundaries, boundaries[1:])
+        ]
+        assert zigzag_shard(boundaries, cp, rank).tolist() == torch.cat(pieces).tolist()
+
+
+def test_a_sequence_without_padding_needs_no_mask_on_any_shard() -> None:
+    tokens = [torch.arange(100, 108), torch.arange(200, 204)]
+    for rank in range(2):
+        packed = pack(
+            tokens, [3, 1], [0, 3], [0, 1], pad_id=PAD,
+            context_parallel_size=2, context_parallel_rank=rank, multiple=2,
+        )  # fmt: skip
+        assert packed.padding_mask is None
+        assert packed.input_ids.shape == (1, 6)
+
+
+@pytest.mark.parametrize(("cp", "multiple"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2), (4, 3)])
+def test_an_empty_micro_batch_is_padding_only(cp: int, multiple: int) -> None:
+    for rank in range(cp):
+        packed = pack(
+            [], [], [], [], pad_id=PAD,
+            context_parallel_size=cp, context_parallel_rank=rank, multiple=multiple,
+        )  # fmt: skip
+        local = packed.input_ids.shape[1]
+        assert local >= 1 and local % multiple == 0
+        assert packed.boundaries.tolist() == [0, local * cp]
+        assert packed.longest == local * cp
+        assert packed.padding_mask.all() and (packed.input_ids == PAD).all()
+        for vector in (packed.token_rows, packed.targets, packed.sequence_index):
+            assert vector.numel() == 0 and vector.dtype == torch.long
+        assert packed.response_lengths.numel() == 0 and packed.members == ()
+
+
+def test_a_response_of_one_token_after_a_prompt_of_one() -> None:
+    packed = pack([torch.tensor([41, 42])], [1], [5], [0], pad_id=PAD)
+    assert packed.token_rows.tolist() == [0]
+    assert packed.targets.tolist() == [42]
+    assert packed.response_index.tolist() == [5]
+    assert packed.input_ids.tolist() == [[41, 42]]
+
+
+def test_a_sequence_without_response_gives_no_rows() -> None:
+    packed = pack([torch.tensor([41, 42, 43])], [0], [0], [0], pad_id=PAD)
+    assert packed.token_rows.numel() == 0
+    assert packed.response_lengths.tolist() == [0]
+
+
+def test_a_response_without_prompt_is_refused() -> None:
+    with pytest.raises(AssertionError, match="prompt"):
+        pack([torch.tensor([41, 42])], [2], [0], [0], pad_id=PAD)
+
+
+def test_to_moves_the_tensors_and_keeps_the_rest() -> None:
+    packed = random_batch(3).pack([1, 5], multiple=4)
+    moved = packed.to(torch.device("meta"))
+    assert moved.input_ids.is_meta and moved.padding_mask.is_meta and moved.token_rows.is_meta
+    assert (moved.longest, moved.members) == (packed.longest, (1, 5))

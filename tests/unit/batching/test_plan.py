@@ -1,0 +1,126 @@
+"""Who trains on which sequence, when."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from gspo_megatron.batching.plan import MiniBatch, plan_step
+
+BUDGET = 64
+
+
+def random_step(seed: int, count: int = 48) -> tuple[list[int], list[int]]:
+    source = random.Random(seed)
+    responses = [source.randint(1, 40) for _ in range(count)]
+    return [source.randint(1, 20) + r for r in responses], responses
+
+
+def plan(seed: int, **options: Any) -> list[MiniBatch]:
+    lengths, responses = random_step(seed)
+    defaults = {"mini_batches": 4, "data_parallel_size": 2, "token_budget": BUDGET}
+    return plan_step(lengths, responses, **(defaults | options))
+
+
+def numbers_of(mini_batch: MiniBatch) -> list[int]:
+    ranks = mini_batch.micro_batches
+    return sorted(n for micro_batches in ranks for members in micro_batches for n in members)
+
+
+@pytest.mark.parametrize("data_parallel_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("mini_batches", [1, 3, 4])
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+def test_every_sequence_is_trained_on_once(
+    data_parallel_size: int, mini_batches: int, multiple: int
+) -> None:
+    lengths, responses = random_step(1)
+    plans = plan(
+        1,
+        mini_batches=mini_batches,
+        data_parallel_size=data_parallel_size,
+        micro_batch_multiple=multiple,
+    )
+    assert len(plans) == mini_batches
+    assert [n for mini_batch in plans for n in numbers_of(mini_batch)] == list(range(len(lengths)))
+    for mini_batch in plans:
+        numbers = numbers_of(mini_batch)
+        assert mini_batch.num_sequences == len(numbers)
+        assert mini_batch.num_response_tokens == sum(responses[n] for n in numbers)
+        assert len(mini_batch.micro_batches) == data_parallel_size
+        (per_rank,) = {len(micro_batches) for micro_batches in mini_batch.micro_batches}
+        assert per_rank % multiple == 0
+        full = [members for rank in mini_batch.micro_batches for members in rank if members]
+        assert mini_batch.num_micro_batches == len(full)
+        for rank in range(data_parallel_size):
+            assert mini_batch.of_rank(rank) == mini_batch.micro_batches[rank]
+
+
+@pytest.mark.parametrize("mini_batches", [1, 3, 5, 48])
+def test_the_cut_into_mini_batches_depends_on_the_number_of_sequences_only(
+    mini_batches: int,
+) -> None:
+    cuts = [
+        [numbers_of(mini_batch) for mini_batch in plan(seed, **options)]
+        for seed, options in (
+            (2, {"mini_batches": mini_batches}),
+            (2, {"mini_batches": mini_batches, "data_parallel_size": 5}),
+            (2, {"mini_batches": mini_batches, "token_budget": 7}),
+            (3, {"mini_batches": mini_batches, "micro_batch_multiple": 4}),
+        )
+    ]
+    assert cuts[1:] == cuts[:1] * 3
+    sizes = [len(numbers) for numbers in cuts[0]]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_micro_batches_keep_to_the_token_budget(seed: int) -> None:
+    lengths, _ = random_step(seed)
+    for options in ({}, {"data_parallel_size": 3}, {"micro_batch_multiple": 4}):
+        for mini_batch in plan(seed, **options):
+            for members in (m for rank in mini_batch.micro_batches for m in rank):
+                assert sum(lengths[n] for n in members) <= BUDGET
+
+
+# Longest-first needs ten groups where first fit needs nine.
+TIGHT = [11, 11, 13, 15, 15, 16, 17, 18, 19, 19, 20, 20, 21, 21, 23, 23, 23, 23, 24, 25, 26, 27, 27]
+
+
+def test_levelling_the_number_of_micro_batches_keeps_to_the_token_budget() -> None:
+    (mini_batch,) = plan_step(
+        TIGHT,
+        [1] * len(TIGHT),
+        mini_batches=1,
+        data_parallel_size=1,
+        token_budget=54,
+        micro_batch_multiple=2,
+    )
+    assert max(sum(TIGHT[n] for n in m) for m in mini_batch.of_rank(0)) <= 54
+
+
+def test_a_rank_with_fewer_micro_batches_splits_rather_than_idles() -> None:
+    # Rank 0 has 59 and 2, one too many for the budget; the two of 30 of rank 1 would fit together.
+    (mini_batch,) = plan_step(
+        [59, 30, 30, 2], [1] * 4, mini_batches=1, data_parallel_size=2, token_budget=60
+    )
+    assert mini_batch.micro_batches == (((0,), (3,)), ((1,), (2,)))
+
+
+def test_ranks_without_sequences_get_empty_micro_batches() -> None:
+    (mini_batch,) = plan_step(
+        [10, 12], [3, 4], mini_batches=1, data_parallel_size=4, token_budget=60
+    )
+    assert mini_batch.num_micro_batches == 2
+    assert sorted(mini_batch.micro_batches) == [((),), ((),), ((0,),), ((1,),)]
+
+
+def test_tokens_are_balanced_over_ranks() -> None:
+    lengths, _ = random_step(5)
+    for mini_batch in plan(5, data_parallel_size=3):
+        loads = [
+            sum(lengths[n] for members in rank for n in members)
+            for rank in mini_batch.micro_batches
+        ]
+        assert max(loads) - min(loads) <= max(lengths)

@@ -1,0 +1,78 @@
+"""The exchange of sequences where there is nobody to exchange them with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gspo_megatron.batching.redistribute import Sequences, StepIndex, exchange, index_step
+from gspo_megatron.types import RolloutBatch
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+PROMPTS, RESPONSES = [3, 1, 2, 5, 1], [4, 1, 6, 2, 3]
+
+
+def make_batch(sample_index: list[int]) -> RolloutBatch:
+    lengths = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    return RolloutBatch(
+        tokens=torch.arange(100, 100 + sum(lengths)),
+        prompt_lengths=torch.tensor(PROMPTS),
+        response_lengths=torch.tensor(RESPONSES),
+        logprobs=-torch.arange(sum(RESPONSES)).float(),
+        truncated=torch.zeros(5, dtype=torch.bool),
+        sample_index=torch.tensor(sample_index),
+        group_index=torch.tensor(sample_index) // 2,
+    )
+
+
+def indexed(batch: RolloutBatch, rewards: list[float] | None = None) -> StepIndex:
+    values = torch.tensor(rewards or [0.0] * 5, dtype=torch.float64)
+    return index_step(batch, values, dist.group.WORLD)
+
+
+def exchanged(batch: RolloutBatch, token_advantages: torch.Tensor | None = None) -> Sequences:
+    return exchange(batch, indexed(batch), [[0]] * 5, dist.group.WORLD, token_advantages)
+
+
+def test_on_one_rank_everything_stays_in_order() -> None:
+    batch = make_batch([0, 1, 2, 3, 4])
+    index = indexed(batch, [0.5, -1.0, 2.0, 0.1, 1.25])
+    assert index.source == (0,) * 5
+    assert index.prompt_lengths == tuple(PROMPTS)
+    assert index.response_lengths == tuple(RESPONSES)
+    assert index.lengths == (7, 2, 8, 7, 4)
+    assert index.groups == (0, 0, 1, 1, 2)
+    assert index.rewards.tolist() == [0.5, -1.0, 2.0, 0.1, 1.25]  # float64, bit for bit
+    sequences = exchanged(batch)
+    assert torch.equal(torch.cat([sequences.tokens[n] for n in range(5)]), batch.tokens)
+    assert torch.equal(sequences.logprobs, batch.logprobs)
+    assert sequences.offsets == {0: 0, 1: 4, 2: 5, 3: 11, 4: 13}
+    assert sequences.token_advantages is None
+    own = torch.arange(sum(RESPONSES)) / 8
+    assert torch.equal(exchanged(batch, own).token_advantages, own)
+
+
+def test_sequences_are_numbered_by_their_sample_index() -> None:
+    samples = [11, 4, 90, 7, 5]  # numbers 3, 0, 4, 2, 1 of the step
+    numbers = [3, 0, 4, 2, 1]
+    batch = make_batch(samples)
+    rewards = [10.0, 20.0, 30.0, 40.0, 50.0]
+    index = indexed(batch, rewards)
+    sequences = exchanged(batch)
+    lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+    for row, (number, tokens, logprobs) in enumerate(
+        zip(numbers, batch.tokens.split(lengths), batch.logprobs.split(RESPONSES), strict=True)
+    ):
+        assert index.prompt_lengths[number] == PROMPTS[row]
+        assert torch.equal(sequences.tokens[number], tokens)
+        start = sequences.offsets[number]
+        assert torch.equal(sequences.logprobs[start : start + RESPONSES[row]], logprobs)
+        assert index.rewards[number] == rewards[row]
+        assert index.groups[number] == samples[row] // 2
+
+
+def test_a_sample_index_that_occurs_twice_is_refused() -> None:
+    with pytest.raises(AssertionError, match="sample index used twice"):
+        indexed(make_batch([0, 1, 2, 1, 4]))

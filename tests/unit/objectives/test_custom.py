@@ -1,0 +1,219 @@
+"""Objectives and advantages of the user's own, in a module of theirs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.errors import ConfigError, UserError
+from gspo_megatron.objectives import build_objective
+
+NAME = "users_objective_module"
+SOURCE = """
+import torch
+
+from gspo_megatron.objectives.metrics import pair
+from gspo_megatron.types import LossInputs, LossOutputs
+
+NUMBER = 3
+
+
+def reinforce(inputs: LossInputs, scale: float = 1.0, *, label: str = "") -> LossOutputs:
+    advantages = inputs.advantages[inputs.sequence_index]
+    terms = -scale * inputs.mask * advantages * inputs.logprobs
+    loss = terms.sum() / inputs.global_num_sequences
+    return LossOutputs(loss, {"loss": pair(terms.sum(), len(inputs.advantages))}, {})
+
+
+def with_reference(inputs):
+    return reinforce(inputs)
+
+
+with_reference.needs_reference = True
+with_reference.needs_entropy_gradient = True
+
+
+def without_reference(inputs):
+    return reinforce(inputs)
+
+
+without_reference.needs_reference = False
+
+
+def needs_an_option(inputs, beta: float):
+    return reinforce(inputs, beta)
+
+
+def returns_a_tensor(inputs):
+    return inputs.logprobs.sum()
+
+
+def returns_a_vector(inputs):
+    return LossOutputs(inputs.logprobs, {}, {})
+
+
+def no_inputs():
+    pass
+
+
+def ranks(rewards, group_index):
+    return rewards.argsort().argsort().double()
+
+
+def columns(rewards, group_index):
+    return rewards[:, None]
+
+
+def a_list(rewards, group_index):
+    return rewards.tolist()
+
+
+def not_finite(rewards, group_index):
+    return rewards / 0
+
+
+def one_argument(rewards):
+    return rewards
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module in the current directory, which is not on the search path."""
+    (tmp_path / f"{NAME}.py").write_text(SOURCE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop(NAME, None)
+
+
+def own(function: str, **keys):
+    section = ObjectiveSection(import_path=f"{NAME}:{function}", **keys)
+    return build_objective(section, max_response_tokens=40)
+
+
+def custom_advantages(function: str):
+    section = ObjectiveSection(advantage_import_path=f"{NAME}:{function}")
+    return build_objective(section, max_response_tokens=40).advantages
+
+
+def test_an_objective_of_ones_own_gets_its_options(make_inputs):
+    inputs = make_inputs(0)
+    objective = own("reinforce", options={"scale": 3.0})
+    outputs = objective(inputs)
+    outputs.loss.backward()
+    advantages = inputs.advantages[inputs.sequence_index]
+    expected = -3.0 * advantages * inputs.mask / inputs.global_num_sequences
+    torch.testing.assert_close(inputs.logprobs.grad, expected)
+    assert objective.name == f"{NAME}:reinforce"
+    assert objective.complete({"loss": 1.0}) == {"loss": 1.0}
+
+
+def test_without_options_its_defaults_hold(make_inputs):
+    first, third = make_inputs(0), make_inputs(0)
+    plain = own("reinforce")(first).loss
+    torch.testing.assert_close(3 * plain, own("reinforce", options={"scale": 3})(third).loss)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "line"),
+    [
+        (
+            "reinforce",
+            {"scael": 1.0},
+            "objective.options.scael = 1.0: users_objective_module:reinforce has no such option; "
+            "legal: scale, label",
+        ),
+        (
+            "reinforce",
+            {"scale": "x"},
+            "objective.options.scale = 'x': wrong type; float is wanted",
+        ),
+        (
+            "reinforce",
+            {"inputs": 1},
+            "objective.options.inputs: not an option of users_objective_module:reinforce but what "
+            "it judges",
+        ),
+        (
+            "needs_an_option",
+            {},
+            "objective.options.beta: missing; users_objective_module:needs_an_option needs it",
+        ),
+        (
+            "no_inputs",
+            {},
+            "objective users_objective_module:no_inputs: the function takes no inputs as its first "
+            "argument",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_one_line(function, options, line):
+    with pytest.raises(ConfigError) as error:
+        own(function, options=options)
+    assert error.value.problems == [line]
+
+
+@pytest.mark.parametrize("key", ["import_path", "advantage_import_path"])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (f"{NAME}:reinforc", "has no function reinforc; it has: reinforce"),
+        (f"{NAME}:NUMBER", "has no function NUMBER"),
+        ("no_such_module_of_mine:loss", "no module named no_such_module_of_mine"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named_with_its_key(key, path, message):
+    section = ObjectiveSection(**{key: path})
+    with pytest.raises(UserError, match=message) as error:
+        build_objective(section, max_response_tokens=40)
+    assert str(error.value).startswith(f"objective.{key} = {path}: ")
+
+
+def test_a_function_says_what_it_needs():
+    assert not own("reinforce").needs_reference
+    assert not own("reinforce").needs_entropy_gradient
+    objective = own("with_reference")
+    assert objective.needs_reference and objective.needs_entropy_gradient
+
+
+@pytest.mark.parametrize("function", ["reinforce", "without_reference"])
+def test_a_divergence_in_the_reward_needs_the_reference_whatever_the_function_says(function):
+    assert own(function, kl="k3", kl_coefficient=0.1, kl_in="reward").needs_reference
+
+
+def test_a_result_that_is_no_loss_is_refused(make_inputs):
+    with pytest.raises(UserError, match="returns_a_tensor: returned Tensor, not LossOutputs"):
+        own("returns_a_tensor")(make_inputs(0))
+    with pytest.raises(UserError, match=r"the loss has shape \(36,\); legal: a scalar"):
+        own("returns_a_vector")(make_inputs(0))
+
+
+def test_an_advantage_of_ones_own():
+    found = custom_advantages("ranks")(torch.tensor([0.3, 0.1, 0.9]), torch.zeros(3).long())
+    assert found.tolist() == [1, 0, 2]
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("columns", r"returned \(2, 1\), not a tensor of shape \(2,\)"),
+        ("a_list", r"returned list, not a tensor of shape \(2,\)"),
+        ("not_finite", "returned numbers that are not finite"),
+    ],
+)
+def test_advantages_that_would_do_harm_later_are_refused_at_once(function, message):
+    with pytest.raises(UserError, match=message) as error:
+        custom_advantages(function)(torch.tensor([0.5, 1.0]), torch.zeros(2).long())
+    assert str(error.value).startswith(f"objective.advantage_import_path = {NAME}:{function}: ")
+
+
+def test_an_advantage_with_other_arguments_is_refused_before_training():
+    with pytest.raises(ConfigError, match="has to take two arguments, rewards and group_index"):
+        custom_advantages("one_argument")

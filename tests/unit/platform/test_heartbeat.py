@@ -1,0 +1,137 @@
+"""A process that stands still is ended, and tells where it stood."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.platform.heartbeat import HUNG
+
+_PROGRAM = """
+import ctypes, sys, time
+from pathlib import Path
+from gspo_megatron.observe.heartbeat import heartbeat
+from gspo_megatron.platform.heartbeat import Heartbeat
+
+def stand_still():
+    time.sleep(60)
+
+def keep_the_interpreter():
+    ctypes.PyDLL(None).sleep(60)  # unlike CDLL's, its calls do not let other threads run
+
+def go_on():
+    for _ in range(40):
+        heartbeat.beat()
+        time.sleep(0.05)
+
+def work_long():
+    for _ in range(200):
+        heartbeat()
+        time.sleep(0.05)
+
+def wait_for_work():
+    time.sleep(8)
+
+def work_and_stand_still():
+    for _ in range(120):
+        heartbeat()
+        time.sleep(0.05)
+    stand_still()
+
+rank, doing, timeout, together = int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5])
+folder = Path(sys.argv[1])
+(folder / f"ready_{rank}").touch()
+while len(list(folder.glob("ready_*"))) < together:
+    time.sleep(0.01)
+heartbeat = Heartbeat(folder, rank, 2, timeout)
+with heartbeat:
+    globals()[doing]()
+print("done")
+"""
+
+
+def start(
+    folder: Path, rank: int, doing: str, timeout: float = 1.0, together: int = 1
+) -> subprocess.Popen[str]:
+    """`together`: so many begin at the same time."""
+    words = [str(folder), str(rank), doing, str(timeout), str(together)]
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_all_who_stand_still_tell_where(tmp_path: Path) -> None:
+    processes = [start(tmp_path, rank, "stand_still", 3.0, together=2) for rank in range(2)]
+    for rank, process in enumerate(processes):
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == HUNG
+        stacks = (tmp_path / "hang" / f"rank_{rank:05d}.txt").read_text()
+        assert stacks.startswith(f"rank {rank} on ")
+        assert "nothing has moved for" in stacks and "in stand_still" in stacks
+        assert stacks.rstrip() in err
+        assert "no stacks from" not in err
+
+
+def test_who_tells_nothing_is_named(tmp_path: Path) -> None:
+    process = start(tmp_path, 1, "stand_still")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == HUNG
+    assert "no stacks from rank 0" in err
+
+
+def test_a_rank_that_looks_suspicious_joins_the_first(tmp_path: Path) -> None:
+    (tmp_path / "hang").mkdir()
+    (tmp_path / "hang" / "first").touch()
+    process = start(tmp_path, 0, "stand_still", timeout=60.0)
+    with pytest.raises(subprocess.TimeoutExpired):  # not in the first half of its time
+        process.communicate(timeout=3)
+    process.kill()
+    process.communicate()
+    process = start(tmp_path, 0, "stand_still", timeout=8.0)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == HUNG
+    silence = re.search(r"nothing has moved for (\d+) s", err)
+    assert silence is not None and int(silence[1]) < 8  # its own time was not over yet
+
+
+def test_a_thread_that_keeps_the_interpreter_is_found_too(tmp_path: Path) -> None:
+    process = start(tmp_path, 0, "keep_the_interpreter")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Timeout" in err and "in keep_the_interpreter" in err
+
+
+@pytest.mark.parametrize(("doing", "timeout"), [("go_on", 1.0), ("go_on", 0.0)])
+def test_who_moves_is_left_alone(tmp_path: Path, doing: str, timeout: float) -> None:
+    process = start(tmp_path, 0, doing, timeout)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "done\n", "")
+    assert not (tmp_path / "hang").exists()
+
+
+def test_who_waits_for_one_that_works_is_left_alone(tmp_path: Path) -> None:
+    """As all do for the rank with the most to save, or with the slowest rewards."""
+    doing = ("wait_for_work", "work_long")
+    processes = [start(tmp_path, rank, what, 4.0, together=2) for rank, what in enumerate(doing)]
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err) == (0, "done\n", "")
+
+
+def test_work_that_stops_is_found_by_all_who_wait_for_it(tmp_path: Path) -> None:
+    doing = ("stand_still", "work_and_stand_still")
+    processes = [start(tmp_path, rank, what, 4.0, together=2) for rank, what in enumerate(doing)]
+    for rank, process in enumerate(processes):
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == HUNG
+        stacks = (tmp_path / "hang" / f"rank_{rank:05d}.txt").read_text()
+        silence = re.search(r"nothing has moved for (\d+) s", stacks)
+        assert silence is not None and int(silence[1]) < 6  # not since the wait began
+        assert "in stand_still" in stacks and "no stacks from" not in err

@@ -1,0 +1,340 @@
+"""Dumps of step inputs: what is kept, what is read back, and with which weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, REFERENCE, Position, Publication
+from gspo_megatron.checkpoint.manifest import MANIFEST, files_below, record_of
+from gspo_megatron.checkpoint.run_state import STATE_FILE, RunState
+from gspo_megatron.config import Config
+from gspo_megatron.errors import DataError
+from gspo_megatron.models.build import Policy
+from gspo_megatron.observe.run_logger import RunLogger
+from gspo_megatron.rl.dumps import DUMP_FILE, DUMPS, Dump, StepDumps, dumped_steps, find_weights
+from gspo_megatron.rl.rollout_store import RolloutBuffer
+from gspo_megatron.types import RolloutBatch, Sample
+from tests.unit.models.one_rank import VOCABULARY, tiny_config, tiny_policy
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+PROMPTS, RESPONSES = [3, 1, 6, 4], [5, 9, 2, 7]
+LAYERS, TOP_K, EXPERTS = 2, 2, 8
+
+
+def rollouts(seed: int, *, routes: bool = True) -> RolloutBuffer:
+    generator = torch.Generator().manual_seed(seed)
+    total, responses = sum(PROMPTS) + sum(RESPONSES), sum(RESPONSES)
+    experts = torch.rand((total, LAYERS, EXPERTS), generator=generator).topk(TOP_K).indices
+    return RolloutBuffer(
+        batch=RolloutBatch(
+            tokens=torch.randint(VOCABULARY, (total,), generator=generator),
+            prompt_lengths=torch.tensor(PROMPTS),
+            response_lengths=torch.tensor(RESPONSES),
+            logprobs=-torch.rand(responses, generator=generator),
+            truncated=torch.tensor([False, True, False, False]),
+            sample_index=torch.arange(4),
+            group_index=torch.tensor([0, 0, 1, 1]),
+            routes=experts.to(torch.uint8) if routes else None,
+        ),
+        rewards=torch.rand(4, generator=generator, dtype=torch.float64),
+        token_advantages=torch.randn(responses, generator=generator),
+        metrics={"reward/mean": 0.25},
+        num_tokens=responses,
+        rollout_seconds=1.5,
+        samples=[Sample("1+1", "2", "3", truncated=False)],
+        sample_rewards=[0.5],
+    )
+
+
+@dataclasses.dataclass
+class Run:
+    """A run of which steps are dumped."""
+
+    folder: Path
+    keep: int = 2
+    sections: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        training = {"dump_batches": self.keep} | self.sections.pop("training", {})
+        logging = {"dir": str(self.folder / "run")}
+        self.config: Config = tiny_config(training=training, logging=logging, **self.sections)
+        self.policy: Policy = tiny_policy()
+        record = RunLogger(self.config, is_main=True)
+        self.dumps = StepDumps(self.config, self.policy, record)
+        record.close()
+
+    def dump(self, step: int, *, routes: bool = True) -> Dump:
+        self.dumps.write(step, rollouts(step, routes=routes))
+        return Dump.read(self.folder / "run" / DUMPS / f"step_{step:08d}")
+
+    def checkpoint(self, position: Position, *, done: bool = False, state: bool = True) -> Path:
+        """A whole checkpoint, as far as choosing one goes."""
+        publication = Publication(self.folder / "run" / CHECKPOINTS, position.name)
+        publication.begin()
+        if state:
+            found = RunState(position.phase, position.step, done, {}, {}, {}, "tp=1", 1, {})
+            (publication.folder / STATE_FILE).write_bytes(found.dump())
+        (publication.folder / "weights").write_bytes(b"1234")
+        names = files_below(publication.folder)
+        return publication.publish({n: record_of(publication.folder / n) for n in names})
+
+
+@pytest.mark.parametrize("routes", [True, False])
+def test_what_is_read_is_what_was_written(tmp_path: Path, routes: bool) -> None:
+    run = Run(tmp_path)
+    dump = run.dump(12, routes=routes)
+    assert (dump.step, dump.precision, dump.vocab_size) == (12, "fp32", VOCABULARY)
+    assert dump.has_routes == routes
+    assert dump.run == tmp_path / "run"
+    wanted = rollouts(12, routes=routes)
+    found = RolloutBuffer.read(dump.folder, dump.rollouts, run.policy)
+    for name, value in vars(wanted.batch).items():
+        other = getattr(found.batch, name)
+        assert other is None if value is None else torch.equal(other, value), name
+    assert torch.equal(found.rewards, wanted.rewards)
+    assert torch.equal(found.token_advantages, wanted.token_advantages)
+
+
+def test_the_last_steps_stay(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=3)
+    folder = tmp_path / "run" / DUMPS
+    for step in range(1, 6):
+        run.dump(step)
+        assert dumped_steps(folder) == list(range(max(1, step - 2), step + 1))
+    run.dump(4)  # resumed before it: step 5 is of a time that did not happen
+    assert dumped_steps(folder) == [3, 4]
+    run.dump(5)
+    assert dumped_steps(folder) == [3, 4, 5]
+    assert sorted(p.name for p in folder.iterdir()) == [f"step_0000000{n}" for n in (3, 4, 5)]
+
+
+def test_nothing_is_written_unless_asked(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=0)
+    run.dumps.write(1, rollouts(1))
+    assert not (tmp_path / "run" / DUMPS).exists()
+
+
+def test_what_a_killed_run_left_is_cleared(tmp_path: Path) -> None:
+    half = tmp_path / "run" / DUMPS / ".partial-step_00000003-0123"
+    half.mkdir(parents=True)
+    (half / DUMP_FILE).write_text("{")
+    Run(tmp_path)
+    assert not half.exists()
+
+
+def test_a_disk_that_refuses_costs_the_dump_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refused(RolloutBuffer):
+        def write(self, folder: Path, policy: Policy) -> None:
+            super().write(folder, policy)
+            raise OSError(28, "No space left on device", str(folder / "rollouts"))
+
+    run = Run(tmp_path)
+    full = rollouts(7)
+    run.dumps.write(7, Refused(**vars(full)))
+    assert list((tmp_path / "run" / DUMPS).iterdir()) == []
+    assert "warning: step 7 could not be dumped" in (said := capsys.readouterr().err)
+    assert "No space left on device" in said
+    assert run.dump(7).step == 7  # there is room now
+
+    (tmp_path / "other").mkdir()
+    other = Run(tmp_path / "other")
+    (tmp_path / "other" / "run" / DUMPS).write_text("a file in the folder's place")
+    other.dumps.write(1, full)
+    assert "warning: step 1 could not be dumped" in capsys.readouterr().err
+
+
+def damaged(folder: Path, kind: str) -> str:
+    """Do it; returns the file."""
+    [file, *_] = sorted((folder / "rollouts").iterdir())
+    content = bytearray(file.read_bytes())
+    if kind == "altered":
+        flip_a_bit(file)
+    elif kind == "cut short":
+        file.write_bytes(content[:-1])
+    elif kind == "missing":
+        file.unlink()
+    elif kind == "foreign":
+        file = folder / "rollouts" / "rank_00009_data_00009_stage_000.safetensors"
+        file.write_bytes(content)
+    else:
+        file = folder / MANIFEST
+        file.unlink()
+    return file.name
+
+
+@pytest.mark.parametrize("kind", ["altered", "cut short", "missing", "foreign", "no manifest"])
+def test_damage_is_named(tmp_path: Path, kind: str) -> None:
+    folder = Run(tmp_path).dump(3).folder
+    file = damaged(folder, kind)
+    said = "missing" if kind == "no manifest" else kind
+    with pytest.raises(DataError, match=f"{folder}: (rollouts/)?{file}: .*{said}|{file}: {said}"):
+        Dump.read(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b'{"format": "another"}', b'{"format": "gspo-megatron step dump", "version": 9}'],
+)
+def test_a_folder_of_something_else_is_no_dump(tmp_path: Path, content: bytes) -> None:
+    folder = Run(tmp_path).dump(3).folder
+    (folder / DUMP_FILE).write_bytes(content)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    record = record_of(folder / DUMP_FILE)
+    manifest["files"][DUMP_FILE] = {"bytes": record.bytes, "crc32": record.crc32}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=f"{folder}: not the dump of a step"):
+        Dump.read(folder)
+
+
+def test_the_folder_of_all_dumps_is_not_one_of_them(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.dump(3)
+    folder = run.dump(4).folder.parent
+    with pytest.raises(DataError, match="holds the dumps step_00000003, step_00000004; name one"):
+        Dump.read(folder)
+    with pytest.raises(DataError, match="nowhere: no such folder"):
+        Dump.read(tmp_path / "nowhere")
+
+
+def test_a_configuration_that_cannot_compute_the_step_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with_routes, without = run.dump(3), run.dump(4, routes=False)
+    kl = {"kl": "k3", "kl_coefficient": 0.1}
+    r3 = tiny_config(routing={"replay": "r3", "reference_replay": "r3"}, objective=kl)
+    assert with_routes.problems(r3, VOCABULARY) == []
+    assert without.problems(run.config, VOCABULARY) == []
+    policy, reference = without.problems(r3, VOCABULARY)
+    assert policy.startswith("routing.replay = 'r3': ") and "has no routes" in policy
+    assert reference.startswith("routing.reference_replay = 'r3': ")
+    (vocabulary,) = with_routes.problems(r3, VOCABULARY + 1)
+    assert f"vocabulary = {VOCABULARY + 1}: " in vocabulary
+
+
+def test_the_logged_loss_is_the_last_one_of_the_step(tmp_path: Path) -> None:
+    dump = Run(tmp_path).dump(3)
+    lines = [
+        {"phase": "warm_start", "step": 3, "loss": 9.0},
+        {"phase": "rl", "step": 3, "loss": 8.0},
+        {"phase": "rl", "step": 3, "loss": 0.5},
+        {"phase": "rl", "step": 4, "loss": 7.0},
+    ]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert dump.logged_loss() == 0.5
+    assert dataclasses.replace(dump, step=5).logged_loss() is None
+    assert dataclasses.replace(dump, folder=tmp_path / "a" / "b" / "c").logged_loss() is None
+
+
+def test_the_weights_are_the_newest_that_are_not_later(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    dump = run.dump(4)
+    first = find_weights(dump, run.config, None)
+    assert (first.checkpoint, first.is_start, first.optimizer) == (None, False, False)
+    assert "first ones, not those that the step began with" in first.text
+    assert find_weights(dataclasses.replace(dump, step=1), run.config, None).is_start
+
+    run.checkpoint(Position("warm_start", 9), done=True)
+    older = run.checkpoint(Position("rl", 2))
+    run.checkpoint(Position("rl", 4))  # after the step
+    run.checkpoint(Position("rl", 4, rolled_out=True))
+    found = find_weights(dump, run.config, None)
+    assert (found.checkpoint, found.is_start, found.optimizer) == (older, False, False)
+    exact = run.checkpoint(Position("rl", 3))
+    found = find_weights(dump, run.config, None)
+    assert (found.checkpoint, found.is_start, found.optimizer) == (exact, True, True)
+    assert found.text == f"{exact}, with its optimizer"
+    rolled = run.checkpoint(Position("rl", 3, rolled_out=True))
+    assert find_weights(dump, run.config, None).checkpoint == rolled
+
+    (rolled / "weights").write_bytes(b"123")
+    found = find_weights(dump, run.config, None)
+    assert found.checkpoint == exact
+    assert found.notes == (
+        f"{rolled} is damaged and not used: weights: cut short, it has 3 of 4 bytes",
+    )
+
+    flip_a_bit(exact / "weights")
+    found = find_weights(dump, run.config, None)
+    assert (found.checkpoint, found.is_start, found.optimizer) == (older, False, False)
+    assert found.notes[1] == (
+        f"{exact} is damaged and not used: weights: altered, its checksum is not the manifest's"
+    )
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_the_first_step_begins_where_the_warm_start_ended(tmp_path: Path) -> None:
+    warmed = {"training": {"warm_start": {"steps": 9}}}
+    run = Run(tmp_path, sections=dict(warmed))
+    dump = run.dump(1)
+    assert not find_weights(dump, run.config, None).is_start
+    for step, done in ((5, False), (9, True)):
+        checkpoint = run.checkpoint(Position("warm_start", step), done=done)
+        found = find_weights(dump, run.config, None)
+        assert found.checkpoint == checkpoint
+        assert (found.is_start, found.optimizer) == (done, False)  # RL has an optimizer of its own
+    assert not find_weights(dataclasses.replace(dump, step=2), run.config, None).is_start
+
+
+def test_weights_that_are_given_are_checked(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    dump = run.dump(4)
+    given = run.checkpoint(Position("rl", 1))
+    found = find_weights(dump, run.config, str(given))
+    assert (found.checkpoint, found.is_start) == (given, False)
+    alone = run.checkpoint(Position("rl", 3), state=False)
+    assert not find_weights(dump, run.config, str(alone)).is_start
+    (given / "weights").write_bytes(b"1235")
+    with pytest.raises(DataError, match=f"{given}: weights: altered"):
+        find_weights(dump, run.config, str(given))
+    with pytest.raises(DataError, match="manifest.json: missing"):
+        find_weights(dump, run.config, str(tmp_path))
+
+
+def test_a_reference_policy_wants_the_weights_that_rl_started_from(tmp_path: Path) -> None:
+    kl = {"kl": "k3", "kl_coefficient": 0.1}
+    run = Run(tmp_path, sections={"objective": kl, "training": {"warm_start": {"steps": 9}}})
+    dump = run.dump(4)
+    checkpoint = run.checkpoint(Position("rl", 3))
+    with pytest.raises(DataError, match=f"{REFERENCE}: missing; objective.kl = k3 wants"):
+        find_weights(dump, run.config, None)
+    reference_beside(checkpoint)
+    assert find_weights(dump, run.config, None).is_start
+
+
+def reference_beside(checkpoint: Path) -> Path:
+    """One of 4 bytes; returns its file."""
+    publication = Publication(checkpoint.parent, REFERENCE)
+    publication.begin()
+    (publication.folder / "weights").write_bytes(b"1234")
+    files = {"weights": record_of(publication.folder / "weights")}
+    return publication.publish(files) / "weights"
+
+
+@pytest.mark.parametrize("warmed", [True, False])
+def test_a_damaged_reference_is_named_where_it_is_needed(tmp_path: Path, warmed: bool) -> None:
+    kl = {"kl": "k3", "kl_coefficient": 0.1}
+    training = {"warm_start": {"steps": 9 * warmed}}
+    run = Run(tmp_path, sections={"objective": kl, "training": training})
+    dump = run.dump(4)
+    checkpoint = run.checkpoint(Position("rl", 3))
+    file = reference_beside(checkpoint)
+    flip_a_bit(file)
+    for given in (None, str(checkpoint)):
+        with pytest.raises(DataError, match=f"{file.parent}: weights: altered") as raised:
+            find_weights(dump, run.config, given)
+        assert ("move it away" in str(raised.value)) != warmed
+    without = tiny_config(training=training)
+    assert find_weights(dump, without, None).checkpoint == checkpoint

@@ -1,0 +1,296 @@
+"""What a step learns from, on one rank, with an engine whose responses are known beforehand."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from gspo_megatron.config import Config, parse_config
+from gspo_megatron.errors import ConfigError, RewardError, UserError
+from gspo_megatron.observe.heartbeat import heard_by
+from gspo_megatron.rewards import Reward
+from gspo_megatron.rl.rollouts import Experience, ExperienceCollector
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.types import Prompt, RolloutBatch, Sample, TurnRewards
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+GROUP, PROMPTS, LONGEST, EOS = 2, 3, 4, 1
+SAMPLING = Sampling(max_tokens=LONGEST)
+
+
+class Tokenizer:
+    """Token 65 is "A", and so on."""
+
+    eos_id = EOS
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(i) for i in ids)
+
+
+class Engine:
+    """Sample n answers with n % 4 + 1 tokens; with 4, it is truncated."""
+
+    def __init__(self) -> None:
+        self.samples: list[int] = []
+
+    def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
+        per_prompt = requests.responses_per_prompt
+        samples = requests.sample_indices()
+        self.samples += samples
+        prompts = [p for p in requests.prompts for _ in range(per_prompt)]
+        responses = []
+        for sample in samples:
+            length = sample % 4 + 1
+            ids = [65 + sample] * length
+            responses.append(ids if length == LONGEST else [*ids[:-1], EOS])
+        flat = [i for p, r in zip(prompts, responses) for i in (*p, *r)]
+        lengths = [len(r) for r in responses]
+        return RolloutBatch(
+            tokens=torch.tensor(flat),
+            prompt_lengths=torch.tensor([len(p) for p in prompts]),
+            response_lengths=torch.tensor(lengths),
+            logprobs=torch.tensor([-s - 0.5 for s, n in zip(samples, lengths) for _ in range(n)]),
+            truncated=torch.tensor([n == LONGEST for n in lengths]),
+            sample_index=torch.tensor(samples),
+            group_index=torch.tensor(requests.group_index).repeat_interleave(per_prompt),
+        )
+
+
+class Prompts:
+    """Draws prompts 0, 1, 2, ...; those in `flat` are answered alike."""
+
+    def __init__(self, *flat: int) -> None:
+        self.flat, self.drawn = flat, 0
+
+    def __call__(self) -> list[Prompt]:
+        numbers = range(self.drawn, self.drawn + PROMPTS)
+        self.drawn += PROMPTS
+        return [
+            Prompt(f"prompt {n}", "flat" if n in self.flat else "", f"f:{n}", {}, (5,) * (n % 3))
+            for n in numbers
+        ]
+
+
+def number(sample: Sample) -> int:
+    return int(sample.prompt.split()[1])
+
+
+def by_length(sample: Sample) -> float:
+    return 1.0 if sample.answer == "flat" else sample.num_tokens / 8
+
+
+def config_of(**sections: dict[str, Any]) -> Config:
+    rollout = {"group_size": GROUP, "prompts_per_step": PROMPTS, "max_response_tokens": LONGEST}
+    rollout |= sections.pop("rollout", {})
+    return parse_config({"data": {"tokenizer": "t"}, "rollout": rollout, **sections})
+
+
+def collector(
+    function: Callable[[Sample], Any] = by_length, **sections: dict[str, Any]
+) -> ExperienceCollector:
+    return ExperienceCollector(
+        config_of(**sections), Engine(), Tokenizer(), Reward("mine", function), torch.device("cpu")
+    )
+
+
+def collected(
+    draw: Prompts, function: Callable[[Sample], Any] = by_length, **sections: dict[str, Any]
+) -> Experience:
+    return collector(function, **sections).collect(draw, SAMPLING, 1)
+
+
+DYNAMIC = {"dynamic_sampling": True, "max_refills": 2}
+
+
+def test_a_plain_step_takes_every_response() -> None:
+    seen: list[Sample] = []
+
+    def watch(sample: Sample) -> float:
+        seen.append(sample)
+        return by_length(sample)
+
+    draw = Prompts(1)
+    experience = collected(draw, watch)
+    assert draw.drawn == PROMPTS
+    assert experience.batch.sample_index.tolist() == [0, 1, 2, 3, 4, 5]
+    assert experience.rewards.tolist() == [0.125, 0.25, 1, 1, 0.125, 0.25]
+    assert experience.rewards.dtype == torch.float64
+    assert experience.token_advantages is None
+    assert experience.num_tokens == 1 + 2 + 3 + 4 + 1 + 2
+    assert [(s.prompt, s.response, s.num_tokens, s.truncated) for s in seen] == [
+        ("prompt 0", "", 1, False),
+        ("prompt 0", "B", 2, False),
+        ("prompt 1", "CC", 3, False),
+        ("prompt 1", "DDDD", 4, True),
+        ("prompt 2", "", 1, False),
+        ("prompt 2", "F", 2, False),
+    ]
+    assert experience.metrics == {
+        "reward/mean": pytest.approx(2.75 / 6),
+        "reward/std": pytest.approx(statistics.pstdev([0.125, 0.25, 1, 1, 0.125, 0.25])),
+        "reward/zero_spread_groups": pytest.approx(1 / 3),
+        "response/length_mean": pytest.approx(13 / 6),
+        "response/truncated": pytest.approx(1 / 6),
+    }
+
+
+def test_groups_without_spread_make_room_for_further_prompts() -> None:
+    draw = Prompts(0, 2, 4)
+    found = collector(rollout=DYNAMIC)
+    experience = found.collect(draw, SAMPLING, 1)
+    assert draw.drawn == 2 * PROMPTS
+    assert found.engine.samples == list(range(12))  # each once: other random numbers for each
+    batch = experience.batch
+    assert batch.group_index.tolist() == [1, 1, 3, 3, 5, 5]
+    assert batch.sample_index.tolist() == [2, 3, 6, 7, 10, 11]
+    assert batch.response_lengths.tolist() == [3, 4] * 3
+    assert experience.rewards.tolist() == [3 / 8, 4 / 8] * 3
+    tokens = batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist())
+    assert tokens[0].tolist() == [5, 67, 67, EOS]
+    assert tokens[-1].tolist() == [5, 5, 76, 76, 76, 76]
+    assert batch.logprobs.tolist() == [
+        -s - 0.5 for s in (2, 3, 6, 7, 10, 11) for _ in range(s % 4 + 1)
+    ]
+    # the figures are of all responses
+    rewards = [1.0, 1.0, 3 / 8, 4 / 8] * 3
+    assert experience.metrics["reward/mean"] == pytest.approx(sum(rewards) / 12)
+    assert experience.metrics["reward/std"] == pytest.approx(statistics.pstdev(rewards))
+    assert experience.metrics["reward/zero_spread_groups"] == 0.5
+    assert experience.metrics["response/length_mean"] == 2.5
+    assert experience.metrics["response/truncated"] == 0.25
+    assert experience.metrics["rollout/refills"] == 1
+    assert experience.metrics["rollout/groups_dropped"] == 3
+    assert experience.metrics["rollout/no_spread"] == 0
+    assert experience.num_tokens == 30
+
+
+def test_a_step_without_any_spread_still_has_its_first_round() -> None:
+    draw = Prompts(*range(100))
+    experience = collected(draw, rollout=DYNAMIC)
+    assert draw.drawn == 3 * PROMPTS
+    assert experience.batch.group_index.tolist() == [0, 0, 1, 1, 2, 2]
+    assert experience.metrics["rollout/no_spread"] == 1
+    assert experience.metrics["rollout/groups_dropped"] == 6
+
+
+def test_written_samples_are_the_first_of_all_and_as_the_reward_has_them() -> None:
+    draw = Prompts(0, 2, 4)
+    sections = {"reward": {"scale": 3.0}, "logging": {"samples_per_step": 3}}
+    found = collector(by_length, rollout=DYNAMIC, **sections)
+    samples, rewards = found.samples(found.collect(draw, SAMPLING, 1))
+    assert [(s.prompt, s.response) for s in samples] == [
+        ("prompt 0", ""),
+        ("prompt 0", "B"),
+        ("prompt 1", "CC"),
+    ]
+    assert rewards == [1.0, 1.0, 3 / 8]
+
+
+def test_shaped_rewards_are_trained_on_and_the_others_logged() -> None:
+    sections = {"reward": {"scale": 2.0, "clip": 0.5, "overlong_buffer": 2}}
+    experience = collected(Prompts(1), **sections)
+    # 1/8, 2/8, 1, 1, 1/8, 2/8: twice that, at most 0.5, less 0.5 for 3 tokens and 1 for 4
+    assert experience.rewards.tolist() == [0.25, 0.5, 0, -0.5, 0.25, 0.5]
+    assert experience.metrics["reward/mean"] == pytest.approx(2.75 / 6)
+    assert experience.metrics["reward/shaped_mean"] == pytest.approx(1 / 6)
+    assert experience.metrics["reward/zero_spread_groups"] == 0
+
+
+def test_a_spread_that_clipping_takes_away_is_none() -> None:
+    sections = {"reward": {"clip": 0.1}, "rollout": DYNAMIC}
+    experience = collected(Prompts(), **sections)
+    assert experience.metrics["rollout/no_spread"] == 1
+    assert experience.metrics["reward/std"] > 0
+
+
+def in_turns(sample: Sample) -> TurnRewards:
+    """A turn for every two tokens, worth its number; for nobody in flat groups."""
+    ends = [*range(2, sample.num_tokens, 2), sample.num_tokens]
+    worth = 0.0 if sample.answer == "flat" else 1.0
+    return TurnRewards([worth * (n + 1) for n in range(len(ends))], ends)
+
+
+TOKENS = {"name": "gspo_token"}
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
+    """The first token is a turn, the others are one."""
+
+    def first_and_rest(sample: Sample) -> TurnRewards:
+        if sample.num_tokens == 1:
+            return TurnRewards([float(number(sample))], [1])
+        rest = number(sample) + len(sample.response)
+        return TurnRewards([0.5, rest], [1, sample.num_tokens])
+
+    found = collector(
+        first_and_rest, objective=TOKENS, reward={"scale": scale}, logging={"samples_per_step": 9}
+    )
+    experience = found.collect(Prompts(), SAMPLING, 1)
+    plain = [0, 1.5, 3.5, 5.5, 2, 3.5]
+    assert experience.rewards.tolist() == [scale * r for r in plain]
+    assert experience.metrics["reward/mean"] == pytest.approx(sum(plain) / 6)
+    assert found.samples(experience)[1] == plain
+    expected = []
+    for turns, tokens in (
+        ([0, 0.5, 1], [1, 1, 1]),
+        ([0.5, 3, 0.5, 5], [1, 2, 1, 3]),
+        ([2, 0.5, 3], [1, 1, 1]),
+    ):
+        mean, std = statistics.mean(turns), statistics.stdev(turns)  # no scale changes these
+        expected += [(r - mean) / std for r, n in zip(turns, tokens, strict=True) for _ in range(n)]
+    assert experience.token_advantages.dtype == torch.float32
+    assert experience.token_advantages.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_advantages_of_tokens_go_with_the_groups_that_are_kept() -> None:
+    """Even prompts are answered with one turn worth 1, odd ones with two each."""
+
+    def reward(sample: Sample) -> TurnRewards:
+        halves = in_turns(sample)
+        worth = sample.num_tokens if len(halves.ends) == 2 else 1
+        return TurnRewards([worth * r for r in halves.rewards], halves.ends)
+
+    experience = collected(Prompts(5), reward, objective=TOKENS, rollout=DYNAMIC)
+    assert experience.batch.group_index.tolist() == [1, 1, 3, 3, 7, 7]
+    turns = [3, 6, 4, 8]
+    mean, std = statistics.mean(turns), statistics.stdev(turns)
+    third, sixth, fourth, eighth = ((r - mean) / std for r in turns)
+    group = [third, third, sixth, fourth, fourth, eighth, eighth]
+    assert experience.token_advantages.tolist() == pytest.approx(group * 3, rel=1e-6)
+
+
+def test_rewards_of_turns_for_some_responses_only() -> None:
+    def reward(sample: Sample) -> float | TurnRewards:
+        return in_turns(sample) if number(sample) == 1 else 1.0
+
+    with pytest.raises(RewardError, match="reward 'mine' returned rewards of turns for 33.3% of a"):
+        collected(Prompts(), reward, objective=TOKENS)
+
+
+def test_rewards_of_turns_with_an_objective_of_sequences() -> None:
+    with pytest.raises(ConfigError, match=r"objective.name = 'gspo': .* legal: gspo_token, grpo"):
+        collected(Prompts(), in_turns)
+    assert issubclass(ConfigError, UserError)
+
+
+def test_an_evaluation_takes_the_sum_and_no_shaping() -> None:
+    found = collector(in_turns, reward={"scale": 9.0, "overlong_buffer": 2})
+    metrics = found.evaluate(Prompts()(), SAMPLING, 1)
+    # one response a prompt, of 1, 2 and 3 tokens: 1, 1 and 1 + 2
+    assert metrics == {
+        "evaluation/reward": pytest.approx(5 / 3),
+        "evaluation/accuracy": 1.0,
+    }
+
+
+def test_each_response_that_is_scored_is_a_sign_of_life() -> None:
+    signs: list[str] = []
+    with heard_by(lambda: signs.append("")):
+        collector().evaluate(Prompts()(), SAMPLING, 1)
+    assert len(signs) == PROMPTS
