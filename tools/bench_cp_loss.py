@@ -5,7 +5,7 @@
 Runs the package's policy update (gspo_megatron.rl.policy_update) on real gloo ranks that hold
 zig-zag shards of packed sequences; only the model is left out: log-probs are random numbers.
 It counts what really goes into the collectives of torch.distributed, below its Python functions:
-the bytes of the tensors that a rank hands over. The first mini-batch of a step also measures the mismatch with
+the bytes of the tensors that a rank hands over. The first mini-batch measures the mismatch with
 the rollout engine, so it is told apart. Beside it the usual way: an all-gather of each response's
 log-ratios, one float32 a token, as verl, slime and NeMo-RL gather the log-probs; both give the same
 sequence ratios, which is checked. Exits with 1 where the loss and its figures send more than 8

@@ -22,6 +22,7 @@ MAY_IMPORT_MEGATRON = (
     "checkpoint/",
     "rl/",
     "supervised/",
+    "data/corpus_files.py",
     "rollout/megatron.py",
     "rollout/pipeline.py",
 )
