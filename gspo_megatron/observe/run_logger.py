@@ -11,10 +11,9 @@ from gspo_megatron.config import Config, to_yaml
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.environment import write_environment
+from gspo_megatron.observe.metrics_files import METRICS_FILE, MetricsWriter, SampleWriter
 from gspo_megatron.observe.progress import Progress
-from gspo_megatron.observe.records import METRICS_FILE
 from gspo_megatron.observe.report import finish_run
-from gspo_megatron.observe.sinks import MetricsWriter, SampleWriter
 from gspo_megatron.observe.trackers import note_sent, open_trackers
 from gspo_megatron.types import Sample
 

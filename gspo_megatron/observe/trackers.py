@@ -20,8 +20,14 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.observe.records import RL, parse_record, phase_of, read_metrics
-from gspo_megatron.observe.sinks import jsonable, position_of
+from gspo_megatron.observe.metrics_files import (
+    RL,
+    jsonable,
+    parse_record,
+    phase_of,
+    position_of,
+    read_metrics,
+)
 
 SENT_FILE = "trackers.json"  # in the run folder: phase and step of the last record that was sent
 

@@ -13,7 +13,7 @@ from gspo_megatron.batching.redistribute import exchange, index_step
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.models.optimizer import build_trainer
-from gspo_megatron.observe.records import RL
+from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.rl.components import Job, held_out
 from gspo_megatron.rl.dumps import StepDumps

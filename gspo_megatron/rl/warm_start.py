@@ -11,7 +11,7 @@ from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.supervised import Example
 from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.models.optimizer import Schedule, build_trainer
-from gspo_megatron.observe.records import WARM_START
+from gspo_megatron.observe.metrics_files import WARM_START
 from gspo_megatron.rl.components import Job, held_out
 from gspo_megatron.supervised.batches import SupervisedBatchBuilder
 from gspo_megatron.supervised.loop import SupervisedUpdater

@@ -12,7 +12,7 @@ from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
-from gspo_megatron.observe.records import RL, WARM_START
+from gspo_megatron.observe.metrics_files import RL, WARM_START
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.stop import StopSignals
 from tests.unit.models.one_rank import tiny_config, tiny_policy

@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 from gspo_megatron.errors import DataError, UserError
-from gspo_megatron.observe.records import read_json_lines, read_metrics, read_samples, series
-from gspo_megatron.observe.sinks import JsonLinesWriter, MetricsWriter, SampleWriter
+from gspo_megatron.observe.metrics_files import (
+    JsonLinesWriter,
+    MetricsWriter,
+    SampleWriter,
+    read_json_lines,
+    read_metrics,
+    read_samples,
+    series,
+)
 from gspo_megatron.types import Sample
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.observe.sinks import MetricsWriter
+from gspo_megatron.observe.metrics_files import MetricsWriter
 from gspo_megatron.observe.trackers import (
     SENT_FILE,
     TrackerSet,
