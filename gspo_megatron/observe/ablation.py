@@ -14,20 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.metrics_files import METRICS_FILE, Run, read_metrics, steps_done
-from gspo_megatron.observe.plots import (
-    ABLATION,
-    STYLE,
-    finish_axes,
-    mean_curve,
-    panel_grid,
-    plot_comparison,
-    save,
-)
+from gspo_megatron.observe.plots import ABLATION, Page, Panel, plot_comparison
 from gspo_megatron.observe.progress import MISSING, duration, fixed, number, percent, points
 from gspo_megatron.observe.report import Picture, Section, Table, mean_and_spread, render_html
 
@@ -265,9 +256,16 @@ def write_ablation_report(
     runs = [run for variant in present for run in variant.runs.values()]
     if not runs:
         raise DataError(f"{out}: no run of any variant is finished; there is nothing to report")
+    layers = _layer_keys(runs)
+    volatility_page = Page(
+        "volatility",
+        "Volatility by layer",
+        tuple(Panel(f"Layer {n}", "share changed", (layers[n],), percent=True) for n in layers),
+    )
+    by_layer = [Measure(f"layer {n}", layers[n], _mean, percent) for n in layers]
     pictures = [
         plot_comparison(runs, out / "plots" / "variants.png", ABLATION),
-        plot_volatility(present, out / "plots" / "volatility.png"),
+        plot_comparison(runs, out / "plots" / "volatility.png", volatility_page),
     ]
     sentences = findings(variants)
     sections = [
@@ -276,7 +274,7 @@ def write_ablation_report(
         Section("Differences", [_SIGNIFICANCE_RULE, _difference_table(present)]),
         Section("Plots", [Picture(path, path.stem) for path in pictures if path]),
         Section("Metrics of the updates", [_table(present, _UPDATES)]),
-        Section("Volatility by layer", [_table(present, _layer_measures(present))]),
+        Section("Volatility by layer", [_table(present, by_layer)]),
         Section("Cost of replay", _cost(present, volatility_switched_on)),
         Section("Rules and settings", _rules(variants, volatility_switched_on)),
     ]
@@ -393,11 +391,10 @@ def _difference_table(variants: Sequence[VariantRuns]) -> Table:
     return Table(["difference of", "seeds", *(measure.name for measure in measures)], rows)
 
 
-def _layer_measures(variants: Sequence[VariantRuns]) -> list[Measure]:
-    runs = [run for variant in variants for run in variant.runs.values()]
+def _layer_keys(runs: Sequence[Run]) -> dict[int, str]:
     keys = {key for run in runs for record in run.records for key in record}
     layers = {int(match[1]): match[0] for match in map(_LAYER_KEY.fullmatch, keys) if match}
-    return [Measure(f"layer {n}", layers[n], _mean, percent) for n in sorted(layers)]
+    return dict(sorted(layers.items()))
 
 
 def _cost(variants: Sequence[VariantRuns], volatility: bool) -> list[str | Table]:
@@ -459,40 +456,3 @@ def _as_markdown(section: Section, out: Path) -> str:
         else:
             parts.append(str(item))
     return "\n\n".join(parts)
-
-
-def plot_volatility(variants: Sequence[VariantRuns], path: Path) -> Path | None:
-    """A heat map for each variant, layers by steps, mean over seeds; all on one colour scale."""
-    maps = {}
-    for variant in variants:
-        measures = _layer_measures([variant])
-        curves = [
-            mean_curve([run.series(m.key) for run in variant.runs.values()]) for m in measures
-        ]
-        if curves:
-            maps[variant.name] = ([m.name.split()[1] for m in measures], curves)
-    if not maps:
-        return None
-    shares = [value for _, curves in maps.values() for _, means in curves for value in means]
-    top = max((share for share in shares if math.isfinite(share)), default=0.0)
-    with matplotlib.rc_context(STYLE):
-        title = "Volatility by layer: share of expert choices that changed in a step"
-        figure, all_axes = panel_grid(len(maps), title)
-        for axes, (name, (layers, curves)) in zip(all_axes, maps.items(), strict=True):
-            steps = curves[0][0]
-            image = axes.imshow(
-                np.array([means for _, means in curves]),
-                aspect="auto",
-                interpolation="nearest",
-                cmap="viridis",
-                vmin=0.0,
-                vmax=top or 1.0,
-                extent=(steps[0] - 0.5, steps[-1] + 0.5, len(curves) + 0.5, 0.5),
-            )
-            axes.grid(visible=False)
-            finish_axes(axes, name, "layer")
-            axes.set_yticks(range(1, len(layers) + 1), layers)
-        bar = figure.colorbar(image, ax=all_axes, shrink=0.8, pad=0.01)
-        bar.outline.set_visible(False)  # type: ignore[operator]
-        bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
-        return save(figure, path)

@@ -41,7 +41,7 @@ _PANEL_HEIGHT = 2.75
 _DPI = 140
 _SMOOTH_FROM = 40  # curves of fewer points are drawn as they are
 
-STYLE = {
+_STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so pictures are the same everywhere
     "font.size": 9,
     "text.color": _INK,
@@ -246,18 +246,18 @@ def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Pat
     """
     run = load_runs([run_dir])[0]
     written = []
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(_STYLE):
         for page in _PAGES:
             panels = [panel for panel in page.panels if _present_keys(run, panel, page.phase)]
             if not panels:
                 continue
             columns = 2 if len(panels) in (2, 4) else 3
-            figure, all_axes = panel_grid(len(panels), f"{page.title}: {run.name}", columns)
+            figure, all_axes = _panel_grid(len(panels), f"{page.title}: {run.name}", columns)
             for axes, panel in zip(all_axes, panels):
                 draw = {"lines": _draw_lines, "fan": _draw_fan, "stack": _draw_stack}[panel.kind]
-                finish_axes(axes, panel.title, draw(axes, run, panel, page.phase))
+                _finish_axes(axes, panel.title, draw(axes, run, panel, page.phase))
             path = Path(run_dir if out_dir is None else out_dir) / "plots" / f"{page.name}.png"
-            written.append(save(figure, path))
+            written.append(_save(figure, path))
     return written
 
 
@@ -270,12 +270,12 @@ def plot_comparison(runs: Sequence[Run], path: Path, page: Page) -> Path | None:
     panels = [p for p in page.panels if any(_present_keys(run, p, page.phase) for run in runs)]
     if not panels:
         return None
-    with matplotlib.rc_context(STYLE):
-        figure, all_axes = panel_grid(len(panels), page.title)
+    with matplotlib.rc_context(_STYLE):
+        figure, all_axes = _panel_grid(len(panels), page.title)
         for axes, panel in zip(all_axes, panels):
             _draw_runs(axes, runs, panel, page.phase)
         _share_legend(figure, all_axes)
-        return save(figure, path)
+        return _save(figure, path)
 
 
 def _present_keys(run: Run, panel: Panel, phase: str) -> list[str]:
@@ -309,7 +309,7 @@ def _draw_fan(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
     """Median with the bands p01 to p99 and min to max, minus one."""
     names = [f"{panel.keys[0]}{name}" for name in ("min", "p01", "p50", "p99", "max")]
     present = [key for key in names if key in _present_keys(run, panel, phase)]
-    steps, values = aligned([run.series(key, phase) for key in present])
+    steps, values = _aligned([run.series(key, phase) for key in present])
     curves = {_label(key): row - 1.0 for key, row in zip(present, values)}
     scale, unit = small_unit((values - 1.0).ravel().tolist())
     color = _PALETTE[0]
@@ -330,7 +330,7 @@ def _draw_fan(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
 
 def _draw_stack(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
     present = _present_keys(run, panel, phase)
-    steps, values = aligned([run.series(key, phase) for key in present])
+    steps, values = _aligned([run.series(key, phase) for key in present])
     layers = np.nan_to_num(values)
     means = [float(np.mean(layer)) if steps else 0.0 for layer in layers]
     labels = [f"{_label(key)} {mean:.2g} s" for key, mean in zip(present, means)]
@@ -358,42 +358,37 @@ def _draw_runs(axes: Axes, runs: Sequence[Run], panel: Panel, phase: str) -> Non
             if present:
                 steps, values = run.series(present[0], phase)
                 curves.append((steps, [value * panel.scale for value in values]))
-                if len(panel.keys) > 1:
-                    title = f"{panel.title}: {_label(present[0])}"
+                label = _label(present[0])
+                if len(panel.keys) > 1 and label not in title.lower():
+                    title = f"{panel.title}: {label}"
         if len(curves) == 1:
             _draw_curve(axes, *curves[0], color, name)
         elif curves:
             for steps, values in curves:
                 axes.plot(steps, smoothed(values), color=color, linewidth=0.9, alpha=0.35)
-            steps, means = mean_curve(curves)
+            steps, values = _aligned(curves)
             label = f"{name} (mean of {len(curves)})"
-            axes.plot(steps, smoothed(means), color=color, label=label, linewidth=2.1)
+            axes.plot(steps, smoothed(values.mean(axis=0)), color=color, label=label, linewidth=2.1)
         shown.extend(value for _, values in curves for value in values)
     _set_scale(axes, panel, shown)
-    finish_axes(axes, title, panel.ylabel)
+    _finish_axes(axes, title, panel.ylabel)
 
 
 Curve = tuple[list[int], list[float]]  # steps, values
 
 
-def aligned(curves: Sequence[Curve]) -> tuple[list[int], np.ndarray]:
+def _aligned(curves: Sequence[Curve]) -> tuple[list[int], np.ndarray]:
     """The steps that all curves have, and [num_curves, num_steps] values at them."""
     tables: list[Mapping[int, float]] = [dict(zip(*curve)) for curve in curves]
     steps = sorted(set.intersection(*map(set, tables)))
     return steps, np.array([[table[step] for step in steps] for table in tables])
 
 
-def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The mean of curves at the steps that all of them have."""
-    steps, values = aligned(curves)
-    return steps, values.mean(axis=0).tolist()
-
-
 # --- axes and curves ------------------------------------------------------------------------------
 
 
-def panel_grid(count: int, title: str, columns: int = 3) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` small panels; to be called inside `matplotlib.rc_context(STYLE)`."""
+def _panel_grid(count: int, title: str, columns: int = 3) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` small panels; to be called inside `matplotlib.rc_context(_STYLE)`."""
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     width = max(1.25, columns) * _PANEL_WIDTH
@@ -404,7 +399,7 @@ def panel_grid(count: int, title: str, columns: int = 3) -> tuple[Figure, list[A
     return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
 
 
-def finish_axes(axes: Axes, title: str, ylabel: str) -> None:
+def _finish_axes(axes: Axes, title: str, ylabel: str) -> None:
     """Title, labels, ticks and, above the panel, the legend where there is more than one label."""
     handles, labels = axes.get_legend_handles_labels()
     rows = 0
@@ -470,7 +465,7 @@ def small_unit(values: Sequence[float]) -> tuple[float, str]:
     return 10.0**-exponent, f"  ($\\times 10^{{{exponent}}}$)"
 
 
-def smoothed(values: Sequence[float]) -> np.ndarray:
+def smoothed(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """A centred moving average of the finite values over a fifteenth of the curve.
 
     A short curve is returned as it is. NaN where no value within the window is finite.
@@ -511,7 +506,7 @@ def _draw_curve(
         axes.plot(broken, heights, "x", transform=bottom, color=_RED, ms=5, label="not finite")
 
 
-def save(figure: Figure, path: Path) -> Path:
+def _save(figure: Figure, path: Path) -> Path:
     """Write a PNG and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI)

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TextIO, final
+from typing import Any, TextIO, final
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -145,7 +145,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = _State(total, title, initial_step, clock)
-        self._display: _Display | None = None
+        self._display: _LineDisplay | _LiveDisplay | None = None
         if enabled:
             safe = SafeStream(sys.stderr if stream is None else stream)
             redraws = safe.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
@@ -168,7 +168,7 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._attempt(lambda display: display.stop())
 
-    def _attempt(self, action: Callable[[_Display], None]) -> None:
+    def _attempt(self, action: Callable[[_LineDisplay | _LiveDisplay], None]) -> None:
         if self._display is None:
             return
         try:
@@ -177,16 +177,6 @@ class Progress:
             # The run matters more than its display, whatever is wrong with the terminal.
             _logger.debug("progress is no longer shown", exc_info=True)
             self._display = None
-
-
-class _Display(Protocol):
-    def start(self) -> None: ...
-
-    def refresh(self) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 class _State:

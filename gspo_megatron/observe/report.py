@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import statistics
@@ -202,17 +201,6 @@ def _terminal_table(run_dir: str | Path) -> rich_table.Table:
         table.add_row(*row)
     table.add_row("wall time", "", duration(wall_seconds(records)), "", "")
     return table
-
-
-def summary_table(run_dir: str | Path, *, width: int = 100) -> str:
-    """The main metrics of a run as a table of plain text, at most `width` columns wide.
-
-    Raises DataError when the folder holds no run or a damaged one.
-    """
-    text = io.StringIO()
-    console = Console(file=text, width=width, force_terminal=False, color_system=None)
-    console.print(_terminal_table(run_dir))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 # --- report.html ----------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from gspo_megatron.observe.metrics_files import (
 )
 from gspo_megatron.observe.plots import (
     COMPARISONS,
-    panel_grid,
     plot_comparison,
     plot_run,
     small_unit,
@@ -150,9 +149,3 @@ def test_small_values_are_brought_to_order_one() -> None:
     factor, unit = small_unit([2e-4, -3e-5, math.nan])
     assert factor == pytest.approx(1e4) and "10^{-4}" in unit
     assert small_unit([0.5]) == (1.0, "") and small_unit([0.0]) == (1.0, "")
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_a_grid_has_the_panels_asked_for(count: int) -> None:
-    figure, axes = panel_grid(count, "title")
-    assert len(axes) == count == len(figure.axes)

@@ -15,7 +15,6 @@ from gspo_megatron.observe.metrics_files import MetricsWriter, read_metrics
 from gspo_megatron.observe.report import (
     finish_run,
     summarize,
-    summary_table,
     wall_seconds,
     write_report,
 )
@@ -45,6 +44,12 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._in_cell:
             self.cells[-1] += data
+
+
+def printed_at_the_end(run_dir: Path) -> str:
+    stream = io.StringIO()
+    finish_run(run_dir, stream, plots=False)
+    return stream.getvalue()
 
 
 def test_the_report_of_one_run_is_one_file_with_everything_inside(make_run: RunMaker) -> None:
@@ -150,7 +155,7 @@ def test_runs_of_several_stages_are_compared_stage_by_stage(
 def test_a_run_without_a_single_step_still_has_a_report(tmp_path: Path) -> None:
     MetricsWriter(tmp_path).close()
     assert Page(write_report([tmp_path], tmp_path)).cells[0] == "reward"
-    assert "0 steps" in summary_table(tmp_path)
+    assert "0 steps" in printed_at_the_end(tmp_path)
 
 
 def test_what_is_no_run_and_where_no_report_can_go_is_told(
@@ -188,9 +193,9 @@ def test_wall_time_is_the_sum_over_all_phases() -> None:
 
 
 def test_the_summary_table_is_plain_text(make_run: RunMaker) -> None:
-    text = summary_table(make_run("run"))
+    text = printed_at_the_end(make_run("gspo/seed_2"))
     assert "\x1b" not in text
-    assert text.splitlines()[0] == "run: 6 steps"
+    assert text.splitlines()[0].rstrip() == "gspo/seed_2: 6 steps"
     row = next(line.split() for line in text.splitlines() if "reward" in line)
     assert row == ["reward", "0.100", "0.600", "0.600", "6"]
     assert re.search(r"wall time\s+12 s", text)
