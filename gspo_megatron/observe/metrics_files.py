@@ -25,8 +25,8 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 RL = "rl"
 PRETRAINING, FINE_TUNING = "pretrain", "sft"  # runs of their own
-# In the order of training: going back to a phase drops those after it. Runs of earlier versions have
-# a warm start before RL.
+# In the order of training: going back to a phase drops those after it. Runs of earlier versions
+# have a warm start before RL.
 _PHASES = (PRETRAINING, FINE_TUNING, "warm_start", RL)
 _TAIL_BLOCK = 65536  # bytes read at a time when looking for the start of the last line
 # "gspo_seed1", "gspo-seed=2", "seed3", "gspo_s4": the part of a run's name that is its seed.
