@@ -285,8 +285,9 @@ class MegatronEngine:
     def _forward(
         self, ids: Tensor, positions: Tensor, randomness: RouterRandomness | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """One pass of ids [sequences, length] through all stages. Returns hidden [sequences, length,
-        hidden], on the last stage, and the routes [sequences, length, layers, k] if recorded."""
+        """One pass of ids [sequences, length] through all stages. Returns, on the last stage, the
+        hidden states [sequences, length, hidden], and the routes [sequences, length, layers, k] if
+        they are recorded."""
         with self._routers(positions, randomness) as experts:
             hidden = self.pipeline(ids, positions)
         if not self.record_routes:

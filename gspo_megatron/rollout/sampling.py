@@ -130,7 +130,7 @@ class StopStrings:
         if self.BROKEN not in text and not self._in(text):
             return None  # the usual case, with a single decode
         lengths = range(searched + 1, len(ids) + 1)
-        return next((n for n in lengths if self._holds(ids[max(0, n - self.window) : n])), None)
+        return next((n for n in lengths if self._holds(ids[:n])), None)
 
     def _in(self, text: str) -> bool:
         return any(stop in text for stop in self._texts)
