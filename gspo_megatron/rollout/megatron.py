@@ -22,9 +22,8 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.sampling import RouterRandomness, StopStrings, draw, uniforms
-from gspo_megatron.routing.expert_ids import expert_dtype
 from gspo_megatron.routing.noise import RouterNoise
-from gspo_megatron.routing.replay import recorded
+from gspo_megatron.routing.replay import expert_dtype, recorded
 from gspo_megatron.types import RolloutBatch
 
 # How many tokens are drawn between two checks of which sequences have ended. A check synchronises
