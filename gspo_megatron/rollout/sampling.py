@@ -126,22 +126,20 @@ class StopStrings:
         The first `searched` tokens are known to hold none. Of them, `ids` needs the last `window`
         only.
         """
-        text = self._decode(ids)
+        text = self._text(ids)
         if self.BROKEN not in text and not self._in(text):
             return None  # the usual case, with a single decode
         lengths = range(searched + 1, len(ids) + 1)
-        return next((n for n in lengths if self._holds(ids[:n])), None)
+        return next((n for n in lengths if self._in(self._text(ids[:n]))), None)
 
     def _in(self, text: str) -> bool:
         return any(stop in text for stop in self._texts)
 
-    def _holds(self, ids: Sequence[int]) -> bool:
-        # A character has up to 4 bytes. Where `ids` begin with the last ones of a character, some
-        # decoders take the bytes of the next characters for broken too: begin after them.
+    def _text(self, ids: Sequence[int]) -> str:
+        """The text of `ids`. They may begin with the last bytes of a character, for which some
+        decoders take the characters that follow for broken too: leave up to 3 tokens out."""
         for start in range(4):
             text = self._decode(ids[start:])
-            if self._in(text):
-                return True
-            if not text.startswith(self.BROKEN):
+            if not text.startswith(self.BROKEN) or self._in(text):
                 break
-        return False
+        return text

@@ -321,7 +321,9 @@ def test_special_tokens_inside_a_stop_string_do_not_hide_it(tokenizer: Tokenizer
 
 
 def test_a_stop_string_may_end_inside_a_token() -> None:
-    pieces = ["so ", "the end. And", " more"]
-    stops = StopStrings(["end."], lambda ids: "".join(pieces[i] for i in ids))
+    pieces = [b"so ", b"the end. And", b" more", b"\x80 end."]
+    decode = lambda ids: b"".join(pieces[i] for i in ids).decode(errors="replace")  # noqa: E731
+    stops = StopStrings(["end."], decode)
     assert stops.end([0, 0, 1, 2], searched=0) == 3
     assert stops.end([0, 1], searched=1) == 2 and stops.end([0, 0], searched=0) is None
+    assert stops.end([3, 0], searched=0) == 1  # in a token that begins with a broken character
