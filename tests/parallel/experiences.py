@@ -30,7 +30,7 @@ TURN = 3  # tokens
 class Tokenizer:
     """Token ids as words."""
 
-    eos_id = EOS_ID
+    eos_ids = (EOS_ID,)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))

@@ -24,7 +24,6 @@ MAY_IMPORT_MEGATRON = (
     "supervised/",
     "data/corpus_files.py",
     "rollout/megatron.py",
-    "rollout/pipeline.py",
 )
 
 

@@ -31,7 +31,7 @@ SAMPLING = Sampling(max_tokens=LONGEST)
 class Tokenizer:
     """Token 65 is "A", and so on."""
 
-    eos_id = EOS
+    eos_ids = (0, EOS)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) for i in ids)
