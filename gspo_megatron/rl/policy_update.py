@@ -24,8 +24,7 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, zero_gradients
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.objectives import Objective
-from gspo_megatron.objectives.regularisation import divergence
-from gspo_megatron.objectives.segments import segment_sum
+from gspo_megatron.objectives.parts import divergence, segment_sum
 from gspo_megatron.platform.reduce_metrics import (
     StepMetrics,
     mismatch_metrics,
@@ -205,7 +204,7 @@ class PolicyUpdater:
     def _advantages(self, rewards: Tensor, index: StepIndex) -> Tensor:
         """[num_sequences] float32 on the device, from all sequences' rewards."""
         groups = torch.tensor(index.groups, dtype=torch.long)
-        return self.objective.advantages(rewards, groups).to(self.device)
+        return self.objective.advantages.of_sequences(rewards, groups).to(self.device)
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Sum over the ranks that share the micro-batch's sequences."""

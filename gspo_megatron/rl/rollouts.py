@@ -15,8 +15,11 @@ from torch import Tensor
 from gspo_megatron.config import Config
 from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.errors import RewardError
-from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
-from gspo_megatron.objectives.turn_advantages import build_turn_advantages
+from gspo_megatron.objectives.advantages import (
+    build_turn_advantages,
+    group_mean,
+    zero_spread_groups,
+)
 from gspo_megatron.platform.reduce_metrics import StepMetrics
 from gspo_megatron.rewards import Reward, Shaping, name_of
 from gspo_megatron.rl.dynamic_sampling import Selection, join, select_sequences

@@ -130,4 +130,4 @@ class FirstGradients(Recorder):
 def _size_of_advantages(objective: Objective, index: StepIndex) -> float:
     """Their mean magnitude: over a group they add up to 0, and a step's loss nearly does."""
     groups = torch.tensor(index.groups, dtype=torch.long)
-    return float(objective.advantages(index.rewards, groups).abs().mean())
+    return float(objective.advantages.of_sequences(index.rewards, groups).abs().mean())
