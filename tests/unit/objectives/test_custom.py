@@ -12,6 +12,7 @@ import torch
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.objectives import build_objective
+from tests.unit.objectives.batches import make_inputs
 
 NAME = "users_objective_module"
 SOURCE = """
@@ -102,7 +103,7 @@ def custom_advantages(function: str):
     return build_objective(section, max_response_tokens=40).advantages
 
 
-def test_an_objective_of_ones_own_gets_its_options(make_inputs):
+def test_an_objective_of_ones_own_gets_its_options():
     inputs = make_inputs(0)
     objective = own("reinforce", options={"scale": 3.0})
     outputs = objective(inputs)
@@ -114,7 +115,7 @@ def test_an_objective_of_ones_own_gets_its_options(make_inputs):
     assert objective.complete({"loss": 1.0}) == {"loss": 1.0}
 
 
-def test_without_options_its_defaults_hold(make_inputs):
+def test_without_options_its_defaults_hold():
     first, third = make_inputs(0), make_inputs(0)
     plain = own("reinforce")(first).loss
     torch.testing.assert_close(3 * plain, own("reinforce", options={"scale": 3})(third).loss)
@@ -187,7 +188,7 @@ def test_a_divergence_in_the_reward_needs_the_reference_whatever_the_function_sa
     assert own(function, kl="k3", kl_coefficient=0.1, kl_in="reward").needs_reference
 
 
-def test_a_result_that_is_no_loss_is_refused(make_inputs):
+def test_a_result_that_is_no_loss_is_refused():
     with pytest.raises(UserError, match="returns_a_tensor: returned Tensor, not LossOutputs"):
         own("returns_a_tensor")(make_inputs(0))
     with pytest.raises(UserError, match=r"the loss has shape \(36,\); legal: a scalar"):

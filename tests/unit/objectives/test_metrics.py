@@ -7,16 +7,17 @@ import math
 import pytest
 import torch
 
-from gspo_megatron.objectives.rules import capped, min_clip
+from gspo_megatron.objectives.parts import capped, min_clip
+from tests.unit.objectives.batches import EVERY_OBJECTIVE, inputs_of, make_inputs, make_objective
 from tests.unit.objectives.papers import expect
 
 SIDES = {"binding": ("low", "high"), "low": ("low",), "high": ("high",)}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_clip_fractions_equal_counts_by_hand(seed, name_and_spread, make_inputs, make_objective):
-    name, spread = name_and_spread
-    inputs = make_inputs(seed, spread=spread)
+@EVERY_OBJECTIVE
+def test_clip_fractions_equal_counts_by_hand(seed, name):
+    inputs = inputs_of(name, seed)
     expected = expect(name, inputs)
     means = make_objective(name)(inputs).means
     tokens = sum(len(sequence) for sequence in expected.binding)
@@ -60,8 +61,8 @@ def test_clip_refuses_to_broadcast():
         min_clip(torch.ones(3), torch.ones(3, 1), 0.1, 0.1)
 
 
-def test_groups_with_zero_advantage_are_never_binding(name_and_spread, make_inputs, make_objective):
-    name, _ = name_and_spread
+@EVERY_OBJECTIVE
+def test_groups_with_zero_advantage_are_never_binding(name):
     inputs = make_inputs(1, spread=2.0)
     inputs.advantages.zero_()
     outputs = make_objective(name)(inputs)
@@ -83,7 +84,7 @@ def test_a_cap_changes_the_loss_for_advantages_of_both_signs():
     assert not clipped.low.any()
 
 
-def test_gspo_weights_clipped_sequences_by_their_tokens(make_inputs, make_objective):
+def test_gspo_weights_clipped_sequences_by_their_tokens():
     inputs = make_inputs(2, lengths=(30, 3), spread=0.0)
     inputs.advantages.copy_(torch.tensor([1.0, 1.0]))
     with torch.no_grad():
@@ -95,10 +96,8 @@ def test_gspo_weights_clipped_sequences_by_their_tokens(make_inputs, make_object
     ]
 
 
-def test_entropy_and_kl_are_means_over_the_masked_tokens(
-    name_and_spread, make_inputs, make_objective
-):
-    name, _ = name_and_spread
+@EVERY_OBJECTIVE
+def test_entropy_and_kl_are_means_over_the_masked_tokens(name):
     inputs = make_inputs(3, spread=0.3)
     means = make_objective(name)(inputs).means
     sums = {"kl/k1": 0.0, "kl/k3": 0.0, "policy/entropy": 0.0}
@@ -114,7 +113,7 @@ def test_entropy_and_kl_are_means_over_the_masked_tokens(
         assert means[key].tolist() == pytest.approx([total, count], rel=1e-10)
 
 
-def test_k3_of_tiny_differences_keeps_its_digits_in_float32(make_inputs, make_objective):
+def test_k3_of_tiny_differences_keeps_its_digits_in_float32():
     inputs = make_inputs(4, spread=0.0, dtype=torch.float32)
     with torch.no_grad():
         inputs.old_logprobs.fill_(0.0)
@@ -124,17 +123,15 @@ def test_k3_of_tiny_differences_keeps_its_digits_in_float32(make_inputs, make_ob
     assert numerator / tokens == pytest.approx(math.expm1(1e-3) - 1e-3, rel=1e-3)
 
 
-def test_without_entropy_there_is_no_entropy_figure(name_and_spread, make_inputs, make_objective):
-    name, spread = name_and_spread
-    inputs = make_inputs(5, spread=spread)
+@EVERY_OBJECTIVE
+def test_without_entropy_there_is_no_entropy_figure(name):
+    inputs = inputs_of(name, 5)
     inputs.entropy = None
     assert "policy/entropy" not in make_objective(name)(inputs).means
 
 
-def test_ratios_are_the_geometric_ones_for_every_objective(
-    name_and_spread, make_inputs, make_objective
-):
-    name, _ = name_and_spread
+@EVERY_OBJECTIVE
+def test_ratios_are_the_geometric_ones_for_every_objective(name):
     inputs = make_inputs(6, spread=0.3)
     values = make_objective(name)(inputs).values
     difference = (inputs.logprobs - inputs.old_logprobs).detach()
@@ -150,9 +147,9 @@ def test_ratios_are_the_geometric_ones_for_every_objective(
     assert values["ratio/token"].tolist() == pytest.approx(expected_tokens, rel=1e-12)
 
 
-def test_figures_are_detached_pairs_and_vectors(name_and_spread, make_inputs, make_objective):
-    name, spread = name_and_spread
-    outputs = make_objective(name)(make_inputs(7, spread=spread, dtype=torch.float32))
+@EVERY_OBJECTIVE
+def test_figures_are_detached_pairs_and_vectors(name):
+    outputs = make_objective(name)(inputs_of(name, 7, dtype=torch.float32))
     assert set(outputs.means) == {
         "loss",
         "kl/k1",
@@ -173,9 +170,7 @@ def test_figures_are_detached_pairs_and_vectors(name_and_spread, make_inputs, ma
         assert values.dim() == 1 and not values.requires_grad
 
 
-def test_the_divergence_from_the_reference_is_reported_by_two_estimates(
-    make_inputs, make_objective
-):
+def test_the_divergence_from_the_reference_is_reported_by_two_estimates():
     inputs = make_inputs(8, spread=0.4, with_reference=True)
     means = make_objective("grpo", kl="k2", kl_coefficient=0.1)(inputs).means
     differences = [

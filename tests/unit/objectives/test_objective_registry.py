@@ -8,11 +8,12 @@ import torch
 from gspo_megatron.config.objectives import RECIPES
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.objectives import build_objective
+from tests.unit.objectives.batches import inputs_of, make_inputs, make_objective
 from tests.unit.objectives.papers import NUMBERS
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_builds_with_the_numbers_of_its_paper(name, make_objective):
+def test_every_recipe_builds_with_the_numbers_of_its_paper(name):
     objective = make_objective(name)
     assert objective.name == name
     assert objective.function.recipe.parameters == NUMBERS[name]
@@ -20,7 +21,7 @@ def test_every_recipe_builds_with_the_numbers_of_its_paper(name, make_objective)
     assert not objective.needs_entropy_gradient
 
 
-def test_overrides_reach_the_objective(make_inputs, make_objective):
+def test_overrides_reach_the_objective():
     inputs = make_inputs(0, spread=1e-2)
     narrow = make_objective("gspo")(inputs)
     wide = make_objective("gspo", clip_low=0.5, clip_high=0.5)(inputs)
@@ -39,9 +40,7 @@ def test_overrides_reach_the_objective(make_inputs, make_objective):
         ("grpo", "rule", "soft_gate", "sapo"),
     ],
 )
-def test_a_part_in_place_of_the_recipes_own(
-    name, part, value, same_as, make_inputs, make_objective
-):
+def test_a_part_in_place_of_the_recipes_own(name, part, value, same_as):
     inputs = make_inputs(1, spread=0.4)
     changed = make_objective(name, **{part: value})(inputs).loss
     assert changed != make_objective(name)(inputs).loss
@@ -51,10 +50,9 @@ def test_a_part_in_place_of_the_recipes_own(
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "cispo"])
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "token_sum"])
-def test_aggregations_of_token_terms(name, aggregation, make_inputs, make_objective):
+def test_aggregations_of_token_terms(name, aggregation):
     """By hand from the gradients of a single aggregation, whose weights are known."""
-    spread = 0.4
-    by_constant, other = make_inputs(2, spread=spread), make_inputs(2, spread=spread)
+    by_constant, other = inputs_of(name, 2), inputs_of(name, 2)
     make_objective(name, aggregation="constant_length")(by_constant).loss.backward()
     make_objective(name, aggregation=aggregation)(other).loss.backward()
     sequences, tokens = other.global_num_sequences, other.global_num_tokens
@@ -67,7 +65,7 @@ def test_aggregations_of_token_terms(name, aggregation, make_inputs, make_object
     torch.testing.assert_close(other.logprobs.grad, expected)
 
 
-def test_the_longest_response_is_the_divisor_of_dr_grpo(make_inputs):
+def test_the_longest_response_is_the_divisor_of_dr_grpo():
     section = ObjectiveSection(name="dr_grpo")
     inputs = make_inputs(0, spread=0.4)
     short = build_objective(section, max_response_tokens=10)(inputs).loss
@@ -84,11 +82,11 @@ def test_the_longest_response_is_the_divisor_of_dr_grpo(make_inputs):
         ({"entropy_coefficient": 0.01}, False, True),
     ],
 )
-def test_what_the_trainer_has_to_provide(keys, reference, entropy, make_objective):
+def test_what_the_trainer_has_to_provide(keys, reference, entropy):
     objective = make_objective("gspo", **keys)
     assert (objective.needs_reference, objective.needs_entropy_gradient) == (reference, entropy)
 
 
-def test_a_divergence_without_the_reference_is_refused(make_inputs, make_objective):
+def test_a_divergence_without_the_reference_is_refused():
     with pytest.raises(AssertionError, match="reference policy"):
         make_objective("gspo", kl="k3", kl_coefficient=0.1)(make_inputs(0))

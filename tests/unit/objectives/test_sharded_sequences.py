@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.types import LossInputs, LossOutputs
+from tests.unit.objectives.batches import (
+    EVERY_OBJECTIVE,
+    EXACT,
+    choose,
+    inputs_of,
+    make_inputs,
+    make_objective,
+    run_shards,
+)
 from tests.unit.objectives.papers import SPREADS
 from tests.unit.objectives.test_corrections import BOUNDS, legal, section
-
-EXACT = {"rtol": 1e-10, "atol": 1e-13}  # float64, other orders of additions
 
 
 def owners(kind: str, tokens: int, num_shards: int) -> torch.Tensor:
@@ -64,18 +71,16 @@ def assert_shards_are(
 
 
 @pytest.mark.parametrize(("kind", "num_shards"), KINDS)
-def test_shards_add_up_to_the_whole(
-    kind, num_shards, name_and_spread, make_inputs, make_objective, run_shards
-):
-    name, spread = name_and_spread
-    whole = make_inputs(7, spread=spread)
+@EVERY_OBJECTIVE
+def test_shards_add_up_to_the_whole(kind, num_shards, name):
+    whole = inputs_of(name, 7)
     owner = owners(kind, len(whole.mask), num_shards)
     assert_shards_are(whole, make_objective(name), owner, run_shards)
 
 
 @pytest.mark.parametrize(("name", "correction"), legal())
-def test_shards_of_corrected_objectives(name, correction, make_inputs, make_objective, run_shards):
-    whole = make_inputs(8, spread=SPREADS[name], mismatch=BOUNDS[correction][1])
+def test_shards_of_corrected_objectives(name, correction):
+    whole = inputs_of(name, 8, mismatch=BOUNDS[correction][1])
     objective = make_objective(name, **section(correction))
     for kind, num_shards in KINDS:
         owner = owners(kind, len(whole.mask), num_shards)
@@ -83,15 +88,15 @@ def test_shards_of_corrected_objectives(name, correction, make_inputs, make_obje
 
 
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
-def test_shards_with_every_addition(kl, name_and_spread, make_inputs, make_objective, run_shards):
-    name, spread = name_and_spread
-    whole = make_inputs(9, spread=spread, mismatch=0.03, with_reference=True)
+@EVERY_OBJECTIVE
+def test_shards_with_every_addition(kl, name):
+    whole = inputs_of(name, 9, mismatch=0.03, with_reference=True)
     objective = make_objective(
         name,
         kl=kl,
         kl_coefficient=0.3,
         entropy_coefficient=0.2,
-        off_policy_mask=0.3 * spread,
+        off_policy_mask=0.3 * SPREADS[name],
         correction="k3_mask",
     )
     for kind, num_shards in KINDS:
@@ -112,7 +117,7 @@ def sent_by(objective: Callable[[LossInputs], LossOutputs], inputs: LossInputs) 
     return sent
 
 
-def test_sequence_objectives_send_one_message_a_micro_batch(make_inputs, make_objective):
+def test_sequence_objectives_send_one_message_a_micro_batch():
     for name in OF_SEQUENCES:
         for correction in ("none", "sequence_mask", "k3_mask"):
             inputs = make_inputs(1, dtype=torch.float32, with_reference=True)
@@ -123,34 +128,30 @@ def test_sequence_objectives_send_one_message_a_micro_batch(make_inputs, make_ob
             assert len(sent_by(objective, inputs)) == 1, (name, correction)
 
 
-def test_gspo_sends_no_more_than_eight_bytes_a_sequence(make_inputs, make_objective):
+def test_gspo_sends_no_more_than_eight_bytes_a_sequence():
     inputs = make_inputs(1, lengths=(50, 3, 20), dtype=torch.float32)
     for correction in ("none", "sequence_tis"):
         (message,) = sent_by(make_objective("gspo", correction=correction), inputs)
         assert message.numel() * message.element_size() <= 8 * len(inputs.advantages)
 
 
-def test_objectives_of_tokens_send_their_clip_flags_besides(make_inputs, make_objective):
+def test_objectives_of_tokens_send_their_clip_flags_besides():
     for name in set(SPREADS) - set(OF_SEQUENCES):
-        inputs = make_inputs(1, spread=SPREADS[name])
+        inputs = inputs_of(name, 1)
         assert len(sent_by(make_objective(name, correction="k3_mask"), inputs)) == 2, name
 
 
-def test_shards_without_tokens_send_as_often_as_the_others(
-    name_and_spread, make_inputs, make_objective, choose
-):
-    name, spread = name_and_spread
-    inputs = make_inputs(1, spread=spread, with_reference=True)
+@EVERY_OBJECTIVE
+def test_shards_without_tokens_send_as_often_as_the_others(name):
+    inputs = inputs_of(name, 1, with_reference=True)
     empty = choose(inputs, torch.zeros(len(inputs.mask), dtype=torch.bool))
     objective = make_objective(name, kl="k3", kl_coefficient=0.1, off_policy_mask=0.1)
     assert len(sent_by(objective, empty)) == len(sent_by(objective, inputs))
 
 
 @pytest.mark.parametrize("name", ["gspo", "luspo", "gmpo", "reinforce_leave_one_out"])
-def test_sequence_terms_have_the_value_of_the_whole_loss_on_every_shard(
-    name, make_inputs, make_objective, run_shards
-):
-    whole, objective = make_inputs(8, spread=SPREADS[name]), make_objective(name)
+def test_sequence_terms_have_the_value_of_the_whole_loss_on_every_shard(name):
+    whole, objective = inputs_of(name, 8), make_objective(name)
     expected = objective(whole).loss
     owner = owners("zigzag", len(whole.mask), 3)
     for _, outputs in run_shards(whole, owner, objective):
@@ -158,18 +159,16 @@ def test_sequence_terms_have_the_value_of_the_whole_loss_on_every_shard(
 
 
 @pytest.mark.parametrize("name", ["gspo_token", "grpo", "dapo", "minirl"])
-def test_losses_of_tokens_are_parts_that_add_up(name, make_inputs, make_objective, run_shards):
-    whole, objective = make_inputs(8, spread=SPREADS[name]), make_objective(name)
+def test_losses_of_tokens_are_parts_that_add_up(name):
+    whole, objective = inputs_of(name, 8), make_objective(name)
     owner = owners("zigzag", len(whole.mask), 3)
     total = sum(outputs.loss.detach() for _, outputs in run_shards(whole, owner, objective))
     torch.testing.assert_close(total, objective(whole).loss.detach(), **EXACT)
 
 
-def test_a_shard_without_tokens_still_joins_the_backward(
-    name_and_spread, make_inputs, make_objective, run_shards
-):
-    name, spread = name_and_spread
-    whole = make_inputs(9, spread=spread)
+@EVERY_OBJECTIVE
+def test_a_shard_without_tokens_still_joins_the_backward(name):
+    whole = inputs_of(name, 9)
     owner = owners("one_shard_has_all", len(whole.mask), 2)
     inputs, outputs = run_shards(whole, owner, make_objective(name))[0]
     assert len(inputs.logprobs) == 0
@@ -179,9 +178,7 @@ def test_a_shard_without_tokens_still_joins_the_backward(
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo", "gmpo", "sapo"])
-def test_length_of_the_mean_is_that_of_the_whole_sequence(
-    name, make_inputs, make_objective, run_shards
-):
+def test_length_of_the_mean_is_that_of_the_whole_sequence(name):
     # Even with an advantage and ratio of 1 everywhere, a shard-local length would weight the
     # shards of a sequence equally instead of its tokens.
     whole = make_inputs(10, lengths=(12,), spread=0.0)

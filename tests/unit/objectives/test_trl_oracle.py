@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.types import LossInputs, LossOutputs
+from tests.unit.objectives.batches import make_inputs
 from tests.unit.objectives.papers import SPREADS
 from tests.unit.objectives.trl_side import TrlResult, trl_loss
 
@@ -95,7 +96,7 @@ def mean(pair: Tensor) -> float:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_loss_and_gradient_are_those_of_trl(name, level, seed, make_inputs, our_loss):
+def test_loss_and_gradient_are_those_of_trl(name, level, seed, our_loss):
     inputs = ragged(make_inputs, name, seed)
     theirs = trl_loss(name, level, inputs)
     assert_same_loss(our_loss(name, inputs), theirs, inputs)
@@ -107,7 +108,7 @@ def test_loss_and_gradient_are_those_of_trl(name, level, seed, make_inputs, our_
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("name", "level"), CLIPPED)
-def test_clip_fractions_and_entropy_are_those_of_trl(name, level, seed, make_inputs, our_loss):
+def test_clip_fractions_and_entropy_are_those_of_trl(name, level, seed, our_loss):
     inputs = ragged(make_inputs, name, seed)
     theirs = trl_loss(name, level, inputs).metrics
     means = our_loss(name, inputs).means
@@ -120,7 +121,7 @@ def test_clip_fractions_and_entropy_are_those_of_trl(name, level, seed, make_inp
     assert mean(means["policy/entropy"]) == pytest.approx(theirs["entropy"], rel=1e-12)
 
 
-def test_trl_counts_capped_tokens_of_positive_advantages_alone(make_inputs, our_loss):
+def test_trl_counts_capped_tokens_of_positive_advantages_alone(our_loss):
     inputs = ragged(make_inputs, "cispo", seed=1)
     theirs = trl_loss("cispo", "token", inputs).metrics["cispo_clip_ratio"]
     ours = mean(our_loss("cispo", inputs).means["clip/token/high"])
@@ -136,13 +137,13 @@ def test_trl_counts_capped_tokens_of_positive_advantages_alone(make_inputs, our_
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("name", "level"), OF_TOKENS)
-def test_advantages_of_single_tokens(name, level, seed, make_inputs, our_loss):
+def test_advantages_of_single_tokens(name, level, seed, our_loss):
     inputs = ragged(make_inputs, name, seed, with_token_advantages=True)
     assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs), inputs)
 
 
 @pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_one_micro_batch_of_several(name, level, make_inputs, our_loss):
+def test_one_micro_batch_of_several(name, level, our_loss):
     # TRL divides by the number of equal micro-batches, we by the mini-batch's sequences or tokens.
     inputs = ragged(make_inputs, name, seed=6)
     inputs.global_num_sequences *= 3
@@ -151,7 +152,7 @@ def test_one_micro_batch_of_several(name, level, make_inputs, our_loss):
 
 
 @pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_a_sequence_without_tokens_counts_in_the_mean(name, level, make_inputs, our_loss):
+def test_a_sequence_without_tokens_counts_in_the_mean(name, level, our_loss):
     inputs = ragged(make_inputs, name, seed=7)
     inputs.mask[inputs.sequence_index == 5] = 0.0
     inputs.sequence_lengths[5] = 0.0
@@ -160,7 +161,7 @@ def test_a_sequence_without_tokens_counts_in_the_mean(name, level, make_inputs, 
 
 
 @pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_divergence_in_the_loss(name, level, make_inputs, our_loss):
+def test_divergence_in_the_loss(name, level, our_loss):
     inputs = ragged(make_inputs, name, seed=8, with_reference=True)
     ours = our_loss(name, inputs, kl="k3", kl_coefficient=0.3)
     theirs = trl_loss(name, level, inputs, beta=0.3)
@@ -173,7 +174,7 @@ def test_divergence_in_the_loss(name, level, make_inputs, our_loss):
 
 
 @pytest.mark.parametrize(("name", "level"), MAIN)
-def test_entropy_bonus(name, level, make_inputs, our_loss):
+def test_entropy_bonus(name, level, our_loss):
     inputs = ragged(make_inputs, name, seed=9)
     theirs = trl_loss(name, level, inputs, _entropy_bonus_enabled=True, entropy_coef=0.2)
     assert_same_loss(our_loss(name, inputs, entropy_coefficient=0.2), theirs, inputs)
@@ -182,7 +183,7 @@ def test_entropy_bonus(name, level, make_inputs, our_loss):
 
 @pytest.mark.parametrize("mode", ["token_tis", "icepop", "sequence_product_tis"])
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "cispo", "sapo"])
-def test_corrections_of_tokens_and_of_products(name, mode, make_inputs, our_loss):
+def test_corrections_of_tokens_and_of_products(name, mode, our_loss):
     """TRL's token_truncate, token_mask and sequence_truncate; it computes the weights where it
     samples, by these formulas, and its loss multiplies them in."""
     inputs = ragged(make_inputs, name, seed=10, mismatch=0.4, with_reference=True)
@@ -205,14 +206,14 @@ def test_corrections_of_tokens_and_of_products(name, mode, make_inputs, our_loss
     ("name", "level", "bound"),
     [("grpo", "token", 1.5), ("dapo", "token", 2.0), ("gspo", "sequence", 1.001)],
 )
-def test_two_sided_clip(name, level, bound, make_inputs, our_loss):
+def test_two_sided_clip(name, level, bound, our_loss):
     inputs = ragged(make_inputs, name, seed=11)
     theirs = trl_loss(name, level, inputs, delta=bound)
     assert_same_loss(our_loss(name, inputs, rule="dual_clip", dual_clip=bound), theirs, inputs)
     assert theirs.loss != trl_loss(name, level, inputs).loss, "the bound does not bind"
 
 
-def test_two_sided_clip_inside_the_range_is_another_thing_in_trl(make_inputs, our_loss):
+def test_two_sided_clip_inside_the_range_is_another_thing_in_trl(our_loss):
     inputs = ragged(make_inputs, "grpo", seed=11)
     inputs.advantages.abs_()
     theirs = trl_loss("grpo", "token", inputs, delta=1.1)
@@ -228,7 +229,7 @@ def test_two_sided_clip_inside_the_range_is_another_thing_in_trl(make_inputs, ou
 
 
 @pytest.mark.parametrize(("name", "level"), MAIN)
-def test_off_policy_mask(name, level, make_inputs, our_loss):
+def test_off_policy_mask(name, level, our_loss):
     bound = 0.2 * SPREADS[name]
     inputs = ragged(make_inputs, name, seed=12, with_reference=True)
     settings = {"off_policy_mask_threshold": bound, "beta": 0.3}
@@ -239,7 +240,7 @@ def test_off_policy_mask(name, level, make_inputs, our_loss):
     assert 0 < dropped < of / 2
 
 
-def test_off_policy_mask_of_trl_takes_the_mismatch_of_the_engines_for_drift(make_inputs, our_loss):
+def test_off_policy_mask_of_trl_takes_the_mismatch_of_the_engines_for_drift(our_loss):
     inputs = ragged(make_inputs, "grpo", seed=13, mismatch=0.3)
     settings = {"off_policy_mask_threshold": 0.1, "sampled_for_mask": True}
     theirs = trl_loss("grpo", "token", inputs, **settings)

@@ -7,10 +7,10 @@ import statistics
 
 import pytest
 import torch
+from gspo_megatron.objectives.turn_advantages import build_turn_advantages
 
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.errors import ConfigError
-from gspo_megatron.objectives.turn_advantages import build_turn_advantages
 
 Response = tuple[int, list[float], list[int]]  # group, turn rewards, turn tokens
 
