@@ -1,4 +1,4 @@
-"""What is added to a recipe, against loops: dual clip, divergence, entropy, off-policy mask."""
+"""The parts of objectives, alone and as a configuration puts them together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import math
 import pytest
 import torch
 
-from gspo_megatron.objectives.parts import divergence, dual_clip, kept_by_off_policy_mask
+from gspo_megatron.config.objectives import RECIPES
+from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.objectives import build_objective
+from gspo_megatron.objectives.parts import (
+    capped,
+    divergence,
+    dual_clip,
+    kept_by_off_policy_mask,
+    min_clip,
+)
 from tests.unit.objectives.batches import (
     EXACT,
     as_mini_batch,
@@ -16,6 +25,7 @@ from tests.unit.objectives.batches import (
     inputs_of,
     make_inputs,
     make_objective,
+    run,
 )
 from tests.unit.objectives.papers import NUMBERS, SPREADS, expect
 
@@ -27,6 +37,44 @@ def completed(objective, outputs) -> dict[str, float]:
     return objective.complete(
         {key: float(pair[0] / pair[1]) for key, pair in outputs.means.items() if pair[1]}
     )
+
+
+def test_the_clip_binds_only_on_the_side_of_the_advantage():
+    ratio = torch.tensor([0.5, 0.5, 0.5, 2.0, 2.0, 2.0, 1.0])
+    advantages = torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0, 0.0, 1.0])
+    clipped = min_clip(None, ratio, advantages, 0.2, 0.3)
+    assert clipped.low.tolist() == [False, True, False, False, False, False, False]
+    assert clipped.high.tolist() == [False, False, False, True, False, False, False]
+    assert clipped.outside.tolist() == [True] * 6 + [False]
+    torch.testing.assert_close(
+        clipped.surrogate, torch.tensor([0.5, -0.8, 0.0, 1.3, -2.0, 0.0, 1.0])
+    )
+
+
+def test_binding_is_where_the_gradient_is_cut():
+    generator = torch.Generator().manual_seed(0)
+    ratio = (0.6 * torch.randn(200, generator=generator)).exp().requires_grad_()
+    advantages = torch.randn(200, generator=generator)
+    clipped = min_clip(None, ratio, advantages, 0.2, 0.27)
+    clipped.surrogate.sum().backward()
+    assert torch.equal(ratio.grad == 0, clipped.low | clipped.high)
+    assert 20 < int((clipped.low | clipped.high).sum()) < 180
+
+
+def test_clip_refuses_to_broadcast():
+    with pytest.raises(AssertionError, match="broadcast"):
+        min_clip(None, torch.ones(3), torch.ones(3, 1), 0.1, 0.1)
+
+
+def test_a_cap_changes_the_loss_for_advantages_of_both_signs():
+    ratio = torch.tensor([9.0, 9.0, 9.0, 1.0])
+    inputs = make_inputs(0, lengths=(4,))
+    inputs.mask, inputs.logprobs = torch.ones(4), torch.full((4,), -2.0)
+    clipped = capped(inputs, ratio, torch.tensor([1.0, -1.0, 0.0, 1.0]), 4.0)
+    assert clipped.surrogate.tolist() == [-10.0, 10.0, 0.0, -2.0]
+    assert clipped.high.tolist() == [True, True, False, False]
+    assert clipped.outside.tolist() == [True, True, True, False]
+    assert not clipped.low.any()
 
 
 @pytest.mark.parametrize(
@@ -84,11 +132,9 @@ def test_divergence_in_the_loss_equals_the_loops(name, kind):
 
 
 def test_divergence_in_the_reward_leaves_the_loss_alone():
-    objective = make_objective("grpo", kl="k3", kl_coefficient=0.7, kl_in="reward")
-    inputs = make_inputs(0, spread=0.4, with_reference=True)
-    outputs = objective(inputs)
+    inputs = inputs_of("grpo", 0, with_reference=True)
+    outputs = make_objective("grpo", kl="k3", kl_coefficient=0.7, kl_in="reward")(inputs)
     assert_is(outputs, inputs, expect("grpo", inputs))
-    assert objective.needs_reference
     assert "kl/penalty" not in outputs.means
     assert "kl/reference_k3" in outputs.means
 
@@ -132,13 +178,8 @@ def test_entropy_bonus_equals_the_loops_with_its_gradient(name):
     torch.testing.assert_close(inputs.entropy.grad, expected.entropy_gradient, **EXACT)
     assert (inputs.entropy.grad[inputs.mask > 0] < 0).all()  # more entropy, less loss
     assert completed(objective, outputs)["loss"] == pytest.approx(float(expected.loss))
-
-
-def test_without_a_bonus_the_entropy_carries_no_gradient():
-    objective = make_objective("gspo")
-    inputs = make_inputs(1)
-    objective(inputs).loss.backward()
-    assert inputs.entropy.grad is None and not objective.needs_entropy_gradient
+    run(name, inputs)  # without the bonus
+    assert inputs.entropy.grad is None
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo", "gmpo", "luspo"])
@@ -164,13 +205,10 @@ def test_off_policy_mask_keeps_what_is_rewarded_and_what_is_near():
     assert kept.tolist() == [True, True, False, True, True]
 
 
-def test_a_mask_and_a_correction_keep_their_figures_apart():
-    objective = make_objective(
-        "grpo", correction="token_tis", correction_high=1.05, off_policy_mask=0.1
-    )
-    inputs = make_inputs(2, spread=0.4)
-    means = objective(inputs).means
-    alone = make_objective("grpo", correction="token_tis", correction_high=1.05)(inputs).means
+def test_a_mask_and_a_correction_keep_their_metrics_apart():
+    inputs, keys = inputs_of("grpo", 2), {"correction": "token_tis", "correction_high": 1.05}
+    means = make_objective("grpo", off_policy_mask=0.1, **keys)(inputs).means
+    alone = make_objective("grpo", **keys)(inputs).means
     for key in ("correction/weight", "correction/squared_weight", "correction/dropped"):
         torch.testing.assert_close(means[key], alone[key], **EXACT)
     assert means["off_policy/dropped"][1] == len(inputs.advantages)
@@ -190,3 +228,82 @@ def test_effective_sample_share_is_that_of_its_formula():
         assert metrics[f"{key}/effective_sample_share"] == pytest.approx(expected, rel=1e-12)
         assert metrics[f"{key}/weight"] == pytest.approx(float(w.mean()), rel=1e-12)
         assert f"{key}/squared_weight" not in metrics
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds_with_the_numbers_of_its_paper(name):
+    objective = make_objective(name)
+    assert objective.name == name
+    assert objective.function.recipe.parameters == NUMBERS[name]
+    assert not objective.needs_reference
+    assert not objective.needs_entropy_gradient
+
+
+def test_overrides_reach_the_objective():
+    inputs = make_inputs(0, spread=1e-2)
+    narrow = make_objective("gspo")(inputs)
+    wide = make_objective("gspo", clip_low=0.5, clip_high=0.5)(inputs)
+    assert narrow.means["clip/sequence/outside"][0] > 0
+    assert wide.means["clip/sequence/outside"][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "value", "same_as"),
+    [
+        ("grpo", "aggregation", "token_sum", None),
+        ("grpo", "ratio", "sequence", "gspo"),
+        ("grpo", "ratio", "sequence_token", "gspo_token"),
+        ("gspo", "ratio", "token", "grpo"),
+        ("gspo", "rule", "geometric_clip", "gmpo"),
+        ("grpo", "rule", "soft_gate", "sapo"),
+    ],
+)
+def test_a_part_in_place_of_the_recipes_own(name, part, value, same_as):
+    inputs = make_inputs(1, spread=0.4)
+    changed = make_objective(name, **{part: value})(inputs).loss
+    assert changed != make_objective(name)(inputs).loss
+    if same_as is not None:
+        torch.testing.assert_close(changed, make_objective(same_as)(inputs).loss)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo"])
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "token_sum"])
+def test_aggregations_of_token_terms(name, aggregation):
+    """By hand from the gradients of a single aggregation, whose weights are known."""
+    inputs = inputs_of(name, 2)
+    sequences, tokens = inputs.global_num_sequences, inputs.global_num_tokens
+    weights = {
+        "sequence_mean": 1 / (sequences * inputs.sequence_lengths[inputs.sequence_index]),
+        "token_mean": 1 / tokens,
+        "token_sum": 1 / sequences,
+    }[aggregation]
+    _, by_constant = run(name, inputs, aggregation="constant_length")
+    _, found = run(name, inputs, aggregation=aggregation)
+    torch.testing.assert_close(found, by_constant * (sequences * 40) * weights)
+
+
+def test_the_longest_response_is_the_divisor_of_dr_grpo():
+    section = ObjectiveSection(name="dr_grpo")
+    inputs = make_inputs(0, spread=0.4)
+    short = build_objective(section, max_response_tokens=10)(inputs).loss
+    long = build_objective(section, max_response_tokens=1000)(inputs).loss
+    torch.testing.assert_close(short, 100 * long)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reference", "entropy"),
+    [
+        ({}, False, False),
+        ({"kl": "k3", "kl_coefficient": 0.1}, True, False),
+        ({"kl": "k1", "kl_coefficient": 0.1, "kl_in": "reward"}, True, False),
+        ({"entropy_coefficient": 0.01}, False, True),
+    ],
+)
+def test_what_the_trainer_has_to_provide(keys, reference, entropy):
+    objective = make_objective("gspo", **keys)
+    assert (objective.needs_reference, objective.needs_entropy_gradient) == (reference, entropy)
+
+
+def test_a_divergence_without_the_reference_is_refused():
+    with pytest.raises(AssertionError, match="reference policy"):
+        make_objective("gspo", kl="k3", kl_coefficient=0.1)(make_inputs(0))
