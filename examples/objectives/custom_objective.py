@@ -1,4 +1,4 @@
-"""A loss, an advantage and a reward of one's own; custom_objective.yaml names them."""
+"""A custom loss, advantage and reward; custom_objective.yaml names them."""
 
 from torch import Tensor
 
