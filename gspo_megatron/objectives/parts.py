@@ -138,8 +138,8 @@ def exponentiate(log_ratio: Tensor) -> Tensor:
 
 # --- Rules: what is done with a ratio far from 1 -------------------------------------------------
 #
-# ratio and advantages are both [tokens] or both [num_sequences]. A rule that needs log-probs of
-# tokens takes them from `inputs`. RULES, at the end, has them by the names of the configuration.
+# ratio and advantages are both [tokens] or both [num_sequences]; log-probs of tokens are taken from
+# `inputs`. RULES, at the end, has the rules by the names of the configuration.
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,7 @@ def min_clip(
     lower, upper = 1.0 - clip_low, 1.0 + clip_high
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
     below, above = ratio.detach() < lower, ratio.detach() > upper
-    return Clipped(
-        surrogate=surrogate,
-        low=below & (advantages < 0),
-        high=above & (advantages > 0),
-        outside=below | above,
-    )
+    return Clipped(surrogate, below & (advantages < 0), above & (advantages > 0), below | above)
 
 
 def dual_clip(
@@ -186,15 +181,9 @@ def dual_clip(
     the batch. `high` counts where this bound binds too, and `outside` what is beyond it.
     """
     inner = min_clip(inputs, ratio, advantages, clip_low, clip_high)
-    bounded = torch.maximum(inner.surrogate, dual_clip * advantages)
-    negative = advantages < 0
-    beyond = negative & (ratio.detach() > dual_clip)
-    return Clipped(
-        surrogate=bounded.where(negative, inner.surrogate),
-        low=inner.low,
-        high=inner.high | beyond,
-        outside=inner.outside | beyond,
-    )
+    beyond = (advantages < 0) & (ratio.detach() > dual_clip)
+    surrogate = inner.surrogate.where(~beyond, dual_clip * advantages)
+    return Clipped(surrogate, inner.low, inner.high | beyond, inner.outside | beyond)
 
 
 def capped(inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_high: float) -> Clipped:
@@ -220,8 +209,7 @@ def soft_gate(
     """(4 / tau) sigmoid(tau (ratio - 1)) A (SAPO, arXiv 2511.20347): its slope at ratio 1 is 1 and
     falls off to both sides, faster with a larger tau. Nothing is clipped."""
     _check_shapes(ratio, advantages)
-    positive, negative = ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative)
-    tau = torch.where(advantages > 0, positive, negative)
+    tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     return _unclipped(torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages)
 
 
@@ -269,9 +257,8 @@ def _check_shapes(ratio: Tensor, advantages: Tensor) -> None:
     )
 
 
-RULES: dict[str, Callable[..., Clipped]] = {
-    rule.__name__: rule for rule in (min_clip, dual_clip, capped, soft_gate, masked, geometric_clip)
-}
+_RULES = (min_clip, dual_clip, capped, soft_gate, masked, geometric_clip)
+RULES: dict[str, Callable[..., Clipped]] = {rule.__name__: rule for rule in _RULES}
 
 
 # --- Weights of terms, detached ------------------------------------------------------------------
