@@ -56,14 +56,7 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
             needs_reference=section.kl != "none" or getattr(function, "needs_reference", False),
             needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
         )
-    surrogate = Surrogate(
-        recipe=resolve_objective(section),
-        max_response_tokens=max_response_tokens,
-        off_policy_mask=section.off_policy_mask,
-        kl=section.kl if section.kl_in == "loss" else "none",
-        kl_coefficient=section.kl_coefficient or 0.0,
-        entropy_coefficient=section.entropy_coefficient,
-    )
+    surrogate = Surrogate(section, resolve_objective(section), max_response_tokens)
     return Objective(
         name=section.name,
         function=surrogate,
@@ -76,7 +69,7 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A recipe with its numbers, and what is added to it. Minimising the loss maximises
+    """A recipe with its numbers, and what the section adds to it. Minimising the loss maximises
 
         aggregation of  weight * rule(ratio, advantage) - kl_coefficient * divergence
         + entropy_coefficient * mean entropy.
@@ -85,15 +78,12 @@ class Surrogate:
     gradient is always that of this shard's tokens.
     """
 
+    section: ObjectiveSection
     recipe: Recipe
     max_response_tokens: int
-    off_policy_mask: float | None = None
-    kl: str = "none"
-    kl_coefficient: float = 0.0
-    entropy_coefficient: float = 0.0
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        recipe, of_tokens = self.recipe, self.recipe.terms == "token"
+        section, recipe, of_tokens = self.section, self.recipe, self.recipe.terms == "token"
         parts.check_inputs(inputs, token_advantages=of_tokens)
         numbers = {name: recipe.parameters[name] for name in RULES[recipe.rule][0]}
         spread_advantages = inputs.advantages[inputs.sequence_index]  # [tokens]
@@ -125,10 +115,9 @@ class Surrogate:
             weights, level = self._correction(inputs, log_k, sums.get("correction"))
             terms = self._weighted(terms, weights, level, inputs)
             means |= metrics.weight_metrics("correction", level, weights, inputs)
-        if self.off_policy_mask is not None:
-            kept = parts.kept_by_off_policy_mask(
-                log_ratio_means, inputs.advantages, self.off_policy_mask
-            )
+        if section.off_policy_mask is not None:
+            bound = section.off_policy_mask
+            kept = parts.kept_by_off_policy_mask(log_ratio_means, inputs.advantages, bound)
             terms = self._weighted(terms, kept.to(terms.dtype), "sequence", inputs)
             means["off_policy/dropped"] = metrics.share_of_sequences(~kept, inputs)
 
@@ -137,12 +126,12 @@ class Surrogate:
             loss, means["loss"] = self._aggregate_tokens(terms, inputs)
         else:
             loss, means["loss"] = aggregate_sequences(terms, inputs, recipe.aggregation)
-        if self.kl != "none":
+        if section.kl != "none" and section.kl_in == "loss":
             # negative, because aggregation returns minus the mean of what is to grow
             penalty, means["kl/penalty"] = self._aggregate_tokens(-self._divergence(inputs), inputs)
-            loss = loss + self.kl_coefficient * penalty
-        if self.entropy_coefficient:
-            loss = loss - self.entropy_coefficient * parts.mean_entropy(inputs)
+            loss = loss + section.kl_coefficient * penalty
+        if section.entropy_coefficient:
+            loss = loss - section.entropy_coefficient * parts.mean_entropy(inputs)
 
         means |= metrics.weight_metrics("ratio", recipe.terms, ratio, inputs)
         if of_tokens or limited is not None:
@@ -156,8 +145,9 @@ class Surrogate:
     def complete(self, reduced: dict[str, float]) -> dict[str, float]:
         """A step's metrics from the reduced means: the whole loss, and effective sample sizes."""
         found = dict(reduced)
-        found["loss"] += self.kl_coefficient * found.get("kl/penalty", 0.0)
-        found["loss"] -= self.entropy_coefficient * found.get("policy/entropy", 0.0)
+        if "kl/penalty" in found:
+            found["loss"] += self.section.kl_coefficient * found["kl/penalty"]
+        found["loss"] -= self.section.entropy_coefficient * found.get("policy/entropy", 0.0)
         for name in ("ratio", "correction"):
             squared = found.pop(f"{name}/squared_weight", None)
             if squared is not None:
@@ -198,7 +188,7 @@ class Surrogate:
         assert inputs.reference_logprobs is not None, "no log-probs of the reference policy"
         masked = inputs.mask > 0
         reference = inputs.reference_logprobs.where(masked, 0.0)
-        return parts.divergence(self.kl, inputs.logprobs.where(masked, 0.0), reference)
+        return parts.divergence(self.section.kl, inputs.logprobs.where(masked, 0.0), reference)
 
     def _aggregate_tokens(self, terms: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         return aggregate_tokens(terms, inputs, self.recipe.aggregation, self.max_response_tokens)
@@ -208,8 +198,7 @@ class Surrogate:
 #
 # The denominators are counts of the whole mini-batch. Each function returns the loss, to be
 # minimised, and the pair [numerator, denominator] of its mean: both summed over all ranks and
-# micro-batches of the mini-batch, their quotient is the loss to report. The loss on one rank says
-# little: it is the same on all shards of a sequence, or a part.
+# micro-batches of the mini-batch, their quotient is the loss to report.
 
 
 def aggregate_sequences(

@@ -14,8 +14,6 @@ from torch import Tensor
 from gspo_megatron.objectives.parts import Clipped, exponentiate, k3, segment_sum
 from gspo_megatron.types import LossInputs
 
-_CLIP_NAMES = ("binding", "outside", "low", "high")
-
 
 def pair(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
     """[2] float64 on the device of whichever is a tensor."""
@@ -103,12 +101,11 @@ def sequence_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Ten
     the upper one (high); outside: the ratio is out of the range, whatever the sign of the
     advantage. Sequences with an advantage of 0 are in the denominators and never binding.
     """
-    flags, present = _flags(clipped), _present(inputs)
-    lengths = inputs.sequence_lengths.double() * present
-    return {
-        **_fractions("clip/sequence", (flags & present).sum(-1), present.sum()),
-        **_fractions("clip/token", (flags * lengths).sum(-1), lengths.sum()),
-    }
+    flags = torch.stack([clipped.outside, clipped.low, clipped.high])
+    lengths = inputs.sequence_lengths.double() * inputs.is_primary_shard
+    return _fractions("clip/sequence", flags, _present(inputs)) | _fractions(
+        "clip/token", flags, lengths
+    )
 
 
 def token_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Tensor]:
@@ -118,30 +115,26 @@ def token_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Tensor
     masked tokens in which that is so for one token at least, so that low and high may both count
     for a sequence. The names mean what they mean in `sequence_clip_metrics`.
     """
-    masked, present = inputs.mask > 0, _present(inputs)
-    flags = _flags(clipped) & masked  # [4, tokens]
-    # how many tokens of a sequence are outside, low and high, on all shards: 12 bytes a sequence
-    counts = segment_sum(flags[1:].float(), inputs.sequence_index, len(inputs.advantages))
-    outside, low, high = inputs.sum_over_shards(counts) > 0
-    anywhere = torch.stack([low | high, outside, low, high])  # [4, num_sequences]
+    masked = inputs.mask > 0
+    flags = torch.stack([clipped.outside, clipped.low, clipped.high]) & masked  # [3, tokens]
+    # how many of a sequence's tokens, on all shards: 12 bytes a sequence
+    counts = segment_sum(flags.float(), inputs.sequence_index, len(inputs.advantages))
+    anywhere = inputs.sum_over_shards(counts) > 0  # [3, num_sequences]
+    return _fractions("clip/sequence", anywhere, _present(inputs)) | _fractions(
+        "clip/token", flags, masked
+    )
+
+
+def _fractions(prefix: str, flags: Tensor, counted: Tensor) -> dict[str, Tensor]:
+    """Shares of `flags` [3, n], outside, low and high, with the weights or flags `counted` [n]."""
+    outside, low, high = flags
+    named = {"binding": low | high, "outside": outside, "low": low, "high": high}
     return {
-        **_fractions("clip/sequence", (anywhere & present).sum(-1), present.sum()),
-        **_fractions("clip/token", flags.sum(-1), masked.sum()),
+        f"{prefix}/{key}": pair((each * counted).sum(), counted.sum())
+        for key, each in named.items()
     }
 
 
 def _present(inputs: LossInputs) -> Tensor:
     """[num_sequences] bool: has masked tokens, and is to be counted on this shard."""
     return (inputs.sequence_lengths > 0) & inputs.is_primary_shard
-
-
-def _flags(clipped: Clipped) -> Tensor:
-    """[4, ...] bool, in the order of _CLIP_NAMES."""
-    return torch.stack([clipped.low | clipped.high, clipped.outside, clipped.low, clipped.high])
-
-
-def _fractions(prefix: str, numerators: Tensor, denominator: Tensor) -> dict[str, Tensor]:
-    return {
-        f"{prefix}/{name}": pair(numerator, denominator)
-        for name, numerator in zip(_CLIP_NAMES, numerators, strict=True)
-    }

@@ -159,7 +159,7 @@ def test_bug_05_positions_outside_the_mask_in_the_sequence_mean():
     check = partial(agrees, "gspo", objective, inputs, kl=("k2", 0.1))
 
     def unmasked_divergence(self: losses.Surrogate, inputs: LossInputs) -> Tensor:
-        return parts.divergence(self.kl, inputs.logprobs, inputs.reference_logprobs)
+        return parts.divergence(self.section.kl, inputs.logprobs, inputs.reference_logprobs)
 
     notices(check, losses.Surrogate, "_divergence", unmasked_divergence)
 
@@ -256,11 +256,11 @@ def test_bug_09_clip_fractions(name):
     for bug in (by_the_range_alone, with_zeros):
         notices(counts_are_right, parts.RULES, "min_clip", bug)
 
-    def shares(prefix: str, numerators: Tensor, denominator: Tensor) -> dict[str, Tensor]:
-        return {
-            f"{prefix}/{key}": metrics.pair(numerator / denominator, 1)
-            for key, numerator in zip(metrics._CLIP_NAMES, numerators, strict=True)
-        }
+    fractions = metrics._fractions
+
+    def shares(*args: Any) -> dict[str, Tensor]:
+        pairs = fractions(*args)
+        return {key: metrics.pair(count / of, 1) for key, (count, of) in pairs.items()}
 
     notices(counts_are_right, metrics, "_fractions", shares)
 
