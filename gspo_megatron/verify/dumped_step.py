@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder
 from gspo_megatron.batching.redistribute import StepIndex, exchange, index_step
@@ -19,18 +18,22 @@ from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Trainer, build_trainer
 from gspo_megatron.objectives import Objective, build_objective
-from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
+from gspo_megatron.platform.groups import (
+    data_parallel_group,
+    set_up_model_parallel,
+    tear_down_model_parallel,
+)
 from gspo_megatron.rl.dumps import Dump, reference_of
 from gspo_megatron.rl.policy_update import PolicyUpdater, learning_rates
 from gspo_megatron.rl.rollout_store import RolloutBuffer
 from gspo_megatron.verify.parity import (
     Cut,
     Recorder,
-    StepResult,
     destinations_of,
     gather_gradients,
     plan_alike,
 )
+from gspo_megatron.verify.results import StepResult
 
 _PAD_ID = 0  # padding takes no part in anything
 
@@ -77,7 +80,7 @@ def run_dumped_step(
             for chunk in policy.chunks:
                 chunk.start_param_sync(force_sync=True)
     rollouts = RolloutBuffer.read(dump.folder, dump.rollouts, policy)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group = data_parallel_group()
     index = index_step(rollouts.batch, rollouts.rewards, group)
     plans = plan_alike(
         index.lengths,

@@ -7,12 +7,11 @@ The loss and the gradient of a step do not depend on how the model and the batch
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
@@ -24,10 +23,15 @@ from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
 from gspo_megatron.objectives import build_objective
-from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
+from gspo_megatron.platform.groups import (
+    data_parallel_group,
+    set_up_model_parallel,
+    tear_down_model_parallel,
+)
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
+from gspo_megatron.verify.results import StepResult, relative_error
 from gspo_megatron.verify.synthetic import SyntheticBatch
 
 _PAD_ID = 0
@@ -46,17 +50,6 @@ class Cut:
     replicas: int = 1
     token_budget: int = 4096
     multiple: int = 1  # of micro-batches per replica: pp for interleaved schedules
-
-
-@dataclass
-class StepResult:
-    """What a policy update computed. The gradients are on rank 0 only."""
-
-    metrics: dict[str, float]  # with loss and grad_norm
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # whole parameters, on the cpu
-    replica_error: float = 0.0  # largest relative difference between copies of a gradient
-    loss_scale: float = 0.0  # size of the terms that a loss near 0 is a sum of
-    lost_in: int | None = None  # the mini-batch, from 1, whose gradient norm ended the step
 
 
 def run_update(
@@ -96,58 +89,6 @@ def run_update(
     update = updater.update(sequences, index, plans)
     tear_down_model_parallel()
     return StepResult(update.metrics, recorder.gradients, recorder.replica_error)
-
-
-def compare(
-    reference: Mapping[str, Tensor], other: Mapping[str, Tensor], *, not_finite: bool = False
-) -> list[tuple[str, float]]:
-    """Relative error ||other - reference|| / ||reference|| of every gradient, largest first; with
-    `not_finite` see relative_error."""
-    assert reference.keys() == other.keys(), reference.keys() ^ other.keys()
-    errors = [
-        (name, relative_error(other[name], value, not_finite=not_finite))
-        for name, value in reference.items()
-    ]
-    return sorted(errors, key=lambda pair: -pair[1])
-
-
-def relative_error(value: Tensor, reference: Tensor, *, not_finite: bool = False) -> float:
-    """||value - reference|| / ||reference||; infinite where a gradient ought to vanish, or is not
-    a number.
-
-    With `not_finite`, for what a run diverged into, elements that are NaN, or the same infinity, on
-    both sides are equal, and the norms are those of the others.
-    """
-    value, reference = value.double(), reference.double()
-    if not_finite:
-        finite = value.isfinite() & reference.isfinite()
-        if not bool((finite | _same(value, reference)).all()):
-            return math.inf
-        value, reference = value[finite], reference[finite]
-    difference, size = float((value - reference).norm()), float(reference.norm())
-    if difference == 0.0:
-        return 0.0
-    return difference / size if size and math.isfinite(difference) else math.inf
-
-
-def where_not_finite(value: Tensor, reference: Tensor) -> str | None:
-    """Where one of two tensors has an element that is not finite and the other has not the same:
-    how many there are, and the first. None where there are none."""
-    value, reference = value.double(), reference.double()
-    both_finite = value.isfinite() & reference.isfinite()
-    places = (~(both_finite | _same(value, reference))).nonzero()
-    if not len(places):
-        return None
-    place = tuple(places[0].tolist())
-    there = f"{float(value[place]):g} for {float(reference[place]):g}"
-    if not place:
-        return there
-    return f"{len(places):,} of {value.numel():,} elements, the first at {list(place)}: {there}"
-
-
-def _same(value: Tensor, reference: Tensor) -> Tensor:
-    """[...] of bool: equal, or neither a number."""
-    return (value == reference) | (value.isnan() & reference.isnan())
 
 
 def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
@@ -313,7 +254,7 @@ def _receive(
     batch: SyntheticBatch, plans: Sequence[MiniBatch], policy: Policy
 ) -> tuple[Sequences, StepIndex]:
     """Pairs of sequences start on the data ranks in turn, as if sampled there."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group = data_parallel_group()
     device = torch.device(torch.cuda.current_device())
     mine = [n for n in range(len(batch.tokens)) if n // 2 % group.size() == group.rank()]
 

@@ -20,7 +20,8 @@ from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.models import build, experts, vocab_parallel
 from gspo_megatron.rl import policy_update as step
 from gspo_megatron.verify import parity
-from gspo_megatron.verify.parity import StepResult, run_update
+from gspo_megatron.verify.parity import run_update
+from gspo_megatron.verify.results import StepResult
 
 Mistake = Callable[[], contextlib.AbstractContextManager]
 MISTAKES: dict[str, Mistake] = {}

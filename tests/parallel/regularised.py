@@ -9,7 +9,8 @@ import torch
 
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.rl import policy_update as step
-from gspo_megatron.verify.parity import StepResult, run_update
+from gspo_megatron.verify.parity import run_update
+from gspo_megatron.verify.results import StepResult
 
 
 class DistantReference(ReferencePolicy):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.config.parallel import Layout
-from gspo_megatron.verify.parity import Cut, StepResult, compare, run_update
+from gspo_megatron.verify.parity import Cut, run_update
+from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.parallel.pool import Pool
 from tests.parallel.updates import FP32_TOLERANCE, assert_same_metrics
