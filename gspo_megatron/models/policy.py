@@ -14,8 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from gspo_megatron.models.unrounded import multiply
-from gspo_megatron.models.vocab_parallel import logprob_and_entropy
+from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
 
 
 @dataclass

@@ -10,8 +10,11 @@ from gspo_megatron.config import resolve_parallel
 from gspo_megatron.config.precision import FP8
 from gspo_megatron.errors import UserError
 from gspo_megatron.models.build import build_policy, ddp_config
-from gspo_megatron.models.precision import refuse_impossible, without_fp8
-from gspo_megatron.models.transformer_config import transformer_config
+from gspo_megatron.models.transformer_config import (
+    refuse_impossible,
+    transformer_config,
+    without_fp8,
+)
 from tests.unit.models.one_rank import tiny_config, tiny_policy
 
 
@@ -72,7 +75,7 @@ def test_a_rank_without_a_gpu_refuses_fp8_in_one_line() -> None:
 def test_a_gpu_that_cannot_do_it_is_named(
     monkeypatch: pytest.MonkeyPatch, precision: str, capability: tuple[int, int], text: str | None
 ) -> None:
-    monkeypatch.setattr("gspo_megatron.models.precision.engine_lacks", lambda: None)
+    monkeypatch.setattr("gspo_megatron.models.transformer_config.engine_lacks", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU Z")
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from gspo_megatron.models import unrounded, vocab_parallel
-from gspo_megatron.models.unrounded import multiply
-from gspo_megatron.models.vocab_parallel import logprob_and_entropy
-from tests.unit.models.test_vocab_parallel import (
+from gspo_megatron.models import logprob_head
+from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
+from tests.unit.models.test_logprob_head import (
     LargestTensor,
     assert_all_close,
     chunked,
@@ -45,9 +44,9 @@ def test_bf16_equals_float64_of_the_same_inputs(
     tile_bytes, rows, vocab, entropy_gradient, monkeypatch
 ):
     if tile_bytes is not None:  # many tiles, computed again in the backward pass
-        monkeypatch.setattr(vocab_parallel, "TILE_BYTES", tile_bytes)
-        monkeypatch.setattr(vocab_parallel, "KEEP_EXPONENTIALS_BYTES", 0)
-        monkeypatch.setattr(unrounded, "STRIP_BYTES", 4 * WIDTH * 5)
+        monkeypatch.setattr(logprob_head, "TILE_BYTES", tile_bytes)
+        monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
+        monkeypatch.setattr(logprob_head, "STRIP_BYTES", 4 * WIDTH * 5)
     case = make_case(rows, WIDTH, vocab, dtype=torch.bfloat16)
     options = {"temperature": 0.7, "entropy_gradient": entropy_gradient}
     actual = chunked(*case, chunk_size=None if tile_bytes is None else 7, **options)
@@ -62,8 +61,8 @@ def test_float32_comes_out_in_float32():
 
 
 def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
-    vocab_parallel.TILE_BYTES = 5 * 4 * 4  # in this process
-    vocab_parallel.KEEP_EXPONENTIALS_BYTES = 0
+    logprob_head.TILE_BYTES = 5 * 4 * 4  # in this process
+    logprob_head.KEEP_EXPONENTIALS_BYTES = 0
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
@@ -100,7 +99,7 @@ def test_bf16_shards_of_the_vocabulary_equal_float64_of_the_same_inputs(tmp_path
 
 @pytest.mark.parametrize("strip_bytes", [1, 4 * WIDTH * 3, 2**20])
 def test_products_in_strips_are_those_of_the_whole(strip_bytes, monkeypatch):
-    monkeypatch.setattr(unrounded, "STRIP_BYTES", strip_bytes)
+    monkeypatch.setattr(logprob_head, "STRIP_BYTES", strip_bytes)
     hidden, weight, *_ = make_case(3, WIDTH, 200, dtype=torch.bfloat16)
     with LargestTensor() as largest:
         product = multiply(hidden, weight, torch.empty(3, 200))

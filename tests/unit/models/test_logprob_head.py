@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gspo_megatron.models import vocab_parallel
-from gspo_megatron.models.vocab_parallel import logprob_and_entropy
+from gspo_megatron.models import logprob_head
+from gspo_megatron.models.logprob_head import logprob_and_entropy
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64, other orders of additions
 
@@ -78,8 +78,8 @@ def small_tiles(monkeypatch):
     """A function that sets the elements of a tile of float64, so that columns come in blocks."""
 
     def set_elements(count: int) -> None:
-        monkeypatch.setattr(vocab_parallel, "TILE_BYTES", 8 * count)
-        monkeypatch.setattr(vocab_parallel, "KEEP_EXPONENTIALS_BYTES", 0)
+        monkeypatch.setattr(logprob_head, "TILE_BYTES", 8 * count)
+        monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
 
     return set_elements
 
@@ -111,7 +111,7 @@ def test_columns_of_very_different_sizes_of_logits(small_tiles):
 def test_recomputing_a_single_tile_gives_what_keeping_it_gives(monkeypatch):
     case = make_case(9, 4, 13)
     kept = chunked(*case, temperature=0.9)
-    monkeypatch.setattr(vocab_parallel, "KEEP_EXPONENTIALS_BYTES", 0)
+    monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
     assert_all_close(chunked(*case, temperature=0.9), kept, **EXACT)
 
 
@@ -150,8 +150,8 @@ def test_weight_gradient_of_many_chunks_does_not_lose_the_small_ones():
 def test_hidden_gradient_of_many_column_blocks_does_not_lose_the_small_ones(monkeypatch):
     # 4096 columns a tile each, all with a gradient of 1/4096 but the target's.
     columns = 4096
-    monkeypatch.setattr(vocab_parallel, "KEEP_EXPONENTIALS_BYTES", 0)
-    monkeypatch.setattr(vocab_parallel, "TILE_BYTES", 4)
+    monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
+    monkeypatch.setattr(logprob_head, "TILE_BYTES", 4)
     hidden = torch.zeros(1, 1, dtype=torch.bfloat16)
     weight = torch.ones(columns, 1, dtype=torch.bfloat16)
     weight[0] = 0
@@ -251,22 +251,22 @@ def test_no_tensor_of_a_large_batch_exceeds_the_tile(entropy_gradient, small_til
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_default_tiles_of_a_large_vocabulary_are_small_and_cover_it(device):
-    limit = {"cpu": vocab_parallel.TILE_BYTES, "cuda": vocab_parallel.GPU_TILE_BYTES}[device]
+    limit = {"cpu": logprob_head.TILE_BYTES, "cuda": logprob_head.GPU_TILE_BYTES}[device]
     for rows, columns in ((4096, 151_936), (32_769, 151_936), (300, 151_936), (4096, 18_992)):
-        tiles = vocab_parallel._tiles(rows, columns, None, 4, torch.device(device))
+        tiles = logprob_head._tiles(rows, columns, None, 4, torch.device(device))
         for blocks, total in zip(tiles, (rows, columns)):
             assert blocks[0].start == 0 and blocks[-1].stop == total
             assert all(a.stop == b.start for a, b in zip(blocks, blocks[1:]))
             assert len({b.stop - b.start for b in blocks[:-1]}) <= 1
         height, width = (blocks[0].stop for blocks in tiles)
         assert 0.6 * limit <= height * width * 4 <= limit
-        assert width % 64 == 0 and height <= vocab_parallel.TILE_ROWS
+        assert width % 64 == 0 and height <= logprob_head.TILE_ROWS
     assert 2 * limit < 0.05 * 4096 * 151_936 * 4  # the logits of the first
 
 
 def test_logits_of_a_small_batch_are_one_tile():
     for rows, columns in ((4000, 1024), (1, 151_936), (7, 100), (0, 100), (5, 0)):
-        tiles = vocab_parallel._tiles(rows, columns, None, 4, torch.device("cpu"))
+        tiles = logprob_head._tiles(rows, columns, None, 4, torch.device("cpu"))
         assert tiles == tuple([slice(0, n)] if n else [] for n in (rows, columns))
 
 
@@ -314,8 +314,8 @@ SHARD_CASES = [
 
 
 def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
-    vocab_parallel.TILE_BYTES = 5 * 4 * 8  # in this process: blocks of 4 columns
-    vocab_parallel.KEEP_EXPONENTIALS_BYTES = 9 * 12 * 8  # and one case that is a single tile
+    logprob_head.TILE_BYTES = 5 * 4 * 8  # in this process: blocks of 4 columns
+    logprob_head.KEEP_EXPONENTIALS_BYTES = 9 * 12 * 8  # and one case that is a single tile
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
@@ -369,7 +369,7 @@ def count_collectives(rank: int, world_size: int) -> None:
         calls.append("all_reduce")
         return original(*args, **kwargs)
 
-    vocab_parallel.dist.all_reduce = counting
+    logprob_head.dist.all_reduce = counting
     try:
         chunked(
             hidden,
@@ -381,7 +381,7 @@ def count_collectives(rank: int, world_size: int) -> None:
             vocab_start=rank * 12,
         )
     finally:
-        vocab_parallel.dist.all_reduce = original
+        logprob_head.dist.all_reduce = original
     assert len(calls) == 2
 
 
