@@ -140,8 +140,8 @@ def without_fp8(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Let a policy's chunks compute in bf16 inside.
 
     Decoding has one row per sequence, and FP8 matrix products need multiples of 16 or 32 rows; the
-    exported weights are bf16 anyway. Transformer Engine's scales stay unchanged. Megatron-Core reads
-    the field in every forward pass.
+    exported weights are bf16 anyway. Transformer Engine's scales stay unchanged. Megatron-Core
+    reads the field in every forward pass.
     """
     found = (m.config for model in models for m in model.modules() if hasattr(m, "config"))
     configs = {id(config): config for config in found if getattr(config, "fp8", None)}
