@@ -105,8 +105,8 @@ def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) ->
 
 
 def ddp_config(config: Config) -> DistributedDataParallelConfig:
-    """Megatron's DDP settings: fp32 gradients in the distributed optimizer's buffers; for fp64, which
-    that optimizer refuses, plain buffers."""
+    """Megatron's DDP settings: fp32 gradients in the distributed optimizer's buffers. fp64, which
+    that optimizer refuses, has plain buffers."""
     trains = config.training.precision != "fp64"
     return DistributedDataParallelConfig(
         **{
