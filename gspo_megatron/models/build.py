@@ -36,6 +36,18 @@ class Policy:
         """The chunks without their wrappers."""
         return [unwrap(chunk) for chunk in self.chunks]
 
+    def set_padding_token(self, token: int | None) -> None:
+        """Let the look-up of this token in the embedding give no gradient, as transformers does by
+        nn.Embedding(padding_idx=config.pad_token_id). A tied output layer still trains the row.
+
+        Published models have zeros in that row, and RMSNorm turns a row of zeros into very large
+        gradients. As there, a negative number counts from the end of the vocabulary.
+        """
+        if token is not None and token < 0:
+            token += self.vocab_size
+        for model in self.models:
+            model.padding_token = token
+
     def train(self) -> None:
         for chunk in self.chunks:
             chunk.train()

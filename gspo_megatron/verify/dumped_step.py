@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder
 from gspo_megatron.batching.redistribute import StepIndex, exchange, index_step
-from gspo_megatron.checkpoint.run_state import RunState
-from gspo_megatron.checkpoint.start import load_initial_weights
+from gspo_megatron.checkpoint.run_state import RunState, read_model
+from gspo_megatron.checkpoint.start import load_initial_weights, set_padding_token
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer, load_trainer_state
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.models.build import Policy, build_policy
@@ -73,6 +73,7 @@ def run_dumped_step(
     )
     if checkpoint is not None:
         load_model(checkpoint, policy)
+        set_padding_token(policy, read_model(checkpoint)["hf"])
         if optimizer:
             load_optimizer(checkpoint, policy, trainer)
             load_trainer_state(trainer, RunState.read(checkpoint).trainer)
