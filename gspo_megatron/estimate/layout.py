@@ -119,7 +119,7 @@ def run_stage(model: RankModel, work: Workload) -> StageRun:
     """Forward and backward pass of a full micro-batch through each chunk, and the head alone."""
     batch = micro_batch(model, work.lengths)
     samples = work.rollout_rows > 0
-    passes = chunk_passes(model, batch, keeps_masks=False, samples=samples)
+    passes = chunk_passes(model, batch, samples=samples)
     return StageRun(passes, head_bytes(model, len(batch.head.targets)))
 
 

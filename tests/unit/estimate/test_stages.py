@@ -115,7 +115,7 @@ def test_pretraining_keeps_what_autograd_keeps() -> None:
         estimated = micro_batch(model, work_of(config, 1).lengths)
         assert estimated.packed.input_ids.shape == (count, LENGTH)
         assert estimated.head.targets.shape == batch.head.targets.shape
-        found = chunk_passes(model, estimated, keeps_masks=False, samples=False)[0]
+        found = chunk_passes(model, estimated, samples=False)[0]
     assert found.saved_bytes == pytest.approx(real, rel=0.05)
     assert found.forward_peak_bytes == 0
 
