@@ -19,8 +19,7 @@ from gspo_megatron.config import (
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.platform.groups import start_processes, stop_processes
 from gspo_megatron.rl.dumps import Dump
-from gspo_megatron.verify.dumped_step import run_dumped_step
-from gspo_megatron.verify.parity import Cut, run_update
+from gspo_megatron.verify.parity import Cut, run_dumped_step, run_update
 from gspo_megatron.verify.synthetic import synthetic_batch
 
 _TOKEN_BUDGET = 64  # of a synthetic micro-batch: small, so that every replica has several

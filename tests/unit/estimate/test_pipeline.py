@@ -8,7 +8,7 @@ import pytest
 from megatron.core.pipeline_parallel import schedules
 
 from gspo_megatron.config import parse_config, resolve_parallel
-from gspo_megatron.estimate.pipeline import bubble_share, in_flight
+from gspo_megatron.estimate.workload import bubble_share, in_flight
 from gspo_megatron.platform.groups import set_up_model_parallel
 from gspo_megatron.platform.megatron_meta import pretended_rank
 
