@@ -12,7 +12,7 @@ from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import DENSE, EMBEDDING, EXPERTS, RankModel, StateBytes
 from gspo_megatron.estimate.workload import Workload, in_flight
 from gspo_megatron.models.policy import HeadInputs
-from gspo_megatron.routing.expert_ids import expert_dtype
+from gspo_megatron.routing.replay import expert_dtype
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
-from gspo_megatron.batching.plan import MiniBatch, plan_step
-from gspo_megatron.batching.redistribute import Sequences, StepIndex, exchange, index_step
+from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
+from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.checkpoint.run_state import RunState, read_model
 from gspo_megatron.checkpoint.start import load_initial_weights, set_padding_token
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer, load_trainer_state
@@ -27,15 +27,16 @@ from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
-from gspo_megatron.objectives import Objective, build_objective
+from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import (
     data_parallel_group,
     set_up_model_parallel,
     tear_down_model_parallel,
 )
 from gspo_megatron.rl.dumps import Dump, reference_of
+from gspo_megatron.rl.loop import compute_advantages, update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater, learning_rates
-from gspo_megatron.rl.rollout_store import RolloutBuffer
+from gspo_megatron.rl.rollout_store import read_experience
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
 from gspo_megatron.verify.results import StepResult, relative_error
@@ -85,12 +86,13 @@ def run_update(
         # Old log-probs are the rollout's. (A correction is a ratio to the rollout's by itself.)
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
-    # the batch has advantages in place of rewards
-    objective = replace(objective, advantages=lambda values, _: values.float())
+    if section.kl_in == "reward":  # the batch has advantages in place of rewards
+        objective = replace(objective, advantages=lambda values, _: values.float())
     updater = PolicyUpdater(policy, recorder, builder, objective, section, config.routing)
-    update = updater.update(sequences, index, plans)
+    advantages = index.rewards.float().to(updater.device)
+    metrics = update_policy(updater, sequences, index, plans, advantages)
     tear_down_model_parallel()
-    return StepResult(update.metrics, recorder.gradients, recorder.replica_error)
+    return StepResult(metrics, recorder.gradients, recorder.replica_error)
 
 
 def run_dumped_step(
@@ -136,21 +138,31 @@ def run_dumped_step(
             # A run in bf16: these are the fp32 weights, each only on the rank that updates it.
             for chunk in policy.chunks:
                 chunk.start_param_sync(force_sync=True)
-    rollouts = RolloutBuffer.read(dump.folder, dump.rollouts, policy)
+    experience = read_experience(dump.folder, dump.rollouts, policy)
     group = data_parallel_group()
-    index = index_step(rollouts.batch, rollouts.rewards, group)
+    index = gather_index(experience.batch, experience.scores.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))
     plans = plan_alike(config, index.lengths, index.response_lengths, cut, mini_batches)
-    destinations = destinations_of(plans, policy.config.context_parallel_size)
-    sequences = exchange(rollouts.batch, index, destinations, group, rollouts.token_advantages)
+    advantages, token_advantages = compute_advantages(
+        config.objective, objective, experience, index
+    )
+    sequences = redistribute(
+        experience.batch,
+        index,
+        data_ranks(plans, len(index.lengths)),
+        group,
+        context_parallel_size=policy.config.context_parallel_size,
+        token_advantages=token_advantages,
+    )
     lost_in = None
     try:
-        metrics = updater.update(sequences, index, plans).metrics
+        metrics = update_policy(updater, sequences, index, plans, advantages)
     except FloatingPointError:  # on all ranks: the norm is that of the whole gradient
         metrics, lost_in = {"loss": math.nan}, recorder.updates
     metrics["grad_norm"] = recorder.kept_norm
     tear_down_model_parallel()
-    scale = _size_of_advantages(objective, index)
+    # Over a group advantages add up to 0, and so nearly does a step's loss.
+    scale = float(advantages.abs().mean())
     return StepResult(metrics, recorder.gradients, recorder.replica_error, scale, lost_in)
 
 
@@ -175,12 +187,6 @@ def load_reference_weights(config: Config, policy: Policy, checkpoint: Path | No
         load_initial_weights(config, policy)
     else:
         load_model(reference, policy)
-
-
-def _size_of_advantages(objective: Objective, index: StepIndex) -> float:
-    """Their mean magnitude. Over a group they add up to 0, and so nearly does a step's loss."""
-    groups = torch.tensor(index.groups, dtype=torch.long)
-    return float(objective.advantages(index.rewards, groups).abs().mean())
 
 
 def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
@@ -336,19 +342,6 @@ def plan_alike(
     return joined
 
 
-def destinations_of(plans: Sequence[MiniBatch], context_parallel_size: int) -> list[range]:
-    """The data ranks, all CP ranks of a data-parallel rank, that train on each sequence."""
-    owner = {
-        number: rank
-        for plan in plans
-        for rank, micro_batches in enumerate(plan.micro_batches)
-        for members in micro_batches
-        for number in members
-    }
-    cp = context_parallel_size
-    return [range(owner[n] * cp, (owner[n] + 1) * cp) for n in range(len(owner))]
-
-
 def _receive(
     batch: SyntheticBatch, plans: Sequence[MiniBatch], policy: Policy
 ) -> tuple[Sequences, StepIndex]:
@@ -377,9 +370,10 @@ def _receive(
         routes=_local_routes(batch, mine, policy),
     )
     advantages = torch.tensor(batch.advantages, dtype=torch.float64, device=device)[numbers]
-    index = index_step(rollout, advantages, group)
+    index = gather_index(rollout, advantages, group)
     cp_size = policy.config.context_parallel_size
-    return exchange(rollout, index, destinations_of(plans, cp_size), group), index
+    owners = data_ranks(plans, len(index.lengths))
+    return redistribute(rollout, index, owners, group, context_parallel_size=cp_size), index
 
 
 def _local_routes(batch: SyntheticBatch, mine: Sequence[int], policy: Policy) -> Tensor | None:
@@ -403,4 +397,5 @@ def _set_old_logprobs(
     batches = [m for batch in builder.build_step(plans, sequences, index) for m in batch]
     for micro_batch, (logprobs, _) in zip(batches, response_logprobs(policy, batches)):
         rows = micro_batch.packed.response_index
-        sequences.logprobs[rows] = (logprobs - sequences.logprobs[rows]).to(sequences.logprobs)
+        wanted = sequences.rollout_logprobs[rows]  # log-ratios
+        sequences.rollout_logprobs[rows] = (logprobs - wanted).to(wanted)

@@ -18,7 +18,7 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
 from gspo_megatron.models.transformer_config import refuse_impossible
 from gspo_megatron.platform.devices import built_for_cuda
-from gspo_megatron.routing.store import RouteTable
+from gspo_megatron.routing.replay import RouteTable
 from tests.gpu.conftest import need_engine
 
 pytestmark = pytest.mark.gpu
