@@ -25,7 +25,7 @@ def keep_the_interpreter():
 
 def go_on():
     for _ in range(40):
-        heartbeat.beat()
+        watcher.beat()
         time.sleep(0.05)
 
 def work_long():
@@ -47,8 +47,8 @@ folder = Path(sys.argv[1])
 (folder / f"ready_{rank}").touch()
 while len(list(folder.glob("ready_*"))) < together:
     time.sleep(0.01)
-heartbeat = Heartbeat(folder, rank, 2, timeout)
-with heartbeat:
+watcher = Heartbeat(folder, rank, 2, timeout)
+with watcher:
     globals()[doing]()
 print("done")
 """
