@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
 from gspo_megatron.cli.failures import UNFIT
-from gspo_megatron.cli.train import decide_world_size
 
 if TYPE_CHECKING:
     from gspo_megatron.platform.preflight.judge import Verdict
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     ranks.adopt_slurm_task(os.environ)
     rank_of = ranks.world_size_of_rank(os.environ)
     config = load_any_config(arguments.config, arguments.overrides)
-    world_size = decide_world_size(config, arguments.nproc, rank_of)
+    world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
     check_any_config(config, world_size)
     if rank_of is None and world_size > 1:
         from gspo_megatron.cli.launch import launch

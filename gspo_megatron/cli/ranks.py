@@ -8,14 +8,23 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING
 
 from gspo_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from gspo_megatron.config import Config
+    from gspo_megatron.config.stages import StageConfig
 
 # Set by our launcher for the ranks that it starts.
 LAUNCHER_PID = "GSPO_PARENT_PID"
 FAILURE_DESCRIPTOR = "GSPO_FAILURE_FD"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+# A layout for a cluster, started by mistake on a laptop or a login node, is refused instead of
+# becoming hundreds of processes. This many are fine on any machine: small models share cores.
+RANKS_WITHOUT_ASKING = 16
 
 # Of a Slurm node list: the comma after its first element, and brackets with their first number.
 _END_OF_FIRST = re.compile(r",(?![^\[]*\])")
@@ -123,6 +132,29 @@ def first_host(nodes: str) -> str:
             "set MASTER_ADDR to the first node of the job"
         )
     return host
+
+
+def decide_world_size(config: Config | StageConfig, nproc: int | None, rank_of: int | None) -> int:
+    """How many ranks the run has; `rank_of` is their number where they are started already.
+
+    Raises UserError where `nproc` contradicts it, or nobody asked for that many on one machine.
+    """
+    if rank_of is not None:
+        if nproc not in (None, rank_of):
+            raise UserError(
+                f"--nproc {nproc}: this process is already one of {rank_of} ranks (WORLD_SIZE in "
+                "the environment); leave --nproc out under torchrun and srun"
+            )
+        return rank_of
+    if nproc is not None:
+        return nproc
+    world_size = config.world_size_hint()
+    if world_size > max(RANKS_WITHOUT_ASKING, os.cpu_count() or 1):
+        raise UserError(
+            f"layout {config.layout()}: takes {world_size} ranks, which is much for one machine; "
+            f"start them with srun or torchrun, or say --nproc {world_size} to have them all here"
+        )
+    return world_size
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_config, new_parser
-from gspo_megatron.cli.train import RANKS_WITHOUT_ASKING
 from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ def _usual_layouts(config: Config) -> list[Layout]:
     from gspo_megatron.config import Layout, check_config
 
     own = config.layout()
-    if own.world_size > max(RANKS_WITHOUT_ASKING, os.cpu_count() or 1):
+    if own.world_size > max(ranks.RANKS_WITHOUT_ASKING, os.cpu_count() or 1):
         raise UserError(
             f"layout {own}: takes {own.world_size} ranks, which is much for one machine; name "
             "the layouts to compare, as in --layouts tp=2 pp=2,ep=2"
