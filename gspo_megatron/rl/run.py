@@ -24,8 +24,7 @@ from gspo_megatron.platform.groups import (
     start_processes,
     stop_processes,
 )
-from gspo_megatron.platform.stop import StopRun, StopSignals
-from gspo_megatron.platform.watch import watched
+from gspo_megatron.platform.stop import StopRun, StopSignals, watched
 from gspo_megatron.rewards.registry import Reward, get_reward
 from gspo_megatron.rl.components import Job
 from gspo_megatron.rl.loop import ReinforcementLoop

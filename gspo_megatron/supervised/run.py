@@ -28,8 +28,7 @@ from gspo_megatron.platform.groups import (
     start_processes,
     stop_processes,
 )
-from gspo_megatron.platform.stop import StopRun, StopSignals
-from gspo_megatron.platform.watch import watched
+from gspo_megatron.platform.stop import StopRun, StopSignals, watched
 from gspo_megatron.supervised.loop import Batches, StageJob, SupervisedLoop
 
 Inputs = FineTuningInputs | PretrainingInputs
