@@ -21,9 +21,8 @@ from gspo_megatron.cli import (
     train,
     verify,
 )
-from gspo_megatron.cli.failures import exit_code_of
+from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
 from gspo_megatron.cli.ranks import join_launcher
-from gspo_megatron.cli.streams import make_streams_safe
 
 COMMANDS = (train, stages, check, preflight, verify, convert, report, ablate, doctor)
 

@@ -1,4 +1,4 @@
-"""What the environment says about this process's place among the ranks of a run."""
+"""This process's place among the ranks of a run, as the environment tells it."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ _failure_descriptor: int | None = None
 
 
 def join_launcher() -> None:
-    """In a rank that our launcher started: die with it, and keep its line for failures.
+    """In a rank that our launcher started: end when the launcher is killed, and keep the file that
+    takes this rank's failure.
 
-    To be called early. A launcher that is killed outright cannot end its ranks, so Linux is asked
+    To be called early. A launcher that is killed by SIGKILL cannot end its ranks, so the kernel has
     to. Harmless in any other process. Raises SystemExit where the launcher is gone already.
     """
     global _failure_descriptor
-    # Removed, because what this process starts itself is no rank of that launcher.
+    # Removed, because processes that this one starts are no ranks of that launcher.
     launcher = os.environ.pop(LAUNCHER_PID, None)
     descriptor = os.environ.pop(FAILURE_DESCRIPTOR, None)
     if descriptor is not None:
@@ -50,21 +51,21 @@ def join_launcher() -> None:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before the request was in place
+    if os.getppid() != int(launcher):  # it died before the call above
         raise SystemExit("the launcher of this rank is gone")
 
 
 def failure_descriptor() -> int | None:
-    """The file descriptor on which the launcher takes this rank's failure, once; else None."""
+    """Where to write this rank's failure for the launcher, at the first call; else None."""
     global _failure_descriptor
     descriptor, _failure_descriptor = _failure_descriptor, None
     return descriptor
 
 
 def world_size_of_rank(environ: Mapping[str, str]) -> int | None:
-    """The number of ranks where this process is one of them by torchrun's variables, else None.
+    """The number of ranks if torchrun's variables make this process one of them, else None.
 
-    Raises UserError where the variables are incomplete or make no sense.
+    Raises UserError where the variables are incomplete or contradict each other.
     """
     given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if not given:
@@ -89,8 +90,8 @@ def world_size_of_rank(environ: Mapping[str, str]) -> int | None:
 def is_slurm_task(environ: Mapping[str, str]) -> bool:
     """Whether this process is one of several tasks that srun started.
 
-    A batch script, too, has SLURM_PROCID and the job's SLURM_NTASKS, but runs once, whatever the
-    number of tasks; only srun's processes have a step number.
+    A batch script has SLURM_PROCID and SLURM_NTASKS too, but runs once; only srun's processes have
+    a step number.
     """
     needed = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID")
     return all(name in environ for name in needed) and _integer(environ, "SLURM_NTASKS") > 1
@@ -99,8 +100,8 @@ def is_slurm_task(environ: Mapping[str, str]) -> bool:
 def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
     """Give a task of srun torchrun's variables, where RANK is not set already.
 
-    The ranks meet on the first node of the step unless MASTER_ADDR is set, at a port that follows
-    from the job's number unless MASTER_PORT is set.
+    The ranks meet on the first node of the step, at a port computed from the job's number, unless
+    MASTER_ADDR and MASTER_PORT are set.
 
     Raises UserError where the node list cannot be read.
     """
@@ -114,8 +115,8 @@ def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
         environ["MASTER_ADDR"] = first_host(nodes)
     if not environ.get("MASTER_PORT"):
-        # Every rank must find the same port by itself, and two jobs on a node different ones; Linux
-        # gives the ports from 32768 on to whoever asks for any.
+        # All ranks must compute the same port, and two jobs on a node different ones. Linux gives
+        # the ports from 32768 on to programs that ask for any port.
         environ["MASTER_PORT"] = str(20000 + _integer(environ, "SLURM_JOB_ID") % 12000)
 
 
