@@ -124,37 +124,35 @@ def run_preflight(
     """
     rank, world = int(os.environ.get("RANK", "0")), parallel.world_size
     store, thread_store = _stores(rank, world)
-    reports: dict[int, Report] = {}
-    own = look(rank, precision)
-    _send(store, "device", own)
-    if rank == 0:
-        reports = collect(store, "device", range(world), ARRIVAL_SECONDS)
-        absent = dict.fromkeys(set(range(world)) - set(reports), "unknown host")
-        why = f"not there after {ARRIVAL_SECONDS:.0f} s"
-        problems = judge_devices(blame(reports.values(), absent, why))
-        if problems:
-            show(Verdict([], problems))
-        store.set("devices", "unfit" if problems else "fit")
-        hosts = {n: report.host for n, report in reports.items()}
-    if not _is_fit(store, "devices", ARRIVAL_SECONDS):
-        _leave(store, rank, reports)
-        return False, False
+    own, hosts = Report(rank, "", ""), dict.fromkeys(range(world), "unknown host")
 
-    def work() -> None:
-        report = measure(own, parallel, thread_store, MEASURE_SECONDS)
-        _send(thread_store, "speed", report)
+    def work(phase: str) -> None:
+        nonlocal own
+        if phase == "device":
+            own = look(rank, precision)
+        else:
+            own = measure(own, parallel, thread_store, MEASURE_SECONDS)
+        thread_store.set(f"{phase}/{rank}", json.dumps(asdict(own)))
 
-    thread = threading.Thread(target=work, name="preflight", daemon=True)
-    thread.start()
-    if rank == 0:
-        reports = collect(store, "speed", range(world), MEASURE_SECONDS)
-        late = least_advanced(store, {n: hosts[n] for n in hosts if n not in reports})
-        found = blame(reports.values(), late, "died or got stuck, and reported nothing")
-        verdict = judge(found, share, minima)
-        show(verdict)
-        store.set("speeds", "unfit" if verdict.problems else "fit")
-    is_fit = _is_fit(store, "speeds", 2 * MEASURE_SECONDS)
-    thread.join(_GRACE_SECONDS)
+    for phase, seconds in (("device", ARRIVAL_SECONDS), ("speed", MEASURE_SECONDS)):
+        thread = threading.Thread(target=work, args=(phase,), name=phase, daemon=True)
+        thread.start()
+        reports: dict[int, Report] = {}
+        if rank == 0:
+            reports = collect(store, phase, range(world), seconds)
+            late = least_advanced(store, {n: hosts[n] for n in hosts if n not in reports})
+            why = f"died or got stuck, or took more than {seconds:.0f} s"
+            verdict = judge(blame(reports.values(), late, why), share, minima)
+            if phase == "speed" or verdict.problems:
+                show(verdict)
+            store.set(phase, "unfit" if verdict.problems else "fit")
+            hosts = {n: report.host for n, report in reports.items()}
+        limit = 2 * seconds + _GRACE_SECONDS  # from here; ranks do not begin at the same time
+        store.wait([phase], datetime.timedelta(seconds=limit))
+        is_fit = store.get(phase) == b"fit"
+        thread.join(_GRACE_SECONDS)
+        if not is_fit:
+            break
     if not thread.is_alive():
         stop_processes()
     _leave(store, rank, reports)
@@ -172,10 +170,6 @@ def _stores(rank: int, world: int) -> tuple[dist.Store, dist.Store]:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     second = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
     return dist.PrefixStore("preflight", first), dist.PrefixStore("preflight", second)
-
-
-def _send(store: dist.Store, subject: str, report: Report) -> None:
-    store.set(f"{subject}/{report.rank}", json.dumps(asdict(report)))
 
 
 def collect(
@@ -204,11 +198,6 @@ def least_advanced(store: dist.Store, late: Mapping[int, str]) -> dict[int, str]
         rank: int(store.get(key)) if store.check([key := f"done/{rank}"]) else 0 for rank in late
     }
     return {rank: host for rank, host in late.items() if done[rank] == min(done.values())}
-
-
-def _is_fit(store: dist.Store, key: str, seconds: float) -> bool:
-    store.wait([key], datetime.timedelta(seconds=seconds + _GRACE_SECONDS))
-    return store.get(key) == b"fit"
 
 
 def _leave(store: dist.Store, rank: int, reported: Collection[int] = ()) -> None:

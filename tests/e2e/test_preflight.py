@@ -26,7 +26,7 @@ from gspo_megatron.cli.main import main
 
 def when_measuring(act):
     def wait():
-        while "preflight" not in [thread.name for thread in threading.enumerate()]:
+        while "speed" not in [thread.name for thread in threading.enumerate()]:
             time.sleep(0.01)
         act()
     threading.Thread(target=wait, daemon=True).start()

@@ -144,22 +144,21 @@ def test_a_port_that_is_said_and_in_use_is_named() -> None:
 
 @pytest.mark.parametrize("text", ["0", "65536", "http", "-1"])
 def test_what_is_no_port_is_refused(text: str) -> None:
-    said = {"MASTER_PORT": text}
-    with pytest.raises(UserError, match="legal: 1 to 65535"), reserved_port(said):
+    with pytest.raises(UserError, match="legal: 1 to 65535"), reserved_port({"MASTER_PORT": text}):
         pass
 
 
 def test_ranks_of_a_machine_share_its_cores_and_meet_on_the_loopback() -> None:
-    added = rank_environment({}, 1, 2, 4321)
-    cores = len(os.sched_getaffinity(0))
-    assert added["OMP_NUM_THREADS"] == str(max(1, cores // 2))
-    assert added["GLOO_SOCKET_IFNAME"] == "lo"
-    assert (added["RANK"], added["LOCAL_RANK"]) == ("1", "1")
-    assert (added["WORLD_SIZE"], added["LOCAL_WORLD_SIZE"]) == ("2", "2")
-    assert (added["MASTER_ADDR"], added["MASTER_PORT"]) == ("127.0.0.1", "4321")
+    assert rank_environment({}, 1, 2, 4321) == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4321",
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     assert rank_environment({}, 0, 10_000, 1)["OMP_NUM_THREADS"] == "1"
-
-
-def test_threads_and_interface_that_are_set_stay() -> None:
-    said = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth1"}
-    assert not said.keys() & rank_environment(said, 0, 2, 1).keys()
+    given = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth1"}
+    assert not given.keys() & rank_environment(given, 0, 2, 1).keys()
