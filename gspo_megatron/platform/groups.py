@@ -95,8 +95,8 @@ def tear_down_model_parallel() -> None:
 def stop_processes() -> None:
     """Leave torch.distributed; harmless when it never started.
 
-    While an error is being raised, NCCL's groups of several ranks stay. Destroying a group needs all
-    of its ranks, and those that wait for this rank in another collective never come, so the error
+    While an error is being raised, NCCL's groups of several ranks stay. Destroying a group needs
+    all of its ranks, and those that wait for this rank in another collective never come: the error
     would never be printed. The end of the process aborts the groups.
     """
     if parallel_state.is_initialized():
