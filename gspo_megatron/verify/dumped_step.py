@@ -87,9 +87,7 @@ def run_dumped_step(
         parallel.data_parallel_size,
         padded=padded,
     )
-    advantages, token_advantages = compute_advantages(
-        config.objective, objective, experience, index
-    )
+    advantages, token_advantages = compute_advantages(objective.advantages, experience, index)
     sequences = redistribute(
         experience.batch,
         index,

@@ -24,6 +24,7 @@ from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
 from gspo_megatron.objectives import build_objective
+from gspo_megatron.objectives.advantages import AdvantageEstimator
 from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
 from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
@@ -92,7 +93,8 @@ def run_update(
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
     if section.kl_in == "reward":  # the batch's advantages stand in the place of its rewards
-        objective = replace(objective, advantages=lambda values, _: values.float())
+        as_given = AdvantageEstimator(section, lambda values, _: values.float())
+        objective = replace(objective, advantages=as_given)
     updater = PolicyUpdater(policy, recorder, builder, objective, section, config.routing)
     advantages = index.rewards.float().to(updater.device)
     metrics = update_policy(updater, sequences, index, plans, advantages)
