@@ -43,8 +43,7 @@ from gspo_megatron.platform.groups import (
     stop_processes,
 )
 from gspo_megatron.platform.slurm import SlurmJob
-from gspo_megatron.platform.stop import StopRun, StopSignals
-from gspo_megatron.platform.watch import watched
+from gspo_megatron.platform.stop import StopRun, StopSignals, watched
 
 if TYPE_CHECKING:
     from gspo_megatron.checkpoint.manager import Checkpoints
