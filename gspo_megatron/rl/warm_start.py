@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 
+from gspo_megatron.data.examples import Example
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.data.supervised import Example
 from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.observe.records import WARM_START
@@ -38,7 +38,7 @@ def warm_start(job: Job) -> None:
     trainer = build_trainer(job.policy, config.optimizer, schedule)
     updater = SupervisedUpdater(job.policy, trainer)
     batches = SupervisedBatchBuilder(job.policy, job.builder, config.training.micro_batch_tokens)
-    examples = [_example(prompt, job.inputs.tokenizer) for prompt in job.inputs.supervised]
+    examples = [_example(prompt, job.inputs.tokenizer) for prompt in job.inputs.train]
     loader = PromptLoader(len(examples), section.batch_size, config.training.seed, shuffle=True)
     done = job.checkpoints.restore(WARM_START, trainer, loader)
     target = section.target_accuracy or math.inf

@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder, micro_batch_multiple
 from gspo_megatron.batching.plan import MiniBatch, plan_step
 from gspo_megatron.config.stages import FineTuningConfig
+from gspo_megatron.data.examples import Example, SupervisedData
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.data.supervised import Example, SupervisedData
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.supervised.loop import SupervisedBatch

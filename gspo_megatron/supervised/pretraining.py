@@ -26,7 +26,7 @@ from gspo_megatron.batching.packing import PackedBatch, zigzag_shard
 from gspo_megatron.batching.plan import largest_equal_share
 from gspo_megatron.checkpoint.resume import run_folder
 from gspo_megatron.config.stages import PretrainingConfig
-from gspo_megatron.data.stage_inputs import (
+from gspo_megatron.data.inputs import (
     PretrainingInputs,
     corpus_tokens,
     evaluation_documents,

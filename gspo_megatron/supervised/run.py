@@ -18,8 +18,7 @@ from gspo_megatron.checkpoint.start import (
 )
 from gspo_megatron.config.parallel import resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
-from gspo_megatron.data.inputs import model_vocab_size
-from gspo_megatron.data.stage_inputs import FineTuningInputs, PretrainingInputs
+from gspo_megatron.data.inputs import FineTuningInputs, PretrainingInputs, model_vocab_size
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.groups import (

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from gspo_megatron.data.corpus_files import write_indexed
-from gspo_megatron.data.supervised import Format, load_supervised
+from gspo_megatron.data.examples import Format, load_supervised
 from gspo_megatron.data.tokenizers import load_tokenizer
 from tests.e2e.conftest import command_environment
 from tests.e2e.resuming import (

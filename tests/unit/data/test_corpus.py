@@ -13,7 +13,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from gspo_megatron.data import corpus as prepare_module
-from gspo_megatron.data.corpus import Job, prepare
+from gspo_megatron.data.corpus import CorpusJob, prepare
 from gspo_megatron.data.indexed import check_dataset, data_files, read_index, validate_tokens
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def job(folder: Path, prefix: Path, **changes: object) -> Job:
+def job(folder: Path, prefix: Path, **changes: object) -> CorpusJob:
     settings: dict[str, object] = {
         "inputs": [str(folder / "a.jsonl"), str(folder / "b.txt")],
         "tokenizer": str(folder / "tokenizer" / "tokenizer.model"),
@@ -39,7 +39,7 @@ def job(folder: Path, prefix: Path, **changes: object) -> Job:
         "chunk_bytes": 700,
         **changes,
     }
-    return Job(**settings)  # type: ignore[arg-type]
+    return CorpusJob(**settings)  # type: ignore[arg-type]
 
 
 def texts_of(folder: Path) -> list[str]:
@@ -61,11 +61,8 @@ def test_tokens_are_those_of_a_plain_loop(folder: Path, tmp_path: Path) -> None:
     dataset = IndexedDataset(str(tmp_path / "out"))
     assert [sequence.tolist() for sequence in dataset] == expected
     assert dataset.document_indices.tolist() == list(range(len(expected) + 1))
-    assert (manifest.documents, manifest.empty_documents, manifest.duplicates) == (
-        len(expected),
-        2,
-        0,
-    )
+    counts = (manifest.documents, manifest.empty_documents, manifest.duplicates)
+    assert counts == (len(expected), 2, 0)
     assert manifest.tokens == sum(map(len, expected))
     assert manifest.largest_token == max(map(max, expected))
     assert manifest.dtype == dataset.index.dtype.__name__ == "uint16"
@@ -128,7 +125,7 @@ def test_an_interrupted_run_continues(
 ) -> None:
     prepare(job(folder, tmp_path / "whole"), workers=1)
 
-    def stop_at(number: int) -> prepare_module.EndedChunk:
+    def stop_at(number: int) -> prepare_module.OnChunk:
         def on_chunk(done: int, total: int) -> None:
             if done == number:
                 raise KeyboardInterrupt
@@ -299,7 +296,7 @@ def test_an_index_of_the_same_size_is_found_by_its_checksum(dataset: Path) -> No
     assert content != Path(f"{dataset}.bin").read_bytes()
     Path(f"{dataset}.bin").write_bytes(content)
     check_dataset(dataset)
-    expected = f"{dataset}.bin: its checksum is not the one noted when it was written"
+    expected = f"{dataset}.bin: its checksum is not the one in the manifest"
     assert faults(dataset, whole=True) == expected
 
 

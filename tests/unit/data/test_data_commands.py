@@ -33,7 +33,7 @@ def test_a_file_of_a_dataset_names_its_prefix(given: str) -> None:
 def test_a_folder_is_no_prefix(
     given: str, instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = f"{given}: names a folder and no file in it; write {instead}, for one"
+    told = f"{given}: names a folder and no file in it; write for example {instead}"
     assert refused(capsys, *INPUT, "-o", given).endswith(f"--output {told}")
     assert refused(capsys, "--check", given).endswith(f"--check {told}")
 
