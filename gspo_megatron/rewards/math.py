@@ -11,7 +11,7 @@ from gspo_megatron.rewards.registry import register
 from gspo_megatron.types import Sample
 
 _NUMBER = re.compile(r"-?\d+(,\d{3})*(\.\d+)?")
-_COMMAND = re.compile(r"\\[A-Za-z]")
+_COMMAND = re.compile(r"\\(?!boxed|text)[A-Za-z]")
 
 
 def answer_fault(answer: str) -> str | None:
@@ -76,4 +76,5 @@ def _parse_answer(answer: str) -> list[Any]:
     # math-verify does not recognise bare LaTeX: x^2+1 must be enclosed.
     is_enclosed = "$" in answer or r"\boxed" in answer
     forms = parse(answer if is_enclosed else rf"\boxed{{{answer}}}")
-    return forms if any(not isinstance(f, str) or _COMMAND.search(f) for f in forms) else []
+    is_evaluated = any(not isinstance(form, str) for form in forms)
+    return forms if is_evaluated or _COMMAND.search(answer) else []
