@@ -19,7 +19,7 @@ import signal
 import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -121,12 +121,9 @@ def _work_folder(prefix: str) -> Iterator[Path]:
 
 
 def _file_states(paths: Sequence[str]) -> dict[str, tuple[str, int, int]]:
-    """Each path without symbolic links, its size and the time of its last change."""
+    """The real path of each file, its size and the time of its last change."""
     stats = {path: Path(path).stat() for path in paths}
-    return {
-        path: (str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns)
-        for path, stat in stats.items()
-    }
+    return {p: (os.path.realpath(p), s.st_size, s.st_mtime_ns) for p, s in stats.items()}
 
 
 def _part_files(
@@ -175,29 +172,19 @@ def _tokenize(
         initializer=ChunkWorker.start,
         initargs=(settings,),
     )
-    waiting = iter(missing)
-    running: dict[Future[None], int] = {}
-    failures: dict[int, DataError] = {}
+    failures: dict[int, BaseException] = {}
     try:
-        while True:
-            # After a failure no chunk is started. Those that run may still find an earlier fault.
-            while not failures and len(running) < 2 * workers:
-                number = next(waiting, None)
-                if number is None:
-                    break
-                future = pool.submit(ChunkWorker.run, chunks[number], parts[number])
-                running[future] = number
-            if not running:
-                break
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                number = running.pop(future)
-                try:
-                    future.result()
-                except DataError as error:
-                    failures[number] = error
-                else:
-                    done += 1
-                    on_chunk(done, len(chunks))
+        futures = {pool.submit(ChunkWorker.run, chunks[n], parts[n]): n for n in missing}
+        for future in as_completed(futures):
+            if future.cancelled():
+                continue
+            if (error := future.exception()) is None:
+                done += 1
+                on_chunk(done, len(chunks))
+                continue
+            failures[futures[future]] = error
+            for other in futures:  # those that run may still find an earlier fault
+                other.cancel()
     finally:
         pool.shutdown(cancel_futures=True)
     if failures:

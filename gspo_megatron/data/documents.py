@@ -17,7 +17,7 @@ from gspo_megatron.data.rows import (
     Problems,
     decode_line,
     file_kind,
-    first_line,
+    open_parquet,
     parse_json_lines,
     read_parquet,
     string_fault,
@@ -118,17 +118,9 @@ def sentences(documents: Iterable[Document], longest: int = 1000) -> Iterator[st
 
 
 def _row_groups(path: Path) -> list[Chunk]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
-    try:
-        with parquet.ParquetFile(path) as file:
-            metadata = file.metadata
-            sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
+    with open_parquet(path) as file:
+        metadata = file.metadata
+        sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
     if not sum(sizes):
         raise DataError(f"{path}: has no rows")
     return [

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 PARQUET_MAGIC = b"PAR1"
 TEXT_SUFFIXES = (".txt", ".text", ".md")
@@ -138,14 +142,9 @@ def read_parquet(
 
     With `only_columns` no other columns are read.
     """
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
     number = first_row - 1
     try:
-        with parquet.ParquetFile(path) as file:
+        with open_parquet(path) as file:
             present = file.schema_arrow.names
             for key, name in columns.items():
                 if name not in present:
@@ -161,8 +160,20 @@ def read_parquet(
                     yield f"{path}:{number}", row
     except UnicodeDecodeError:
         problems.add(f"{path}:{number + 1}", "not valid UTF-8 in this row or shortly after")
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[ParquetFile]:
+    """Raises DataError if the file is damaged, also in the middle of reading it."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            yield file
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: not a readable Parquet file: {reason}") from error
 
 
 def string_fault(row: Mapping[str, Any], name: str, key: str) -> str | None:
@@ -204,8 +215,3 @@ _JSON_TYPES = {
     list: "an array",
     dict: "an object",
 }
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

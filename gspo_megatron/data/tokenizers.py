@@ -264,13 +264,9 @@ def _load_hugging_face(path: Path) -> Any:
         advice = f"name the file {inside}" if inside.is_file() else HELP
         wanted = " or ".join(HUGGING_FACE_FILES)
         raise DataError(f"{path}: a folder without {wanted}; {advice}")
-    try:
-        import transformers
-        from transformers.utils import logging
-    except ImportError as error:
-        raise DataError(
-            f"{path}: a tokenizer folder needs transformers: pip install transformers"
-        ) from error
+    import transformers
+    from transformers.utils import logging
+
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its warnings are about models and libraries not used here
     try:
