@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from gspo_megatron.data.chat import CHATML, encode_conversation
+from gspo_megatron.data.documents import read_documents
 from gspo_megatron.data.examples import Counts, Format, load_supervised, read_supervised
-from gspo_megatron.data.prompts import UnknownCharacters
+from gspo_megatron.data.prompts import UnknownCharacters, load_prompts
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.errors import DataError
 from tests.unit.data.corpora import SYLLABLES, make_tokenizer, write_rows
@@ -289,3 +290,18 @@ def test_unknown_characters_are_counted(tmp_path: Path, byte_fallback: bool) -> 
     expected = UnknownCharacters() if byte_fallback else UnknownCharacters(1, f"{path}:1", "🙂")
     for tokenizer in both(make_tokenizer(tmp_path / "t", byte_fallback=byte_fallback)):
         assert load_supervised(path, tokenizer, CHAT).counts.unknown == expected
+
+
+def test_the_examples_of_the_manual_can_be_read(folder: Path, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+    prompts, chats, documents = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(prompts)
+    assert [prompt.answer for prompt in load_prompts(path)] == ["82", "dbac"]
+    path.write_text(chats)
+    form, tokenizer = Format(10**6, messages_field="messages"), load_tokenizer(folder)
+    data = load_supervised(path, tokenizer, form)
+    learned = [data[n].token_ids[data[n].loss_mask].tolist() for n in (0, 1)]
+    assert [tokenizer.decode(ids) for ids in learned] == ["Paris", "Hello! How can I help?82"]
+    path.write_text(documents)
+    assert [text[:2] for _, text in read_documents([path], "text")] == ["37", "A "]
