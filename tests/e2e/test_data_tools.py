@@ -160,12 +160,12 @@ def test_mistakes_are_told_in_a_line(corpus: Path, tmp_path: Path) -> None:
     assert "an empty file" in refused("train_tokenizer", empty, *out, "--vocab-size", 400)
     template = tmp_path / "template.jinja"
     template.write_text("{{ '<|user|>' ~ messages[0].content }}")
-    assert "writes <|user|>, which is none of the symbols" in refused(
+    assert "writes <|user|>, which is not one of the symbols" in refused(
         *("train_tokenizer", corpus / "corpus.jsonl", *out, "--vocab-size", 400),
         *("--chat-template", template),
     )
     template.write_text("{{ messages[0].content }}\n{% endfor %}")
-    assert "chat_template: no valid Jinja: line 2: " in refused(
+    assert "chat_template: not valid Jinja: line 2: " in refused(
         *("train_tokenizer", corpus / "corpus.jsonl", *out, "--vocab-size", 400),
         *("--chat-template", template),
     )
