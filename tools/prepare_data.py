@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from gspo_megatron.cli.failures import exit_code_of
 from gspo_megatron.cli.streams import make_streams_safe
@@ -116,22 +117,19 @@ def run(options: argparse.Namespace) -> int:
         chunk_bytes=options.chunk_bytes,
     )
     start = time.perf_counter()
-    shown: list[Progress] = []
+    progress: Progress | None = None
+    with ExitStack() as stack:
 
-    def on_chunk(done: int, total: int) -> None:
-        if not shown:  # the first call says how many chunks there are and are done already
-            shown.append(Progress(total, "tokenize", initial_step=done))
-            shown[0].__enter__()
+        def on_chunk(done: int, total: int) -> None:
+            nonlocal progress
+            if progress is not None:
+                progress.update(done, {})
+                return
+            progress = stack.enter_context(Progress(total, "tokenize", initial_step=done))
             if done:
-                shown[0].note(f"{done} of {total} chunks were done before")
-        else:
-            shown[0].update(done, {})
+                progress.note(f"{done} of {total} chunks were done before")
 
-    try:
         manifest = prepare(job, options.workers, options.overwrite, on_chunk)
-    finally:
-        for progress in shown:
-            progress.__exit__(None, None, None)
     seconds = time.perf_counter() - start
     print(f"{summary(manifest)} seconds={seconds:.1f}")
     return 0

@@ -100,13 +100,13 @@ def test_answers_that_math_cannot_read_are_named_beforehand() -> None:
     prompts = [Prompt("p", answer, f"p.jsonl:{n}") for n, answer in enumerate(answers, start=1)]
     with pytest.raises(RewardError) as caught:
         check_answers(get_reward("math"), prompts)
-    told = "is not a mathematical expression (reward 'math')"
+    fault = "is not a mathematical expression (reward 'math')"
     assert str(caught.value).splitlines() == [
-        f"p.jsonl:2: the answer '' {told}",
-        f"p.jsonl:4: the answer 'about {{}}' {told}",
-        f"p.jsonl:6: the answer '}}' {told}",
-        f"p.jsonl:7: the answer '$' {told}",
-        f"p.jsonl:8: the answer '' {told}",
+        f"p.jsonl:2: the answer '' {fault}",
+        f"p.jsonl:4: the answer 'about {{}}' {fault}",
+        f"p.jsonl:6: the answer '}}' {fault}",
+        f"p.jsonl:7: the answer '$' {fault}",
+        f"p.jsonl:8: the answer '' {fault}",
         "… and 1 more answers",
     ]
     check_answers(get_reward("math"), [prompts[0], prompts[2], *prompts[9:]])
