@@ -1,4 +1,4 @@
-"""One GSPO step, from prompts to new weights, made of the parts of the package. Read this file first.
+"""One GSPO step, from prompts to new weights, out of the parts of the package. Read it first.
 
     python examples/one_step.py               # one step, in seconds, on any machine
     python examples/one_step.py --steps 20    # the reward rises
@@ -10,8 +10,8 @@ The letters of the shapes below:
     T  response tokens of all sequences, one sequence after the other
     b, t  sequences and response tokens of one micro-batch
 
-GSPO (arXiv 2507.18071) takes one importance ratio for each sequence, the geometric mean of the ratios
-of its tokens, s_i = exp(mean over t of log pi(y_t) - log pi_old(y_t)), and clips whole sequences.
+GSPO (arXiv 2507.18071) takes one importance ratio for each sequence, the geometric mean of its
+tokens' ratios, s_i = exp(mean over t of log pi(y_t) - log pi_old(y_t)), and clips whole sequences.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from gspo_megatron.types import RolloutBatch
 VOCABULARY, PAD, END = 16, 0, 1
 PROMPTS, GROUP, LONGEST = 8, 4, 12  # prompts a step, responses a prompt, tokens a response
 MINI_BATCHES = 2
-# The paper's 3e-4 and 4e-4 are for responses of thousands of tokens; the ratio of short ones, a mean
-# over few tokens, varies more.
+# The paper's 3e-4 and 4e-4 are for responses of thousands of tokens. The ratio of a short response,
+# a mean over few tokens, varies more.
 CLIP_LOW, CLIP_HIGH = 0.02, 0.03
 
 CONFIG = {

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.e2e.conftest import Command
 from tests.e2e.test_train import rl_records
@@ -38,26 +37,14 @@ def module(tmp_path: Path) -> str:
 
 
 def test_a_run_with_everything_on(
-    gspo: Command, toy: Path, config_file: Path, tmp_path: Path, module: str
+    gspo: Command, config_file: Path, tmp_path: Path, module: str
 ) -> None:
-    # An untrained model has next to no right characters, and so no spread of rewards.
-    sft = {
-        "data": {"examples": f"{toy}/train.jsonl", "tokenizer": f"{toy}/tokenizer.model"},
-        "optimizer": {"learning_rate": 3e-3},
-        "training": {"steps": 20, "batch_size": 32, "precision": "fp32"},
-        "checkpoint": {"interval": 20},
-        "logging": {"dir": str(tmp_path / "sft"), "plots": False},
-    }
-    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(sft))
-    result = gspo("sft", tmp_path / "sft.yaml")
-    assert result.returncode == 0, result.stderr[-3000:]
     steps, prompts, refills = 3, 4, 2
     result = gspo(
         "train",
         config_file,
         "parallel.layout=dp=2",
         f"training.steps={steps}",
-        f"model.checkpoint_path={tmp_path / 'sft'}",
         "objective.name=gspo_token",
         "rollout.dynamic_sampling=true",
         f"rollout.max_refills={refills}",

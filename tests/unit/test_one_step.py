@@ -46,7 +46,7 @@ def test_the_loss_is_that_of_the_objective() -> None:
     batch = micro_batch(MicroBatchBuilder(tiny_policy(), PAD, 1.0), random_sequences(4, lengths))
     packed, generator = batch.packed, torch.Generator().manual_seed(2)
     logprobs = -torch.rand(len(packed.targets), generator=generator)
-    batch.old_logprobs = logprobs + 0.1 * torch.randn(len(logprobs), generator=generator)
+    batch.old_logprobs = logprobs + 0.3 * torch.randn(len(logprobs), generator=generator)
     advantages = torch.randn(len(lengths), generator=generator)
     mini_batch = MiniBatch((((0, 1, 2, 3, 4),),), len(lengths), len(logprobs))
 
