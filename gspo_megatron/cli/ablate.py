@@ -166,13 +166,14 @@ def _check(
     """Every arm with all it names, as `train` would; the seed makes no difference. Returns the
     number of ranks of each arm. Raises ConfigError with the problems of all arms."""
     from gspo_megatron.cli.check_inputs import check_all
-    from gspo_megatron.cli.train import decide_world_size
 
     problems, world_sizes = ArmProblems(arms), {}
     for planned in {run.arm.name: run for run in runs}.values():
         config, arm = planned.config, planned.arm
         with problems.of(arm):
-            size = decide_world_size(config, nproc, None) if here else config.world_size_hint()
+            size = (
+                ranks.decide_world_size(config, nproc, None) if here else config.world_size_hint()
+            )
             world_sizes[arm.name] = nproc or size
             check_all(config, world_sizes[arm.name])
     problems.raise_if_any()

@@ -1,6 +1,7 @@
-"""Signs of life: work that may take long says how it gets on, and whoever watches hears it.
+"""Heartbeats of long work: the work reports each piece that is done, and whoever watches the run
+hears it.
 
-It stands below all that works and all that watches, so that neither has to know the other.
+This module is below all that works and all that watches, so that neither imports the other.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ _listeners: list[Callable[[], None]] = []
 
 
 def heartbeat() -> None:
-    """This process has got a piece of its work done: a tensor written or read, a response scored.
+    """A piece of work is done: a tensor written or read, a response scored.
 
-    For work that runs no forward pass, from any thread, at almost no cost. A piece is to take less
-    than half of training.hang_timeout_seconds.
+    For work without forward passes; may be called from any thread, and costs almost nothing. A
+    piece must take less than half of training.hang_timeout_seconds.
     """
     for listener in tuple(_listeners):
         listener()
@@ -23,7 +24,7 @@ def heartbeat() -> None:
 
 @contextlib.contextmanager
 def heard_by(listener: Callable[[], None]) -> Iterator[None]:
-    """Inside the context, `listener` is called at each sign of life."""
+    """Inside the context, each heartbeat calls `listener`."""
     _listeners.append(listener)
     try:
         yield

@@ -3,7 +3,7 @@
 Some live outside the objectives, and are put in elsewhere:
 
 - 10, entropy of the sampled token alone: where logits become an entropy,
-  tests/unit/models/test_vocab_parallel.py compares it with -sum_v p_v log p_v of the dense softmax.
+  tests/unit/models/test_logprob_head.py compares it with -sum_v p_v log p_v of the dense softmax.
 - 12, context parallelism: tests/parallel/test_mistakes.py leaves out the reduction over its ranks
   (sequence_sums_not_reduced_over_cp), tests/parallel/test_layout_matrix.py runs updates whose
   shards hold no response token. Rewards are exchanged before advantages are taken, so no rank has a
