@@ -64,7 +64,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 def read_stage(config: StageConfig) -> tuple[StageConfig, Any]:
     """The configuration with its number of steps, and what its files hold. Raises ConfigError."""
     from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
-    from gspo_megatron.data.stage_inputs import read_fine_tuning, read_pretraining
+    from gspo_megatron.data.inputs import read_fine_tuning, read_pretraining
 
     if isinstance(config, FineTuningConfig):
         inputs = read_fine_tuning(config)

@@ -1,7 +1,6 @@
-"""Heartbeats of long work: the work reports each piece that is done, and whoever watches the run
-hears it.
+"""Heartbeats: long work reports its progress, and the hang watch listens.
 
-This module is below all that works and all that watches, so that neither imports the other.
+This module is below both, so that neither has to import the other.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ _listeners: list[Callable[[], None]] = []
 
 
 def heartbeat() -> None:
-    """A piece of work is done: a tensor written or read, a response scored.
+    """This process has finished a piece of work: a tensor written or read, a response scored.
 
-    For work without forward passes; may be called from any thread, and costs almost nothing. A
-    piece must take less than half of training.hang_timeout_seconds.
+    For work without forward passes; from any thread, at almost no cost. Each piece must take less
+    than half of training.hang_timeout_seconds.
     """
     for listener in tuple(_listeners):
         listener()
@@ -24,7 +23,7 @@ def heartbeat() -> None:
 
 @contextlib.contextmanager
 def heard_by(listener: Callable[[], None]) -> Iterator[None]:
-    """Inside the context, each heartbeat calls `listener`."""
+    """Inside the context, `listener` is called at each heartbeat."""
     _listeners.append(listener)
     try:
         yield

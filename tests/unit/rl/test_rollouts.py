@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gspo_megatron.batching.redistribute import gather_index
 from gspo_megatron.config import Config, parse_config
+from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import ConfigError, RewardError, UserError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.observe.heartbeat import heard_by
@@ -99,7 +100,11 @@ def collector(
     function: Callable[[Sample], Any] = by_length, **sections: dict[str, Any]
 ) -> Collector:
     return Collector(
-        config_of(**sections), Engine(), Tokenizer(), Reward("mine", function), torch.device("cpu")
+        config_of(**sections),
+        Engine(),
+        SingleTurn(Tokenizer()),
+        Reward("mine", function),
+        torch.device("cpu"),
     )
 
 

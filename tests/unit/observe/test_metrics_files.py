@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 from gspo_megatron.errors import DataError, UserError
-from gspo_megatron.observe.records import read_json_lines, read_metrics, read_samples, series
-from gspo_megatron.observe.sinks import JsonLinesWriter, MetricsWriter, SampleWriter
+from gspo_megatron.observe.metrics_files import (
+    JsonLinesWriter,
+    MetricsWriter,
+    SampleWriter,
+    read_json_lines,
+    read_metrics,
+    read_samples,
+    series,
+)
 from gspo_megatron.types import Sample
 
 
@@ -98,17 +105,17 @@ def test_a_folder_without_metrics_and_a_record_without_step_are_refused(tmp_path
         read_metrics(tmp_path)
 
 
-def test_truncate_keeps_earlier_steps_and_all_of_the_warm_start(tmp_path: Path) -> None:
+def test_truncate_keeps_earlier_steps_and_all_of_the_earlier_phase(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     for step in range(1, 6):
-        writer.write({"phase": "warm_start", "step": step})
+        writer.write({"phase": "sft", "step": step})
     for step in range(4):
         writer.write({"phase": "rl", "step": step})
     writer.truncate_after(1)
     writer.write({"phase": "rl", "step": 2, "again": True})
     writer.close()
     kept = [(record["phase"], record["step"]) for record in read_metrics(tmp_path)]
-    assert kept == [("warm_start", step) for step in range(1, 6)] + [
+    assert kept == [("sft", step) for step in range(1, 6)] + [
         ("rl", 0),
         ("rl", 1),
         ("rl", 2),
@@ -117,15 +124,15 @@ def test_truncate_keeps_earlier_steps_and_all_of_the_warm_start(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_truncate_within_the_warm_start_drops_all_of_rl(tmp_path: Path) -> None:
+def test_truncate_within_an_earlier_phase_drops_all_of_rl(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
-        for phase in ("warm_start", "rl"):
+        for phase in ("sft", "rl"):
             for step in (1, 2, 3):
                 writer.write({"phase": phase, "step": step})
-        writer.truncate_after(2, phase="warm_start")
+        writer.truncate_after(2, phase="sft")
     assert read_metrics(tmp_path) == [
-        {"phase": "warm_start", "step": 1},
-        {"phase": "warm_start", "step": 2},
+        {"phase": "sft", "step": 1},
+        {"phase": "sft", "step": 2},
     ]
 
 
@@ -219,7 +226,7 @@ def test_a_run_without_samples_has_none(tmp_path: Path) -> None:
 
 def test_a_series_is_by_step_of_one_phase_and_the_later_record_counts() -> None:
     records = [
-        {"phase": "warm_start", "step": 1, "loss": 9.0},
+        {"phase": "sft", "step": 1, "loss": 9.0},
         {"step": 2, "loss": 1.0},
         {"step": 1, "loss": 2.0, "name": "text"},
         {"step": 2, "loss": 3.0},
@@ -229,5 +236,5 @@ def test_a_series_is_by_step_of_one_phase_and_the_later_record_counts() -> None:
     steps, values = series(records, "loss")
     assert steps == [1, 2, 3]
     assert values[:2] == [2.0, 3.0] and math.isnan(values[2])
-    assert series(records, "loss", "warm_start") == ([1], [9.0])
+    assert series(records, "loss", "sft") == ([1], [9.0])
     assert series(records, "name") == ([], [])
