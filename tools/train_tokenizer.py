@@ -17,8 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo_megatron.cli.failures import exit_code_of
-from gspo_megatron.cli.streams import make_streams_safe
+from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
 from gspo_megatron.data.hugging_face import MODEL_TYPES
 from gspo_megatron.data.tokenizer_training import (
     MODEL_FILE,

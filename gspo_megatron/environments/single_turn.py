@@ -48,7 +48,7 @@ class SingleTurn:
             start = end + prompt_length
             end = start + length
             ids = tokens[start:end].tolist()
-            if ids and ids[-1] == self.tokenizer.eos_id:
+            if ids and ids[-1] in self.tokenizer.eos_ids:
                 ids.pop()
             prompt = prompts[group - first]
             samples.append(

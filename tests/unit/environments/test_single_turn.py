@@ -56,6 +56,7 @@ def test_no_responses_are_no_samples(tokenizer: Tokenizer) -> None:
 def test_only_the_last_end_of_sequence_token_is_removed() -> None:
     class Shown:
         eos_id = 2
+        eos_ids = (2,)
 
         def decode(self, token_ids: list[int]) -> str:
             return str(token_ids)

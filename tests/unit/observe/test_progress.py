@@ -128,11 +128,11 @@ def test_a_terminal_gets_a_bar_with_the_figures(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     terminal = Terminal()
-    with Progress(4, "Warm start", terminal) as progress:
+    with Progress(4, "Fine-tuning", terminal) as progress:
         progress.note("a [note]")
         progress.update(4, {"reward/mean": 0.5, "evaluation/accuracy": 0.75})
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
-    assert "a [note]" in text and "Warm start" in text and "━" in text
+    assert "a [note]" in text and "Fine-tuning" in text and "━" in text
     assert "4/4" in text and "reward 0.500" in text and "accuracy 0.750" in text
     assert "\x1b[?25h" in terminal.getvalue()  # the cursor is shown again
 
