@@ -21,7 +21,7 @@ class Prompt:
     answer: str
     source: str  # "file:line", for error messages
     fields: dict[str, Any] = field(default_factory=dict)  # all other fields of the line, kept
-    token_ids: tuple[int, ...] = ()  # filled in by data.encode
+    token_ids: tuple[int, ...] = ()  # filled in by data.prompts
 
 
 @dataclass(frozen=True)
