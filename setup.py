@@ -54,7 +54,6 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.3"],
-        "vllm": ["vllm>=0.11"],
         "trackers": ["tensorboard>=2.16", "wandb>=0.18", "mlflow>=2.16"],
         "math": ["math-verify>=0.8"],
         "dev": [

@@ -168,13 +168,12 @@ def _check(
     """Check the configuration and inputs of every variant, as `train` does. Returns the number of
     ranks of each variant. Raises ConfigError with the problems of all variants."""
     from gspo_megatron.cli.check_inputs import check_all
-    from gspo_megatron.cli.train import decide_world_size
 
     configs = {run.variant.name: run.config for run in runs}  # the seed makes no difference
 
     def check(variant: Variant) -> int:
         config = configs[variant.name]
-        size = decide_world_size(config, nproc, None) if here else config.world_size_hint()
+        size = ranks.decide_world_size(config, nproc, None) if here else config.world_size_hint()
         check_all(config, nproc or size)
         return nproc or size
 
