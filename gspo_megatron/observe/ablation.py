@@ -11,6 +11,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,14 +110,7 @@ def _of_finite(reduce: Callable[[list[float]], float]) -> Callable[[Sequence[flo
 
 
 _mean, _median, _largest = map(_of_finite, (statistics.fmean, statistics.median, max))
-
-
-def _first(values: Sequence[float]) -> float:
-    return values[0]
-
-
-def _last(values: Sequence[float]) -> float:
-    return values[-1]
+_first, _last = itemgetter(0), itemgetter(-1)
 
 
 def _last_window(values: Sequence[float]) -> float:

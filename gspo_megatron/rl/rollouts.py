@@ -67,7 +67,7 @@ def select_sequences(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
     """The sequences that `rows` [num_sequences] bool marks."""
     responses = rows.repeat_interleave(batch.response_lengths)
     tokens = rows.repeat_interleave(batch.prompt_lengths + batch.response_lengths)
-    of_tokens = {"tokens": tokens, "logprobs": responses, "routes": tokens}
+    of_tokens = {"tokens": tokens, "rollout_logprobs": responses, "routes": tokens}
     return RolloutBatch(
         **{
             name: None if value is None else value[of_tokens.get(name, rows)]

@@ -23,7 +23,6 @@ MAY_IMPORT_MEGATRON = (
     "checkpoint/",
     "rl/",
     "supervised/",
-    "verify/",
     "data/corpus_files.py",
     "rollout/megatron.py",
 )

@@ -60,7 +60,9 @@ class Engine:
             tokens=torch.tensor(flat),
             prompt_lengths=torch.tensor([len(p) for p in prompts]),
             response_lengths=torch.tensor(lengths),
-            logprobs=torch.tensor([-s - 0.5 for s, n in zip(samples, lengths) for _ in range(n)]),
+            rollout_logprobs=torch.tensor(
+                [-s - 0.5 for s, n in zip(samples, lengths) for _ in range(n)]
+            ),
             truncated=torch.tensor([n == LONGEST for n in lengths]),
             sample_index=torch.tensor(samples),
             group_index=torch.tensor(requests.group_index).repeat_interleave(per_prompt),
@@ -169,7 +171,7 @@ def test_groups_without_spread_make_room_for_further_prompts() -> None:
     tokens = batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist())
     assert tokens[0].tolist() == [5, 67, 67, EOS]
     assert tokens[-1].tolist() == [5, 5, 76, 76, 76, 76]
-    assert batch.logprobs.tolist() == [
+    assert batch.rollout_logprobs.tolist() == [
         -s - 0.5 for s in (2, 3, 6, 7, 10, 11) for _ in range(s % 4 + 1)
     ]
     # the figures are of all responses
