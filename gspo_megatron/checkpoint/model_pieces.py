@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from gspo_megatron.checkpoint.names import is_one_matrix, native_name
+from gspo_megatron.checkpoint.hf.weight_map import is_one_matrix, is_vocabulary, native_name
 from gspo_megatron.checkpoint.storage import Piece
 from gspo_megatron.models.build import Policy
 
@@ -116,11 +116,6 @@ def _half(
     assert first + shape[1] <= width, f"rows {offset[1]} to {offset[1] + shape[1]} of both halves"
     place = [offset[0], half, first, offset[2]]
     return [shape[0], 1, *shape[1:]], [experts, 2, width, hidden], place
-
-
-def is_vocabulary(key: str) -> bool:
-    """Tensors whose first axis is the vocabulary."""
-    return key.endswith(("word_embeddings.weight", "output_layer.weight"))
 
 
 def pieces_to_write(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:

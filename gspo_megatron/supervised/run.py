@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.checkpoint.hf.writer_folder import check_destination
+from gspo_megatron.checkpoint.hf.writer import check_destination
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start, finished_text, run_folder
 from gspo_megatron.checkpoint.run_lock import run_lock
