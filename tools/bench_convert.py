@@ -108,7 +108,10 @@ def make_checkpoint(folder: Path, gigabytes: float) -> None:
             for first in range(0, spec.shape[0], rows):
                 block = (min(rows, spec.shape[0] - first), *spec.shape[1:])
                 noise = torch.randint(-(2**15), 2**15, block, generator=generator).to(torch.int16)
-                slices = [slice(first, first + block[0]), *map(slice, [0] * len(block[1:]), block[1:])]
+                slices = [
+                    slice(first, first + block[0]),
+                    *map(slice, [0] * len(block[1:]), block[1:]),
+                ]
                 writer.write(name, noise.view(torch.bfloat16), slices)
         writer.finish()
         writer.publish({"config.json": config})

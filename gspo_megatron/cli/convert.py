@@ -39,8 +39,8 @@ def add_parser(commands: Commands) -> None:
     to_ours.add_argument(
         "--ignore-custom-code",
         action="store_true",
-        help="accept a config.json that names Python code of its own, and go by its model_type; the "
-        "code is not run",
+        help="accept a config.json that names Python code of its own, and go by its model_type; "
+        "the code is not run",
     )
     to_hf = new_parser(
         directions,

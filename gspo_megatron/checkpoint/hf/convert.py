@@ -332,8 +332,8 @@ def megatron_to_hf(
 
 
 class _Export(dcp.DefaultLoadPlanner):
-    """Reads the stored blocks that the tensors of `names` come from, each once and in any order, and
-    writes every part of them to its place."""
+    """Reads each stored block that the tensors of `names` need, once and in any order, and writes
+    its parts to their places."""
 
     def __init__(
         self, folder: Path, index: Metadata, recipes: Mapping[str, Recipe], names: set[str]
@@ -341,7 +341,7 @@ class _Export(dcp.DefaultLoadPlanner):
         super().__init__()
         self._folder, self._index = folder, index
         self._recipes = {
-            key: dataclasses.replace(recipe, boxes=tuple(b for b in recipe.boxes if b.name in names))
+            key: Recipe(recipe.shape, tuple(box for box in recipe.boxes if box.name in names))
             for key, recipe in recipes.items()
         }
 

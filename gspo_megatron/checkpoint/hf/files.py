@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,16 +55,16 @@ SIDE_FILES = (
 )
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_MAPPED_BYTES = 128 << 20  # read from mapped files before they are unmapped
+_MAPPED_BYTES = 128 << 20  # read from mapped files before their pages are given back
 
 
-@dataclass(frozen=True)
-class FileTensor:
+class FileTensor(NamedTuple):
     """A tensor in a safetensors file."""
 
     dtype: str  # its name in the file format
     shape: tuple[int, ...]
     file: Path
+    offset: int  # its first byte in the file
 
 
 class HfFolder:
@@ -91,8 +93,8 @@ class HfFolder:
                 " model_type says"
             )
         self.tensors: dict[str, FileTensor] = self._read_tensors(problems)
-        self._opened: dict[Path, Any] = {}
-        self._mapped = 0  # bytes that were read from opened files
+        self._mapped: dict[Path, mmap.mmap] = {}
+        self._read_bytes = 0
         if problems:
             raise DataError("\n".join(problems))
 
@@ -101,19 +103,30 @@ class HfFolder:
         return [file for name in SIDE_FILES if (file := self.path / name).is_file()]
 
     def read(self, name: str, slices: Sequence[slice]) -> Tensor:
-        """A part of a tensor, a view of its memory-mapped file; safe in any thread.
+        """A part of a tensor of a legal dtype: a view of its memory-mapped file, not to be written
+        to. Safe in any thread.
 
         Raises KeyError for a name that the folder lacks.
         """
         entry = self.tensors[name]
-        opened = self._opened.get(entry.file)
-        if opened is None:
-            opened = self._opened[entry.file] = safe_open(entry.file, framework="pt")
-        part: Tensor = opened.get_slice(name)[tuple(slices)]
-        # Pages of a mapped file count as this process's memory until the file is unmapped.
-        self._mapped += part.nbytes
-        if self._mapped > _MAPPED_BYTES:
-            self._opened, self._mapped = {}, 0
+        dtype, count = DTYPES[entry.dtype], math.prod(entry.shape)
+        if not count:
+            return torch.empty(entry.shape, dtype=dtype)[tuple(slices)]
+        mapped = self._mapped.get(entry.file)
+        if mapped is None:
+            with entry.file.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._mapped[entry.file] = mapped
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.offset)
+        part = flat.view(entry.shape)[tuple(slices)]
+        # Pages that were read count as this process's memory until they are given back.
+        self._read_bytes += part.nbytes
+        if self._read_bytes > _MAPPED_BYTES:
+            self._read_bytes = 0
+            for each in list(self._mapped.values()):
+                each.madvise(mmap.MADV_DONTNEED)
         return part
 
     def _read_tensors(self, problems: list[str]) -> dict[str, FileTensor]:
@@ -136,17 +149,24 @@ class HfFolder:
 def _read_header(file: Path, problems: list[str]) -> dict[str, FileTensor] | None:
     """All tensors of one file; None where it is damaged, which goes to `problems`."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {
-                name: FileTensor(part.get_dtype(), tuple(part.get_shape()), file)
-                for name, part in slices.items()
-            }
+        # The library checks the file. Its own mapping of tensors for torch needs as much free
+        # memory as the file is large; its numpy side maps without that.
+        with safe_open(file, framework="np"), file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length))
     except SafetensorError as error:
         cause = str(error).removeprefix("Error while deserializing header: ")
         problems.append(f"{file}: damaged ({cause}); copy or download it again")
     except OSError as error:
         problems.append(f"{file}: {error.strerror or error}")
+    else:
+        header.pop("__metadata__", None)
+        return {
+            name: FileTensor(
+                entry["dtype"], tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0]
+            )
+            for name, entry in header.items()
+        }
     return None
 
 
@@ -253,13 +273,15 @@ def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None
     if copy is None or copy not in folder.tensors:
         return
     box = weights.recipes["embedding.word_embeddings.weight"].boxes[0] if box is None else box
-    for block in split(box, MOST_ELEMENTS):
-        one, other = (folder.read(name, block.source_slices) for name in (box.name, copy))
-        if one.dtype != other.dtype or not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
-            raise DataError(
-                f"{folder.path}: config.json says tie_word_embeddings, and {copy} differs from "
-                f"{box.name}"
-            )
+    same = folder.tensors[copy][:2] == folder.tensors[box.name][:2]
+    for block in split(box, MOST_ELEMENTS) if same else ():
+        bits = [folder.read(n, block.source_slices).view(torch.uint8) for n in (box.name, copy)]
+        same = same and torch.equal(*bits)
+    if not same:
+        raise DataError(
+            f"{folder.path}: config.json says tie_word_embeddings, and {copy} differs from "
+            f"{box.name}"
+        )
 
 
 def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -57,7 +57,7 @@ class Box:
         return math.prod(self.size)
 
     def cut(self, slices: Sequence[slice]) -> Box | None:
-        """The part within `slices` of the Megatron tensor; its target is counted from their start."""
+        """The part within `slices` of the Megatron tensor; its target counts from their start."""
         starts, sizes, shifts = [], [], []
         for at, n, part in zip(self.target, self.size, slices, strict=True):
             first, last = max(at, part.start), min(at + n, part.stop)
@@ -166,7 +166,7 @@ def fill(out: Tensor, recipe: Recipe, slices: Sequence[slice], read: Read) -> No
 
 
 def split(box: Box, most: int) -> Iterator[Box]:
-    """A box cut into boxes of whole rows, each of at most `most` elements or one row, so that little
+    """A box cut into boxes of whole rows, each of at most `most` elements or of one row: so little
     is read at once."""
     axis = len(box.size) - len(box.source)
     rows = box.size[axis]
@@ -232,8 +232,8 @@ class WeightMap:
     made_of: Mapping[str, tuple[tuple[str, Box], ...]]
 
     def __getitem__(self, name: str) -> Recipe:
-        """The recipe of a tensor by any of its names: that of a shard, Transformer Engine's name, or
-        the key in a checkpoint, where all experts of a layer are one tensor. Raises KeyError.
+        """The recipe of a tensor by any of its names: that of a shard, Transformer Engine's, or the
+        key in a checkpoint, where all experts of a layer are one tensor. Raises KeyError.
         """
         known, one_matrix = native_name(name), is_one_matrix(name)
         found = self.recipes.get(known)
@@ -302,7 +302,7 @@ def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, Recipe]
 
 
 def _latent_attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, Recipe]:
-    """Both sides keep the parts of a head together and rotate neighbouring channels: plain copies."""
+    """Plain copies: both sides keep the parts of a head together and rotate channels in pairs."""
     megatron, hidden, heads = shape.megatron, shape.hidden_size, shape.num_attention_heads
     positional, latent = megatron["qk_pos_emb_head_dim"], megatron["kv_lora_rank"]
     plain, values = megatron["qk_head_dim"], megatron["v_head_dim"]

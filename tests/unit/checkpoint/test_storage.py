@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from gspo_megatron.checkpoint.restricted import read_index
+from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.checkpoint.storage import Piece, read_pieces, write_pieces
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.heartbeat import heard_by
@@ -137,7 +137,7 @@ def _no_places(index: Any) -> None:
         (_drop_place, "a is not whole"),
         (_other_place, "a is not whole"),
         (_no_places, "not an index of a checkpoint"),
-        (lambda _: {"some": "dictionary"}, "not an index of a checkpoint, but a dict"),
+        (lambda _: {"some": "dictionary"}, "not an index of a checkpoint: it is a dict"),
         (lambda _: print, "it names builtins.print"),
         (lambda _: torch.load, "it names torch.serialization.load"),
         (lambda _: torch.save, "it names torch.serialization.save"),
