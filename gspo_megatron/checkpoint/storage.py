@@ -57,20 +57,22 @@ class Piece:
         return tuple(o + n for o, n in zip(self.offset, self.data.shape, strict=True))
 
     def in_blocks(self) -> Iterator[Piece]:
-        for block in blocks(tuple(self.data.shape), self.data.dtype):
+        for block in blocks(tuple(self.data.shape), self.data.dtype, BLOCK_BYTES):
             offset = tuple(o + s.start for o, s in zip(self.offset, block, strict=True))
             yield replace(self, data=self.data[block], offset=offset)
 
 
-def blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[slice, ...]]:
-    """A tensor cut into blocks of at most BLOCK_BYTES, of whole rows where that is possible."""
+def blocks(
+    shape: Sequence[int], dtype: torch.dtype, most_bytes: int
+) -> Iterator[tuple[slice, ...]]:
+    """A tensor cut into blocks of at most `most_bytes`, of whole rows where that is possible."""
     size, cut = dtype.itemsize, len(shape)  # the dimensions from `cut` on stay whole
-    while cut and size * shape[cut - 1] <= BLOCK_BYTES:
+    while cut and size * shape[cut - 1] <= most_bytes:
         cut -= 1
         size *= shape[cut]
     steps = [1] * cut + list(shape[cut:])
     if cut:
-        steps[cut - 1] = max(1, BLOCK_BYTES // size)
+        steps[cut - 1] = max(1, most_bytes // size)
     starts = (range(0, max(1, n), max(1, step)) for n, step in zip(shape, steps))
     for start in itertools.product(*starts):
         yield tuple(slice(a, min(a + step, n)) for a, step, n in zip(start, steps, shape))

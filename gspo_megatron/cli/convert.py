@@ -16,7 +16,7 @@ from gspo_megatron.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from gspo_megatron.checkpoint.hf.convert import Share
+    from gspo_megatron.checkpoint.hf.source import Share
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _MOST_PROCESSES = 64  # on one machine; a layout may be meant for a cluster
@@ -87,7 +87,7 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Convert to a Hugging Face folder: alone, as a rank, or as the launcher of the ranks."""
-    from gspo_megatron.checkpoint.hf.convert import Share, shared_by_ranks
+    from gspo_megatron.checkpoint.hf.source import ALONE, shared_by_ranks
     from gspo_megatron.config import Layout
 
     ranks.adopt_slurm_task(os.environ)
@@ -114,7 +114,7 @@ def run_export(arguments: argparse.Namespace) -> int:
         command += [str(arguments.source), str(arguments.destination)]
         command += ["--dtype", arguments.dtype] if arguments.dtype else []
         return launch(command, processes)
-    return _export(arguments, Share())
+    return _export(arguments, ALONE)
 
 
 def _export(arguments: argparse.Namespace, share: Share) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
@@ -18,9 +17,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -46,15 +44,20 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
 from gspo_megatron.checkpoint.hf.files import DTYPES, HfFolder, check_tied_copy, checked_folder
 from gspo_megatron.checkpoint.hf.side_files import (
     check_tokenizer,
     export_config,
     generation_files,
-    tokenizer_files,
 )
-from gspo_megatron.checkpoint.hf.weight_map import Recipe, Slices, WeightMap, fill, weight_map
+from gspo_megatron.checkpoint.hf.source import (
+    ALONE,
+    Share,
+    open_checkpoint,
+    thread_count,
+    tokenizer_of,
+)
+from gspo_megatron.checkpoint.hf.weight_map import Box, Recipe, Slices, WeightMap, fill, weight_map
 from gspo_megatron.checkpoint.hf.writer import (
     MAX_SHARD_BYTES,
     HfWriter,
@@ -67,12 +70,10 @@ from gspo_megatron.checkpoint.hf.writer import (
 from gspo_megatron.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
-    damage_notes,
     dump_manifest,
-    find_damage,
     record_of,
 )
-from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
+from gspo_megatron.checkpoint.run_state import MODEL_FILE
 from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.checkpoint.storage import (
     SavePlanner,
@@ -84,17 +85,16 @@ from gspo_megatron.checkpoint.storage import (
 )
 from gspo_megatron.config.families import describe, family_of, family_of_shape
 from gspo_megatron.config.shape import ModelShape, shape_of
-from gspo_megatron.data.fingerprints import fingerprint
 from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.observe.progress import Progress
 
 _FILE_BYTES = 4 << 30  # of a checkpoint's files: one is synced while others are written
-_MOST_THREADS = 4  # each holds a few blocks in memory
-_MEGABYTE = 1_000_000
+_BLOCK_BYTES = 16 << 20  # of what is written: the memory of larger ones would not be reused
+_MILLION = 1_000_000
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Done = Callable[[int], None]  # called with the bytes that were finished
+Done = Callable[[int], None]  # called with the bytes or weights that were finished
 
 
 def hf_to_megatron(
@@ -155,7 +155,7 @@ class _ImportPlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         items = []
         for key, (dtype, shape) in self._specs.items():
-            for number, block in enumerate(blocks(shape, dtype)):
+            for number, block in enumerate(blocks(shape, dtype, _BLOCK_BYTES)):
                 offset = torch.Size(part.start for part in block)
                 size = torch.Size(part.stop - part.start for part in block)
                 data = TensorWriteData(
@@ -185,7 +185,7 @@ class _BlockWriter(TorchDistWriter):
         self._total = total
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        count = max(_thread_count(), -(-self._total // _FILE_BYTES))
+        count = max(thread_count(), -(-self._total // _FILE_BYTES))
         files: list[list[WriteItem]] = [[] for _ in range(count)]
         written = 0
         for item in plan.items:
@@ -222,66 +222,13 @@ class _BlockWriter(TorchDistWriter):
         return results
 
 
-@dataclass(frozen=True)
-class Share:
-    """This process of several that convert together. gather(value) is a collective: it returns the
-    values of all processes."""
-
-    rank: int = 0
-    world_size: int = 1
-    gather: Callable[[Any], list[Any]] = lambda value: [value]
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def together(self, work: Callable[[], Result]) -> list[Result]:
-        """What `work` returns in each process. Where it raises DataError or OSError in one of them,
-        all raise."""
-        result, problem = None, None
-        try:
-            result = work()
-        except (DataError, OSError) as error:
-            problem = error
-        gathered = self.gather((result, None if problem is None else str(problem)))
-        if problem is not None:
-            raise problem
-        messages = [message for _, message in gathered if message is not None]
-        if messages:
-            raise DataError("\n".join(messages))
-        return [found for found, _ in gathered]
-
-
-@contextmanager
-def shared_by_ranks() -> Iterator[Share]:
-    """The share of a rank that torchrun's variables describe (RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT)."""
-    import torch.distributed as dist
-
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size == 1:
-        yield Share()
-        return
-
-    def gather(value: Any) -> list[Any]:
-        values = [None] * world_size
-        dist.all_gather_object(values, value)
-        return values
-
-    dist.init_process_group("gloo")
-    try:
-        yield Share(dist.get_rank(), world_size, gather)
-    finally:
-        dist.destroy_process_group()
-
-
 def megatron_to_hf(
     source: Path,
     destination: Path,
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    share: Share = Share(),
+    share: Share = ALONE,
 ) -> tuple[Path, list[str]]:
     """Convert a checkpoint, of any layout, to a new Hugging Face folder.
 
@@ -308,7 +255,7 @@ def megatron_to_hf(
     }
     main_dtype = specs[family.names["embedding"]].dtype
     config = export_config(shape, vocab_size, main_dtype, original)
-    copies, notes = _tokenizer_of(checkpoint)
+    copies, notes = tokenizer_of(checkpoint)
     check_tokenizer(copies, vocab_size)
     if share.world_size > 1:
         max_shard_bytes = min(max_shard_bytes, -(-_bytes(specs) // share.world_size))
@@ -316,10 +263,10 @@ def megatron_to_hf(
     with writer:
         share.gather(None)  # now the folder is there
         files = writer.files[share.rank :: share.world_size]
-        export = _Export(model, index, recipes, {name for file in files for name in file.offsets})
+        names = {name for file in files for name in file.offsets}
 
         def convert() -> None:
-            export.run(writer, share.is_main)
+            _export(model, index, recipes, writer, names, share.is_main)
             writer.finish(files)
 
         share.together(convert)
@@ -331,168 +278,50 @@ def megatron_to_hf(
     return checkpoint.folder, [*checkpoint.notes, *notes]
 
 
-class _Export(dcp.DefaultLoadPlanner):
-    """Reads each stored block that the tensors of `names` need, once and in any order, and writes
-    its parts to their places."""
+class _BlockPlanner(dcp.DefaultLoadPlanner):
+    """Receives one stored block as it is."""
 
-    def __init__(
-        self, folder: Path, index: Metadata, recipes: Mapping[str, Recipe], names: set[str]
-    ) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self._folder, self._index = folder, index
-        self._recipes = {
-            key: Recipe(recipe.shape, tuple(box for box in recipe.boxes if box.name in names))
-            for key, recipe in recipes.items()
-        }
-
-    def run(self, writer: HfWriter, progress: bool) -> None:
-        self._writer = writer
-        items = [
-            ReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex(key, chunk.offsets, number),
-                dest_offsets=torch.Size([0] * len(chunk.sizes)),
-                storage_index=MetadataIndex(key, chunk.offsets, number),
-                storage_offsets=torch.Size([0] * len(chunk.sizes)),
-                lengths=chunk.sizes,
-            )
-            for key, recipe in self._recipes.items()
-            for number, chunk in enumerate(self._index.state_dict_metadata[key].chunks)
-            if math.prod(chunk.sizes) and next(recipe.cut(_slices(chunk)), None) is not None
-        ]
-
-        def convert(item: ReadItem, done: Done) -> None:
-            TorchDistReader(self._folder, self._index).read_data(LoadPlan([item]), self)
-            done(self._size(item))
-
-        total = sum(map(self._size, items))
-        _in_threads(convert, items, "megatron-to-hf, MB", total, enabled=progress)
-
-    def _size(self, item: ReadItem) -> int:
-        return math.prod(item.lengths) * self._dtype(item).itemsize
-
-    def _dtype(self, item: ReadItem) -> torch.dtype:
-        return self._index.state_dict_metadata[item.storage_index.fqn].properties.dtype
+        self._dtype = dtype
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return torch.empty(read_item.lengths, dtype=self._dtype(read_item))
+        self.tensor = torch.empty(read_item.lengths, dtype=self._dtype)
+        return self.tensor
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        place = read_item.storage_index
-        slices = [slice(at, at + n) for at, n in zip(place.offset, read_item.lengths)]
-        for box in self._recipes[place.fqn].cut(slices):
-            part = tensor[box.target_slices].to(self._writer.tensors[box.name].dtype)
+
+def _export(
+    folder: Path,
+    index: Metadata,
+    recipes: Mapping[str, Recipe],
+    writer: HfWriter,
+    names: set[str],
+    progress: bool,
+) -> None:
+    """Read each stored block that the HF tensors of `names` need, once, and write its parts to
+    their places."""
+    reader = TorchDistReader(folder, index)
+    work: list[tuple[MetadataIndex, ChunkStorageMetadata, list[Box]]] = []
+    for key, recipe in recipes.items():
+        for number, chunk in enumerate(index.state_dict_metadata[key].chunks):
+            boxes = [box for box in recipe.cut(_slices(chunk)) if box.name in names]
+            if boxes:
+                work.append((MetadataIndex(key, chunk.offsets, number), chunk, boxes))
+
+    def convert(block: tuple[MetadataIndex, ChunkStorageMetadata, list[Box]], done: Done) -> None:
+        place, chunk, boxes = block
+        planner = _BlockPlanner(index.state_dict_metadata[place.fqn].properties.dtype)
+        start = torch.Size([0] * len(chunk.sizes))
+        item = ReadItem(LoadItemType.TENSOR, place, start, place, start, chunk.sizes)
+        reader.read_data(LoadPlan([item]), planner)
+        for box in boxes:
+            part = planner.tensor[box.target_slices].to(writer.tensors[box.name].dtype)
             sizes = box.size[len(box.size) - len(box.source) :]
-            self._writer.write(box.name, part.reshape(sizes), box.source_slices)
+            writer.write(box.name, part.reshape(sizes), box.source_slices)
+        done(sum(box.numel for box in boxes))
 
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint without damage. `hf_config`: the config.json that its weights were imported
-    with; `tokenizer`: the path that the run's configuration named, and `fingerprint` that of its
-    contents then, where it is known; `notes`: about damaged newer checkpoints."""
-
-    folder: Path
-    notes: tuple[str, ...]
-    shape: ModelShape
-    vocab_size: int
-    tokenizer: str | None
-    fingerprint: str | None
-    hf_config: Mapping[str, Any] | None
-
-    @property
-    def imported(self) -> Path | None:
-        """Settings and tokenizer of the folder that it was converted from; None for a run's."""
-        folder = self.folder / "hf"
-        return folder if folder.is_dir() else None
-
-
-def open_checkpoint(path: Path, share: Share = Share()) -> Source:
-    """`path` is a checkpoint, or a folder of them, or a run: then the newest one whose files all
-    have their sizes is taken.
-
-    The main process chooses, because a run may publish another one at any time; all processes read
-    the files and compare their checksums. Raises DataError with all that is wrong.
-    """
-    folder, notes = share.together(lambda: _find(path) if share.is_main else None)[0]
-    threads = _thread_count()
-    shares = [(share.rank * threads + n, share.world_size * threads) for n in range(threads)]
-
-    def damage_of(part: tuple[int, int]) -> list[str]:
-        return find_damage(folder, share=part, only=_matters)
-
-    def damage() -> list[str]:
-        with ThreadPoolExecutor(threads) as pool:
-            return list(itertools.chain(*pool.map(damage_of, shares)))
-
-    lines = [f"{folder}: {line}" for found in share.together(damage) for line in found]
-    if lines:
-        if folder != path:
-            lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
-        raise DataError("\n".join([*notes, *lines]))
-    document = read_model(folder)
-    try:
-        known = {field.name for field in dataclasses.fields(ModelShape)}
-        sizes = {name: value for name, value in document["shape"].items() if name in known}
-        return Source(
-            folder,
-            tuple(notes),
-            ModelShape(**sizes),
-            int(document["vocab_size"]),
-            document.get("tokenizer"),
-            _fingerprint(folder),
-            document.get("hf"),
-        )
-    except (AttributeError, TypeError, ValueError) as error:
-        raise DataError(f"{folder / MODEL_FILE}: does not describe a model: {error}") from error
-
-
-def _matters(name: str) -> bool:
-    """Whether a file is needed: the optimizer's are not."""
-    return name.startswith(("model/", "hf/")) or name == MODEL_FILE
-
-
-def _find(path: Path) -> tuple[Path, list[str]]:
-    """The checkpoint that a path means, and notes about damaged newer ones."""
-    if (path / MANIFEST).exists():
-        return path, []
-    if not path.is_dir():
-        raise DataError(f"{path}: no such folder")
-    checkpoints = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    problems, notes = [], []
-    for position in positions(checkpoints):
-        folder = checkpoints / position.name
-        damage = find_damage(folder, contents=False, only=_matters)
-        if not damage:
-            return folder, notes
-        notes += damage_notes(position.name, damage)
-        problems += [f"{folder}: {line}" for line in damage]
-    raise DataError(
-        "\n".join([*problems, f"{path}: not a checkpoint of ours, and there is no whole one in it"])
-    )
-
-
-def _fingerprint(folder: Path) -> str | None:
-    """Of the run's tokenizer; None where no run wrote the checkpoint, or its run.json is damaged:
-    the weights do not need it."""
-    try:
-        return RunState.read(folder).fingerprints.get(TOKENIZER)
-    except DataError:
-        return None
-
-
-def _tokenizer_of(checkpoint: Source) -> tuple[list[Path], list[str]]:
-    """The tokenizer's files, and notes for the user: from the folder that the checkpoint was
-    imported from, else the tokenizer that the run named."""
-    if checkpoint.imported is not None or checkpoint.tokenizer is None:
-        return tokenizer_files(checkpoint.imported), []
-    path = Path(checkpoint.tokenizer)
-    if not path.exists():
-        return [], [f"{path}: the run's tokenizer is not there (any more), and is left out"]
-    if checkpoint.fingerprint not in (None, fingerprint(path)):
-        lacks = "no longer has the contents that the run's tokenizer had, and is left out"
-        return [], [f"{path}: {lacks}"]
-    return tokenizer_files(path), []
+    total = sum(box.numel for _, _, boxes in work for box in boxes)
+    _in_threads(convert, work, "megatron-to-hf, million weights", total, enabled=progress)
 
 
 def _open_hf(source: Path, ignore_custom_code: bool) -> tuple[HfFolder, WeightMap, ModelShape, int]:
@@ -572,10 +401,6 @@ def _item_bytes(item: WriteItem) -> int:
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def _thread_count() -> int:
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
-
-
 def _in_threads(
     work: Callable[[Item, Done], Result],
     items: Sequence[Item],
@@ -584,10 +409,10 @@ def _in_threads(
     *,
     enabled: bool = True,
 ) -> list[Result]:
-    """work(item, done) for all items, a few at a time; `done` moves a progress bar over `total`
-    bytes. After the first error, or Ctrl-C, `done` raises in all threads."""
+    """work(item, done) for all items, a few at a time; `done` moves a progress bar up to `total`.
+    After the first error, or Ctrl-C, `done` raises in all threads."""
     lock, stopped = threading.Lock(), threading.Event()
-    count, size = 0, max(1, total // _MEGABYTE)
+    count, size = 0, max(1, total // _MILLION)
 
     def done(more: int) -> None:
         nonlocal count
@@ -595,10 +420,10 @@ def _in_threads(
             raise InterruptedError
         with lock:
             count += more
-            bar.update(size if count >= total else min(size - 1, count // _MEGABYTE), {})
+            bar.update(size if count >= total else min(size - 1, count // _MILLION), {})
 
     torch.set_num_threads(1)  # these threads share the work
-    with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(_thread_count()) as pool:
+    with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(thread_count()) as pool:
         futures = [pool.submit(work, item, done) for item in items]
         try:
             for future in as_completed(futures):

@@ -55,7 +55,7 @@ SIDE_FILES = (
 )
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_MAPPED_BYTES = 128 << 20  # read from mapped files before their pages are given back
+_MAPPED_BYTES = 32 << 20  # read from mapped files before their pages are given back
 
 
 class FileTensor(NamedTuple):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf, open_checkpoint
+from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
+from gspo_megatron.checkpoint.hf.source import open_checkpoint
 from gspo_megatron.checkpoint.manifest import dump_manifest, files_below, record_of
 from gspo_megatron.checkpoint.run_state import (
     STATE_FILE,

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.checkpoint import storage
 from gspo_megatron.checkpoint.folder import Position, Publication
 from gspo_megatron.checkpoint.hf import convert
-from gspo_megatron.checkpoint.hf.convert import Share, hf_to_megatron, megatron_to_hf
+from gspo_megatron.checkpoint.hf import source as source_module
+from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
+from gspo_megatron.checkpoint.hf.source import Share
 from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
 from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.checkpoint.tensors import load_model, save_tensors
@@ -73,15 +74,15 @@ def test_there_and_back_is_bit_for_bit(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "ours"]
 
 
-@pytest.mark.parametrize("limit", [2_000, 20_000])
+@pytest.mark.parametrize("limit", [100, 2_000, 20_000])
 def test_any_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Blocks that end in the middle of an expert, a query group, a matrix."""
-    monkeypatch.setattr(storage, "BLOCK_BYTES", limit)
+    """Blocks that end in the middle of an expert, a query group, a matrix, a row."""
+    monkeypatch.setattr(convert, "_BLOCK_BYTES", limit)
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=4)
     hf_to_megatron(source, tmp_path / "ours")
     index = read_index(tmp_path / "ours/model")
     experts = index.state_dict_metadata["decoder.layers.0.mlp.experts.weight1"]
-    assert (len(experts.chunks) > 12) == (limit == 2_000)
+    assert (len(experts.chunks) > 12) == (limit < 20_000)
     megatron_to_hf(tmp_path / "ours", tmp_path / "back")
     assert_same_bits(read_folder(tmp_path / "back"), read_folder(source))
 
@@ -252,7 +253,7 @@ def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
     checkpoints.mkdir(parents=True)
     hf_to_megatron(sources[0], checkpoints / names[0])
     hf_to_megatron(sources[1], tmp_path / "next")
-    look = convert.positions
+    look = source_module.positions
 
     def look_and_publish(folder: Path) -> list[Position]:
         with lock:
@@ -261,7 +262,7 @@ def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
                 (tmp_path / "next").rename(checkpoints / names[1])
             return found
 
-    monkeypatch.setattr(convert, "positions", look_and_publish)
+    monkeypatch.setattr(source_module, "positions", look_and_publish)
     back = tmp_path / "back"
     assert not in_processes(2, lambda share: megatron_to_hf(tmp_path / "run", back, share=share))
     assert [p.name for p in look(checkpoints)] == names[::-1]
