@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from gspo_megatron.checkpoint import optimizer as states
-from gspo_megatron.checkpoint.fp8_scales import keeps_scales, scale_pieces
 from gspo_megatron.checkpoint.model_pieces import (
+    keeps_scales,
     model_pieces,
     pieces_to_read,
     pieces_to_write,
+    scale_pieces,
 )
 from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
 from gspo_megatron.checkpoint.storage import Piece, raise_everywhere, read_pieces, write_pieces
