@@ -37,8 +37,8 @@ def precision_problems(
     for_training: bool,
     here: bool,
 ) -> Iterator[str]:
-    """All that can be known without the device; models.precision asks that. What is installed
-    counts for a run that is to be `here`."""
+    """All that can be known without the device; models.transformer_config checks the device. What
+    is installed counts for a run that is to be `here`."""
     if for_training and precision == "fp64":
         yield problem(
             KEY,

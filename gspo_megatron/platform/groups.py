@@ -38,6 +38,12 @@ def model_replica() -> tuple[dist.ProcessGroup, int]:
     return group, dist.get_process_group_ranks(group)[-tp]
 
 
+def data_parallel_group() -> dist.ProcessGroup:
+    """The ranks that hold the same part of the model and different sequences, or different parts of
+    the same sequences: data parallelism and context parallelism together."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
 _PATIENCE_MINUTES = 30.0  # of a collective, as in torch and Megatron-Core
 _FOR_EVER_MINUTES = 30.0 * 24 * 60
 

@@ -10,10 +10,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gspo_megatron.models import vocab_parallel
-from gspo_megatron.models.vocab_parallel import logprob_and_entropy
+from gspo_megatron.models import logprob_head
+from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64, other orders of additions
+
+# Logits of a standard deviation of 8, which bf16 would round by up to 0.06: sums of 64 terms in
+# float32 are 4,000 times as precise.
+WIDTH = 64
+PRECISE = {"rtol": 2e-6, "atol": 2e-5}
+# Gradients are products of bf16, rounded to the 8 bits of bf16.
+GRADIENTS = 2**-8
 
 
 def make_case(rows: int, width: int, vocab: int, seed: int = 0, dtype=torch.float64):
@@ -73,13 +80,20 @@ def test_equals_the_dense_softmax(chunk_size, temperature, entropy_gradient):
     assert_all_close(actual, dense(*case, **options), **EXACT)
 
 
+def test_float32_gives_float32():
+    case = make_case(40, 8, 50, seed=2, dtype=torch.float32)
+    actual = chunked(*case, chunk_size=16)
+    assert {value.dtype for value in actual} == {torch.float32}
+    assert_all_close(actual, dense(*case), rtol=1e-5, atol=2e-5)
+
+
 @pytest.fixture
 def small_tiles(monkeypatch):
     """A function that sets the elements of a tile of float64, so that columns come in blocks."""
 
     def set_elements(count: int) -> None:
-        monkeypatch.setattr(vocab_parallel, "TILE_BYTES", 8 * count)
-        monkeypatch.setattr(vocab_parallel, "KEEP_EXPONENTIALS_BYTES", 0)
+        monkeypatch.setattr(logprob_head, "TILE_BYTES", 8 * count)
+        monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
 
     return set_elements
 
@@ -111,7 +125,7 @@ def test_columns_of_very_different_sizes_of_logits(small_tiles):
 def test_recomputing_a_single_tile_gives_what_keeping_it_gives(monkeypatch):
     case = make_case(9, 4, 13)
     kept = chunked(*case, temperature=0.9)
-    monkeypatch.setattr(vocab_parallel, "KEEP_EXPONENTIALS_BYTES", 0)
+    monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
     assert_all_close(chunked(*case, temperature=0.9), kept, **EXACT)
 
 
@@ -150,8 +164,8 @@ def test_weight_gradient_of_many_chunks_does_not_lose_the_small_ones():
 def test_hidden_gradient_of_many_column_blocks_does_not_lose_the_small_ones(monkeypatch):
     # 4096 columns a tile each, all with a gradient of 1/4096 but the target's.
     columns = 4096
-    monkeypatch.setattr(vocab_parallel, "KEEP_EXPONENTIALS_BYTES", 0)
-    monkeypatch.setattr(vocab_parallel, "TILE_BYTES", 4)
+    monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
+    monkeypatch.setattr(logprob_head, "TILE_BYTES", 4)
     hidden = torch.zeros(1, 1, dtype=torch.bfloat16)
     weight = torch.ones(columns, 1, dtype=torch.bfloat16)
     weight[0] = 0
@@ -251,22 +265,22 @@ def test_no_tensor_of_a_large_batch_exceeds_the_tile(entropy_gradient, small_til
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_default_tiles_of_a_large_vocabulary_are_small_and_cover_it(device):
-    limit = {"cpu": vocab_parallel.TILE_BYTES, "cuda": vocab_parallel.GPU_TILE_BYTES}[device]
+    limit = {"cpu": logprob_head.TILE_BYTES, "cuda": logprob_head.GPU_TILE_BYTES}[device]
     for rows, columns in ((4096, 151_936), (32_769, 151_936), (300, 151_936), (4096, 18_992)):
-        tiles = vocab_parallel._tiles(rows, columns, None, 4, torch.device(device))
+        tiles = logprob_head._tiles(rows, columns, None, 4, torch.device(device))
         for blocks, total in zip(tiles, (rows, columns)):
             assert blocks[0].start == 0 and blocks[-1].stop == total
             assert all(a.stop == b.start for a, b in zip(blocks, blocks[1:]))
             assert len({b.stop - b.start for b in blocks[:-1]}) <= 1
         height, width = (blocks[0].stop for blocks in tiles)
         assert 0.6 * limit <= height * width * 4 <= limit
-        assert width % 64 == 0 and height <= vocab_parallel.TILE_ROWS
+        assert width % 64 == 0 and height <= logprob_head.TILE_ROWS
     assert 2 * limit < 0.05 * 4096 * 151_936 * 4  # the logits of the first
 
 
 def test_logits_of_a_small_batch_are_one_tile():
     for rows, columns in ((4000, 1024), (1, 151_936), (7, 100), (0, 100), (5, 0)):
-        tiles = vocab_parallel._tiles(rows, columns, None, 4, torch.device("cpu"))
+        tiles = logprob_head._tiles(rows, columns, None, 4, torch.device("cpu"))
         assert tiles == tuple([slice(0, n)] if n else [] for n in (rows, columns))
 
 
@@ -304,31 +318,33 @@ def test_nothing_of_the_size_of_the_logits_is_kept_between_forward_and_backward(
 
 SHARD_CASES = [
     # rows, true vocabulary, rows of weight on each rank (the padded vocabulary in equal parts),
-    # chunk size, temperature, gradient through the entropy
-    (17, 22, 12, 5, 1.0, False),
-    (17, 22, 12, 1024, 0.8, True),
-    (9, 12, 12, 4, 1.3, True),  # the last rank holds nothing but padding
-    (1, 13, 12, 1024, 1.0, False),
-    (0, 22, 12, 4, 1.0, False),
+    # chunk size, temperature, gradient through the entropy, dtype
+    (17, 22, 12, 5, 1.0, False, torch.float64),
+    (17, 22, 12, 1024, 0.8, True, torch.float64),
+    (9, 12, 12, 4, 1.3, True, torch.float64),  # the last rank holds only padding
+    (1, 13, 12, 1024, 1.0, False, torch.float64),
+    (0, 22, 12, 4, 1.0, False, torch.float64),
+    (17, 22, 12, 5, 1.0, False, torch.bfloat16),
 ]
 
 
 def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
-    vocab_parallel.TILE_BYTES = 5 * 4 * 8  # in this process: blocks of 4 columns
-    vocab_parallel.KEEP_EXPONENTIALS_BYTES = 9 * 12 * 8  # and one case that is a single tile
+    logprob_head.TILE_BYTES = 5 * 4 * 8  # in this process: blocks of 4 columns
+    logprob_head.KEEP_EXPONENTIALS_BYTES = 9 * 12 * 8  # and one case that is a single tile
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
     try:
         for seed, case in enumerate(SHARD_CASES):
-            rows, vocab, part, chunk_size, temperature, entropy_gradient = case
-            hidden, weight, targets, gradients = make_case(rows, 6, vocab, seed=seed)
+            rows, vocab, part, chunk_size, temperature, entropy_gradient, dtype = case
+            width = 6 if dtype == torch.float64 else WIDTH
+            hidden, weight, targets, gradients = make_case(rows, width, vocab, seed, dtype)
             expected = (
                 dense(hidden, weight, targets, gradients, temperature, entropy_gradient)
                 if rows
                 else None
             )
-            padded = torch.full((part * world_size, 6), 50.0, dtype=torch.float64)
+            padded = torch.full((part * world_size, width), 50.0, dtype=dtype)
             padded[: min(vocab, len(padded))] = weight[: len(padded)]
             start = rank * part
             logprob, entropy, hidden_grad, weight_grad = chunked(
@@ -343,16 +359,19 @@ def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
                 vocab_size=vocab,
                 entropy_gradient=entropy_gradient,
             )
-            dist.all_reduce(hidden_grad)  # the caller's part
+            # the caller sums the shares of bf16 in float32
+            hidden_grad = hidden_grad.to(torch.promote_types(dtype, torch.float32))
+            dist.all_reduce(hidden_grad)
             if expected is None:
                 assert logprob.shape == (0,) and (weight_grad == 0).all()
                 continue
             mine = max(min(vocab - start, part), 0)
-            assert_all_close(
-                (logprob, entropy, hidden_grad, weight_grad[:mine]),
-                (*expected[:3], expected[3][start : start + mine]),
-                **EXACT,
-            )
+            actual = (logprob, entropy, hidden_grad.to(dtype), weight_grad[:mine])
+            of_shard = (*expected[:3], expected[3][start : start + mine])
+            if dtype == torch.float64:
+                assert_all_close(actual, of_shard, **EXACT)
+            else:
+                assert_precise(actual, of_shard)
             assert (weight_grad[mine:] == 0).all()
         count_collectives(rank, world_size)
     finally:
@@ -369,7 +388,7 @@ def count_collectives(rank: int, world_size: int) -> None:
         calls.append("all_reduce")
         return original(*args, **kwargs)
 
-    vocab_parallel.dist.all_reduce = counting
+    logprob_head.dist.all_reduce = counting
     try:
         chunked(
             hidden,
@@ -381,10 +400,65 @@ def count_collectives(rank: int, world_size: int) -> None:
             vocab_start=rank * 12,
         )
     finally:
-        vocab_parallel.dist.all_reduce = original
+        logprob_head.dist.all_reduce = original
     assert len(calls) == 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_shards_of_the_vocabulary_equal_the_dense_softmax(world_size, tmp_path: Path):
     mp.spawn(compare_shard, (world_size, str(tmp_path / "rendezvous")), nprocs=world_size)
+
+
+def assert_precise(actual, expected) -> None:
+    """Results to float32's precision, gradients, in the Euclidean norm, to bf16's."""
+    for got, exact in zip(actual[:2], expected[:2], strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), exact, **PRECISE)
+    for got, exact in zip(actual[2:], expected[2:], strict=True):
+        assert got.dtype == torch.bfloat16
+        assert float((got.double() - exact).norm()) <= GRADIENTS * float(exact.norm())
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 2), (17, 31), (40, 203)])
+@pytest.mark.parametrize("tile_bytes", [None, 4 * 7 * 13, 4 * 16 * 64])
+def test_bf16_equals_float64_of_the_same_inputs(
+    tile_bytes, rows, vocab, entropy_gradient, monkeypatch
+):
+    if tile_bytes is not None:  # many tiles, computed again in the backward pass
+        monkeypatch.setattr(logprob_head, "TILE_BYTES", tile_bytes)
+        monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
+        monkeypatch.setattr(logprob_head, "STRIP_BYTES", 4 * WIDTH * 5)
+    case = make_case(rows, WIDTH, vocab, dtype=torch.bfloat16)
+    options = {"temperature": 0.7, "entropy_gradient": entropy_gradient}
+    actual = chunked(*case, chunk_size=None if tile_bytes is None else 7, **options)
+    assert_precise(actual, dense(*case, **options))
+
+
+@pytest.mark.parametrize("strip_bytes", [1, 4 * WIDTH * 3, 2**20])
+def test_products_in_strips_are_those_of_the_whole(strip_bytes, monkeypatch):
+    monkeypatch.setattr(logprob_head, "STRIP_BYTES", strip_bytes)
+    hidden, weight, *_ = make_case(3, WIDTH, 200, dtype=torch.bfloat16)
+    with LargestTensor() as largest:
+        product = multiply(hidden, weight, torch.empty(3, 200))
+    torch.testing.assert_close(product.double(), hidden.double() @ weight.double().t(), **PRECISE)
+    if strip_bytes < 2**20:  # but for a single row, the weight is never there in float32
+        assert largest.elements == 3 * 200 < weight.numel()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 5), (3, 0)])
+def test_products_of_nothing(rows, columns):
+    hidden, weight = (torch.ones(n, 4, dtype=torch.bfloat16) for n in (rows, columns))
+    assert multiply(hidden, weight, torch.empty(rows, columns)).shape == (rows, columns)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_numbers_shapes_and_dtypes_are_the_same(dtype):
+    # as in estimates of memory
+    kind = {"device": "meta", "dtype": dtype, "requires_grad": True}
+    hidden, weight = torch.empty(5000, WIDTH, **kind), torch.empty(3000, WIDTH, **kind)
+    targets = torch.empty(5000, dtype=torch.long, device="meta")
+    logprob, entropy = logprob_and_entropy(hidden, weight, targets)
+    logprob.sum().backward()
+    assert logprob.dtype == entropy.dtype == torch.float32
+    assert (hidden.grad.dtype, weight.grad.shape) == (dtype, weight.shape)
