@@ -53,7 +53,7 @@ def stream_hf(
     specs = tensor_specs(policy, weights, dtype)
     for chunk in policy.chunks:
         if chunk.ddp_config.overlap_param_gather:
-            # the weights of the last update may still be on their way
+            # the last update's weights may still be in transit
             chunk.start_param_sync(force_sync=True)
     copy = _ModelCopy(weight_shards(policy, weights), weights)
     rank, device = dist.get_rank(), torch.device(torch.cuda.current_device())
@@ -70,8 +70,8 @@ def stream_hf(
 def tensor_specs(
     policy: Policy, weights: WeightMap, dtype: torch.dtype | None = None
 ) -> dict[str, TensorSpec]:
-    """Dtype and shape of every tensor of the stream, in its order. Biases of routers stay fp32, as
-    Megatron-Core keeps them."""
+    """Dtype and shape of every tensor of the stream, in order. Biases of routers stay fp32, as in
+    Megatron-Core."""
     specs = {}
     for name, shape in weights.shapes.items():
         is_bias = weights.made_of[name][0][0].endswith(".expert_bias")
