@@ -16,6 +16,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,9 +116,7 @@ def read_pieces(folder: Path, pieces: Sequence[Piece], *, all_keys: bool = True)
     if all_keys:
         raise_everywhere(_unread(folder, index, pieces))
     try:
-        with warnings.catch_warnings():
-            # every rank plans for itself, and is told so each time
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with without_warning():
             dcp.load(
                 _state_dict(pieces),
                 storage_reader=TorchDistReader(folder, index),
@@ -130,6 +129,14 @@ def read_pieces(folder: Path, pieces: Sequence[Piece], *, all_keys: bool = True)
         error = str(cause) if known else f"{folder}: cannot be read: {_first_line(cause)}"
     raise_everywhere(error)
     return index
+
+
+@contextmanager
+def without_warning() -> Iterator[None]:
+    """Around calls with no_dist=True, where DCP warns that each process works alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def raise_everywhere(error: str | None) -> None:

@@ -156,7 +156,7 @@ def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
 
 
 def _check_weights(folder: Path, ranges: list[states.OwnedRange]) -> None:
-    """16-bit weights must be the rounded fp32 ones; else model and optimizer do not fit together."""
+    """16-bit weights must be the rounded fp32 ones, or model and optimizer do not fit together."""
     for own in ranges:
         weight = own.parameter.detach().view(-1)[own.start : own.stop]
         main = own.tensors()["param"]
@@ -188,9 +188,9 @@ _SLOWEST_WRITER = datetime.timedelta(hours=6)
 
 
 def writers() -> dist.ProcessGroup:
-    """All ranks, over gloo, for one save at a time: collectives of a save in the background must not
-    mix with those of training, and its plans do not belong on devices. The first call of a process
-    is a collective."""
+    """All ranks, over gloo, for one save at a time: collectives of a save in the background must
+    not mix with those of training, and its plans do not belong on devices. The first call of a
+    process is a collective."""
     global _group
     world = dist.group.WORLD
     if _group is None or _group[0] is not world:

@@ -13,10 +13,8 @@ import math
 import os
 import re
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -82,6 +80,7 @@ from gspo_megatron.checkpoint.storage import (
     blocks,
     operating_system_error,
     root_cause,
+    without_warning,
 )
 from gspo_megatron.config.families import describe, family_of, family_of_shape
 from gspo_megatron.config.shape import ModelShape, shape_of
@@ -130,7 +129,7 @@ def hf_to_megatron(
             copy_file(file, new.partial / "hf")
         writer = _BlockWriter(new.partial / "model", _bytes(specs))
         try:
-            with _quietly():
+            with without_warning():
                 planner = _ImportPlanner(folder, recipes, specs)
                 dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
@@ -433,10 +432,3 @@ def _in_threads(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return [future.result() for future in futures]
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
