@@ -6,6 +6,7 @@ a time, one in each thread. Checkpoints are read and written by torch.distribute
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -259,21 +260,26 @@ def megatron_to_hf(
     if share.world_size > 1:
         max_shard_bytes = min(max_shard_bytes, -(-_bytes(specs) // share.world_size))
     writer = HfWriter(destination, specs, max_shard_bytes=max_shard_bytes, owner=share.is_main)
-    with writer:
-        share.gather(None)  # now the folder is there
-        files = writer.files[share.rank :: share.world_size]
+    files = writer.files[share.rank :: share.world_size]
+
+    def make_folder() -> None:
+        stack.enter_context(writer)
+
+    def convert() -> None:
         names = {name for file in files for name in file.offsets}
+        _export(model, index, recipes, writer, names, share.is_main)
+        writer.finish(files)
 
-        def convert() -> None:
-            _export(model, index, recipes, writer, names, share.is_main)
-            writer.finish(files)
-
-        share.together(convert)
+    def publish() -> None:
         if share.is_main:
             # an imported folder has its own generation_config.json, or none
             made = generation_files(copies) if checkpoint.imported is None else {}
             writer.publish({"config.json": config, **made}, copies)
-        share.gather(None)
+
+    with contextlib.ExitStack() as stack:
+        share.together(make_folder)
+        share.together(convert)
+        share.together(publish)
     return checkpoint.folder, [*checkpoint.notes, *notes]
 
 

@@ -282,8 +282,3 @@ def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None
             f"{folder.path}: config.json says tie_word_embeddings, and {copy} differs from "
             f"{box.name}"
         )
-
-
-def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """The size of such a tensor."""
-    return math.prod(shape) * dtype.itemsize

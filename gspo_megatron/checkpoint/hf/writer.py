@@ -6,6 +6,7 @@ import errno
 import fcntl
 import itertools
 import json
+import math
 import os
 import shutil
 import threading
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.checkpoint.folder import sync_file, sync_folder
-from gspo_megatron.checkpoint.hf.files import DTYPES, SINGLE_FILE, WEIGHT_INDEX, nbytes
+from gspo_megatron.checkpoint.hf.files import DTYPES, SINGLE_FILE, WEIGHT_INDEX
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import folder_lacks
 
@@ -112,7 +113,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return nbytes(self.dtype, self.shape)
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

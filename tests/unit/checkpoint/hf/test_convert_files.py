@@ -269,7 +269,12 @@ def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
     assert_same_bits(read_folder(back), read_folder(sources[0]))
 
 
-def test_all_processes_hear_that_there_is_no_checkpoint(tmp_path: Path) -> None:
-    failures = in_processes(3, lambda share: megatron_to_hf(tmp_path, tmp_path / "x", share=share))
+@pytest.mark.parametrize("problem", ["no checkpoint", "destination in use"])
+def test_all_processes_fail_together(tmp_path: Path, problem: str) -> None:
+    source, back = tmp_path / "ours", tmp_path / "back"
+    if problem == "destination in use":
+        hf_to_megatron(write_model(tmp_path / "hf", "qwen3", seed=13), source)
+        write_model(back, "qwen3", seed=13)
+    failures = in_processes(3, lambda share: megatron_to_hf(source, back, share=share))
     assert [type(error) for error in failures] == [DataError] * 3
     assert len({str(error) for error in failures}) == 1
