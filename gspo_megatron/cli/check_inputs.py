@@ -14,8 +14,7 @@ from gspo_megatron.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
     from gspo_megatron.config.any_stage import AnyConfig
-    from gspo_megatron.data.inputs import Inputs
-    from gspo_megatron.data.stage_inputs import FineTuningInputs, PretrainingInputs
+    from gspo_megatron.data.inputs import FineTuningInputs, Inputs, PretrainingInputs
 
     AnyInputs = Inputs | FineTuningInputs | PretrainingInputs
 

@@ -310,8 +310,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     ours, back = tmp_path / "ours", tmp_path / "back"
     for words in (("hf-to-megatron", source, ours), ("megatron-to-hf", ours, back)):
         peak = peak_memory("-m", "gspo_megatron", "convert", *map(str, words))
-        # up to four threads with a few buffers of 8 MiB each
-        assert peak - start < 150e6, words
+        # up to four threads, each with two blocks of 16 MiB, and 32 MiB of mapped files
+        assert peak - start < 200e6, words
         assert peak < 600e6, words
 
 

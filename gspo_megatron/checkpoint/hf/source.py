@@ -17,8 +17,8 @@ from gspo_megatron.checkpoint.hf.side_files import tokenizer_files
 from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage
 from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
 from gspo_megatron.config.shape import ModelShape
-from gspo_megatron.data.fingerprints import fingerprint
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import fingerprint
 
 _MOST_THREADS = 4  # each holds a few blocks of tensors in memory
 

@@ -22,8 +22,8 @@ from gspo_megatron.checkpoint.run_state import (
     describe_model,
 )
 from gspo_megatron.config import parse_config
-from gspo_megatron.data.fingerprints import fingerprint
 from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.files import fingerprint
 from tests.unit.checkpoint.hf.published import (
     assert_same_bits,
     model_config,
@@ -176,7 +176,7 @@ def test_a_tokenizer_with_other_contents_is_not_the_run_s(
     write_tokenizer(tokenizer, 37)
     named = tokenizer if kind == "folder" else tokenizer / "tokenizer.json"
     ours = trained_on(converted, tmp_path / "ours", named)
-    state = RunState("rl", 3, True, {}, {}, {TOKENIZER: fingerprint(named)}, "", 1, {})
+    state = RunState("rl", 3, {}, {}, {TOKENIZER: fingerprint(named)}, "", 1, {})
     (ours / STATE_FILE).write_bytes(state.dump())
     sign(ours)
     assert megatron_to_hf(ours, tmp_path / "back") == (ours, [])

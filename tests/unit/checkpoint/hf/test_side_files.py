@@ -14,7 +14,7 @@ from gspo_megatron.checkpoint.hf.export import export_hf
 from gspo_megatron.checkpoint.hf.side_files import export_config, generation_files
 from gspo_megatron.config.families import describe
 from gspo_megatron.config.shape import ModelShape, shape_of
-from gspo_megatron.data.tokenizer_training import Recipe, train_tokenizer
+from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
 from gspo_megatron.errors import ConfigError, DataError
 from tests.unit.checkpoint.hf.policies import config_of, policy_of
 from tests.unit.checkpoint.hf.published import CONFIGS, VOCABULARY, model_config, write_model
@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its folder, in both forms; the ids are those of train_tokenizer: unknown, padding, end."""
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.txt").write_text("abc\n" * 20)
-    recipe = Recipe(vocab_size=12, model_type="char", byte_fallback=False)
+    recipe = TokenizerRecipe(vocab_size=12, model_type="char", byte_fallback=False)
     train_tokenizer([folder / "text.txt"], folder / "made", recipe)
     return folder / "made"
 

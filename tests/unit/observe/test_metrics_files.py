@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 
 from gspo_megatron.errors import DataError, UserError
-from gspo_megatron.observe.records import read_json_lines, read_metrics, read_samples, series
-from gspo_megatron.observe.sinks import JsonLinesWriter, MetricsWriter, SampleWriter
+from gspo_megatron.observe.metrics_files import (
+    MetricsWriter,
+    SampleWriter,
+    read_metrics,
+    read_samples,
+    series,
+)
 from gspo_megatron.types import Sample
 
 
@@ -19,31 +24,16 @@ def lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")
 
 
-def test_a_written_record_is_on_disk_before_the_writer_is_closed(tmp_path: Path) -> None:
+def test_a_record_is_on_disk_at_once_with_numbers_as_json_has_them(tmp_path: Path) -> None:
+    arrays = {"b": np.float32("inf"), "c": np.int64(3), "d": np.array([2.0])}
     writer = MetricsWriter(tmp_path)
-    writer.write({"step": 1, "loss": 0.5})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 0.5}
-    writer.close()
-
-
-def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 1, "a": math.nan, "b": -math.inf, "c": np.float32("inf"), "d": 1.0})
+    writer.write({"step": 1, "a": math.nan, **arrays, "phase": "rl"})
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert "NaN" not in text and "Infinity" not in text
-    assert read_metrics(tmp_path) == [{"step": 1, "a": None, "b": None, "c": None, "d": 1.0}]
-
-
-def test_arrays_of_one_element_are_written_as_numbers(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 1, "a": np.int64(3), "b": np.float32(0.5), "c": np.array([2.0])})
-    assert read_metrics(tmp_path) == [{"step": 1, "a": 3, "b": 0.5, "c": 2.0}]
-
-
-def test_a_value_that_is_no_number_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer, pytest.raises(TypeError, match="object"):
-        writer.write({"step": 1, "a": object()})
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert json.loads(text) == {"step": 1, "a": None, "b": None, "c": 3, "d": 2.0, "phase": "rl"}
+    with pytest.raises(TypeError, match="object"):
+        writer.write({"step": 2, "a": object()})
+    writer.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == text
 
 
 @pytest.mark.parametrize("padding", [0, 70_000, 200_000])  # within and beyond one tail block
@@ -69,18 +59,6 @@ def test_opening_cuts_in_every_place_leave_whole_records(tmp_path: Path) -> None
         assert steps == [*expected, 9], cut
 
 
-def test_a_file_of_one_half_written_line_becomes_empty(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step"')
-    MetricsWriter(tmp_path).close()
-    assert path.read_bytes() == b""
-
-
-def test_reading_leaves_out_a_last_line_that_is_being_written(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "lo')
-    assert read_metrics(tmp_path) == [{"step": 1}]
-
-
 @pytest.mark.parametrize("damage", [b'{"step": 2,', b"\xff\xfe", b"[1, 2]", b"\x00\x00"])
 def test_a_damaged_middle_line_is_named_with_file_and_line(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -93,40 +71,26 @@ def test_a_damaged_middle_line_is_named_with_file_and_line(tmp_path: Path, damag
 def test_a_folder_without_metrics_and_a_record_without_step_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not the folder of a run"):
         read_metrics(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"loss": 1}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"loss": 1}\n{"step": 2, "lo')
     with pytest.raises(DataError, match="record 2"):
         read_metrics(tmp_path)
 
 
-def test_truncate_keeps_earlier_steps_and_all_of_the_warm_start(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path)
-    for step in range(1, 6):
-        writer.write({"phase": "warm_start", "step": step})
-    for step in range(4):
-        writer.write({"phase": "rl", "step": step})
-    writer.truncate_after(1)
-    writer.write({"phase": "rl", "step": 2, "again": True})
-    writer.close()
-    kept = [(record["phase"], record["step"]) for record in read_metrics(tmp_path)]
-    assert kept == [("warm_start", step) for step in range(1, 6)] + [
-        ("rl", 0),
-        ("rl", 1),
-        ("rl", 2),
-    ]
-    assert read_metrics(tmp_path)[-1]["again"] is True
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_truncate_within_the_warm_start_drops_all_of_rl(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("phase", "step", "kept"),
+    [("rl", 1, [("sft", 1), ("sft", 2), ("rl", 0), ("rl", 1)]), ("sft", 1, [("sft", 1)])],
+)
+def test_truncating_keeps_earlier_phases_and_drops_later_ones(
+    tmp_path: Path, phase: str, step: int, kept: list[tuple[str, int]]
+) -> None:
     with MetricsWriter(tmp_path) as writer:
-        for phase in ("warm_start", "rl"):
-            for step in (1, 2, 3):
-                writer.write({"phase": phase, "step": step})
-        writer.truncate_after(2, phase="warm_start")
-    assert read_metrics(tmp_path) == [
-        {"phase": "warm_start", "step": 1},
-        {"phase": "warm_start", "step": 2},
-    ]
+        for record in (("sft", 1), ("sft", 2), ("rl", 0), ("rl", 1), ("rl", 2)):
+            writer.write({"phase": record[0], "step": record[1]})
+        writer.truncate_after(step, phase)
+        writer.write({"phase": phase, "step": step + 1, "again": True})
+    records = read_metrics(tmp_path)
+    assert [(r["phase"], r["step"]) for r in records] == [*kept, (phase, step + 1)]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_truncate_with_nothing_to_drop_leaves_the_file_as_it_is(tmp_path: Path) -> None:
@@ -191,35 +155,27 @@ def test_what_the_disk_has_not_taken_is_told_when_it_is_waited_for(tmp_path: Pat
 
 
 def test_samples_keep_their_text_as_it_was_generated(tmp_path: Path) -> None:
+    """But for lone surrogates, which UTF-8 cannot hold."""
+    assert read_samples(tmp_path) == []
     response = 'two\nlines "quoted" \u2028 é \x00'
     with SampleWriter(tmp_path) as writer:
-        writer.write(3, [Sample("p", "a", response, True)], [math.nan], split="evaluation")
+        writer.write(3, [Sample("p", "a\ud800b", response, True)], [math.nan], split="evaluation")
     assert read_samples(tmp_path) == [
         {
             "step": 3,
             "split": "evaluation",
             "prompt": "p",
             "response": response,
-            "answer": "a",
+            "answer": "a?b",
             "reward": None,
             "truncated": True,
         }
     ]
 
 
-def test_a_lone_surrogate_does_not_stop_the_writer(tmp_path: Path) -> None:
-    with JsonLinesWriter(tmp_path / "x.jsonl") as writer:
-        writer.append({"text": "a\ud800b"})
-    assert read_json_lines(tmp_path / "x.jsonl") == [{"text": "a?b"}]
-
-
-def test_a_run_without_samples_has_none(tmp_path: Path) -> None:
-    assert read_samples(tmp_path) == []
-
-
 def test_a_series_is_by_step_of_one_phase_and_the_later_record_counts() -> None:
     records = [
-        {"phase": "warm_start", "step": 1, "loss": 9.0},
+        {"phase": "sft", "step": 1, "loss": 9.0},
         {"step": 2, "loss": 1.0},
         {"step": 1, "loss": 2.0, "name": "text"},
         {"step": 2, "loss": 3.0},
@@ -229,5 +185,5 @@ def test_a_series_is_by_step_of_one_phase_and_the_later_record_counts() -> None:
     steps, values = series(records, "loss")
     assert steps == [1, 2, 3]
     assert values[:2] == [2.0, 3.0] and math.isnan(values[2])
-    assert series(records, "loss", "warm_start") == ([1], [9.0])
+    assert series(records, "loss", "sft") == ([1], [9.0])
     assert series(records, "name") == ([], [])

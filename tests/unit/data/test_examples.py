@@ -1,8 +1,7 @@
-"""Examples for fine-tuning: which tokens are learned, against transformers and by hand."""
+"""Examples for fine-tuning: the learned tokens, compared with transformers and by hand."""
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from pathlib import Path
@@ -10,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gspo_megatron.data.chat_templates import CHATML
-from gspo_megatron.data.conversations import encode_conversation
-from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.data.supervised import Counts, Format, load_supervised, read_supervised
+from gspo_megatron.data.chat import CHATML, encode_conversation
+from gspo_megatron.data.documents import read_documents
+from gspo_megatron.data.examples import Counts, Format, load_supervised, read_supervised
+from gspo_megatron.data.prompts import UnknownCharacters, load_prompts
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.errors import DataError
-from tests.unit.data.corpora import SYLLABLES, make_tokenizer
+from tests.unit.data.corpora import SYLLABLES, make_tokenizer, write_rows
 
 UNMARKED = re.sub(r"\{%-(end)?generation-%\}|\{%- (end)?generation -%\}", "", CHATML)
 assert "generation -%" not in UNMARKED
@@ -61,9 +60,17 @@ def both(folder: Path) -> list[Tokenizer]:
     return [load_tokenizer(folder), load_tokenizer(folder / "tokenizer.model")]
 
 
-def write_rows(path: Path, rows: list[object]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def exchange(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def refusal(path: Path, tokenizer: Tokenizer, form: Format) -> list[str]:
+    with pytest.raises(DataError) as caught:
+        load_supervised(path, tokenizer, form)
+    return str(caught.value).splitlines()
+
+
+CHAT = Format(100, messages_field="messages")
 
 
 def test_marked_turns_are_those_of_transformers(folder: Path) -> None:
@@ -95,7 +102,7 @@ def test_learned_text_is_what_the_assistant_says(folder: Path) -> None:
             starts = np.flatnonzero(mask & ~np.roll(mask, 1))
             where = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
             for start, number in zip(starts, where, strict=True):
-                text = tokenizer.apply_chat_template(messages[:number])
+                text = tokenizer.render(messages[:number], open_answer=True).text
                 assert tokenizer.encode_rendered(text).ids == ids[:start].tolist()
 
 
@@ -118,33 +125,20 @@ def test_an_answer_that_is_spelled_in_bytes_is_learned_whole(folder: Path, tmp_p
     )
     assert bare != CHATML
     for tokenizer in both(with_template(folder, tmp_path, bare)):
-        messages = [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "lo🙂"}]
-        ids, mask = encode_conversation(messages, tokenizer)
+        ids, mask = encode_conversation(exchange("ka", "lo🙂"), tokenizer)
         assert tokenizer.decode(ids[mask].tolist()) == "lo🙂"
 
 
-def test_a_template_that_forgets_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_template_that_changes_earlier_messages_is_refused(folder: Path, tmp_path: Path) -> None:
     # Like those that drop the thoughts of earlier turns.
-    forgetful = UNMARKED.replace(
+    changing = UNMARKED.replace(
         "message['content'] ~", "(message['content'] if loop.last else '…') ~"
     )
-    path = write_rows(
-        tmp_path / "rows.jsonl",
-        [
-            {
-                "messages": [
-                    {"role": "user", "content": "ka"},
-                    {"role": "assistant", "content": "lo"},
-                ]
-            },
-        ],
-    )
-    for tokenizer in both(with_template(folder, tmp_path, forgetful)):
-        with pytest.raises(DataError) as caught:
-            load_supervised(path, tokenizer, Format(100, messages_field="messages"))
-        message = str(caught.value)
-        assert message.startswith(f"{path}:1: message 2: where the answer begins or ends cannot be")
-        assert "changes what it wrote before" in message
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": exchange("ka", "lo")}])
+    for tokenizer in both(with_template(folder, tmp_path, changing)):
+        (message,) = refusal(path, tokenizer, CHAT)
+        assert message.startswith(f"{path}:1: message 2: cannot tell where the answer begins or ")
+        assert "writes earlier messages differently" in message
         assert "{% generation %}" in message
 
 
@@ -155,37 +149,36 @@ def test_a_boundary_inside_a_token_is_refused(tmp_path: Path) -> None:
         "{% endif %}{% endfor %}"
     )
     folder = make_tokenizer(tmp_path / "bpe", "bpe")
-    messages = [{"role": "user", "content": "ka "}, {"role": "assistant", "content": "lo"}]
     for tokenizer in both(with_template(folder, tmp_path, template)):
         assert tokenizer.encode(" lo") != [*tokenizer.encode(" "), *tokenizer.encode("lo")]
-        with pytest.raises(DataError, match="joins the end of what came before"):
-            encode_conversation(messages, tokenizer)
+        with pytest.raises(DataError, match="joins text from before and after that place"):
+            encode_conversation(exchange("ka ", "lo"), tokenizer)
 
 
-def test_an_answer_without_an_end_is_refused(folder: Path, tmp_path: Path) -> None:
-    template = UNMARKED.replace("eos_token", "'.'")
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+@pytest.mark.parametrize(
+    ("template", "form", "expected"),
+    [
+        (UNMARKED.replace("eos_token", "'.'"), CHAT, "{}:1: the chat template ends no answer with"),
+        (
+            CHATML.replace("<|im_start|>", "<|turn|>"),
+            CHAT,
+            "{tokenizer}: its chat template writes <|turn|>, which",
+        ),
+        (
+            CHATML + "\n\n{% endif %}",
+            Format(100, chat_template=True),
+            "{tokenizer}: its chat template is not valid Jinja: line 3: ",
+        ),
+    ],
+)
+def test_an_unusable_template_is_refused_once(
+    folder: Path, tmp_path: Path, template: str, form: Format, expected: str
+) -> None:
+    row = {"prompt": "ka", "answer": "lo", "messages": exchange("a", "b")}
     path = write_rows(tmp_path / "rows.jsonl", [row])
     for tokenizer in both(with_template(folder, tmp_path, template)):
-        with pytest.raises(DataError, match="rows.jsonl:1: the chat template ends no answer with"):
-            load_supervised(path, tokenizer, Format(100, messages_field="messages"))
-
-
-def test_a_symbol_that_the_tokenizer_lacks_is_refused(folder: Path, tmp_path: Path) -> None:
-    template = CHATML.replace("<|im_start|>", "<|turn|>")
-    path = write_rows(tmp_path / "rows.jsonl", [])
-    for tokenizer in both(with_template(folder, tmp_path, template)):
-        with pytest.raises(DataError, match=r"its chat template writes <\|turn\|>, which"):
-            load_supervised(path, tokenizer, Format(100, messages_field="messages"))
-
-
-def test_a_template_that_is_no_jinja_is_told_once(folder: Path, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ka", "answer": "lo"}] * 3)
-    for tokenizer in both(with_template(folder, tmp_path, CHATML + "\n\n{% endif %}")):
-        with pytest.raises(DataError) as caught:
-            load_supervised(path, tokenizer, Format(100, chat_template=True))
-        start = f"{tokenizer.name}: its chat template is no valid Jinja: line 3: "
-        assert str(caught.value).startswith(start) and "\n" not in str(caught.value)
+        (line,) = refusal(path, tokenizer, form)
+        assert line.startswith(expected.format(path, tokenizer=tokenizer.name))
 
 
 def test_prompts_and_answers_by_hand(folder: Path, tmp_path: Path) -> None:
@@ -207,12 +200,10 @@ def test_prompts_and_answers_by_hand(folder: Path, tmp_path: Path) -> None:
 
 
 def test_prompts_in_a_chat_template_are_two_messages(folder: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": "kalo", "answer": "mi"}]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "kalo", "answer": "mi"}])
     for tokenizer in both(folder):
         (example,) = read_supervised(path, tokenizer, Format(50, chat_template=True), Counts())
-        messages = [{"role": "user", "content": "kalo"}, {"role": "assistant", "content": "mi"}]
-        ids, mask = encode_conversation(messages, tokenizer)
+        ids, mask = encode_conversation(exchange("kalo", "mi"), tokenizer)
         assert np.array_equal(example.token_ids, ids) and np.array_equal(example.loss_mask, mask)
 
 
@@ -223,7 +214,7 @@ def test_parquet_reads_like_json_lines(folder: Path, tmp_path: Path) -> None:
     source = random.Random(5)
     rows = [{"chat": conversation(source)} for _ in range(9)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    path = write_rows(tmp_path / "rows.jsonl", rows)  # type: ignore[arg-type]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     tokenizer, form = load_tokenizer(folder), Format(10**6, messages_field="chat")
     one, other = (load_supervised(p, tokenizer, form) for p in (path, tmp_path / "rows.parquet"))
     assert len(one) == len(other) == 9
@@ -239,13 +230,11 @@ def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
         {"prompt": "ka", "answer": "lo" * 40},
         {"prompt": "ka" * 40, "answer": "lo"},
     ]
-    path = write_rows(tmp_path / "rows.jsonl", rows)  # type: ignore[arg-type]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     lengths = load_supervised(path, tokenizer, Format(1000)).lengths
     assert lengths[0] < 12 < min(lengths[1:])
 
-    with pytest.raises(DataError) as caught:
-        load_supervised(path, tokenizer, Format(12))
-    assert str(caught.value).splitlines() == [
+    assert refusal(path, tokenizer, Format(12)) == [
         f"{path}:{n}: the example has {lengths[n - 1]} tokens; at most 12 are allowed"
         for n in (2, 3)
     ]
@@ -262,8 +251,8 @@ def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
     assert cut[1].loss_mask[-1] and tokenizer.eos_id not in cut[1].token_ids
     assert cut.counts == Counts(dropped=1, truncated=1)
 
-    with pytest.raises(DataError, match="holds no examples that fit 1 tokens"):
-        load_supervised(path, tokenizer, Format(1, too_long="truncate"))
+    message = f"{path}: holds no examples that fit 1 tokens"
+    assert refusal(path, tokenizer, Format(1, too_long="truncate")) == [message]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +264,7 @@ def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
         ({"messages": [{"role": "user"}]}, "'content' of message 1 is missing; a string is wanted"),
         ({"messages": [{"role": 1, "content": ""}]}, "'role' of message 1 is a number; a string"),
         ({"messages": [{"role": "user", "content": None}]}, "'content' of message 1 is null; a"),
-        ({"messages": []}, "no message of the role 'assistant', and so nothing to learn"),
+        ({"messages": []}, "no message has the role 'assistant', so there is nothing to learn"),
         (
             {"messages": [{"role": "assistant", "content": "a\ud800"}]},
             "'content' of message 1 holds half a surrogate pair at character 2",
@@ -285,34 +274,34 @@ def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
 def test_bad_rows_are_named(folder: Path, tmp_path: Path, row: object, expected: str) -> None:
     good = {"messages": [{"role": "assistant", "content": "ka"}]}
     path = write_rows(tmp_path / "rows.jsonl", [good, row, good, row])
-    with pytest.raises(DataError) as caught:
-        load_supervised(path, load_tokenizer(folder), Format(99, messages_field="messages"))
-    lines = str(caught.value).splitlines()
+    lines = refusal(path, load_tokenizer(folder), CHAT)
     assert [line.startswith(f"{path}:{n}: ") for n, line in zip((2, 4), lines)] == [True, True]
     assert len(lines) == 2 and expected in lines[0]
 
 
 def test_an_empty_file_is_refused(folder: Path, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [])
-    with pytest.raises(DataError, match="rows.jsonl: holds no examples"):
-        load_supervised(path, load_tokenizer(folder), Format(99, messages_field="messages"))
+    assert refusal(path, load_tokenizer(folder), CHAT) == [f"{path}: holds no examples"]
 
 
-def test_order_is_resumed_in_the_middle_of_an_epoch(folder: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": f"ka{n}", "answer": f"{n}"} for n in range(10)]
-    path = write_rows(tmp_path / "rows.jsonl", rows)  # type: ignore[arg-type]
+@pytest.mark.parametrize("byte_fallback", [False, True])
+def test_unknown_characters_are_counted(tmp_path: Path, byte_fallback: bool) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": exchange("ka🙂", "lo")}])
+    expected = UnknownCharacters() if byte_fallback else UnknownCharacters(1, f"{path}:1", "🙂")
+    for tokenizer in both(make_tokenizer(tmp_path / "t", byte_fallback=byte_fallback)):
+        assert load_supervised(path, tokenizer, CHAT).counts.unknown == expected
 
-    def start() -> tuple[object, PromptLoader]:
-        data = load_supervised(path, load_tokenizer(folder), Format(99))
-        return data, PromptLoader(len(data), 3, seed=4)
 
-    _, undisturbed = start()
-    expected = [undisturbed.next() for _ in range(9)]
-    _, first = start()
-    taken = [first.next() for _ in range(4)]
-    _, second = start()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert taken + [second.next() for _ in range(5)] == expected
-    assert sorted(n for step in expected[:3] for n in step) != list(range(10))
-    drawn = [n for step in expected for n in step]
-    assert all(drawn[:20].count(n) == 2 for n in range(10))  # two epochs, none lost or twice
+def test_the_examples_of_the_manual_can_be_read(folder: Path, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+    prompts, chats, documents = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(prompts)
+    assert [prompt.answer for prompt in load_prompts(path)] == ["82", "dbac"]
+    path.write_text(chats)
+    form, tokenizer = Format(10**6, messages_field="messages"), load_tokenizer(folder)
+    data = load_supervised(path, tokenizer, form)
+    learned = [data[n].token_ids[data[n].loss_mask].tolist() for n in (0, 1)]
+    assert [tokenizer.decode(ids) for ids in learned] == ["Paris", "Hello! How can I help?82"]
+    path.write_text(documents)
+    assert [text[:2] for _, text in read_documents([path], "text")] == ["37", "A "]

@@ -1,4 +1,4 @@
-"""Examples for supervised fine-tuning: token ids, and which of them are the answer's."""
+"""Examples for supervised fine-tuning: token ids, and a mask of the tokens to learn."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from gspo_megatron.data.conversations import (
+from gspo_megatron.data.chat import (
     ASSISTANT,
+    Message,
     check_template,
     encode_conversation,
     message_fault,
 )
-from gspo_megatron.data.encode import encode_text
-from gspo_megatron.data.problems import Problems
-from gspo_megatron.data.prompts import read_prompts
-from gspo_megatron.data.rows import read_rows
+from gspo_megatron.data.prompts import UnknownCharacters, encode_text, read_prompts
+from gspo_megatron.data.rows import Problems, missing_field, read_rows
 from gspo_megatron.data.tokenizers import Tokenizer
-from gspo_megatron.data.unknown import Unknown
 from gspo_megatron.errors import DataError
 
 TOO_LONG = ("error", "drop", "truncate")
@@ -44,22 +42,21 @@ class Format:
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     chat_template: bool = False  # a prompt and its answer become two messages
-    # error; drop the example; truncate: keep its beginning if an answer's token is left in it
+    # error, drop, or truncate: keep the beginning if a token to learn is left in it
     too_long: str = "error"
 
 
 @dataclass
 class Counts:
-    """What became of the rows that are too long, and what the tokenizer does not know of the
-    others."""
+    """Rows that were too long, and texts with unknown characters among the other rows."""
 
     dropped: int = 0
     truncated: int = 0
-    unknown: Unknown = field(default_factory=Unknown)
+    unknown: UnknownCharacters = field(default_factory=UnknownCharacters)
 
 
 class SupervisedData:
-    """All examples of a file, flat in memory, by number; `PromptLoader` draws the numbers."""
+    """All examples of a file by number, flat in memory."""
 
     def __init__(self, examples: Iterator[Example], counts: Counts) -> None:
         tokens, masks, ends, sources = [np.empty(0, np.int32)], [np.empty(0, bool)], [0], []
@@ -89,7 +86,7 @@ class SupervisedData:
 
 
 def load_supervised(path: str | Path, tokenizer: Tokenizer, form: Format) -> SupervisedData:
-    """Reads a file whole. Raises DataError as `read_supervised` does, or where nothing is left."""
+    """All examples of a file. Raises DataError as `read_supervised`, or if no example is left."""
     counts = Counts()
     data = SupervisedData(read_supervised(path, tokenizer, form, counts), counts)
     if not len(data):
@@ -103,12 +100,12 @@ def read_supervised(
 ) -> Iterator[Example]:
     """The examples of a JSON Lines or Parquet file, one by one, in its order.
 
-    A conversation is rendered by the tokenizer's chat template and learned where the assistant
-    speaks. A prompt is encoded as for a rollout, and its answer with the end-of-sequence token is
+    A conversation is rendered by the tokenizer's chat template, and the assistant's messages are
+    learned. A prompt is encoded as for a rollout, and its answer with the end-of-sequence token is
     learned; with `chat_template` they are two messages.
 
-    Raises DataError, after the last row, that names every bad row by file and line; at once where
-    the tokenizer lacks what is needed.
+    Raises DataError after the last row, with the bad rows by file and line; at once if the
+    tokenizer's chat template is missing or unusable.
     """
     assert form.too_long in TOO_LONG and form.max_tokens > 0
     if form.messages_field is not None or form.chat_template:
@@ -121,7 +118,7 @@ def read_supervised(
     for example, text in examples:
         fitting = _fit(example, form, problems, counts)
         if fitting is not None:
-            counts.unknown.note(tokenizer, fitting.source, fitting.token_ids, text)
+            counts.unknown.add(tokenizer, fitting.source, fitting.token_ids, text)
             yield fitting
     problems.raise_if_any()
 
@@ -129,7 +126,7 @@ def read_supervised(
 def _from_prompts(
     path: Path, tokenizer: Tokenizer, form: Format, problems: Problems
 ) -> Iterator[tuple[Example, str]]:
-    """Examples, each with the text in it that the user wrote; so do those below."""
+    """Examples, each with the text of its prompt and answer."""
     for prompt in read_prompts(path, form.prompt_field, form.answer_field, problems):
         if form.chat_template:
             messages = [
@@ -150,19 +147,15 @@ def _from_messages(
 ) -> Iterator[tuple[Example, str]]:
     for where, row in read_rows(path, {MESSAGES_SETTING: name}, problems):
         if name not in row:
-            present = ", ".join(map(repr, row)) or "none"
-            what = f"no field {name!r}; the fields are: {present} ({MESSAGES_SETTING} chooses one)"
-            problems.add(where, what)
-            continue
-        fault = message_fault(row[name])
-        if fault is None:
-            yield from _conversation(where, row[name], tokenizer, problems)
-        else:
+            problems.add(where, missing_field(row, name, MESSAGES_SETTING))
+        elif fault := message_fault(row[name]):
             problems.add(where, f"field {name!r}: {fault}")
+        else:
+            yield from _conversation(where, row[name], tokenizer, problems)
 
 
 def _conversation(
-    where: str, messages: list[dict[str, str]], tokenizer: Tokenizer, problems: Problems
+    where: str, messages: list[Message], tokenizer: Tokenizer, problems: Problems
 ) -> Iterator[tuple[Example, str]]:
     """One example, or a problem."""
     try:
@@ -171,7 +164,7 @@ def _conversation(
         problems.add(where, str(error))
         return
     if not mask.any():
-        problems.add(where, "the chat template marks nothing that the assistant writes")
+        problems.add(where, "the chat template marks no text of the assistant to learn")
     elif tokenizer.eos_id not in token_ids[mask]:
         problems.add(
             where,

@@ -1,8 +1,7 @@
-"""Stopping before a job's time is over, and giving up where nothing gets further."""
+"""Giving up where restarts get no further."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +13,6 @@ from gspo_megatron.checkpoint.run_lock import run_lock
 from gspo_megatron.checkpoint.start import RESTARTS_FILE, count_restart, move_earlier_run
 from gspo_megatron.errors import UserError
 from gspo_megatron.observe.run_logger import RunLogger
-from gspo_megatron.platform import watch
-from gspo_megatron.platform.slurm import SlurmJob
-from gspo_megatron.platform.stop import StopSignals
-from gspo_megatron.platform.watch import TimeWatch
 from tests.unit.models.one_rank import tiny_config
 
 
@@ -83,57 +78,3 @@ def test_a_file_that_is_damaged_counts_for_nothing(tmp_path: Path) -> None:
 
 def test_outside_a_job_nothing_is_counted(tmp_path: Path) -> None:
     count_restart(SimpleNamespace(), Start(), {})  # type: ignore[arg-type]
-
-
-class Job(SlurmJob):
-    """Whose time passes as told."""
-
-    left = 1000.0
-
-    def seconds_left(self) -> float | None:
-        return self.left
-
-
-def is_stopped(watched: Job, margin: float, longest_step: float = 0.0) -> bool:
-    stop = StopSignals(enabled=False)
-    stop.longest_step = longest_step
-    with TimeWatch(stop, margin, watched):
-        deadline = time.monotonic() + 1.0
-        while not stop.is_requested and time.monotonic() < deadline:
-            time.sleep(0.01)
-    return stop.is_requested
-
-
-def test_a_stop_is_asked_for_while_there_is_time_for_it() -> None:
-    job = Job("7", 0)
-    assert not is_stopped(job, margin=999)
-    assert is_stopped(job, margin=1000)
-    assert is_stopped(job, margin=400, longest_step=600)
-
-
-def test_a_job_without_a_limit_is_never_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job("7", 0)
-    monkeypatch.setattr(Job, "left", None)
-    assert not is_stopped(job, margin=1e9)
-
-
-def test_the_time_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_LONGEST_WAIT", 0.01)
-    job, stop = Job("7", 0), StopSignals(enabled=False)
-    with TimeWatch(stop, 300, job):
-        time.sleep(0.1)
-        assert not stop.is_requested
-        monkeypatch.setattr(Job, "left", 299.0)
-        deadline = time.monotonic() + 10
-        while not stop.is_requested:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def test_the_longest_step_lies_between_two_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    stop = StopSignals(enabled=False)
-    for now, longest in ((5.0, 0.0), (7.0, 2.0), (30.0, 23.0), (31.0, 23.0)):  # noqa: B007
-        stop.boundary()
-        assert stop.longest_step == longest
