@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.checkpoint.hf.writer_folder import check_destination
+from gspo_megatron.checkpoint.hf.writer import check_destination
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import load_starting_weights, open_logger, open_session
