@@ -45,7 +45,7 @@ class PlannedRun:
 
 def override(key: str, value: Any) -> str:
     """section.key=value, as the command line takes it; text is quoted only where YAML needs it."""
-    from gspo_megatron.config.yaml_text import parse_yaml
+    from gspo_megatron.config.load import parse_yaml
 
     if isinstance(value, str) and _PLAIN.fullmatch(value) and parse_yaml(value, key) == value:
         return f"{key}={value}"
@@ -82,7 +82,7 @@ def read_arms(path: Path) -> list[Arm]:
 
     Raises ConfigError with all that is wrong with it.
     """
-    from gspo_megatron.config.yaml_text import YamlError, parse_yaml
+    from gspo_megatron.config.load import parse_yaml
 
     try:
         values = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
@@ -90,8 +90,6 @@ def read_arms(path: Path) -> list[Arm]:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: not a text file: {error}"]) from error
-    except YamlError as error:
-        raise ConfigError(error.problems) from error
     form = "a mapping of arms, as in `grpo+r2: {objective.name: grpo, routing.replay: r2}`"
     if not isinstance(values, Mapping) or not values:
         raise ConfigError([f"{path}: must be {form}"])

@@ -18,7 +18,7 @@ from gspo_megatron.cli.check_inputs import Checked, check_any
 from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from gspo_megatron.config.any_stage import AnyConfig
+    from gspo_megatron.config.stages import AnyConfig
 
 DEFAULT_GB = 80.0  # of an H100
 STAGES = ("rl", "sft", "pretrain")
@@ -77,7 +77,7 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what the run will be. Raises ConfigError with everything that is wrong."""
     from gspo_megatron.cli.check_summary import longest_of, summary
-    from gspo_megatron.config.any_stage import load_any_config
+    from gspo_megatron.config.load import load_any_config
 
     config = load_any_config(arguments.config, arguments.overrides, arguments.stage)
     if arguments.no_files:
@@ -190,7 +190,7 @@ def estimate(request: Request) -> bool:
 def search(request: Request) -> None:
     """Print the best layouts for this number of ranks."""
     from gspo_megatron.cli import estimate_table
-    from gspo_megatron.cli.parameters import count_parameters
+    from gspo_megatron.cli.check_summary import count_parameters
 
     counts = count_parameters(request.config.resolved_model(), request.vocab_size)
     if counts is None:

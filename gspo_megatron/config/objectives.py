@@ -1,7 +1,7 @@
-"""The objectives by name: of which parts each is made, with what numbers, and what does not mix.
+"""The section `objective`: the objectives by name, their parts and numbers, and what does not mix.
 
-The parts themselves are in gspo_megatron/objectives/, under the same names; this table needs no
-torch, so that a configuration is judged before anything is loaded. A further objective is one more
+The parts themselves are in gspo_megatron/objectives/, under the same names; this file needs no
+torch, so that a configuration is checked before anything is loaded. Another objective is one more
 entry here, and at most one more part there.
 """
 
@@ -9,21 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from gspo_megatron.config.problems import format_value, problem
-
-if TYPE_CHECKING:
-    from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.config.section import (
+    ImportPath,
+    Positive,
+    Section,
+    harmless,
+    key,
+    shapes,
+)
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What an objective is made of."""
 
-    ratio: str  # token | sequence | sequence_token | sequence_product
-    rule: str  # what is done with a ratio far from 1
-    aggregation: str  # sequence_mean | token_mean | token_sum | constant_length
+    ratio: str  # one of RATIOS
+    rule: str  # one of RULES
+    aggregation: str  # one of AGGREGATIONS
     advantage: str = "group_mean_std"
     parameters: Mapping[str, float] = field(default_factory=dict)  # of the rule
     correction: str = "none"
@@ -43,105 +48,82 @@ class Recipe:
         return "token" if self.ratio in ("token", "sequence_token") else "sequence"
 
 
+def _recipe(parts: str, source: str, **parameters: float) -> Recipe:
+    """`parts`: ratio, rule, aggregation, and the advantage where it is not group_mean_std."""
+    return Recipe(*parts.split(), parameters=parameters, source=source)
+
+
 # The numbers are those of the papers; `objective.*` keys replace them one by one.
 RECIPES: dict[str, Recipe] = {
-    "gspo": Recipe(
-        "sequence",
-        "min_clip",
-        "sequence_mean",
-        parameters={"clip_low": 3e-4, "clip_high": 4e-4},
-        source="arXiv 2507.18071, eqs. 5-7",
+    "gspo": _recipe(
+        "sequence min_clip sequence_mean",
+        "arXiv 2507.18071, eqs. 5-7",
+        clip_low=3e-4,
+        clip_high=4e-4,
     ),
-    "gspo_token": Recipe(
-        "sequence_token",
-        "min_clip",
-        "sequence_mean",
-        parameters={"clip_low": 3e-4, "clip_high": 4e-4},
-        source="arXiv 2507.18071, eqs. 13-14",
+    "gspo_token": _recipe(
+        "sequence_token min_clip sequence_mean",
+        "arXiv 2507.18071, eqs. 13-14",
+        clip_low=3e-4,
+        clip_high=4e-4,
     ),
-    "grpo": Recipe(
-        "token",
-        "min_clip",
-        "sequence_mean",
-        parameters={"clip_low": 0.2, "clip_high": 0.27},
-        source="arXiv 2402.03300, eq. 3; the clip range of the baseline in arXiv 2507.18071",
+    "grpo": _recipe(
+        "token min_clip sequence_mean",
+        "arXiv 2402.03300, eq. 3; the clip range of the baseline in arXiv 2507.18071",
+        clip_low=0.2,
+        clip_high=0.27,
     ),
-    "dapo": Recipe(
-        "token",
-        "min_clip",
-        "token_mean",
-        parameters={"clip_low": 0.2, "clip_high": 0.28},
-        source="arXiv 2503.14476, eq. 8",
+    "dapo": _recipe(
+        "token min_clip token_mean", "arXiv 2503.14476, eq. 8", clip_low=0.2, clip_high=0.28
     ),
-    "dr_grpo": Recipe(
-        "token",
-        "min_clip",
-        "constant_length",
-        advantage="group_mean",
-        parameters={"clip_low": 0.2, "clip_high": 0.2},
-        source="arXiv 2503.20783, section 3.2",
+    "dr_grpo": _recipe(
+        "token min_clip constant_length group_mean",
+        "arXiv 2503.20783, section 3.2",
+        clip_low=0.2,
+        clip_high=0.2,
     ),
-    "cispo": Recipe(
-        "token",
-        "capped",
-        "token_mean",
-        parameters={"clip_high": 4.0},  # a weight of at most 5
-        source="arXiv 2506.13585, eqs. 4-5; the cap of 5 is that of arXiv 2510.13786",
+    "cispo": _recipe(
+        "token capped token_mean",
+        "arXiv 2506.13585, eqs. 4-5; the cap is that of arXiv 2510.13786: a weight of at most 5",
+        clip_high=4.0,
     ),
-    "sapo": Recipe(
-        "token",
-        "soft_gate",
-        "sequence_mean",
-        parameters={"tau_positive": 1.0, "tau_negative": 1.05},
-        source="arXiv 2511.20347",
+    "sapo": _recipe(
+        "token soft_gate sequence_mean", "arXiv 2511.20347", tau_positive=1.0, tau_negative=1.05
     ),
-    "gmpo": Recipe(
-        "sequence",
-        "geometric_clip",
-        "sequence_mean",
-        parameters={"log_clip": 0.4},
-        source="arXiv 2507.20673, eq. 4",
+    "gmpo": _recipe(
+        "sequence geometric_clip sequence_mean", "arXiv 2507.20673, eq. 4", log_clip=0.4
     ),
-    "luspo": Recipe(
-        "sequence",
-        "min_clip",
-        "token_sum",
-        parameters={"clip_low": 3e-4, "clip_high": 4e-4},
-        source="arXiv 2602.05261: GSPO times the length",
+    "luspo": _recipe(
+        "sequence min_clip token_sum",
+        "arXiv 2602.05261: GSPO times the length",
+        clip_low=3e-4,
+        clip_high=4e-4,
     ),
-    "minirl": Recipe(
-        "token",
-        "masked",
-        "token_sum",
-        advantage="group_mean",
-        parameters={"clip_low": 0.2, "clip_high": 0.27},
-        source="arXiv 2512.01374, section 3",
+    "minirl": _recipe(
+        "token masked token_sum group_mean",
+        "arXiv 2512.01374, section 3",
+        clip_low=0.2,
+        clip_high=0.27,
     ),
-    "reinforce_leave_one_out": Recipe(
-        "sequence_product",
-        "min_clip",
-        "sequence_mean",
-        advantage="leave_one_out",
-        parameters={"clip_low": 0.2, "clip_high": 0.2},
-        source="arXiv 2402.14740",
+    "reinforce_leave_one_out": _recipe(
+        "sequence_product min_clip sequence_mean leave_one_out",
+        "arXiv 2402.14740",
+        clip_low=0.2,
+        clip_high=0.2,
     ),
 }
 
 # What each part reads of the `objective` section, and on which ratios a rule is defined.
+RATIOS = ("token", "sequence", "sequence_token", "sequence_product")
 RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "min_clip": (
-        ("clip_low", "clip_high"),
-        ("token", "sequence", "sequence_token", "sequence_product"),
-    ),
-    "dual_clip": (
-        ("clip_low", "clip_high", "dual_clip"),
-        ("token", "sequence", "sequence_token", "sequence_product"),
-    ),
+    "min_clip": (("clip_low", "clip_high"), RATIOS),
+    "dual_clip": (("clip_low", "clip_high", "dual_clip"), RATIOS),
     "capped": (("clip_high",), ("token",)),
     "soft_gate": (("tau_positive", "tau_negative"), ("token", "sequence", "sequence_token")),
     "masked": (("clip_low", "clip_high"), ("token",)),
     "geometric_clip": (("log_clip",), ("sequence",)),
 }
+ADVANTAGES = ("group_mean_std", "group_mean", "batch_std", "leave_one_out")
 AGGREGATIONS = ("sequence_mean", "token_mean", "token_sum", "constant_length")
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -175,8 +157,8 @@ CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "k3_mask": (None, 1e-3),
 }
 
-# A ratio of whole sequences stays within about 1e-3 of 1: at 0.05 and above nothing is ever clipped
-# and the algorithm is another one. 0.2 is the usual leftover of a token-level configuration.
+# A ratio of whole sequences mostly stays within 1e-3 of 1: with a range of 0.05 and above few are
+# clipped, and the algorithm is another one. 0.2 is usually left over from a token-level objective.
 WIDE_CLIP = 0.05
 
 _PARTS = ("ratio", "rule", "aggregation", "advantage", "correction")
@@ -190,6 +172,94 @@ _NUMBERS = (
     "correction_low",
     "correction_high",
 )
+
+
+# A part or a number that is null is that of the objective named.
+class ObjectiveSection(Section):
+    """What is maximised: an objective by name, each part and number of which can be replaced."""
+
+    name: Literal[tuple(RECIPES)] = shapes(
+        "gspo", "the objective; docs/objectives.md has their formulas"
+    )
+    import_path: ImportPath | None = key(
+        "code", None, "a custom objective function, package.module:function; replaces name"
+    )
+    options: dict[str, Any] = shapes({}, "keyword arguments of the custom objective")
+    ratio: Literal[RATIOS] | None = shapes(
+        None,
+        "the importance ratio: of single tokens, or of a sequence as geometric mean "
+        "(sequence, sequence_token) or product",
+    )
+    rule: Literal[tuple(RULES)] | None = shapes(None, "what is done with a ratio far from 1")
+    aggregation: Literal[AGGREGATIONS] | None = shapes(
+        None,
+        "how tokens are summed: sequence_mean gives every sequence the same weight; the others "
+        "every token, and divide by the tokens of the mini-batch (token_mean), by its sequences "
+        "(token_sum), or by its sequences times max_response_tokens (constant_length)",
+    )
+    advantage: Literal[ADVANTAGES] | None = shapes(
+        None,
+        "reward minus the group's mean, divided by the group's std, by nothing, or by the batch's "
+        "std; leave_one_out: minus the mean of the others in the group",
+    )
+    correction: Literal[tuple(CORRECTIONS)] | None = shapes(
+        None, "for old log-probs that differ from the rollout engine's"
+    )
+    clip_low: float | None = shapes(None, "the ratio is clipped below at 1 - clip_low", gt=0, lt=1)
+    clip_high: float | None = shapes(None, "the ratio is clipped above at 1 + clip_high", gt=0)
+    allow_wide_clip: bool = shapes(
+        False, "allow a clip range meant for tokens with a sequence ratio"
+    )
+    dual_clip: float | None = shapes(
+        None, "largest ratio that counts where the advantage is negative", gt=1
+    )
+    tau_positive: float | None = shapes(
+        None, "temperature of the soft gate for advantages above 0", gt=0
+    )
+    tau_negative: float | None = shapes(None, "the same for the other advantages", gt=0)
+    log_clip: float | None = shapes(
+        None, "bound of a token's log-ratio in the geometric mean", gt=0
+    )
+    correction_low: float | None = shapes(
+        None, "smallest ratio of old policy to rollout that counts", gt=0
+    )
+    correction_high: float | None = shapes(
+        None,
+        "largest ratio of old policy to rollout that counts: a cap, or the bound of a mask",
+        gt=0,
+    )
+    off_policy_mask: float | None = shapes(
+        None,
+        "a sequence with a negative advantage is dropped when the mean of log(old / new policy) "
+        "over its tokens exceeds this; null: none is dropped",
+        gt=0,
+    )
+    old_logprobs: Literal["recompute", "rollout"] = shapes(
+        "recompute",
+        "the denominator of the ratio: a forward pass of the trainer before the first mini-batch, "
+        "or the log-probs that the rollout engine reported",
+    )
+    mini_batches: Positive = shapes(4, "optimizer steps on each batch of responses")
+    advantage_std: Literal["sample", "population"] = shapes(
+        "sample", "a std divides by the number of rewards minus 1 (sample) or by the number"
+    )
+    advantage_import_path: ImportPath | None = key(
+        "code", None, "a custom advantage function, package.module:function; replaces advantage"
+    )
+    kl: Literal["none", "k1", "k2", "k3"] = shapes(
+        "none", "estimator of the KL divergence to the policy that RL started from"
+    )
+    kl_coefficient: float | None = shapes(None, "weight of the KL divergence", gt=0)
+    kl_in: Literal["loss", "reward"] = shapes(
+        "loss",
+        "where the KL divergence goes: into each token's loss, or subtracted from the reward",
+    )
+    reference_offload: bool = harmless(
+        False, "keep the reference policy's weights in host memory while not in use"
+    )
+    entropy_coefficient: float = shapes(
+        0.0, "weight of a bonus on the mean entropy of the response tokens", ge=0
+    )
 
 
 def resolve_objective(section: ObjectiveSection) -> Recipe:
@@ -224,7 +294,7 @@ def _default_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
 def objective_problems(section: ObjectiveSection) -> Iterator[str]:
     """What is wrong with the section by itself: parts that do not mix, numbers nothing reads."""
     if section.import_path is not None:
-        yield from _own_objective(section)
+        yield from _custom_objective(section)
         return
     recipe = resolve_objective(section)
     yield from _parts_mix(section, recipe)
@@ -242,7 +312,7 @@ def objective_problems(section: ObjectiveSection) -> Iterator[str]:
         yield problem(
             "objective.options",
             section.options,
-            "nothing reads it without an objective of your own; legal: {}, or "
+            "nothing reads it without a custom objective; legal: {}, or "
             "objective.import_path = package.module:function",
         )
     yield from _clip_range_is_sane(section, recipe)
@@ -251,7 +321,7 @@ def objective_problems(section: ObjectiveSection) -> Iterator[str]:
     yield from _regularisation(section)
 
 
-def _own_objective(section: ObjectiveSection) -> Iterator[str]:
+def _custom_objective(section: ObjectiveSection) -> Iterator[str]:
     unread: dict[str, Any] = dict.fromkeys(
         ("ratio", "rule", "aggregation", "correction", *_NUMBERS, "off_policy_mask")
     )
@@ -262,14 +332,13 @@ def _own_objective(section: ObjectiveSection) -> Iterator[str]:
             yield problem(
                 f"objective.{name}",
                 value,
-                "an objective of your own reads objective.options alone; legal: "
-                + format_value(unset),
+                "a custom objective reads only objective.options; legal: " + format_value(unset),
             )
     if section.kl != "none" and section.kl_in == "loss":
         yield problem(
             "objective.kl",
             section.kl,
-            "an objective of your own has its own terms in the loss; legal: none, or "
+            "a custom objective has its own terms in the loss; legal: none, or "
             "objective.kl_in = reward",
         )
     yield from _advantage(section)
@@ -278,7 +347,7 @@ def _own_objective(section: ObjectiveSection) -> Iterator[str]:
 
 def _advantage(section: ObjectiveSection) -> Iterator[str]:
     if section.advantage_import_path is not None:
-        reader, divides = "an advantage of your own", False
+        reader, divides = "a custom advantage", False
         if section.advantage is not None:
             yield problem(
                 "objective.advantage",
@@ -357,14 +426,15 @@ def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> Iterator[s
                 f"{section.name} clips no ratios of whole sequences; legal: false",
             )
         return
-    for key in ("clip_low", "clip_high"):
-        value = getattr(section, key)
+    for name in ("clip_low", "clip_high"):
+        value = getattr(section, name)
         if recipe.clips_sequences and value is not None and value >= WIDE_CLIP:
             yield problem(
-                f"objective.{key}",
+                f"objective.{name}",
                 value,
-                f"{section.name} clips ratios of whole sequences, which hardly leave 1, so this "
-                f"never clips; legal: below {WIDE_CLIP}, or objective.allow_wide_clip = true",
+                f"a range for ratios of single tokens; {section.name} clips ratios of whole "
+                "sequences, which vary much less, so it would clip few of them; "
+                f"legal: below {WIDE_CLIP}, or objective.allow_wide_clip = true",
             )
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gspo_megatron.config import Config
 from gspo_megatron.data.encode import encode_prompts
-from gspo_megatron.data.problems import Problems
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.data.unknown import Unknown
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.types import Prompt
-
-SUPERVISED = "training.warm_start.prompts"
 
 
 @dataclass(frozen=True)
@@ -32,11 +28,6 @@ class Inputs:
     @property
     def evaluation(self) -> list[Prompt]:
         return self.files.get("data.eval_prompts", [])
-
-    @property
-    def supervised(self) -> list[Prompt]:
-        """Of the warm start; the training prompts unless it has its own."""
-        return self.files.get(SUPERVISED, self.train)
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -71,7 +62,6 @@ def prompt_files(config: Config) -> dict[str, str]:
     files = {
         "data.prompts": config.data.prompts,
         "data.eval_prompts": config.data.eval_prompts,
-        SUPERVISED: config.training.warm_start.prompts,
     }
     return {key: path for key, path in files.items() if path is not None}
 
@@ -91,35 +81,11 @@ def _read_prompts(
     if tokenizer is None or longest_allowed < 1:
         return prompts  # a problem that was found before, and not one of every prompt
     encoded = encode_prompts(prompts, tokenizer, longest_allowed, data.chat_template)
-    warm_start = config.training.warm_start
-    learned = warm_start.steps and key == (SUPERVISED if warm_start.prompts else "data.prompts")
     unknown = Unknown()
-    if learned:
-        _check_answers(config, encoded, tokenizer, unknown)
-    else:
-        for prompt in encoded:
-            unknown.note(tokenizer, prompt.source, prompt.token_ids, prompt.text)
+    for prompt in encoded:
+        unknown.note(tokenizer, prompt.source, prompt.token_ids, prompt.text)
     warnings += unknown.warnings(key, len(encoded))
     return encoded
-
-
-def _check_answers(
-    config: Config, prompts: Sequence[Prompt], tokenizer: Tokenizer, unknown: Unknown
-) -> None:
-    """The warm start trains on prompt, answer and end of sequence."""
-    problems = Problems()
-    longest = config.resolved_model().max_sequence_length
-    for prompt in prompts:
-        token_ids = [*prompt.token_ids, *tokenizer.encode(prompt.answer)]
-        unknown.note(tokenizer, prompt.source, token_ids, prompt.text + prompt.answer)
-        length = len(token_ids) + 1
-        if length > longest:
-            problems.add(
-                prompt.source,
-                f"prompt and answer have {length} tokens; the model holds {longest} "
-                "(model.max_sequence_length)",
-            )
-    problems.raise_if_any()
 
 
 def vocabulary_problems(config: Config, tokenizer: Tokenizer) -> list[str]:
@@ -127,11 +93,12 @@ def vocabulary_problems(config: Config, tokenizer: Tokenizer) -> list[str]:
     wanted = model_vocab_size(config, tokenizer)
     if wanted >= tokenizer.vocab_size:
         return []
-    folder = config.model.hf_path
-    if folder is not None:
+    model = config.model
+    if model.hf_path is not None or (model.preset is None and model.vocab_size is None):
+        key = "checkpoint_path" if model.hf_path is None else "hf_path"
         return [
             f"data.tokenizer = {config.data.tokenizer}: it has {tokenizer.vocab_size} ids, the "
-            f"model in model.hf_path = {folder} {wanted}; legal: at most {wanted}"
+            f"model in model.{key} = {getattr(model, key)} {wanted}; legal: at most {wanted}"
         ]
     return [
         f"model.vocab_size = {wanted}: the tokenizer {config.data.tokenizer} has "

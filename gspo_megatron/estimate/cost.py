@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gspo_megatron.config import ModelShape, ResolvedParallel
-from gspo_megatron.config.any_stage import AnyConfig
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.workload import Workload
 
 LEFT_OUT = (

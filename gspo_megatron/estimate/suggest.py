@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_megatron.config import Layout, apply_layout, resolve_parallel
-from gspo_megatron.config.any_stage import AnyConfig, check_any_config
+from gspo_megatron.config import Layout, apply_layout, check_config, resolve_parallel
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.estimate.cost import Cost, Machine, step_cost
 from gspo_megatron.estimate.layout import (
@@ -142,7 +142,7 @@ def _candidates(
     for layout, placed in _layouts(config, world_size, machine):
         laid_out = _apply(config, layout, placed)
         try:
-            check_any_config(laid_out, world_size)
+            check_config(laid_out, world_size)
         except ConfigError:
             continue
         parallel = resolve_parallel(laid_out, world_size)

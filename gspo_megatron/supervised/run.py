@@ -37,7 +37,7 @@ Inputs = FineTuningInputs | PretrainingInputs
 
 def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bool:
     """Train as this process's rank of the run; every rank calls it with the same configuration,
-    which has passed `check_stage` and knows its steps. An earlier run in the run folder is gone on
+    which has passed `check_config` and knows its steps. An earlier run in the run folder is gone on
     with, unless `fresh`, which wants that folder empty.
 
     Returns whether the run is done; False where it was told to stop, and is saved. Raises UserError

@@ -19,8 +19,8 @@ from gspo_megatron.checkpoint.hf.pieces import (
     stack,
 )
 from gspo_megatron.checkpoint.names import is_one_matrix, native_name
-from gspo_megatron.config.families import Family, experts_in_layers
-from gspo_megatron.config.shape import ModelShape
+from gspo_megatron.config.families import Family
+from gspo_megatron.config.model_shape import ModelShape, experts_in_layers
 
 
 @dataclass(frozen=True)

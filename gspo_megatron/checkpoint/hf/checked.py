@@ -9,8 +9,8 @@ from pathlib import Path
 from gspo_megatron.checkpoint.hf.arrangement import WeightMap, weight_map
 from gspo_megatron.checkpoint.hf.files import HfFolder
 from gspo_megatron.config.families import Family, describe, family_of
+from gspo_megatron.config.model_shape import ModelShape, shape_conflicts
 from gspo_megatron.config.problems import format_value
-from gspo_megatron.config.shape import ModelShape, shape_conflicts
 from gspo_megatron.errors import ConfigError, DataError
 
 _DTYPES = ("BF16", "F16", "F32", "F64")  # of weights

@@ -7,7 +7,7 @@ from typing import Any
 
 from gspo_megatron.checkpoint.hf.files_header import DTYPES
 from gspo_megatron.config.families import describe, family_of, family_of_shape
-from gspo_megatron.config.shape import ModelShape, shape_of
+from gspo_megatron.config.model_shape import ModelShape, shape_of
 from gspo_megatron.errors import ConfigError
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")

@@ -51,7 +51,7 @@ from gspo_megatron.checkpoint.hf.writer_folder import (
 from gspo_megatron.checkpoint.manifest import MANIFEST, dump_manifest, record_of
 from gspo_megatron.checkpoint.run_state import MODEL_FILE
 from gspo_megatron.config.families import describe, family_of, family_of_shape
-from gspo_megatron.config.shape import ModelShape, shape_of
+from gspo_megatron.config.model_shape import ModelShape, shape_of
 from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.observe.progress import Progress
 

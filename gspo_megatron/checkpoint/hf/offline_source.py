@@ -19,7 +19,7 @@ from gspo_megatron.checkpoint.manifest import (
     read_manifest,
 )
 from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
-from gspo_megatron.config.shape import ModelShape
+from gspo_megatron.config.model_shape import ModelShape
 from gspo_megatron.errors import DataError
 
 

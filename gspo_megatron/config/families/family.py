@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gspo_megatron.config.presets import ModelPreset
+from gspo_megatron.config.model_shape import ModelPreset, ModelShape, experts_in_layers
 from gspo_megatron.config.problems import format_value
-
-if TYPE_CHECKING:
-    from gspo_megatron.config.shape import ModelShape
 
 REQUIRED = object()
 
@@ -209,16 +206,6 @@ EXPERTS = {
 }
 
 
-def experts_in_layers(shape: ModelShape) -> list[bool]:
-    """Whether each layer has experts, as Megatron-Core reads moe_layer_freq."""
-    if shape.num_moe_experts is None:
-        return [False] * shape.num_layers
-    frequency = shape.megatron.get("moe_layer_freq", 1)
-    if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(shape.num_layers)]
-    return [bool(flag) for flag in frequency]
-
-
 def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
     """The fields of TransformerConfig in which the function of a model differs from that of a
     preset."""
@@ -247,69 +234,27 @@ def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
 def is_neutral(name: str) -> bool:
     """Whether a field of TransformerConfig changes how a model is computed, cut or trained, and not
     what it computes."""
-    return name in _NEUTRAL or name.startswith(_NEUTRAL_STARTS) or name.endswith("_fusion")
+    starts = tuple(_NEUTRAL_STARTS.split())
+    return name in _NEUTRAL.split() or name.startswith(starts) or name.endswith("_fusion")
 
 
-_NEUTRAL = {
-    "attention_backend",
-    "attention_softmax_in_fp32",
-    "apply_query_key_layer_scaling",
-    "apply_rope_fusion",
-    "barrier_with_L1_time",
-    "batch_p2p_comm",
-    "batch_p2p_sync",
-    "deterministic_mode",
-    "disable_bf16_reduced_precision_matmul",
-    "gradient_accumulation_fusion",
-    "hidden_dropout",
-    "init_method_std",
-    "attention_dropout",
-    "moe_aux_loss_coeff",
-    "moe_grouped_gemm",
-    "moe_layer_recompute",
-    "moe_router_bias_update_rate",
-    "moe_router_dtype",
-    "moe_router_load_balancing_type",
-    "moe_router_padding_for_fp8",
-    "moe_router_padding_for_quantization",
-    "moe_shared_expert_overlap",
-    "moe_token_dispatcher_type",
-    "moe_z_loss_coeff",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "test_mode",
-}
-_NEUTRAL_STARTS = (
-    "cpu_offloading",
-    "cuda_graph",
-    "deallocate_",
-    "defer_embedding",
-    "delay_wgrad",
-    "distribute_saved",
-    "enable_cuda_graph",
-    "external_cuda_graph",
-    "fine_grained_activation",
-    "flash_decode",
-    "fp8",
-    "inference_",
-    "log_",
-    "microbatch_group_size",
-    "moe_deepep",
-    "moe_enable_deepep",
-    "moe_flex",
-    "moe_hybridep",
-    "moe_pad_",
-    "moe_per_layer_logging",
-    "offload_",
-    "overlap_",
-    "recompute_",
-    "tp_comm_",
-    "tp_only_amax",
-    "wgrad_deferral",
-)
+_NEUTRAL = """
+    attention_backend attention_softmax_in_fp32 apply_query_key_layer_scaling apply_rope_fusion
+    barrier_with_L1_time batch_p2p_comm batch_p2p_sync deterministic_mode
+    disable_bf16_reduced_precision_matmul gradient_accumulation_fusion hidden_dropout
+    init_method_std attention_dropout moe_aux_loss_coeff moe_grouped_gemm moe_layer_recompute
+    moe_router_bias_update_rate moe_router_dtype moe_router_load_balancing_type
+    moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_shared_expert_overlap
+    moe_token_dispatcher_type moe_z_loss_coeff num_layers_in_first_pipeline_stage
+    num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split test_mode
+"""
+_NEUTRAL_STARTS = """
+    cpu_offloading cuda_graph deallocate_ defer_embedding delay_wgrad distribute_saved
+    enable_cuda_graph external_cuda_graph fine_grained_activation flash_decode fp8 inference_ log_
+    microbatch_group_size moe_deepep moe_enable_deepep moe_flex moe_hybridep moe_pad_
+    moe_per_layer_logging offload_ overlap_ recompute_ tp_comm_ tp_only_amax wgrad_deferral
+"""
 
 
 def _windows(hf: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ import yaml
 
 from gspo_megatron.cli.check_inputs import check_any
 from gspo_megatron.cli.main import main
-from gspo_megatron.config.any_stage import load_any_config
+from gspo_megatron.config.load import load_any_config
 from gspo_megatron.data.corpus_files import write_indexed
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.estimate.layout import estimate_layout

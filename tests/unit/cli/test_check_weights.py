@@ -10,7 +10,7 @@ import pytest
 
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.cli.main import main
-from gspo_megatron.config.any_stage import load_any_config
+from gspo_megatron.config.load import load_any_config
 from tests.unit.checkpoint.test_resume_start import add
 
 ConfigWriter = Callable[..., Path]

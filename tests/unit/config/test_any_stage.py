@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gspo_megatron.config import Config, to_yaml
-from gspo_megatron.config.any_stage import load_any_config, stage_of
+from gspo_megatron.config.load import load_any_config, stage_of
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.errors import ConfigError
 
@@ -26,7 +26,7 @@ TOKENIZER = {"tokenizer": "t"}
         ({"data": {"train": ["c"], "prompts": None}}, "pretrain"),
         # without it, the other keys do
         ({"data": TOKENIZER, "rollout": {}}, "rl"),
-        ({"data": TOKENIZER, "training": {"warm_start": {"steps": 3}}}, "rl"),
+        ({"data": TOKENIZER, "training": {"dump_batches": 3}}, "rl"),
         ({"data": TOKENIZER, "training": {"epochs": 2, "batch_size": 4}}, "sft"),
         ({"data": {"sequence_length": 8, **TOKENIZER}}, "pretrain"),
         ({"data": TOKENIZER, "optimizer": {"wsd_steps": 2}, "training": {"tokens": 9}}, "pretrain"),
@@ -50,7 +50,7 @@ def test_the_keys_tell_the_stage(values: dict[str, Any], stage: str) -> None:
         (
             {"data": TOKENIZER, "export": {"hf_path": "out"}},
             "may be a configuration of sft or pretrain: legal: one of data.examples (sft), "
-            "data.train (pretrain), or say --stage",
+            "data.train (pretrain), or give --stage",
         ),
         ({"data": TOKENIZER}, "may be a configuration of rl or sft or pretrain"),
         ({"data": "text", "colour": {"red": 1}}, "may be a configuration of rl or sft or pretrain"),

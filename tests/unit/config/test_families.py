@@ -11,7 +11,7 @@ import pytest
 
 from gspo_megatron.config import PRESETS, ModelShape, check_config, parse_config
 from gspo_megatron.config.families import FAMILIES, describe, family_of, family_of_shape
-from gspo_megatron.config.shape import shape_of
+from gspo_megatron.config.model_shape import shape_of
 from gspo_megatron.errors import ConfigError
 
 # Of Qwen/Qwen3-30B-A3B, as published.
@@ -185,12 +185,13 @@ def test_all_of_them_at_once() -> None:
         ({"architectures": ["Qwen3MoeForRewards"], "model_type": "qwen3_moe"}, "ForRewards"),
         ({"model_type": "gpt_oss"}, "gpt_oss"),
         ({}, "null"),
-        ({"architectures": [["x"]], "model_type": ["x"]}, "unknown"),
+        ({"architectures": [["x"]], "model_type": ["x"]}, "[['x']]"),
     ],
 )
 def test_unknown_architectures_are_named(hf: dict[str, Any], named: str) -> None:
     [line] = problems(hf)
     assert named in line and line.startswith("architectures = ")
+    assert ": not supported; supported: Qwen3MoeForCausalLM, " in line
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_align_size
 
-from gspo_megatron.config import check_config, parse_config
+from gspo_megatron.config import parse_config
 from gspo_megatron.config.load import ConfigError
 from gspo_megatron.config.megatron_fields import installed_literals
 from gspo_megatron.config.precision import (
@@ -21,8 +21,8 @@ from gspo_megatron.config.precision import (
     megatron_fields,
     tokens_multiple,
 )
+from gspo_megatron.config.rules import check_config, sample_multiple
 from gspo_megatron.config.stages import PretrainingConfig
-from gspo_megatron.config.stages_rules import check_stage, sample_multiple
 
 
 @pytest.fixture
@@ -182,11 +182,11 @@ def test_stages_follow_the_same_rules(engine: Any) -> None:
     config = parse_config(values, schema=PretrainingConfig)
     assert sample_multiple(config) == 64
     with pytest.raises(ConfigError) as error:
-        check_stage(config, 2, here=False)
+        check_config(config, 2, here=False)
     assert "Transformer Engine" not in str(error.value)
     assert "num_query_groups" in str(error.value)
     with pytest.raises(ConfigError) as error:
-        check_stage(config, 2)
+        check_config(config, 2)
     length, *precision = sorted(error.value.problems)
     assert length.startswith("data.sequence_length = 96") and "multiples of 64" in length
     assert all(line.startswith("training.precision = 'mxfp8'") for line in precision)

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_megatron.config import Layout
-from gspo_megatron.config.pipeline_split import (
+from gspo_megatron.config.model_rules import (
     FIRST,
     LAST,
     WITH_EMBEDDING,

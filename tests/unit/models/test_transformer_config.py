@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_megatron.config import resolve_parallel
-from gspo_megatron.config.presets import PRESETS
+from gspo_megatron.config.model_shape import PRESETS
 from gspo_megatron.models import transformer_config as module
 from gspo_megatron.models.transformer_config import transformer_config
 from tests.unit.models.one_rank import tiny_config

@@ -9,7 +9,7 @@ import pytest
 
 from gspo_megatron.checkpoint.hf.config import export_config
 from gspo_megatron.config.families import describe
-from gspo_megatron.config.shape import ModelShape, shape_of
+from gspo_megatron.config.model_shape import ModelShape, shape_of
 from gspo_megatron.errors import ConfigError
 from tests.unit.checkpoint.hf.published import CONFIGS, VOCABULARY, model_config
 
