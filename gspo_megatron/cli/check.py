@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
@@ -70,7 +69,7 @@ def add_parser(commands: Commands) -> None:
         "--no-files",
         action="store_true",
         help="leave data, tokenizer, weights, run folder and installed packages alone: the run is "
-        "for another machine; a shape that model.hf_path would tell is then named by model.preset=",
+        "for another machine; model.preset= then names the shape of weights that are not here",
     )
 
 
@@ -119,19 +118,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _without_weights(config: AnyConfig) -> AnyConfig:
-    """With the preset's shape in the place of a Hugging Face folder that is not here. Raises
-    ConfigError where no preset is named."""
-    folder = config.model.hf_path
-    if folder is None or Path(folder, "config.json").exists():
-        return config
-    if "preset" not in config.model.model_fields_set:
-        raise ConfigError(
-            [
-                f"model.hf_path = {folder!r}: not here; name its shape, as in "
-                "model.preset=qwen3-30b-a3b"
-            ]
+    """With the preset's shape in the place of weights that are not here. Raises ConfigError where
+    no preset is named."""
+    try:
+        config.resolved_model()
+    except ConfigError as error:
+        if config.model.preset is None:
+            advice = "name its shape, as in model.preset=qwen3-30b-a3b"
+            raise ConfigError([f"{line}; {advice}" for line in error.problems]) from None
+        return config.model_copy(
+            update={"model": config.model.model_copy(update={"hf_path": None})}
         )
-    return config.model_copy(update={"model": config.model.model_copy(update={"hf_path": None})})
+    return config
 
 
 def _gigabytes(text: str) -> float:

@@ -41,17 +41,22 @@ def test_a_checkpoint_that_is_not_there_or_not_of_this_model(
 ) -> None:
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
     # with everything else that is wrong
-    lines = refused(capsys, config, nothing, "rollout.group_size=1")
-    assert lines[0].startswith("rollout.group_size = 1")
-    assert lines[1:] == [f"model.checkpoint_path = '{tmp_path / 'nothing'}': no such folder"]
-    assert refused(capsys, config, nothing) == lines[1:]
+    absent, size = sorted(refused(capsys, config, nothing, "rollout.group_size=1"))
+    assert size.startswith("rollout.group_size = 1")
+    assert absent == f"model.checkpoint_path = '{tmp_path / 'nothing'}': no such folder"
+    for shape in ("model.preset=", "model.preset=tiny"):
+        assert refused(capsys, config, nothing, shape) == [absent]
 
     other = load_any_config(config, [f"logging.dir={tmp_path / 'other'}"])
     path = add(other, Position("rl", 2))
     given = f"model.checkpoint_path={tmp_path / 'other'}"
     assert weights(capsys, config, given, SIZE) == str(tmp_path / "other")
-    lines = refused(capsys, config, given, "model.megatron.num_layers=2")
+    lines = refused(capsys, config, given, "model.preset=tiny", "model.megatron.num_layers=2")
     assert [line.split(" = ")[0] for line in lines] == ["model: num_layers", "model: vocab_size"]
+    # not a size, but another function
+    (line,) = refused(capsys, config, given, "model.megatron.layernorm_epsilon=1e-3")
+    assert line == f"model: layernorm_epsilon = 0.001: {path} has 1e-06"
+    assert main(["check", str(config), given, "model.megatron.moe_expert_capacity_factor=2.0"]) == 0
     (path / "model" / "__0_0.distcp").unlink()
     assert str(path) in refused(capsys, config, given, SIZE)[0]
     assert main(["check", str(config), given, SIZE, "--no-files"]) == 0
@@ -64,12 +69,15 @@ def test_a_run_that_goes_on_and_one_that_cannot(
     assert weights(capsys, config, SIZE) == f"{path}: the run goes on"
     # these weights are not read then
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
-    lines = refused(capsys, config, SIZE, nothing, "training.seed=7")
-    assert [line.split(" = ")[0] for line in lines[:2]] == [
+    words = (SIZE, nothing, "training.seed=7", "objective.clip_low=0.1")
+    lines = refused(capsys, config, *words)  # the rules' problems hide no key that has changed
+    changed = [line for line in lines if ": was " in line]
+    assert [line.split(" = ")[0] for line in changed] == [
         "model.checkpoint_path",
+        "objective.clip_low",
         "training.seed",
     ]
-    assert "was 1" in lines[1]
+    assert any("a range for ratios of single tokens" in line for line in lines)
     assert refused(capsys, config, SIZE, "--fresh")[0].startswith("--fresh: runs/config is not")
     assert weights(capsys, config, SIZE, "--fresh", "logging.dir=new") == "random"
 

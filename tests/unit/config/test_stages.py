@@ -90,7 +90,7 @@ def test_all_slips_of_a_file_are_told_at_once() -> None:
         (sft("training.precision=fp64"), 1, "training.precision = 'fp64'"),
         (pretrain("data.train=[]"), 1, "data.train = []: needed to train"),
         (pretrain("training.steps="), 1, "training.steps = null: needed to train"),
-        (pretrain("data.train=[a, a]"), 1, "a prefix stands there twice"),
+        (pretrain("data.train=[a, a]"), 1, "a prefix is listed twice"),
         (pretrain("data.weights=[1.0]"), 1, "data.weights = [1.0]: 1 weights of 2 prefixes"),
         (pretrain("data.sequence_length=66", "parallel.layout=cp=2"), 2, "multiples of 4"),
         (pretrain("training.batch_size=3", "parallel.layout=dp=2"), 2, "multiples of 2"),
