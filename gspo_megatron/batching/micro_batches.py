@@ -24,16 +24,26 @@ from gspo_megatron.routing.hooks import Routes, routed
 
 @dataclass
 class MicroBatch:
-    """A micro-batch on the device, with what Megatron-Core wants to know of it. It is built
-    once and serves the log-prob pass and the training pass, attention plan included."""
+    """A micro-batch on the device, with all that the passes of a step need or keep of it.
+
+    It is built once and serves the log-prob pass and the training pass. The log-probs are those of
+    this rank's response tokens, [response tokens] float32 in the order of `packed`; `old` and
+    `reference` ones are known on the last pipeline stage only.
+    """
 
     packed: PackedBatch
-    sequences: PackedSeqParams | None  # None where each sequence has a row of its own
+    packed_seq_params: PackedSeqParams | None  # None if each sequence has a row of its own
     head: HeadInputs
+    rollout_logprobs: Tensor | None = None  # of the rollout engine
+    old_logprobs: Tensor | None = None  # None: those of the training pass itself
+    reference_logprobs: Tensor | None = None
+    token_advantages: Tensor | None = None
+    rollout_routes: list[Tensor] | None = None  # [length, layers of this rank, k] of each sequence
+    recorded_routes: Any = None  # what Routing Replay keeps from one pass for another
     routes: Routes | None = None  # what the next forward pass does about its experts
 
 
-# logprobs [rows], entropies [rows], micro-batch -> loss (scalar), figures
+# logprobs [rows], entropies [rows], micro-batch -> loss (scalar), outputs
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Any]]
 
 
@@ -60,18 +70,33 @@ class MicroBatchBuilder:
         """This data rank's micro-batches of each mini-batch."""
         shape = self.common_shape(plans, index.lengths)
         rank = parallel_state.get_data_parallel_rank()
-        steps = []
-        for plan in plans:
-            batches = []
-            for numbers in plan.of_rank(rank):
-                tokens = [sequences.tokens[n] for n in numbers]
-                responses = [index.response_lengths[n] for n in numbers]
-                offsets = [sequences.offsets[n] for n in numbers]
-                batch = self.build(range(len(numbers)), tokens, responses, offsets, shape)
-                batch.packed.members = tuple(numbers)
-                batches.append(batch)
-            steps.append(batches)
-        return steps
+        return [
+            [
+                self._build_members(numbers, sequences, index, shape)
+                for numbers in plan.of_rank(rank)
+            ]
+            for plan in plans
+        ]
+
+    def _build_members(
+        self,
+        numbers: Sequence[int],
+        sequences: Sequences,
+        index: StepIndex,
+        shape: BatchShape | None,
+    ) -> MicroBatch:
+        tokens = [sequences.tokens[n] for n in numbers]
+        responses = [index.response_lengths[n] for n in numbers]
+        offsets = [sequences.offsets[n] for n in numbers]
+        batch = self.build(range(len(numbers)), tokens, responses, offsets, shape)
+        rows, routes = batch.packed.response_index, sequences.routes
+        batch.packed.members = tuple(numbers)
+        batch.rollout_logprobs = sequences.rollout_logprobs[rows]
+        if sequences.token_advantages is not None:
+            batch.token_advantages = sequences.token_advantages[rows]
+        if routes is not None:
+            batch.rollout_routes = [routes[n] for n in numbers]
+        return batch
 
     def common_shape(self, plans: Sequence[MiniBatch], lengths: Sequence[int]) -> BatchShape | None:
         """A shape for all micro-batches of all ranks, where Megatron-Core wants them alike (the
@@ -154,15 +179,15 @@ def forward_backward(
 
     `total_micro_batches` is that of all ranks, the empty ones left out.
 
-    Returns the figures of each micro-batch on the last pipeline stage, an empty list elsewhere.
+    Returns the outputs of each micro-batch on the last pipeline stage, an empty list elsewhere.
     """
     counts_here = parallel_state.get_context_parallel_rank() == 0  # a replica's other ranks do not
 
     def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-        value, figures = loss_function(micro_batch, output[0], output[1])
+        value, outputs = loss_function(micro_batch, output[0], output[1])
         counts = counts_here and bool(micro_batch.packed.members)  # not what is padding alone
         count = torch.tensor(int(counts), dtype=torch.int, device=output.device)
-        return value * total_micro_batches, count, figures
+        return value * total_micro_batches, count, outputs
 
     return _run(policy, micro_batches, loss, forward_only=False)
 
@@ -219,7 +244,7 @@ def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
             position_ids=packed.position_ids,
             attention_mask=None,
             labels=micro_batch.head,
-            packed_seq_params=micro_batch.sequences,
+            packed_seq_params=micro_batch.packed_seq_params,
             padding_mask=_local_padding_mask(model, packed.padding_mask),
         )
 

@@ -8,7 +8,6 @@ r and 2CP-1-r of 2CP.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,73 +52,6 @@ class PackedBatch:
             for name, value in vars(self).items()
         }
         return PackedBatch(**moved)
-
-
-def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Sequences into as few micro-batches as the token budget allows (first fit, longest first).
-
-    A sequence longer than the budget gets a micro-batch of its own. Deterministic in `lengths`.
-    """
-    bins: list[list[int]] = []
-    # The room of a bin for each sequence, opened or not, as the leaves of a tree of maxima: finds
-    # the first bin with room in the logarithm of their number.
-    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
-    room = [budget] * (2 * leaves)
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = min(lengths[index], budget)
-        node = 1
-        while node < leaves:
-            node *= 2
-            node += room[node] < length
-        if node - leaves == len(bins):
-            bins.append([])
-        bins[node - leaves].append(index)
-        room[node] -= length
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return [sorted(members) for members in bins]
-
-
-def split_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Sequences into micro-batches of a row each, like lengths together, so that the rows times the
-    longest stay within the token budget; a sequence longer than the budget is alone."""
-    bins: list[list[int]] = []
-    room = 0  # rows that the last bin still takes
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if room == 0:
-            bins.append([])
-            room = max(1, budget // lengths[index])
-        bins[-1].append(index)
-        room -= 1
-    return [sorted(members) for members in bins]
-
-
-def split_evenly(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Sequences into exactly `parts` groups of nearly equal token counts (longest first, to the
-    lightest group); groups may be empty when there are fewer sequences than parts."""
-    groups: list[list[int]] = [[] for _ in range(parts)]
-    heap = [(0, 0, group) for group in range(parts)]  # tokens, sequences, group
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        tokens, count, lightest = heap[0]
-        groups[lightest].append(index)
-        heapq.heapreplace(heap, (tokens + lengths[index], count + 1, lightest))
-    return [sorted(members) for members in groups]
-
-
-def level(lengths: Sequence[int], bins: Sequence[list[int]], count: int) -> list[list[int]]:
-    """`bins` of sequence numbers made into `count` of them, by halving the heaviest again and
-    again; empty ones where nothing is left to halve. No bin gets heavier than it was."""
-    bins = list(bins)
-    while len(bins) < count:
-        divisible = [members for members in bins if len(members) > 1]
-        if not divisible:
-            return bins + [[] for _ in range(count - len(bins))]
-        heaviest = max(divisible, key=lambda members: sum(lengths[i] for i in members))
-        bins.remove(heaviest)
-        halves = split_evenly([lengths[i] for i in heaviest], 2)
-        bins += [[heaviest[i] for i in half] for half in halves]
-    return bins
 
 
 def batch_shape(

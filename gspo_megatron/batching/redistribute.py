@@ -1,6 +1,6 @@
 """Move sequences from the ranks that sampled them to the ranks that train on them.
 
-One all-to-all of flat tensors over the data-parallel (x context-parallel) group; nobody holds
+One all-to-all of flat tensors over the data-parallel (x context-parallel) group. No rank holds
 sequences that it does not train on. Every rank knows all lengths, so no sizes are negotiated.
 """
 
@@ -23,7 +23,7 @@ class StepIndex:
     source: tuple[int, ...]  # the data rank that sampled it
     prompt_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
-    groups: tuple[int, ...]  # the prompt that it answers
+    groups: tuple[int, ...]  # the number of its prompt in the step
     rewards: Tensor  # [num_sequences] float64
 
     @property
@@ -35,14 +35,14 @@ class StepIndex:
 class Sequences:
     """The sequences that this rank trains on, by their number in the step."""
 
-    tokens: dict[int, Tensor]  # [length] int64 each
-    logprobs: Tensor  # [response tokens] float32, mu, sequence after sequence
-    offsets: dict[int, int]  # where each sequence's response starts in `logprobs`
+    tokens: dict[int, Tensor]  # [length] int64 each, on the host
+    rollout_logprobs: Tensor  # [response tokens] float32, sequence after sequence
+    offsets: dict[int, int]  # where each sequence's response starts in `rollout_logprobs`
     token_advantages: Tensor | None = None  # [response tokens] float32, where tokens have their own
     routes: dict[int, Tensor] | None = None  # [length, layers of this rank, k], of the rollout
 
 
-def index_step(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup) -> StepIndex:
+def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup) -> StepIndex:
     """Gather what every rank has to know of all sequences: 40 bytes a sequence.
 
     `rewards` [num_sequences] float64 are those of this rank's `batch`.
@@ -57,90 +57,89 @@ def index_step(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup) -
         ]
     )
     counts = _gather_counts(local.shape[1], group, local.device)
-    most = max(counts)
-    padded = local.new_zeros((len(local), most))
+    padded = local.new_zeros((len(local), max(counts)))
     padded[:, : local.shape[1]] = local
     gathered = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(gathered, padded, group=group)
-    rows = [
-        (*row, rank)
-        for rank, (columns, count) in enumerate(zip(gathered, counts, strict=True))
-        for row in columns[:, :count].t().tolist()
-    ]
-    rows.sort()
-    assert [row[0] for row in rows] == sorted({row[0] for row in rows}), "sample index used twice"
-    bits = torch.tensor([row[4] for row in rows], dtype=torch.long)
+    rows = torch.cat([columns[:, :n] for columns, n in zip(gathered, counts)], dim=1).cpu()
+    source = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    order = rows[0].argsort()
+    samples, prompts, responses, groups, bits = rows[:, order]
+    assert bool((samples[1:] > samples[:-1]).all()), "sample index used twice"
     return StepIndex(
-        source=tuple(row[5] for row in rows),
-        prompt_lengths=tuple(row[1] for row in rows),
-        response_lengths=tuple(row[2] for row in rows),
-        groups=tuple(row[3] for row in rows),
-        rewards=bits.view(torch.float64),
+        source=tuple(source[order].tolist()),
+        prompt_lengths=tuple(prompts.tolist()),
+        response_lengths=tuple(responses.tolist()),
+        groups=tuple(groups.tolist()),
+        rewards=bits.contiguous().view(torch.float64),
     )
 
 
-def exchange(
+def redistribute(
     batch: RolloutBatch,
     index: StepIndex,
-    destinations: Sequence[Sequence[int]],
+    data_ranks: Sequence[int],
     group: dist.ProcessGroup,
+    *,
+    context_parallel_size: int = 1,
     token_advantages: Tensor | None = None,
 ) -> Sequences:
-    """Send every sequence to the data ranks in `destinations[sequence]` (all CP ranks of one
-    data-parallel rank), and receive this rank's own; `token_advantages` [response tokens] too,
-    where there are any (on all ranks, then)."""
-    me, size = group.rank(), group.size()
-    mine = [number for number, source in enumerate(index.source) if source == me]
-    order = torch.argsort(batch.sample_index).tolist()  # local rows in the order of `mine`
-    token_starts = _starts((batch.prompt_lengths + batch.response_lengths).tolist())
-    logprob_starts = _starts(batch.response_lengths.tolist())
-    local = dict(zip(mine, order, strict=True))
+    """Send every sequence to all context-parallel ranks of its data-parallel rank, and receive
+    this rank's own.
 
-    sends = [[number for number in mine if rank in destinations[number]] for rank in range(size)]
-    arriving = [
-        [n for n, source in enumerate(index.source) if source == rank and me in destinations[n]]
-        for rank in range(size)
-    ]
+    Args:
+        data_ranks: [num_sequences], the data-parallel rank that trains on each sequence.
+        group: data-parallel x context-parallel; CP ranks of a data-parallel rank are neighbours.
+        token_advantages: [response tokens of `batch`]; on all ranks, or on none.
+    """
+    me, size, cp = group.rank(), group.size(), context_parallel_size
+    source, target = torch.tensor(index.source), torch.tensor(data_ranks)  # [num_sequences]
+    lengths, responses = torch.tensor(index.lengths), torch.tensor(index.response_lengths)
+    mine = (source == me).nonzero()[:, 0]  # the numbers of this rank's samples
+    row_of = torch.argsort(batch.sample_index).cpu()  # the row of each of `mine` in `batch`
+    # By receiving rank, then by number: positions in `mine`.
+    sent = [(target[mine] == rank // cp).nonzero()[:, 0] for rank in range(size)]
+    wanted = (target == me // cp).nonzero()[:, 0]
+    received = wanted[torch.argsort(source[wanted], stable=True)]  # by sending rank, then number
+    arriving = [received[source[received] == rank] for rank in range(size)]
 
-    def move(flat: Tensor, starts: list[int], lengths: Sequence[int]) -> Tensor:
-        pieces = [
-            flat[starts[local[n]] : starts[local[n]] + lengths[n]] for row in sends for n in row
-        ]
-        outgoing = torch.cat(pieces) if pieces else flat[:0]
-        return _all_to_all(
-            outgoing,
-            [sum(lengths[n] for n in row) for row in sends],
-            [sum(lengths[n] for n in row) for row in arriving],
-            group,
-        )
+    def move(flat: Tensor, pieces: Tensor, sizes: Tensor) -> Tensor:
+        """Send `flat`, which holds a piece of each local sequence, of the lengths `pieces` in the
+        order of `batch`; `sizes` are those lengths for all sequences of the step."""
+        rows = _rows_of(row_of[torch.cat(sent)], pieces.cpu()).to(flat.device)
+        send_counts = [int(sizes[mine[numbers]].sum()) for numbers in sent]
+        receive_counts = [int(sizes[numbers].sum()) for numbers in arriving]
+        return _all_to_all(flat[rows], send_counts, receive_counts, group)
 
-    lengths, responses = index.lengths, index.response_lengths
-    tokens = move(batch.tokens, token_starts, lengths)
-    logprobs = move(batch.logprobs, logprob_starts, responses)
+    def move_tokens(flat: Tensor) -> Tensor:
+        return move(flat, batch.prompt_lengths + batch.response_lengths, lengths)
+
+    def move_responses(flat: Tensor) -> Tensor:
+        return move(flat, batch.response_lengths, responses)
+
+    numbers, splits = received.tolist(), lengths[received].tolist()
+    tokens = move_tokens(batch.tokens).cpu().split(splits)
+    rollout_logprobs = move_responses(batch.logprobs)
     if token_advantages is not None:
-        token_advantages = move(token_advantages, logprob_starts, responses)
-
-    received = [n for row in arriving for n in row]
+        token_advantages = move_responses(token_advantages)
     routes = None
     if batch.routes is not None:
-        moved = move(batch.routes, token_starts, lengths).split([lengths[n] for n in received])
-        routes = dict(zip(received, moved, strict=True))
-    splits = tokens.split([lengths[n] for n in received])
-    starts = _starts([responses[n] for n in received])
+        routes = dict(zip(numbers, move_tokens(batch.routes).split(splits), strict=True))
+    ends = responses[received].cumsum(0)
     return Sequences(
-        tokens={n: piece.cpu() for n, piece in zip(received, splits, strict=True)},
-        logprobs=logprobs,
-        offsets=dict(zip(received, starts, strict=False)),
+        tokens=dict(zip(numbers, tokens, strict=True)),
+        rollout_logprobs=rollout_logprobs,
+        offsets=dict(zip(numbers, (ends - responses[received]).tolist(), strict=True)),
         token_advantages=token_advantages,
         routes=routes,
     )
 
 
-def _starts(lengths: Sequence[int]) -> list[int]:
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    return starts
+def _rows_of(chosen: Tensor, lengths: Tensor) -> Tensor:
+    """The rows of the chosen pieces of a flat tensor, of pieces with these lengths."""
+    starts, sizes = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
+    shifts = starts - (sizes.cumsum(0) - sizes)
+    return torch.arange(int(sizes.sum())) + shifts.repeat_interleave(sizes)
 
 
 def _gather_counts(count: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:

@@ -21,7 +21,7 @@ from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest
 CHECKPOINTS = "checkpoints"  # in the run folder
 LATEST = "latest"
 REFERENCE = "reference"
-PHASES = ("pretrain", "sft", "warm_start", "rl")  # in their order
+PHASES = ("pretrain", "sft", "rl")  # in their order
 
 _PARTIAL = ".partial-"
 _NAME = re.compile(rf"({'|'.join(PHASES)})_(\d{{8,}})(_rollouts)?")
@@ -127,20 +127,20 @@ class Retention:
     """Which checkpoints stay when a new one has come."""
 
     last: int | None  # the newest so many; None: all
-    best: int  # those with the highest figure
+    best: int  # those with the highest metric
     every: int  # those whose step is a multiple; 0: none
 
-    def surplus(self, figures: dict[Position, float | None]) -> list[Position]:
-        """Of all checkpoints, each with its figure where it has one, those to be removed. The
-        newest is never among them."""
-        ordered = sorted(figures, key=lambda position: position.order)
+    def surplus(self, metrics: dict[Position, float | None]) -> list[Position]:
+        """Of all checkpoints, each with its metric if it has one, those to be removed. The newest
+        is never among them."""
+        ordered = sorted(metrics, key=lambda position: position.order)
         if self.last is None:
             return []
         kept = set(ordered[-self.last :])
         whole = [p for p in ordered if not p.rolled_out]
         if self.every:
             kept.update(p for p in whole if p.step and p.step % self.every == 0)
-        known = {p: f for p in whole if (f := figures[p]) is not None and math.isfinite(f)}
+        known = {p: f for p in whole if (f := metrics[p]) is not None and math.isfinite(f)}
         ranked = sorted(known, key=lambda p: (known[p], p.order))
         kept.update(ranked[len(ranked) - min(self.best, len(ranked)) :])
         return [p for p in ordered if p not in kept]

@@ -1,9 +1,10 @@
-"""When a run is saved and what with it, and how it goes on from there."""
+"""When a run is saved, what is saved, and what a run restores."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,10 @@ from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
-from gspo_megatron.observe.records import RL, WARM_START
+from gspo_megatron.observe.records import RL
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import any_rank, on_main
 from gspo_megatron.platform.stop import StopRun, StopSignals
-from gspo_megatron.rl.rollout_store import RolloutBuffer
 
 
 class Checkpoints:
@@ -60,7 +60,7 @@ class Checkpoints:
         self,
         config: Config,
         policy: Policy,
-        record: RunLogger,
+        logger: RunLogger,
         start: Start,
         stop: StopSignals,
         hf: Any = None,
@@ -70,26 +70,16 @@ class Checkpoints:
         Raises UserError where the disk has no room for one checkpoint.
         """
         self.config, self.section, self.policy = config, config.checkpoint, policy
-        self.record, self.start, self.stop = record, start, stop
+        self.logger, self.start, self.stop = logger, start, stop
         self.folder = run_folder(config) / CHECKPOINTS
-        self.said = list(start.state.said) if start.state else []
+        self.warned = list(start.state.warned) if start.state else []
         if not self.section.interval:
             return
         self.writer = CheckpointWriter(self.folder, policy)
         self._model = describe_model(config, policy.vocab_size, hf)
         on_main(self._prepare)
 
-    # What a run goes on from
-
-    def is_past(self, phase: str) -> bool:
-        """Whether the run has finished a phase before."""
-        state = self.start.state
-        if state is None:
-            return False
-        return (state.phase == phase and state.phase_is_done) or (phase, state.phase) == (
-            WARM_START,
-            RL,
-        )
+    # What a run restores
 
     def restore(self, phase: str, trainer: Trainer, loader: PromptLoader) -> int:
         """Put a phase's optimizer, schedule and prompts where they were; the policy has its weights
@@ -102,36 +92,23 @@ class Checkpoints:
         loader.load_state_dict(state.loader)
         return state.step
 
-    def restored_rollouts(self) -> RolloutBuffer | None:
-        """The responses of the step that the run stopped in, if they were all there."""
-        state, checkpoint = self.start.state, self.start.checkpoint
-        if state is None or checkpoint is None or state.rollouts is None:
-            return None
-        return RolloutBuffer.read(checkpoint, state.rollouts, self.policy)
-
-    def begin_reference(self) -> None:
-        """Give the policy the weights that RL starts from: they are saved here, or those of an
-        earlier start are read, and `end_reference` puts the run's own back."""
-        if self._is_in_rl:
+    @contextlib.contextmanager
+    def reference_weights(self, *, needed: bool) -> Iterator[None]:
+        """Inside, if they are `needed`, the policy has the weights that RL starts from. A new run
+        saves them here, a resumed one reads them and gets its own weights back at the end."""
+        resumed = self.start.state is not None and self.start.state.phase == RL
+        if needed and resumed:
             load_reference(self.config, self.policy)
-        elif self.section.interval:
+        elif needed and self.section.interval:
             self._raise(self.writer.finish())
-            self._raise(
-                self.writer.begin(
-                    REFERENCE, None, self._write_model, lambda _: None, asynchronous=False
-                )
-                or self.writer.finish()
+            problem = self.writer.begin(
+                REFERENCE, None, self._write_model, lambda _: None, asynchronous=False
             )
-
-    def end_reference(self) -> None:
-        """See begin_reference."""
-        if self._is_in_rl:
+            self._raise(problem or self.writer.finish())
+        yield
+        if needed and resumed:
             assert self.start.checkpoint is not None
             load_model(self.start.checkpoint, self.policy)
-
-    @property
-    def _is_in_rl(self) -> bool:
-        return self.start.state is not None and self.start.state.phase == RL
 
     # Saving
 
@@ -161,43 +138,48 @@ class Checkpoints:
         ends = stop or is_last
         if not (ends or step % interval == 0):
             return
-        self._miss_figure(phase, step, metrics, is_last)
-        done = is_last and phase == WARM_START  # its optimizer has nothing left to do
-        state = self._state(phase, step, trainer, loader, is_last)
+        self._warn_of_missing_metric(step, metrics, is_last)
+        state = self._state(phase, step, trainer, loader)
         if self.section.best_metric in metrics:
-            state.figures = {self.section.best_metric: float(metrics[self.section.best_metric])}
-        self._save(state, None if done else trainer, None, must=ends)
-        if stop and not (is_last and phase != WARM_START):
+            state.metrics = {self.section.best_metric: float(metrics[self.section.best_metric])}
+        self._save(state, trainer, None, must=ends)
+        if stop and not is_last:
             raise StopRun(self._stopped(state.position))
 
-    def _miss_figure(
-        self, phase: str, step: int, metrics: Mapping[str, float], is_last: bool
+    def _warn_of_missing_metric(
+        self, step: int, metrics: Mapping[str, float], is_last: bool
     ) -> None:
-        """Say, once in a run, that a checkpoint has not the figure that `keep_best` goes by, where
-        one was to be expected."""
+        """Warn, once in a run, if a checkpoint lacks the metric that `keep_best` needs, although
+        this step should have it."""
         name, every = self.section.best_metric, self.config.training.evaluation_interval
-        if not self.section.keep_best or phase == WARM_START or name in metrics:
+        if not self.section.keep_best or name in metrics:
             return
         evaluated = is_last or (every and step % every == 0)
         key = f"checkpoint.best_metric = {name}"
-        if key in self.said or (name.startswith("evaluation/") and not evaluated):
+        if key in self.warned or (name.startswith("evaluation/") and not evaluated):
             return
-        self.said.append(key)
-        wrong = f"no figure of step {step}, whose checkpoint is not kept for it"
+        self.warned.append(key)
+        wrong = f"step {step} has no such metric, so its checkpoint is not kept as one of the best"
         if close := nearest(name, metrics, 1):
             wrong += f"; {did_you_mean(close)}"
-        self.record.note(f"warning: {problem('checkpoint.best_metric', name, wrong)}")
+        self.logger.note(f"warning: {problem('checkpoint.best_metric', name, wrong)}")
 
     def after_rollouts(
-        self, step: int, trainer: Trainer, loader: PromptLoader, rollouts: RolloutBuffer
+        self,
+        step: int,
+        trainer: Trainer,
+        loader: PromptLoader,
+        description: dict[str, Any],
+        write_rollouts: Callable[[Path], None],
     ) -> None:
-        """Where the run is told to stop, save it with the responses of `step`, which is not trained
-        on yet, and raise StopRun on all ranks."""
+        """If the run is told to stop, save it with the responses of `step`, whose update is still
+        to come, and raise StopRun on all ranks. `write_rollouts` writes this rank's responses
+        below a folder; `description` is what describes them in JSON."""
         if not self.section.interval or not any_rank([self.stop.is_requested])[0]:
             return
-        state = self._state(RL, step - 1, trainer, loader, False)
-        state.rollouts = rollouts.describe()
-        self._save(state, trainer, rollouts, must=True)
+        state = self._state(RL, step - 1, trainer, loader)
+        state.rollouts = description
+        self._save(state, trainer, write_rollouts, must=True)
         raise StopRun(self._stopped(state.position))
 
     def close(self) -> None:
@@ -209,19 +191,19 @@ class Checkpoints:
     def _save(
         self,
         state: RunState,
-        trainer: Trainer | None,
-        rollouts: RolloutBuffer | None,
+        trainer: Trainer,
+        write_rollouts: Callable[[Path], None] | None,
         *,
         must: bool,
     ) -> None:
         self._warn(self.writer.finish())  # the one before took longer than the interval
-        self.record.sync()
+        self.logger.sync()
 
         def write_small(folder: Path) -> None:
             save_rng(folder)
-            if rollouts is not None:
-                rollouts.write(folder, self.policy)
-            if self.record.is_main:
+            if write_rollouts is not None:
+                write_rollouts(folder)
+            if self.logger.is_main:
                 write_file(folder / STATE_FILE, state.dump())
                 write_file(folder / CONFIG_FILE, to_yaml(self.config).encode())
             self._write_model(folder)
@@ -241,24 +223,21 @@ class Checkpoints:
         else:
             self._warn(problem)
 
-    def _state(
-        self, phase: str, step: int, trainer: Trainer, loader: PromptLoader, is_last: bool
-    ) -> RunState:
+    def _state(self, phase: str, step: int, trainer: Trainer, loader: PromptLoader) -> RunState:
         return RunState(
             phase=phase,
             step=step,
-            phase_is_done=is_last,
             trainer=trainer_state(trainer),
             loader=loader.state_dict(),
-            fingerprints=self._fingerprints if self.record.is_main else {},
+            fingerprints=self._fingerprints if self.logger.is_main else {},
             layout=str(self.config.layout()),
             world_size=dist.get_world_size(),
             versions=versions(),
-            said=list(self.said),
+            warned=list(self.warned),
         )
 
     def _write_model(self, folder: Path) -> None:
-        if self.record.is_main:
+        if self.logger.is_main:
             write_file(folder / MODEL_FILE, (json.dumps(self._model, indent=1) + "\n").encode())
 
     def _prepare(self) -> None:
@@ -273,30 +252,29 @@ class Checkpoints:
             )
 
     def _drop_surplus(self, newest: Position) -> None:
-        """On the main rank. Checkpoints after the newest are damaged ones, which the run is going
-        to replace."""
+        """On the main rank. Checkpoints after the newest are damaged: the run will replace them."""
         section = self.section
-        figures = {}
+        found = {}
         for position in positions(self.folder):
             if position.order <= newest.order:
-                figures[position] = self._figure(position)
+                found[position] = self._metric(position)
         keep = Retention(section.keep_last, section.keep_best, section.keep_every)
-        surplus = [self.folder / position.name for position in keep.surplus(figures)]
+        surplus = [self.folder / position.name for position in keep.surplus(found)]
         self.writer.remove([hide(path) for path in surplus])
 
-    def _figure(self, position: Position) -> float | None:
+    def _metric(self, position: Position) -> float | None:
         if not self.section.keep_best:
             return None
         try:
             state = RunState.read(self.folder / position.name)
         except DataError:
             return None
-        return state.figures.get(self.section.best_metric)
+        return state.metrics.get(self.section.best_metric)
 
     def _stopped(self, position: Position) -> str:
         where = f"after step {position.step} of {position.phase}"
         if position.rolled_out:
-            where += ", with the rollouts of the next"
+            where += f", and with the responses of step {position.step + 1} sampled"
         return (
             f"stopped as asked, {where}: {self.folder / position.name}; the same command goes on "
             "from there"
@@ -304,7 +282,7 @@ class Checkpoints:
 
     def _warn(self, problem: str | None) -> None:
         if problem is not None:
-            self.record.note(
+            self.logger.note(
                 f"warning: trouble with a checkpoint: {problem}; the run goes on, and the next "
                 "one is tried in time"
             )

@@ -30,20 +30,20 @@ _PACKAGES = ("megatron-core", "torch")
 
 @dataclass
 class RunState:
-    """run.json: everything of a run at a checkpoint that is no tensor."""
+    """run.json: the state of a run at a checkpoint, but for its tensors."""
 
     phase: str
     step: int  # finished steps of the phase
-    phase_is_done: bool
     trainer: dict[str, Any]  # trainer_state: where the learning-rate schedule is
     loader: dict[str, Any]  # PromptLoader.state_dict
     fingerprints: dict[str, str]  # see `fingerprints`
     layout: str
     world_size: int
     versions: dict[str, str]  # by package
-    figures: dict[str, float] = field(default_factory=dict)  # what `keep_best` goes by
-    said: list[str] = field(default_factory=list)  # warnings that are given once in a run
-    rollouts: dict[str, Any] | None = None  # of a step that is half done: see train.rollout_buffer
+    metrics: dict[str, float] = field(default_factory=dict)  # those that `keep_best` compares
+    warned: list[str] = field(default_factory=list)  # warnings that a run gives once
+    # Of a step whose responses are sampled and whose update is still to come: rl.rollout_store.
+    rollouts: dict[str, Any] | None = None
 
     @property
     def position(self) -> Position:

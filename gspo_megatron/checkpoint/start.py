@@ -1,12 +1,14 @@
-"""What a run goes on from, found by all ranks together: each reads a share of the files."""
+"""The start of a run on all ranks: what it continues from, its folder, its first weights."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -16,13 +18,14 @@ from gspo_megatron.checkpoint.resume import (
     Start,
     candidates,
     conclude,
+    finished_text,
     given_checkpoint,
     is_of_model,
     run_folder,
     weights_fit,
 )
 from gspo_megatron.checkpoint.rng import load_rng
-from gspo_megatron.checkpoint.run_lock import RunLock
+from gspo_megatron.checkpoint.run_lock import RunLock, run_lock
 from gspo_megatron.checkpoint.run_state import read_model
 from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.config import Config
@@ -33,7 +36,18 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.observe.records import METRICS_FILE
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import all_gather_objects, on_main
+from gspo_megatron.platform.groups import (
+    Ranks,
+    patience_minutes,
+    start_processes,
+    stop_processes,
+)
 from gspo_megatron.platform.slurm import SlurmJob
+from gspo_megatron.platform.stop import StopRun, StopSignals
+from gspo_megatron.platform.watch import watched
+
+if TYPE_CHECKING:
+    from gspo_megatron.checkpoint.manager import Checkpoints
 
 RESTARTS_FILE = "restarts.json"
 
@@ -145,9 +159,8 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def move_earlier_run(folder: Path, lock: RunLock) -> None:
-    """A second run of the same name does not mix with the first, nor erase it: the folder of the
-    first gets another name, and the second an empty one. On the main rank, whose lock holds the
-    folder afterwards.
+    """Give the folder of an earlier run another name, so that a second run of the same name
+    neither mixes with it nor erases it. On the main rank, whose lock holds the folder afterwards.
 
     Raises UserError where another run is at work in the folder, or was first to take its name.
     """
@@ -160,29 +173,83 @@ def move_earlier_run(folder: Path, lock: RunLock) -> None:
         number += 1
     folder.rename(kept)
     print(f"{folder} holds an earlier run; it is now {kept}", flush=True)
-    lock.hold(folder)  # the lock went with the other name, and this one was anybody's meanwhile
+    lock.hold(folder)  # the lock moved with the folder: take the new one's
     counted = kept / RESTARTS_FILE
-    if counted.exists():  # or a job that never comes to a checkpoint would start for ever
+    if counted.exists():  # else a job that never reaches a checkpoint would restart for ever
         counted.rename(folder / RESTARTS_FILE)
 
 
-def open_record(config: Config | StageConfig, is_main: bool, start: Start) -> RunLogger:
-    """The run folder's record, from where the run goes on; says what is to be said of that."""
+def open_logger(config: Config | StageConfig, is_main: bool, start: Start) -> RunLogger:
+    """The logger of the run folder, from where the run continues; it shows the notes of `start`."""
     resumed_at = None if start.state is None else (start.state.phase, start.state.step)
-    record = RunLogger(config, is_main, resumed_at)
+    logger = RunLogger(config, is_main, resumed_at)
     for line in start.notes:
-        record.note(line)
-    return record
+        logger.note(line)
+    return logger
 
 
-def load_starting_weights(config: Config, policy: Policy, start: Start, record: RunLogger) -> Any:
-    """Give the policy the weights that the run goes on from, or else begins with.
+def load_starting_weights(config: Config, policy: Policy, start: Start, logger: RunLogger) -> Any:
+    """Give the policy the weights that the run continues from, or begins with.
 
-    Returns the config.json of the Hugging Face model that they come from, None where they do not.
+    Returns the config.json of the Hugging Face model that they come from, None if they do not.
     """
     if start.checkpoint is not None:
         load_model(start.checkpoint, policy)
         if not load_rng(start.checkpoint):
-            record.note("on another layout than before: random number generators begin anew")
+            logger.note("on another layout than before: random number generators begin anew")
         return read_model(start.checkpoint)["hf"]
     return load_initial_weights(config, policy)
+
+
+@dataclass
+class Session:
+    """One start of a run on this rank: from the lock on its folder to its last checkpoint."""
+
+    config: Config | StageConfig
+    ranks: Ranks
+    start: Start
+    stop: StopSignals
+    lock: RunLock
+
+    def tell_finished(self) -> None:
+        """Print that the run has all its steps, and what can be done with it."""
+        if self.ranks.is_main:
+            assert self.start.state is not None
+            print(finished_text(self.config, self.start.state), flush=True)
+
+    def begin(self) -> None:
+        """Take the run folder. Raises UserError, on all ranks, after too many restarts."""
+        on_main(lambda: count_restart(self.config, self.start))
+        if self.start.state is None:
+            on_main(lambda: move_earlier_run(run_folder(self.config), self.lock))
+
+    def train(
+        self,
+        loop: Callable[[], None],
+        policy: Policy,
+        checkpoints: Checkpoints,
+        logger: RunLogger,
+    ) -> bool:
+        """Run `loop` under the watches for hangs and for the end of the job. Returns whether the
+        run is done; False if it was told to stop, and is saved."""
+        with watched(self.config, policy.models, self.ranks, self.stop):
+            try:
+                loop()
+                checkpoints.close()
+            except StopRun as stopped:
+                checkpoints.close()
+                logger.note(str(stopped))
+                return False
+        return True
+
+
+@contextlib.contextmanager
+def open_session(config: Config | StageConfig, *, fresh: bool) -> Iterator[Session]:
+    """Join the other ranks and find out what the run continues from; every rank enters it."""
+    with run_lock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
+        try:
+            ranks = start_processes(patience_minutes(config.training.hang_timeout_seconds))
+            on_main(lambda: lock.hold(run_folder(config)))
+            yield Session(config, ranks, find_start(config, fresh=fresh), stop, lock)
+        finally:
+            stop_processes()

@@ -1,4 +1,4 @@
-"""One checkpoint from this rank's memory to a whole folder, at once or behind training's back."""
+"""Write one checkpoint into a folder that is published whole, at once or in the background."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from gspo_megatron.estimate.model import DENSE, EMBEDDING, EXPERTS, RankModel, S
 from gspo_megatron.estimate.pipeline import in_flight
 from gspo_megatron.estimate.workload import Workload
 from gspo_megatron.models.policy import HeadInputs
-from gspo_megatron.routing.expert_ids import expert_dtype
+from gspo_megatron.routing.replay import expert_dtype
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,11 @@ from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.objectives import build_objective
-from gspo_megatron.observe.records import RL, WARM_START, read_metrics, series
+from gspo_megatron.observe.records import RL, read_metrics, series
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import gather_objects, on_main
-from gspo_megatron.rl.rollout_store import RolloutBuffer
+from gspo_megatron.rl.rollout_store import write_rollouts
+from gspo_megatron.rl.rollouts import Experience
 
 DUMPS = "dumps"  # in the run folder
 DUMP_FILE = "dump.json"
@@ -55,25 +56,25 @@ _NAME = re.compile(r"step_(\d{8,})")
 class StepDumps:
     """Keeps the inputs of the last `training.dump_batches` steps; every rank calls everything."""
 
-    def __init__(self, config: Config, policy: Policy, record: RunLogger) -> None:
+    def __init__(self, config: Config, policy: Policy, logger: RunLogger) -> None:
         self.keep, self.config = config.training.dump_batches, config
-        self.policy, self.record = policy, record
+        self.policy, self.logger = policy, logger
         self.folder = run_folder(config) / DUMPS
         if self.keep:
             on_main(lambda: remove_leftovers(self.folder))
 
-    def write(self, step: int, rollouts: RolloutBuffer) -> None:
+    def write(self, step: int, experience: Experience) -> None:
         """Dump a step before its update. Where the disk refuses, the run goes on with a warning."""
         if not self.keep:
             return
         token, refusal = on_main(lambda: self._begin(step))
         if refusal is None:
             publication = Publication(self.folder, _name(step), token)
-            everyones = gather_objects(self._write_share(publication, step, rollouts))
+            everyones = gather_objects(self._write_share(publication, step, experience))
             if everyones is not None:
                 refusal = self._publish(publication, step, everyones)
         if refusal is not None:
-            self.record.note(f"warning: step {step} could not be dumped: {refusal}")
+            self.logger.note(f"warning: step {step} could not be dumped: {refusal}")
 
     def _begin(self, step: int) -> tuple[str, str | None]:
         publication = Publication(self.folder, _name(step))
@@ -84,28 +85,28 @@ class StepDumps:
         return publication.token, None
 
     def _write_share(
-        self, publication: Publication, step: int, rollouts: RolloutBuffer
+        self, publication: Publication, step: int, experience: Experience
     ) -> tuple[Files, str | None]:
         """This rank's files with their checksums, or why there are none."""
         folder = publication.folder
         try:
-            rollouts.write(folder, self.policy)
+            write_rollouts(experience, folder, self.policy)
             if dist.get_rank() == 0:
-                write_file(folder / DUMP_FILE, self._describe(step, rollouts))
+                write_file(folder / DUMP_FILE, self._describe(step, experience))
             names = owned_by(files_below(folder), dist.get_rank(), dist.get_world_size())
             return {name: record_of(folder / name) for name in names}, None
         except OSError as error:
             return {}, _told(error)
 
-    def _describe(self, step: int, rollouts: RolloutBuffer) -> bytes:
+    def _describe(self, step: int, experience: Experience) -> bytes:
         content = {
             "format": _FORMAT,
-            "version": 1,
+            "version": 2,
             "step": step,
             "precision": self.config.training.precision,
             "vocab_size": self.policy.vocab_size,
-            "has_routes": rollouts.batch.routes is not None,
-            "rollouts": rollouts.describe(),
+            "has_routes": experience.batch.routes is not None,
+            "rollouts": experience.describe(),
         }
         return (json.dumps(content, indent=1) + "\n").encode()
 
@@ -150,7 +151,7 @@ class Dump:
     precision: str  # that the step was computed in
     vocab_size: int
     has_routes: bool
-    rollouts: dict[str, Any]  # RolloutBuffer.describe
+    rollouts: dict[str, Any]  # Experience.describe
 
     @classmethod
     def read(cls, folder: Path, *, contents: bool = True) -> Dump:
@@ -167,7 +168,7 @@ class Dump:
             raise DataError("\n".join(f"{folder}: {line}" for line in damage))
         try:
             content = json.loads((folder / DUMP_FILE).read_bytes())
-            assert (content.pop("format"), content.pop("version")) == (_FORMAT, 1)
+            assert (content.pop("format"), content.pop("version")) == (_FORMAT, 2)
             return cls(folder, **content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
             raise DataError(f"{folder}: not the dump of a step") from None
@@ -237,8 +238,7 @@ def find_weights(dump: Dump, config: Config, given: str | None) -> StepWeights:
         if not damage:
             return _weights_of(dump, config, checkpoint, tuple(notes))
         notes.append(f"{checkpoint} is damaged and not used: {damage[0]}")
-    is_start = dump.step == 1 and config.training.warm_start.steps == 0
-    return StepWeights(None, is_start, False, tuple(notes))
+    return StepWeights(None, dump.step == 1, False, tuple(notes))
 
 
 def reference_of(checkpoint: Path) -> Path | None:
@@ -251,37 +251,24 @@ def _weights_of(
     dump: Dump, config: Config, checkpoint: Path, notes: tuple[str, ...]
 ) -> StepWeights:
     if build_objective(config.objective, config.rollout.max_response_tokens).needs_reference:
-        _check_reference(config, checkpoint)
+        _check_reference(checkpoint)
     if not (checkpoint / STATE_FILE).is_file():  # weights alone
         return StepWeights(checkpoint, False, False, notes)
     state = RunState.read(checkpoint)
     in_rl = state.phase == RL
     is_start = state.step == dump.step - 1
-    if state.phase == WARM_START:
-        is_start = state.phase_is_done and dump.step == 1
     return StepWeights(checkpoint, is_start, in_rl and is_start, notes)
 
 
-def _check_reference(config: Config, checkpoint: Path) -> None:
-    """Raises DataError where the weights that RL started from lie beside a checkpoint and are
-    damaged, or do not and nothing else is the same."""
+def _check_reference(checkpoint: Path) -> None:
+    """Raises DataError if the weights that RL started from lie beside a checkpoint and are damaged.
+    Without them the run's first weights, which are the same, take their place."""
     folder, reference = checkpoint.parent / REFERENCE, reference_of(checkpoint)
-    warmed = config.training.warm_start.steps > 0
-    if reference is not None:
-        damage = find_damage(reference)
-        if damage:
-            way = "put a whole copy in its place"
-            way += "" if warmed else ", or move it away: the run's first weights are the same"
-            lines = [f"{folder}: {line}" for line in damage]
-            raise DataError("\n".join([*lines, f"{folder}: damaged, and wanted; {way}"]))
-    elif warmed:
-        section = config.objective
-        asks = (
-            f"import_path = {section.import_path}" if section.kl == "none" else f"kl = {section.kl}"
-        )
-        raise DataError(
-            f"{folder}: missing; objective.{asks} wants the weights that RL started from"
-        )
+    damage = [] if reference is None else find_damage(reference)
+    if damage:
+        lines = [f"{folder}: {line}" for line in damage]
+        way = "put a whole copy in its place, or move it away: the run's first weights are the same"
+        raise DataError("\n".join([*lines, f"{folder}: damaged, and needed; {way}"]))
 
 
 def _name(step: int) -> str:

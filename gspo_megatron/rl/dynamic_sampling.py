@@ -1,80 +1,63 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups without a spread of rewards have
-no gradient; they make room for further prompts.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
 
-Which groups are trained on follows from their numbers in the step and from who has a spread, which
-all ranks know: the choice is the same on every layout.
+Groups whose rewards are all the same have no gradient: further prompts take their places.
+
+The choice follows from the groups' numbers in the step and from which of them have a spread. All
+ranks know both, so the choice is the same on every layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
-
-import torch
-from torch import Tensor
-
-from gspo_megatron.rl.scoring import Scores
-from gspo_megatron.types import RolloutBatch
-
-Flat = TypeVar("Flat", RolloutBatch, Scores)  # records of flat tensors
 
 
 @dataclass
-class Selection:
+class DynamicSampling:
     """The groups that a step trains on, out of those sampled so far."""
 
     wanted: int  # groups
-    max_refills: int
-    rounds: int = 0
+    max_refills: int  # further draws of prompts
+    enabled: bool = True  # False: the groups of one draw, whatever their rewards
+    draws: int = 0
     has_spread: list[bool] = field(default_factory=list)  # by the groups' numbers in the step
 
     def add(self, has_spread: Sequence[bool]) -> None:
-        """One more round of groups, in their order."""
-        self.rounds += 1
+        """One more draw of groups, in their order."""
+        self.draws += 1
         self.has_spread += has_spread
 
     @property
     def wants_more(self) -> bool:
-        """Whether another round of prompts is to be drawn."""
-        return sum(self.has_spread) < self.wanted and self.rounds <= self.max_refills
+        """Whether prompts are to be drawn, for the first time or again."""
+        if self.draws == 0 or not self.enabled:
+            return self.draws == 0
+        return sum(self.has_spread) < self.wanted and self.draws <= self.max_refills
+
+    @property
+    def num_groups(self) -> int:
+        """Sampled so far; the number of the next draw's first group."""
+        return len(self.has_spread)
+
+    def candidates(self, first: int) -> list[int]:
+        """The groups from number `first` on that may still be chosen; the others need no memory.
+        The first draw stays whole: see `groups`."""
+        return [n for n in range(first, self.num_groups) if first == 0 or self.has_spread[n]]
 
     def groups(self) -> list[int]:
-        """Their numbers: the first `wanted` with spread, or fewer where there are no more. Where
-        there are none at all, the first round, so that the step has something to compute with."""
+        """The numbers of the chosen groups: the first `wanted` with spread, or fewer if there are
+        no more. If none has a spread, those of the first draw: a step needs some sequences."""
+        if not self.enabled:
+            return list(range(self.num_groups))
         chosen = [number for number, has in enumerate(self.has_spread) if has]
         return chosen[: self.wanted] or list(range(self.wanted))
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/no_spread` is 1 for a step without a group that had any: it learns nothing."""
+        """`rollout/no_spread` is 1 for a step in which no group had a spread: it learns nothing."""
+        if not self.enabled:
+            return {}
         return {
-            "rollout/refills": float(self.rounds - 1),
-            "rollout/groups_dropped": float(len(self.has_spread) - len(self.groups())),
+            "rollout/refills": float(self.draws - 1),
+            "rollout/groups_dropped": float(self.num_groups - len(self.groups())),
             "rollout/no_spread": float(not any(self.has_spread)),
         }
-
-
-def select_sequences(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
-    """The sequences that `rows` [num_sequences] bool marks."""
-    responses = rows.repeat_interleave(batch.response_lengths)
-    tokens = rows.repeat_interleave(batch.prompt_lengths + batch.response_lengths)
-    of_tokens = {"tokens": tokens, "logprobs": responses, "routes": tokens}
-    return RolloutBatch(
-        **{
-            name: None if value is None else value[of_tokens.get(name, rows)]
-            for name, value in vars(batch).items()
-        }
-    )
-
-
-def join(parts: Sequence[Flat]) -> Flat:
-    """Those of several rounds end to end."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
-    return type(parts[0])(
-        **{
-            name: None if values[0] is None else torch.cat(values)
-            for name, values in columns.items()
-        }
-    )

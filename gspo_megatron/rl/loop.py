@@ -1,47 +1,86 @@
-"""RL: evaluation, and steps of rolling out, scoring, updating and writing down."""
+"""The RL step on a page.
+
+    prompts -> responses -> rewards -> advantages -> plan -> redistribute -> old log-probs
+            -> one optimizer update for each mini-batch -> weights to the rollout engine -> log
+
+`ReinforcementLoop.step` is the whole step; `collect` and `update_policy` are its two halves. Every
+rank runs the same lines.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
-from gspo_megatron.batching.micro_batches import micro_batch_multiple
-from gspo_megatron.batching.plan import MiniBatch, plan_step
-from gspo_megatron.batching.redistribute import exchange, index_step
+from gspo_megatron.batching.micro_batches import MicroBatchBuilder, micro_batch_multiple
+from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
+from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
+from gspo_megatron.checkpoint.manager import Checkpoints
+from gspo_megatron.config import Config
 from gspo_megatron.config.objectives import resolve_objective
+from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
+from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import build_trainer
+from gspo_megatron.objectives import Objective
+from gspo_megatron.objectives.turn_advantages import build_turn_advantages
 from gspo_megatron.observe.records import RL
+from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
-from gspo_megatron.rl.components import Job, held_out
+from gspo_megatron.platform.reduce_metrics import StepMetrics
 from gspo_megatron.rl.dumps import StepDumps
+from gspo_megatron.rl.dynamic_sampling import DynamicSampling
+from gspo_megatron.rl.evaluation import evaluate
 from gspo_megatron.rl.policy_update import PolicyUpdater, learning_rates
-from gspo_megatron.rl.rollout_store import RolloutBuffer
-from gspo_megatron.rollout.engine import Sampling
+from gspo_megatron.rl.rollout_store import read_rollouts, write_rollouts
+from gspo_megatron.rl.rollouts import Collector, Experience
+from gspo_megatron.rollout.engine import RolloutEngine, Sampling
 from gspo_megatron.types import Prompt
 
-# A warning that is given once in a run, resumed or not.
-_NOISE = "ratio/noise_floor"
+NOISE_WARNING = "ratio/noise_floor"  # given once in a run, resumed or not
+
+
+@dataclass
+class RunComponents:
+    """The parts of an RL run, as `rl.run` puts them together."""
+
+    config: Config
+    policy: Policy
+    inputs: Inputs
+    engine: RolloutEngine
+    collector: Collector
+    builder: MicroBatchBuilder
+    objective: Objective
+    logger: RunLogger
+    checkpoints: Checkpoints
 
 
 class ReinforcementLoop:
-    """RL steps: roll out, score, update, write down."""
+    """RL steps, with evaluations and checkpoints between them."""
 
-    def __init__(self, job: Job) -> None:
-        """Goes on where the run's checkpoint was taken, if it is one of this phase."""
-        self.job, self.config = job, job.config
-        config = job.config
-        rollout, needs_reference = config.rollout, job.objective.needs_reference
-        if needs_reference:
-            job.checkpoints.begin_reference()
-        self.trainer = build_trainer(job.policy, config.optimizer, learning_rates(config))
-        self.updater = PolicyUpdater(
-            job.policy, self.trainer, job.builder, job.objective, config.objective, config.routing
-        )
-        if needs_reference:
-            job.checkpoints.end_reference()
+    def __init__(self, run: RunComponents) -> None:
+        """Continues where the run's checkpoint was taken, if there is one."""
+        self.run_components, self.config, rollout = run, run.config, run.config.rollout
+        with run.checkpoints.reference_weights(needed=run.objective.needs_reference):
+            self.trainer = build_trainer(
+                run.policy, self.config.optimizer, learning_rates(self.config)
+            )
+            self.updater = PolicyUpdater(
+                run.policy,
+                self.trainer,
+                run.builder,
+                run.objective,
+                self.config.objective,
+                self.config.routing,
+            )
+        self.engine, self.collector, self.device = run.engine, run.collector, run.builder.device
         self.sampling = Sampling(
             max_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,
@@ -50,48 +89,128 @@ class ReinforcementLoop:
             stop=tuple(rollout.stop),
         )
         self.loader = PromptLoader(
-            len(job.inputs.train),
+            len(run.inputs.train),
             rollout.prompts_per_step,
-            config.training.seed,
-            shuffle=config.data.shuffle,
+            self.config.training.seed,
+            shuffle=self.config.data.shuffle,
         )
         self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self.done = job.checkpoints.restore(RL, self.trainer, self.loader)
-        # of the step after those, where the run stopped in the middle of it
-        self.rollouts = job.checkpoints.restored_rollouts()
-        self.dumps = StepDumps(config, job.policy, job.record)
+        self.done = run.checkpoints.restore(RL, self.trainer, self.loader)
+        # The responses of the next step, if the run was stopped between them and its update.
+        self.restored = read_rollouts(run.checkpoints.start, run.policy)
+        self.dumps = StepDumps(self.config, run.policy, run.logger)
+
+    def step(self, step: int) -> dict[str, float]:
+        """One RL step. Returns its metrics, the same on every rank."""
+        timer = PhaseTimer(self.device)
+        experience = self.roll_out(step)
+        self.dumps.write(step, experience)
+        index = gather_index(experience.batch, experience.scores.shaped, self.data_group)
+        advantages, token_advantages = compute_advantages(
+            self.config.objective, self.updater.objective, experience, index
+        )
+        plan = self.plan(index)
+        sequences = redistribute(
+            experience.batch,
+            index,
+            data_ranks(plan, len(index.lengths)),
+            self.data_group,
+            context_parallel_size=parallel_state.get_context_parallel_world_size(),
+            token_advantages=token_advantages,
+        )
+        metrics = update_policy(self.updater, sequences, index, plan, advantages, timer)
+        with timer("sync"):
+            self.engine.update_weights()
+        return experience.metrics | metrics | self.performance(experience, timer)
 
     def run(self) -> None:
-        """The steps of the configuration that are not done yet, with evaluations before, between
-        and after. Raises StopRun where the run was told to stop, and is saved."""
+        """All steps that are not done yet. Raises StopRun if the run was told to stop, and is saved
+        then."""
         steps, interval = self.config.training.steps, self.config.training.evaluation_interval
-        record, checkpoints = self.job.record, self.job.checkpoints
-        with record.progress(steps, self.job.objective.name, self.done) as progress:
-            if self.done == 0 and self.rollouts is None:
-                before = held_out(self.job)
+        run, logger = self.run_components, self.run_components.logger
+        with logger.progress(steps, run.objective.name, self.done) as progress:
+            if self.done == 0 and self.restored is None:
+                before = self.evaluate()
                 if before:
-                    record.write(RL, 0, before)
+                    logger.write(RL, 0, before)
                     accuracy = before["evaluation/accuracy"]
                     progress.note(f"held-out accuracy before RL: {accuracy:.3f}")
                     progress.update(0, before)
             for step in range(self.done + 1, steps + 1):
                 metrics = self.step(step)
                 if step == steps or (interval and step % interval == 0):
-                    metrics |= held_out(self.job)
-                record.write(RL, step, metrics)
+                    metrics |= self.evaluate()
+                logger.write(RL, step, metrics)
                 progress.update(step, metrics)
                 warning = self._noise_warning(metrics)
                 if warning:
                     progress.note(warning)
-                checkpoints.end_of_step(
+                run.checkpoints.end_of_step(
                     RL, step, self.trainer, self.loader, metrics, is_last=step == steps
                 )
 
+    # The parts of a step, in their order
+
+    def roll_out(self, step: int) -> Experience:
+        """The step's responses with their rewards: those that an earlier start of the run saved, or
+        new ones."""
+        restored, self.restored = self.restored, None
+        if restored is None:
+            run, seed = self.run_components, (self.config.training.seed << 32) + step
+            experience = collect(self.collector, self.draw, self.sampling, seed)
+            run.checkpoints.after_rollouts(
+                step,
+                self.trainer,
+                self.loader,
+                experience.describe(),
+                lambda folder: write_rollouts(experience, folder, run.policy),
+            )
+        else:
+            experience = restored
+        self.run_components.logger.write_samples(
+            step, experience.samples, experience.sample_rewards
+        )
+        return experience
+
+    def draw(self) -> list[Prompt]:
+        """The next prompts, the same on every rank."""
+        return [self.run_components.inputs.train[i] for i in self.loader.next()]
+
+    def plan(self, index: StepIndex) -> list[MiniBatch]:
+        """Which data-parallel rank trains on which sequences, in which micro-batches."""
+        policy, builder = self.run_components.policy, self.run_components.builder
+        return plan_step(
+            index.lengths,
+            index.response_lengths,
+            # dynamic sampling may leave fewer sequences than mini-batches
+            mini_batches=min(self.config.objective.mini_batches, len(index.lengths)),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            token_budget=self.config.training.micro_batch_tokens
+            * policy.config.context_parallel_size,
+            micro_batch_multiple=micro_batch_multiple(policy),
+            padded=builder.padded,
+        )
+
+    def performance(self, experience: Experience, timer: PhaseTimer) -> dict[str, float]:
+        """Times, throughput and memory of the step."""
+        seconds = timer.total()
+        return {
+            "perf/step_seconds": seconds,
+            "perf/rollout_seconds": experience.rollout_seconds,
+            **timer.seconds,
+            "perf/tokens_per_second": experience.num_tokens / seconds,
+            "perf/peak_memory_bytes": peak_memory_bytes(),
+        }
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics on the held-out prompts; nothing without such prompts."""
+        return evaluate(self.config, self.run_components.inputs.evaluation, self.collector)
+
     def _noise_warning(self, metrics: dict[str, float]) -> str | None:
-        """Said once, when the clip range lies inside what the sequence ratios would vary by without
-        any learning: there the clip cuts noise."""
-        section, said = self.config.objective, self.job.checkpoints.said
-        if _NOISE in said or section.import_path is not None:
+        """Given once, if sequence ratios vary by more than the clip range without any learning: the
+        clip then cuts noise."""
+        section, warned = self.config.objective, self.run_components.checkpoints.warned
+        if NOISE_WARNING in warned or section.import_path is not None:
             return None
         recipe, floor = resolve_objective(section), metrics["ratio/noise_floor"]
         if not recipe.clips_sequences:
@@ -99,7 +218,7 @@ class ReinforcementLoop:
         narrow = min(recipe.parameters["clip_low"], recipe.parameters["clip_high"])
         if floor <= narrow:
             return None
-        said.append(_NOISE)
+        warned.append(NOISE_WARNING)
         if section.old_logprobs == "rollout":
             advice = "widen objective.clip_low and clip_high, or set old_logprobs = recompute"
         else:
@@ -112,75 +231,95 @@ class ReinforcementLoop:
             f"{advice}"
         )
 
-    def step(self, step: int) -> dict[str, float]:
-        """One RL step. Returns its metrics, the same on every rank."""
+
+def collect(
+    collector: Collector, draw: Callable[[], Sequence[Prompt]], sampling: Sampling, seed: int
+) -> Experience:
+    """The first half of a step: this rank's share of the responses that it trains on.
+
+    `draw` gives every rank the same `rollout.prompts_per_step` prompts at each call. With dynamic
+    sampling, ranks may be left with unequal numbers of groups. Raises RewardError, on all ranks, if
+    only some responses have rewards of turns.
+    """
+    start, rollout = time.perf_counter(), collector.config.rollout
+    metrics, drawn = StepMetrics(collector.device), []
+    chosen = DynamicSampling(
+        rollout.prompts_per_step, rollout.max_refills, enabled=rollout.dynamic_sampling
+    )
+    while chosen.wants_more:
+        first = chosen.num_groups
+        prompts = draw()
+        batch = collector.roll_out(prompts, first, rollout.group_size, sampling, seed)
+        experience = collector.score(batch, prompts, first)
+        collector.measure(experience, metrics)
+        chosen.add(collector.groups_with_spread(experience, first, len(prompts)))
+        if first == 0:
+            shown = collector.config.logging.samples_per_step
+            samples = experience.samples[:shown], experience.sample_rewards[:shown]
+        drawn.append(experience.of_groups(chosen.candidates(first)))
+    experience = Experience.join([part.of_groups(chosen.groups()) for part in drawn])
+    experience.metrics, experience.has_turns = collector.reduce(metrics)
+    length_mean = experience.metrics["response/length_mean"]
+    experience.num_tokens = round(length_mean * chosen.num_groups * rollout.group_size)
+    experience.metrics |= chosen.metrics()
+    experience.samples, experience.sample_rewards = samples
+    experience.rollout_seconds = time.perf_counter() - start
+    return experience
+
+
+def compute_advantages(
+    section: ObjectiveSection, objective: Objective, experience: Experience, index: StepIndex
+) -> tuple[Tensor, Tensor | None]:
+    """Advantages of sequences, [num_sequences] float32 of the whole step. If the reward function
+    rewards turns, also those of tokens, [response tokens] float32 of this rank's responses."""
+    scores, batch = experience.scores, experience.batch
+    of_sequences = objective.advantages(index.rewards, torch.tensor(index.groups))
+    of_sequences = of_sequences.to(batch.tokens.device)
+    if not experience.has_turns:
+        return of_sequences, None
+    of_turns = build_turn_advantages(section)
+    return of_sequences, of_turns(
+        scores.turn_rewards, scores.turns, scores.turn_tokens, batch.group_index
+    )
+
+
+def update_policy(
+    updater: PolicyUpdater,
+    sequences: Sequences,
+    index: StepIndex,
+    plan: Sequence[MiniBatch],
+    advantages: Tensor,
+    timer: PhaseTimer | None = None,
+) -> dict[str, float]:
+    """The second half of a step: the optimizer updates on this rank's `sequences`. Returns their
+    metrics, the same on every rank. `advantages`: [num_sequences] of the whole step."""
+    timer = timer or PhaseTimer(updater.device)
+    with timer("logprob"):
+        mini_batches = updater.build_micro_batches(plan, sequences, index)
+        updater.compute_old_logprobs(mini_batches)
+        if updater.penalizes_rewards:  # objective.kl_in: reward
+            advantages = updater.penalized_advantages(mini_batches, index)
+    with timer("train"):
+        for mini_batch, micro_batches in zip(plan, mini_batches, strict=True):
+            updater.train(mini_batch, micro_batches, advantages)
+    return updater.reduce_metrics()
+
+
+class PhaseTimer:
+    """Seconds of a step's phases, as metrics perf/PHASE_seconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self._device, self._start = device, time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        job = self.job
-        rollouts = self._roll_out(step)
-        self.dumps.write(step, rollouts)
-        index = index_step(rollouts.batch, rollouts.rewards, self.data_group)
-        plan = self._plan(index.lengths, index.response_lengths)
-        sequences = exchange(
-            rollouts.batch,
-            index,
-            self._destinations(plan, len(index.lengths)),
-            self.data_group,
-            rollouts.token_advantages,
-        )
-        update = self.updater.update(sequences, index, plan)
-        sync_start = time.perf_counter()
-        job.engine.update_weights()
-        now = time.perf_counter()
-        metrics = rollouts.metrics | update.metrics
-        metrics["ratio/noise_floor"] = metrics.pop("ratio/noise_floor_squared") ** 0.5
-        metrics |= {
-            "perf/step_seconds": now - start,
-            "perf/rollout_seconds": rollouts.rollout_seconds,
-            "perf/logprob_seconds": update.seconds["logprob"],
-            "perf/train_seconds": update.seconds["train"],
-            "perf/sync_seconds": now - sync_start,
-            "perf/tokens_per_second": rollouts.num_tokens / (now - start),
-            "perf/peak_memory_bytes": peak_memory_bytes(),
-        }
-        job.record.write_samples(step, rollouts.samples, rollouts.sample_rewards)
-        return metrics
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[f"perf/{phase}_seconds"] = time.perf_counter() - start
 
-    def _roll_out(self, step: int) -> RolloutBuffer:
-        """The step's responses with their rewards: sampled now, or before the run was stopped."""
-        rollouts, self.rollouts = self.rollouts, None
-        if rollouts is not None:
-            return rollouts
-        job = self.job
-        seed = (self.config.training.seed << 32) + step
-        experience = job.collector.collect(self._draw, self.sampling, seed)
-        shown = job.collector.samples(experience) if job.record.is_main else ([], [])
-        rollouts = RolloutBuffer.of(experience, shown)
-        job.checkpoints.after_rollouts(step, self.trainer, self.loader, rollouts)
-        return rollouts
-
-    def _draw(self) -> list[Prompt]:
-        """The next prompts, the same on every rank."""
-        return [self.job.inputs.train[i] for i in self.loader.next()]
-
-    def _plan(self, lengths: Sequence[int], responses: Sequence[int]) -> list[MiniBatch]:
-        return plan_step(
-            lengths,
-            responses,
-            # dynamic sampling may leave fewer sequences than that
-            mini_batches=min(self.config.objective.mini_batches, len(lengths)),
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            token_budget=self.config.training.micro_batch_tokens
-            * self.job.policy.config.context_parallel_size,
-            micro_batch_multiple=micro_batch_multiple(self.job.policy),
-            padded=self.job.builder.padded,
-        )
-
-    def _destinations(self, plan: Sequence[MiniBatch], count: int) -> list[list[int]]:
-        """The data ranks (all CP ranks of a data-parallel rank) that train on each sequence."""
-        cp = self.job.policy.config.context_parallel_size
-        destinations: list[list[int]] = [[] for _ in range(count)]
-        for mini_batch in plan:
-            for rank, micro_batches in enumerate(mini_batch.micro_batches):
-                for number in (n for members in micro_batches for n in members):
-                    destinations[number] = list(range(rank * cp, (rank + 1) * cp))
-        return destinations
+    def total(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._start

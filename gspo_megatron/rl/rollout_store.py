@@ -1,4 +1,4 @@
-"""The responses of one step, and their way to the disk and back where a run stops after them.
+"""The responses of one step on the disk, for a run that stops between them and their update.
 
 Rollouts take most of a step. Each data rank writes what it sampled as flat tensors; a run on
 another layout reads the sequences of its own groups out of all of them.
@@ -6,9 +6,8 @@ another layout reads the sequences of its own groups out of all of them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.storage import raise_everywhere, write_file
 from gspo_megatron.models.build import Policy
 from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rl.scoring import Scores
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch, Sample
 
 FOLDER = "rollouts"
-# Per sequence, per token, per response token.
+# Tensors with one number for each sequence, and for each rewarded turn.
 _OF_SEQUENCES = (
     "prompt_lengths",
     "response_lengths",
@@ -34,97 +35,59 @@ _OF_SEQUENCES = (
     "sample_index",
     "group_index",
     "rewards",
+    "shaped",
+    "turns",
 )
-_OF_RESPONSES = ("logprobs", "token_advantages")
+_OF_TURNS = ("turn_rewards", "turn_tokens")
 
 
-@dataclass
-class RolloutBuffer:
-    """This rank's share of the responses that a step trains on, and what is written of them."""
+def write_rollouts(experience: Experience, folder: Path, policy: Policy) -> None:
+    """Write this rank's tensors below `folder`; every rank calls it. Raises OSError."""
+    if parallel_state.get_tensor_model_parallel_rank() > 0:
+        return  # the first has the same
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    tensors: dict[str, Tensor] = {}
+    if stage == 0:
+        tensors = vars(experience.batch) | vars(experience.scores)
+        tensors.pop("routes")
+    if experience.batch.routes is not None:
+        layers = attach_hooks(policy.models)
+        tensors |= {"routes": experience.batch.routes, "layers": torch.tensor(layers)}
+    if not tensors:
+        return
+    data_rank = parallel_state.get_data_parallel_group(with_context_parallel=True).rank()
+    name = f"rank_{dist.get_rank():05d}_data_{data_rank:05d}_stage_{stage:03d}.safetensors"
+    path = folder / FOLDER / name
+    path.parent.mkdir(exist_ok=True)
+    write_file(path, save({n: t.detach().cpu().contiguous() for n, t in tensors.items()}))
 
-    batch: RolloutBatch
-    rewards: Tensor  # [num_sequences] float64, shaped
-    token_advantages: Tensor | None  # [response tokens] float32; on all ranks, or on none
-    metrics: dict[str, float]
-    num_tokens: int
-    rollout_seconds: float
-    samples: list[Sample]  # to be written down; on the main rank
-    sample_rewards: list[float]
 
-    @classmethod
-    def of(cls, experience: Experience, samples: tuple[list[Sample], list[float]]) -> RolloutBuffer:
-        """That of an experience; `samples` with their rewards."""
-        return cls(
-            experience.batch,
-            experience.rewards,
-            experience.token_advantages,
-            experience.metrics,
-            experience.num_tokens,
-            experience.rollout_seconds,
-            *samples,
+def read_rollouts(start: Start, policy: Policy) -> Experience | None:
+    """The responses of the step in which the run was stopped, if its checkpoint has them; see
+    `read_experience`."""
+    if start.state is None or start.checkpoint is None or start.state.rollouts is None:
+        return None
+    return read_experience(start.checkpoint, start.state.rollouts, policy)
+
+
+def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -> Experience:
+    """What `write_rollouts` and `Experience.describe` left, as this rank's share in the present
+    layout; every rank calls it. Raises DataError, the same on all ranks."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    tensors: dict[str, Tensor] = {}
+    error = None
+    try:
+        tensors = read_share(
+            folder / FOLDER, group.rank(), group.size(), lambda: attach_hooks(policy.models)
         )
-
-    def describe(self) -> dict[str, Any]:
-        """What is no tensor, for JSON; the main rank's is saved."""
-        return {
-            "metrics": self.metrics,
-            "num_tokens": self.num_tokens,
-            "rollout_seconds": self.rollout_seconds,
-            "samples": [dataclasses.asdict(s) | {"fields": {}} for s in self.samples],
-            "sample_rewards": self.sample_rewards,
-        }
-
-    def write(self, folder: Path, policy: Policy) -> None:
-        """Write this rank's tensors below `folder`; every rank calls it. Raises OSError."""
-        if parallel_state.get_tensor_model_parallel_rank() > 0:
-            return  # the first has the same
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        tensors: dict[str, Tensor | None] = {}
-        if stage == 0:
-            batch = vars(self.batch) | {
-                "rewards": self.rewards,
-                "token_advantages": self.token_advantages,
-            }
-            tensors = {name: batch[name] for name in ("tokens", *_OF_SEQUENCES, *_OF_RESPONSES)}
-        if self.batch.routes is not None:
-            layers = attach_hooks(policy.models)
-            tensors |= {"routes": self.batch.routes, "layers": torch.tensor(layers)}
-        present = {n: t.detach().cpu().contiguous() for n, t in tensors.items() if t is not None}
-        if not present:
-            return
-        data_rank = parallel_state.get_data_parallel_group(with_context_parallel=True).rank()
-        name = f"rank_{dist.get_rank():05d}_data_{data_rank:05d}_stage_{stage:03d}.safetensors"
-        path = folder / FOLDER / name
-        path.parent.mkdir(exist_ok=True)
-        write_file(path, save(present))
-
-    @classmethod
-    def read(cls, folder: Path, description: dict[str, Any], policy: Policy) -> RolloutBuffer:
-        """What `write` and `describe` left, as this rank's share in the present layout; every rank
-        calls it. Raises DataError, the same on all ranks."""
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        tensors: dict[str, Tensor] = {}
-        error = None
-        try:
-            tensors = read_share(
-                folder / FOLDER, group.rank(), group.size(), lambda: attach_hooks(policy.models)
-            )
-        except (OSError, SafetensorError, KeyError) as found:
-            error = f"{folder / FOLDER}: cannot be read: {found}"
-        raise_everywhere(error)
-        device = torch.device(torch.cuda.current_device())
-        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        rewards, advantages = tensors.pop("rewards"), tensors.pop("token_advantages", None)
-        return cls(
-            RolloutBatch(**tensors),
-            rewards,
-            advantages,
-            description["metrics"],
-            description["num_tokens"],
-            description["rollout_seconds"],
-            [Sample(**sample) for sample in description["samples"]],
-            description["sample_rewards"],
-        )
+    except (OSError, SafetensorError, KeyError) as found:
+        error = f"{folder / FOLDER}: cannot be read: {found}"
+    raise_everywhere(error)
+    device = torch.device(torch.cuda.current_device())
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    scores = Scores(**{each.name: tensors.pop(each.name) for each in fields(Scores)})
+    samples = [Sample(**sample) for sample in description["samples"]]
+    return Experience(RolloutBatch(**tensors), scores, **{**description, "samples": samples})
 
 
 def read_share(
@@ -133,8 +96,7 @@ def read_share(
     """The tensors of the groups whose number leaves `rank` when divided by `size`, as rollouts deal
     them out; of the routes, if there are any, the numbered layers.
 
-    Raises OSError, SafetensorError and KeyError where files are not as `RolloutBuffer.write` left
-    them.
+    Raises OSError, SafetensorError and KeyError if a file is not as `write_rollouts` left it.
     """
     pieces: dict[str, list[Tensor]] = {}
     for path in sorted(folder.glob("*_stage_000.safetensors"), key=_data_rank):
@@ -148,8 +110,9 @@ def read_share(
             tokens = _runs(lengths, mine)
             pieces.setdefault("tokens", []).append(_cut(file, "tokens", tokens))
             responses = _runs(columns["response_lengths"], mine)
-            for name in names.intersection(_OF_RESPONSES):
-                pieces.setdefault(name, []).append(_cut(file, name, responses))
+            pieces.setdefault("logprobs", []).append(_cut(file, "logprobs", responses))
+            for name in _OF_TURNS:
+                pieces.setdefault(name, []).append(_cut(file, name, _runs(columns["turns"], mine)))
         if "routes" in names:
             pieces.setdefault("routes", []).append(_routes(path, tokens, layers()))
     return {name: torch.cat(parts) for name, parts in pieces.items()}

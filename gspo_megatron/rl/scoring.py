@@ -1,4 +1,4 @@
-"""What responses are worth: the reward function's word, on one rank of a model replica, for all."""
+"""Scores of responses: one rank of a model replica calls the reward function for all of it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gspo_megatron.types import Sample, TurnRewards
 class Scores:
     """The rewards of this rank's responses, in their order.
 
-    `turn_rewards` and `turn_tokens` hold the turns of one response after those of the other, for
-    responses whose turns were rewarded; `turns` is 0 for all others.
+    `turn_rewards` and `turn_tokens` hold the turns of all responses, response after response.
+    `turns` is 0 for a response whose turns were not rewarded.
     """
 
     rewards: Tensor  # [num_sequences] float64, as the reward function returned them, turns summed
@@ -43,14 +43,13 @@ class Scores:
 
 
 class Scorer:
-    """Scores responses; every rank of a model replica learns the scores.
-
-    One rank of the replica calls the reward function, which may be slow, or not deterministic.
-    """
+    """Scores responses. One rank of each model replica calls the reward function, which may be slow
+    or not deterministic, and sends the scores to the others."""
 
     def __init__(self, reward: Reward, shaping: Shaping, device: torch.device) -> None:
         self.reward, self.shaping, self.device = reward, shaping, device
-        self.replica, self.source = model_replica()
+        self.replica, _ = model_replica()
+        self.source = dist.get_process_group_ranks(self.replica)[0]
         self.calls_reward = dist.get_rank() == self.source
 
     def __call__(self, samples: Sequence[Sample], count: int) -> Scores:

@@ -24,7 +24,7 @@ from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.pipeline import PipelineForward
 from gspo_megatron.rollout.router_noise import RouterNoise, RouterRandomness
 from gspo_megatron.rollout.sampling import draw, uniforms
-from gspo_megatron.routing.expert_ids import expert_dtype
+from gspo_megatron.routing.replay import expert_dtype
 from gspo_megatron.types import RolloutBatch
 
 # A context in which forward passes are recorded: the experts [tokens, k] of each layer, by number.

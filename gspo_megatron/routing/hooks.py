@@ -1,10 +1,10 @@
-"""A say in the routers' choice of experts, for the forward pass that is running.
+"""Hooks on the routers: each forward pass can decide which experts its tokens go to.
 
 Megatron-Core's TopKRouter asks its `router_replay` object for the experts, if it has one. The stock
-object keeps a process-wide list in the order of construction and knows one micro-batch at a time: a
-second model, virtual stages or recomputation in the backward pass mix it up. Here each router has a
-hook that knows its layer number and nothing else; what to do comes from the running forward pass,
-by a context variable that recomputation carries along (platform/megatron_fixes.py).
+object keeps one process-wide list in the order of construction and knows one micro-batch at a time.
+A second model, virtual stages or recomputation in the backward pass mix it up. Here each router has
+a hook that knows its layer number only. What to do comes from the running forward pass, by a
+context variable, which recomputation restores (platform/megatron_fixes.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from torch import Tensor
 
-# Megatron-Core's ways to balance the load that choose experts by themselves.
+# Megatron-Core's ways to balance the load that choose experts without asking the hook.
 NEVER_ASKING = ("sinkhorn", "quantile_balancing")
 
 Choice = tuple[Tensor, Tensor]  # scores [tokens, k] of the chosen experts, experts [tokens, k]

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.routing.hooks import Choice, Routes
-from gspo_megatron.routing.store import RouteTable
+from gspo_megatron.routing.replay import RouteTable, scored_tokens
 
-_SUMS = ("volatility", "tokens", "shift")
+_SUMS = ("volatility", "tokens", "shift", "scored tokens")
 
 
 class RoutingMetrics:
-    """Sums over a step's compared tokens, by layer; true global figures after `reduce`."""
+    """Sums over a step's compared tokens, by layer; global metrics after `reduce`."""
 
     def __init__(
         self, num_layers: int, num_experts: int, device: torch.device, *, replayed: bool
@@ -32,12 +32,14 @@ class RoutingMetrics:
         return self._changed[-1]
 
     def add(self, layer: int, lost: Tensor, shift: Tensor, natural: Tensor, used: Tensor) -> None:
-        """A layer's compared tokens. lost: [tokens] share of the old experts that are not chosen
-        any more; shift: [tokens] mean change of the scores; natural, used: [tokens, k] experts."""
+        """Add a layer's compared tokens. lost: [tokens] share of the old experts that are not
+        chosen any more; shift: [scored tokens] mean change of the scores; natural, used:
+        [tokens, k] experts."""
         row = self._sums[layer - 1]
         row[0] += lost.sum()
         row[1] += len(lost)
         row[2] += shift.sum()
+        row[3] += len(shift)
         start = len(_SUMS)
         for experts in (natural, used)[: 1 + self.replayed]:
             load = torch.bincount(experts.flatten(), minlength=self.num_experts)
@@ -74,7 +76,7 @@ class RoutingMetrics:
         count = float(row[1])
         metrics = {
             f"{prefix}/volatility": float(row[0]) / count,
-            f"{prefix}/logit_shift": float(row[2]) / count,
+            f"{prefix}/logit_shift": float(row[2]) / max(float(row[3]), 1.0),
         }
         loads = row[len(_SUMS) :].view(2, self.num_experts)
         for label, load in zip(("", "replayed_")[: 1 + self.replayed], loads, strict=False):
@@ -115,15 +117,16 @@ class Observing:
 
     @torch.no_grad()
     def _compare(self, layer: int, scores: Tensor, natural: Tensor, used: Tensor) -> None:
-        row = self._old.layers.index(layer)
-        old = self._old.experts[row].to(scores.device).long()
-        # Both rounded alike: against unrounded new scores the rounding of the old ones, 2^-9 of
-        # their size, would be taken for a shift, and a step's true one is often smaller.
-        new_scores, old_scores = scores.to(torch.bfloat16).float(), self._old_scores[layer].float()
+        old = self._old.of_layer(layer, scores.device)
+        scored = scored_tokens(len(scores))
+        # Both are rounded alike: against unrounded new scores the rounding of the old ones, 2^-9 of
+        # their size, would look like a shift, and a step's true shift is often smaller.
+        new_scores = scores[scored].to(torch.bfloat16).float()
+        old_scores = self._old_scores[layer].to(scores.device, non_blocking=True).float()
         shift = (new_scores - old_scores).abs().mean(dim=-1)
         if self._real is not None:
             old, natural, used = old[self._real], natural[self._real], used[self._real]
-            shift = shift[self._real]
+            shift = shift[self._real[scored]]
         kept = (old[:, :, None] == natural[:, None, :]).any(dim=-1).sum(dim=-1)
         lost = 1.0 - kept / old.shape[1]
         self._changed |= lost > 0

@@ -2,88 +2,52 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from gspo_megatron.checkpoint.hf.writer_folder import check_destination
 from gspo_megatron.checkpoint.manager import Checkpoints
-from gspo_megatron.checkpoint.resume import Start, finished_text, run_folder
-from gspo_megatron.checkpoint.run_lock import run_lock
-from gspo_megatron.checkpoint.start import (
-    count_restart,
-    find_start,
-    load_starting_weights,
-    move_earlier_run,
-    open_record,
-)
+from gspo_megatron.checkpoint.resume import Start
+from gspo_megatron.checkpoint.start import load_starting_weights, open_logger, open_session
 from gspo_megatron.config.parallel import resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.data.inputs import model_vocab_size
 from gspo_megatron.data.stage_inputs import FineTuningInputs, PretrainingInputs
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.platform.collectives import on_main
-from gspo_megatron.platform.groups import (
-    patience_minutes,
-    set_up_model_parallel,
-    start_processes,
-    stop_processes,
-)
-from gspo_megatron.platform.stop import StopRun, StopSignals
-from gspo_megatron.platform.watch import watched
+from gspo_megatron.platform.groups import patience_minutes, set_up_model_parallel, start_processes
+from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.supervised.loop import Batches, StageJob, SupervisedLoop
 
 Inputs = FineTuningInputs | PretrainingInputs
 
 
 def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bool:
-    """Train as this process's rank of the run; every rank calls it with the same configuration,
-    which has passed `check_config` and knows its steps. An earlier run in the run folder is gone on
-    with, unless `fresh`, which wants that folder empty.
+    """Train as this process's rank of the run. Every rank calls it with the same configuration,
+    which has passed `check_config` and knows its steps. A run that is already in the run folder is
+    continued, unless `fresh` is true: then the folder has to be empty.
 
-    Returns whether the run is done; False where it was told to stop, and is saved. Raises UserError
+    Returns whether the run is done; False if it was told to stop, and is saved. Raises UserError
     for what the user can mend.
     """
-    folder = run_folder(config)
-    with run_lock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
-        try:
-            ranks = start_processes(patience_minutes(config.training.hang_timeout_seconds))
-            on_main(lambda: lock.hold(folder))
-            start = find_start(config, fresh=fresh)
-            if start.is_finished and not export_is_due(config):
-                assert start.state is not None
-                if ranks.is_main:
-                    print(finished_text(config, start.state), flush=True)
-                return True
-            on_main(lambda: check_export(config))
-            on_main(lambda: count_restart(config, start))
-            if start.state is None:
-                on_main(lambda: move_earlier_run(folder, lock))
-            job, hf = assemble_stage(config, inputs, start, stop)
-            try:
-                with watched(config, job.policy.models, ranks, stop):
-                    done = _run(job)
-                if done:  # not watched: one rank writes, the others wait, for as long as it takes
-                    _finish(job, hf)
-                return done
-            finally:
-                job.record.close()
-        finally:
-            stop_processes()
-
-
-def _run(job: StageJob) -> bool:
-    try:
-        SupervisedLoop(job).run()
-        job.checkpoints.close()
-    except StopRun as stopped:
-        job.checkpoints.close()
-        job.record.note(str(stopped))
-        return False
-    return True
+    with open_session(config, fresh=fresh) as session:
+        if session.start.is_finished and not export_is_due(config):
+            session.tell_finished()
+            return True
+        on_main(lambda: check_export(config))
+        session.begin()
+        job, hf = assemble_stage(config, inputs, session.start, session.stop)
+        with closing(job.record):
+            loop = lambda: SupervisedLoop(job).run()  # noqa: E731 (built under the watches)
+            done = session.train(loop, job.policy, job.checkpoints, job.record)
+            if done:  # not watched: one rank writes, the others wait, for as long as it takes
+                _finish(job, hf)
+        return done
 
 
 def _finish(job: StageJob, hf: Any) -> None:
-    """The export, where one is asked for, and the report."""
+    """The export, if one is asked for, and the report."""
     path = job.config.export.hf_path
     if path is not None:
         from gspo_megatron.checkpoint.hf.export import export_hf
@@ -106,7 +70,7 @@ def assemble_stage(
     parallel = resolve_parallel(config, ranks.world_size)
     set_up_model_parallel(parallel, config.training.seed, patience)
     policy = build_policy(config, parallel, model_vocab_size(config, inputs.tokenizer))
-    record = open_record(config, ranks.is_main, start)
+    record = open_logger(config, ranks.is_main, start)
     hf = load_starting_weights(config, policy, start, record)
     stop = stop or StopSignals(enabled=False)
     checkpoints = Checkpoints(config, policy, record, start, stop, hf)

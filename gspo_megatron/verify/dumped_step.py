@@ -6,28 +6,28 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder
-from gspo_megatron.batching.redistribute import StepIndex, exchange, index_step
+from gspo_megatron.batching.plan import data_ranks
+from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.checkpoint.run_state import RunState
 from gspo_megatron.checkpoint.start import load_initial_weights
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer, load_trainer_state
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Trainer, build_trainer
-from gspo_megatron.objectives import Objective, build_objective
+from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
 from gspo_megatron.rl.dumps import Dump, reference_of
+from gspo_megatron.rl.loop import compute_advantages, update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater, learning_rates
-from gspo_megatron.rl.rollout_store import RolloutBuffer
+from gspo_megatron.rl.rollout_store import read_experience
 from gspo_megatron.verify.parity import (
     Cut,
     Recorder,
     StepResult,
-    destinations_of,
     gather_gradients,
     plan_alike,
 )
@@ -76,9 +76,9 @@ def run_dumped_step(
             # Of a run in bf16 the weights are now the fp32 ones, each on the rank that updates it.
             for chunk in policy.chunks:
                 chunk.start_param_sync(force_sync=True)
-    rollouts = RolloutBuffer.read(dump.folder, dump.rollouts, policy)
+    experience = read_experience(dump.folder, dump.rollouts, policy)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    index = index_step(rollouts.batch, rollouts.rewards, group)
+    index = gather_index(experience.batch, experience.scores.shaped, group)
     plans = plan_alike(
         index.lengths,
         index.response_lengths,
@@ -87,17 +87,28 @@ def run_dumped_step(
         parallel.data_parallel_size,
         padded=padded,
     )
-    destinations = destinations_of(plans, parallel.context_parallel_size)
-    sequences = exchange(rollouts.batch, index, destinations, group, rollouts.token_advantages)
+    advantages, token_advantages = compute_advantages(
+        config.objective, objective, experience, index
+    )
+    sequences = redistribute(
+        experience.batch,
+        index,
+        data_ranks(plans, len(index.lengths)),
+        group,
+        context_parallel_size=parallel.context_parallel_size,
+        token_advantages=token_advantages,
+    )
     lost_in = None
     try:
-        metrics = updater.update(sequences, index, plans).metrics
+        metrics = update_policy(updater, sequences, index, plans, advantages)
     except FloatingPointError:  # on all ranks: the norm is that of the whole gradient
         metrics, lost_in = {"loss": math.nan}, recorder.updates
     assert recorder.first_norm is not None
     metrics["grad_norm"] = recorder.first_norm
     tear_down_model_parallel()
-    scale = _size_of_advantages(objective, index)
+    # Over a group advantages add up to 0, and the step's loss nearly does: their mean size tells
+    # how small a difference is.
+    scale = float(advantages.abs().mean())
     return StepResult(metrics, recorder.gradients, recorder.replica_error, scale, lost_in)
 
 
@@ -125,9 +136,3 @@ class FirstGradients(Recorder):
             self.gradients, self.replica_error = gather_gradients(self.policy)
             self.first_norm = self.norm()
         return Trainer.update(self) if self.moves else (self.first_norm, 0.0)
-
-
-def _size_of_advantages(objective: Objective, index: StepIndex) -> float:
-    """Their mean magnitude: over a group they add up to 0, and a step's loss nearly does."""
-    groups = torch.tensor(index.groups, dtype=torch.long)
-    return float(objective.advantages(index.rewards, groups).abs().mean())

@@ -16,8 +16,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
-from gspo_megatron.batching.plan import MiniBatch, plan_step
-from gspo_megatron.batching.redistribute import Sequences, StepIndex, exchange, index_step
+from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
+from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.models.build import Policy, build_policy
@@ -25,6 +25,7 @@ from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
+from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
@@ -90,12 +91,13 @@ def run_update(
     if resolve_objective(section).correction == "none":  # else its ratios are those to the rollout
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
-    # the batch's advantages stand in the place of its rewards
-    objective = replace(objective, advantages=lambda values, _: values.float())
+    if section.kl_in == "reward":  # the batch's advantages stand in the place of its rewards
+        objective = replace(objective, advantages=lambda values, _: values.float())
     updater = PolicyUpdater(policy, recorder, builder, objective, section, config.routing)
-    update = updater.update(sequences, index, plans)
+    advantages = index.rewards.float().to(updater.device)
+    metrics = update_policy(updater, sequences, index, plans, advantages)
     tear_down_model_parallel()
-    return StepResult(update.metrics, recorder.gradients, recorder.replica_error)
+    return StepResult(metrics, recorder.gradients, recorder.replica_error)
 
 
 def compare(
@@ -296,19 +298,6 @@ def plan_alike(
     return joined
 
 
-def destinations_of(plans: Sequence[MiniBatch], context_parallel_size: int) -> list[range]:
-    """The data ranks, all CP ranks of a data-parallel rank, that train on each sequence."""
-    owner = {
-        number: rank
-        for plan in plans
-        for rank, micro_batches in enumerate(plan.micro_batches)
-        for members in micro_batches
-        for number in members
-    }
-    cp = context_parallel_size
-    return [range(owner[n] * cp, (owner[n] + 1) * cp) for n in range(len(owner))]
-
-
 def _receive(
     batch: SyntheticBatch, plans: Sequence[MiniBatch], policy: Policy
 ) -> tuple[Sequences, StepIndex]:
@@ -337,9 +326,10 @@ def _receive(
         routes=_local_routes(batch, mine, policy),
     )
     advantages = torch.tensor(batch.advantages, dtype=torch.float64, device=device)[numbers]
-    index = index_step(rollout, advantages, group)
+    index = gather_index(rollout, advantages, group)
     cp_size = policy.config.context_parallel_size
-    return exchange(rollout, index, destinations_of(plans, cp_size), group), index
+    owners = data_ranks(plans, len(index.lengths))
+    return redistribute(rollout, index, owners, group, context_parallel_size=cp_size), index
 
 
 def _local_routes(batch: SyntheticBatch, mine: Sequence[int], policy: Policy) -> Tensor | None:
@@ -363,4 +353,5 @@ def _set_old_logprobs(
     batches = [m for batch in builder.build_step(plans, sequences, index) for m in batch]
     for micro_batch, (logprobs, _) in zip(batches, response_logprobs(policy, batches)):
         rows = micro_batch.packed.response_index
-        sequences.logprobs[rows] = (logprobs - sequences.logprobs[rows]).to(sequences.logprobs)
+        wanted = sequences.rollout_logprobs[rows]  # log-ratios
+        sequences.rollout_logprobs[rows] = (logprobs - wanted).to(wanted)

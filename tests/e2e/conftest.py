@@ -31,7 +31,7 @@ def config_file(toy: Path, tmp_path: Path) -> Path:
 
 
 def write_config(toy: Path, folder: Path) -> Path:
-    """The smallest run worth the name: one rank, two supervised and two RL steps."""
+    """The smallest run worth the name: one rank, two steps."""
     config = {
         "data": {
             "prompts": str(toy / "train.jsonl"),
@@ -41,11 +41,7 @@ def write_config(toy: Path, folder: Path) -> Path:
         "rollout": {"group_size": 4, "prompts_per_step": 4, "max_response_tokens": 6},
         "reward": {"name": "per_character"},
         "objective": {"name": "gspo", "mini_batches": 2},
-        "training": {
-            "steps": 2,
-            "precision": "fp32",
-            "warm_start": {"steps": 2, "batch_size": 8},
-        },
+        "training": {"steps": 2, "precision": "fp32"},
         "logging": {"dir": str(folder / "run")},
     }
     path = folder / "config.yaml"

@@ -63,7 +63,8 @@ def make_small(config_file: Path, **sections: dict[str, Any]) -> Path:
     config["model"] = {"megatron": dict(TINY_MODEL)}
     config["reward"] = {"import_path": "resuming_reward:reward"}
     # large enough for steps that differ to show, and for a lost moment to change what follows
-    config["optimizer"] = {"learning_rate": 3e-3}
+    # and a schedule that a resumed run has to continue, not to begin again
+    config["optimizer"] = {"learning_rate": 3e-3, "warmup_steps": 3}
     config["checkpoint"] = {"interval": 1}
     config["logging"]["plots"] = False
     for section, values in sections.items():

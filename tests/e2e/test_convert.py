@@ -95,7 +95,7 @@ def test_a_sharded_run_as_a_model_of_transformers(
 ) -> None:
     pytest.importorskip("transformers")
     overrides = ["parallel.layout=tp=2,ep=2", "checkpoint.interval=1", "training.steps=1"]
-    result = gspo("train", config_file, *overrides, "training.warm_start.steps=1")
+    result = gspo("train", config_file, *overrides)
     assert result.returncode == 0, result.stderr
     run, back = tmp_path / "run", tmp_path / "back"
     converted(gspo, "megatron-to-hf", run, back)

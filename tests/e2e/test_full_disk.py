@@ -23,7 +23,7 @@ def reward(sample):
 
 
 def test_a_step_that_cannot_be_written_down(toy: Path, tmp_path: Path) -> None:
-    steps = {"steps": 3, "warm_start": {"steps": 0}}
+    steps = {"steps": 3}
     config = make_small(write_config(toy, tmp_path), training=steps, data={"eval_prompts": None})
     (tmp_path / "resuming_reward.py").write_text(REWARD)
     (tmp_path / "full_disk").touch()

@@ -58,7 +58,6 @@ def rl_config(toy: Path, folder: Path, model: dict[str, Any]) -> Path:
         write_config(toy, folder),
         model={"megatron": {}, **model},
         parallel={"layout": LAYOUT},
-        training={"warm_start": {"steps": 0}},
     )
 
 

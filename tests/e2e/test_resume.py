@@ -50,11 +50,7 @@ def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "rollout": {"group_size": 4, "prompts_per_step": 4, "max_response_tokens": 6},
         "objective": {"name": "gspo", "mini_batches": 2, "kl": "k3", "kl_coefficient": 0.05},
         "routing": {"replay": "r3"},
-        "training": {
-            "steps": STEPS,
-            "precision": "fp32",
-            "warm_start": {"steps": 2, "batch_size": 8},
-        },
+        "training": {"steps": STEPS, "precision": "fp32"},
         "logging": {"dir": str(folder / "run")},
     }
     path = folder / "config.yaml"
@@ -294,7 +290,7 @@ def test_keys_that_shape_the_run_are_refused_all_at_once(again: Path, toy: Path)
 
 def test_a_new_run_starts_from_given_weights(again: Path) -> None:
     run, new = again.parent / "run", again.parent / "new"
-    words = ("training.warm_start.steps=0", "training.steps=1", "training.seed=4")
+    words = ("training.steps=1", "training.seed=4")
     train(again, f"logging.dir={new}", f"model.checkpoint_path={run}", *words)
     weights = {
         path.name: path.read_bytes()
@@ -329,7 +325,7 @@ def test_one_rank_that_cannot_write_costs_a_checkpoint_and_not_the_run(
     second = evaluated + responses + 1
     (again.parent / "full_disk").write_text(f"{second} {second + responses - 1}")
     how = ("parallel.layout=dp=2", f"checkpoint.asynchronous={asynchronous}", "training.steps=4")
-    result = train(again, *how, "training.warm_start.steps=0")
+    result = train(again, *how)
     warnings = [line for line in result.stderr.splitlines() if "trouble with a checkpoint" in line]
     assert all("rank 1 cannot write: File too large" in line for line in warnings)
     kept = [name for name in checkpoint_names(run) if name.startswith("rl_")]
@@ -355,7 +351,7 @@ def test_a_disk_that_is_full_does_not_end_training_and_leaves_nothing_half_writt
     )
     mount = f"mount -t tmpfs -o size={int(one * 3.5)} tmpfs {small}"
     program = '"$@"; echo exit $?; cd $SMALL/run/checkpoints && ls -A'
-    words = ("training.warm_start.steps=0", "objective.kl=none", "objective.kl_coefficient=null")
+    words = ("objective.kl=none", "objective.kl_coefficient=null")
     result = subprocess.run(
         [
             *(

@@ -19,7 +19,7 @@ from gspo_megatron.models.precision import refuse_impossible
 from gspo_megatron.models.unrounded import multiply
 from gspo_megatron.models.vocab_parallel import logprob_and_entropy
 from gspo_megatron.platform.devices import built_for_cuda
-from gspo_megatron.routing.store import RouteTable
+from gspo_megatron.routing.replay import RouteTable
 from tests.gpu.conftest import need_engine
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder
-from gspo_megatron.batching.plan import plan_step
-from gspo_megatron.batching.redistribute import exchange, index_step
+from gspo_megatron.batching.plan import data_ranks, plan_step
+from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.checkpoint import tensors
 from gspo_megatron.checkpoint.tensors import (
     load_model,
@@ -39,9 +39,9 @@ from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import set_up_model_parallel
+from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.types import RolloutBatch
-from gspo_megatron.verify import parity
 from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.parallel.models import VOCAB_SIZE, odd_moe
 
@@ -117,15 +117,18 @@ def update(config: Config, policy: Policy, trainer: Trainer, seed: int) -> None:
         group_index=mine // 2,
     )
     advantages = torch.tensor(batch.advantages, dtype=torch.float64)[mine]
-    index = index_step(rollout, advantages, group)
-    destinations = parity.destinations_of(plans, policy.config.context_parallel_size)
-    sequences = exchange(rollout, index, destinations, group)
+    index = gather_index(rollout, advantages, group)
+    sequences = redistribute(
+        rollout,
+        index,
+        data_ranks(plans, len(lengths)),
+        group,
+        context_parallel_size=policy.config.context_parallel_size,
+    )
     builder = MicroBatchBuilder(policy, 0, config.rollout.temperature, padded=False)
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
-    # the batch's advantages stand in the place of its rewards
-    objective = replace(objective, advantages=lambda values, _: values.float())
     updater = PolicyUpdater(policy, trainer, builder, objective, config.objective, config.routing)
-    updater.update(sequences, index, plans)
+    update_policy(updater, sequences, index, plans, index.rewards.float())
 
 
 def train_and_save(

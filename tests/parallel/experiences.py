@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from gspo_megatron.batching.redistribute import Sequences, StepIndex, exchange, index_step
+from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.models.build import build_policy
+from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import set_up_model_parallel
 from gspo_megatron.rewards import Reward
-from gspo_megatron.rl.rollouts import ExperienceCollector
+from gspo_megatron.rl.loop import collect, compute_advantages
+from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rollout.engine import Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.types import Prompt, Sample, TurnRewards
@@ -64,20 +66,27 @@ def step(
     policy = build_policy(config, parallel, VOCAB_SIZE)
     engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=EOS_ID)
     reward = Reward("turns", reward_of_turns)
-    collector = ExperienceCollector(config, engine, Tokenizer(), reward, torch.device("cpu"))
+    collector = Collector(config, engine, Tokenizer(), reward, torch.device("cpu"))
     drawn = iter(
         Prompt(f"prompt {n}", answer, f"f:{n}", {}, tuple(ids))
         for n, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
     )
-    experience = collector.collect(
-        lambda: [next(drawn) for _ in range(config.rollout.prompts_per_step)], sampling, seed
+    experience = collect(
+        collector,
+        lambda: [next(drawn) for _ in range(config.rollout.prompts_per_step)],
+        sampling,
+        seed,
     )
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    index = index_step(experience.batch, experience.rewards, group)
+    index = gather_index(experience.batch, experience.scores.shaped, group)
     size = parallel_state.get_data_parallel_world_size()
-    destinations = [[n % size] for n in range(len(index.lengths))]
-    advantages = experience.token_advantages
-    received = _received(index, exchange(experience.batch, index, destinations, group, advantages))
+    objective = build_objective(config.objective, sampling.max_tokens)
+    _, advantages = compute_advantages(config.objective, objective, experience, index)
+    owners = [n % size for n in range(len(index.lengths))]
+    received = _received(
+        index,
+        redistribute(experience.batch, index, owners, group, token_advantages=advantages),
+    )
     gathered: list[Any] = [None] * dist.get_world_size()
     answer = (received, experience.metrics)
     dist.gather_object(answer, gathered if dist.get_rank() == 0 else None, dst=0)

@@ -1,4 +1,4 @@
-"""What the ranks do in test_exchange."""
+"""What the ranks do in test_redistribute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from gspo_megatron.batching.redistribute import exchange, index_step
+from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.platform.groups import set_up_model_parallel
 from gspo_megatron.types import RolloutBatch
@@ -37,11 +37,17 @@ def move(
     mine = [n for n, source in enumerate(sources) if source == group.rank()]
     random.Random(seed).shuffle(mine)  # an engine may return them in any order
     batch, rewards = _batch(seed, mine)
-    index = index_step(batch, rewards, group)
-    ranks = [range(d * cp, (d + 1) * cp) for d in destinations]
+    index = gather_index(batch, rewards, group)
     # token advantages travel as the log-probs do: twice them, so that nothing else passes for them
-    received = exchange(batch, index, ranks, group, token_advantages=2 * batch.logprobs)
-    assert torch.equal(received.token_advantages, 2 * received.logprobs)
+    received = redistribute(
+        batch,
+        index,
+        destinations,
+        group,
+        context_parallel_size=cp,
+        token_advantages=2 * batch.logprobs,
+    )
+    assert torch.equal(received.token_advantages, 2 * received.rollout_logprobs)
     for number, tokens in received.tokens.items():
         assert torch.equal(received.routes[number], _routes(tokens))
     result = {
@@ -50,12 +56,12 @@ def move(
         "lengths": list(index.lengths),
         "tokens": {n: tokens.tolist() for n, tokens in received.tokens.items()},
         "logprobs": {
-            n: received.logprobs[start : start + index.response_lengths[n]].tolist()
+            n: received.rollout_logprobs[start : start + index.response_lengths[n]].tolist()
             for n, start in received.offsets.items()
         },
         "rewards": index.rewards.tolist(),
         "groups": list(index.groups),
-        "num_logprobs": len(received.logprobs),
+        "num_logprobs": len(received.rollout_logprobs),
     }
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(result, gathered if dist.get_rank() == 0 else None, dst=0)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
-from gspo_megatron.batching.plan import plan_step
-from gspo_megatron.batching.redistribute import exchange, index_step
+from gspo_megatron.batching.plan import data_ranks, plan_step
+from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.platform.groups import set_up_model_parallel
@@ -61,7 +61,7 @@ def mismatch(
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     cp = config.parallel.context_parallel_size
     nothing = torch.zeros(len(batch.sample_index), dtype=torch.float64)
-    index = index_step(batch, nothing, group)
+    index = gather_index(batch, nothing, group)
     plan = plan_step(
         index.lengths,
         index.response_lengths,
@@ -70,14 +70,13 @@ def mismatch(
         token_budget=60,
         micro_batch_multiple=config.parallel.pipeline_model_parallel_size,
     )[0]
-    owner = {n: r for r, bins in enumerate(plan.micro_batches) for bin_ in bins for n in bin_}
-    destinations = [range(owner[n] * cp, (owner[n] + 1) * cp) for n in range(len(index.source))]
-    sequences = exchange(batch, index, destinations, group)
+    owners = data_ranks([plan], len(index.source))
+    sequences = redistribute(batch, index, owners, group, context_parallel_size=cp)
     builder = MicroBatchBuilder(policy, PAD_ID, sampling.temperature)
     [micro_batches] = builder.build_step([plan], sequences, index)
     figures = torch.zeros(2, dtype=torch.float64)
     for micro_batch, (trained, _) in zip(micro_batches, response_logprobs(policy, micro_batches)):
-        difference = (trained - sequences.logprobs[micro_batch.packed.response_index]).abs()
+        difference = (trained - micro_batch.rollout_logprobs).abs()
         if len(difference):
             figures[0] = max(figures[0], difference.max())
             figures[1] += len(difference)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.batching.packing import BatchShape, PackedBatch, batch_shape, pack, split_padded
+from gspo_megatron.batching.packing import BatchShape, PackedBatch, batch_shape, pack
+from gspo_megatron.batching.plan import split_padded
 
 PAD = 7
 

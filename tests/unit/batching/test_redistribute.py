@@ -1,4 +1,4 @@
-"""The exchange of sequences where there is nobody to exchange them with."""
+"""Redistribution on a single rank: numbering and order of the sequences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gspo_megatron.batching.redistribute import Sequences, StepIndex, exchange, index_step
+from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.types import RolloutBatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -29,11 +29,13 @@ def make_batch(sample_index: list[int]) -> RolloutBatch:
 
 def indexed(batch: RolloutBatch, rewards: list[float] | None = None) -> StepIndex:
     values = torch.tensor(rewards or [0.0] * 5, dtype=torch.float64)
-    return index_step(batch, values, dist.group.WORLD)
+    return gather_index(batch, values, dist.group.WORLD)
 
 
 def exchanged(batch: RolloutBatch, token_advantages: torch.Tensor | None = None) -> Sequences:
-    return exchange(batch, indexed(batch), [[0]] * 5, dist.group.WORLD, token_advantages)
+    return redistribute(
+        batch, indexed(batch), [0] * 5, dist.group.WORLD, token_advantages=token_advantages
+    )
 
 
 def test_on_one_rank_everything_stays_in_order() -> None:
@@ -47,7 +49,7 @@ def test_on_one_rank_everything_stays_in_order() -> None:
     assert index.rewards.tolist() == [0.5, -1.0, 2.0, 0.1, 1.25]  # float64, bit for bit
     sequences = exchanged(batch)
     assert torch.equal(torch.cat([sequences.tokens[n] for n in range(5)]), batch.tokens)
-    assert torch.equal(sequences.logprobs, batch.logprobs)
+    assert torch.equal(sequences.rollout_logprobs, batch.logprobs)
     assert sequences.offsets == {0: 0, 1: 4, 2: 5, 3: 11, 4: 13}
     assert sequences.token_advantages is None
     own = torch.arange(sum(RESPONSES)) / 8
@@ -68,7 +70,7 @@ def test_sequences_are_numbered_by_their_sample_index() -> None:
         assert index.prompt_lengths[number] == PROMPTS[row]
         assert torch.equal(sequences.tokens[number], tokens)
         start = sequences.offsets[number]
-        assert torch.equal(sequences.logprobs[start : start + RESPONSES[row]], logprobs)
+        assert torch.equal(sequences.rollout_logprobs[start : start + RESPONSES[row]], logprobs)
         assert index.rewards[number] == rewards[row]
         assert index.groups[number] == samples[row] // 2
 

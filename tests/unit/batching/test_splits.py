@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gspo_megatron.batching.packing import split_by_budget, split_evenly
+from gspo_megatron.batching.plan import split_by_budget, split_evenly
 
 SEEDS = range(40)
 

@@ -31,7 +31,7 @@ def publish(parent: Path, name: str, content: str = "x") -> Path:
 
 
 def test_names_and_positions_are_each_others_inverse() -> None:
-    for position in (Position("warm_start", 40), Position("rl", 0, True), Position("rl", 10**9)):
+    for position in (Position("sft", 40), Position("rl", 0, True), Position("rl", 10**9)):
         assert Position.of_name(position.name) == position
     assert Position("rl", 120).name == "rl_00000120"
     for name in ("latest", "reference", ".partial-rl_00000001-ab", "rl_1", "rl_00000001x", "sft_1"):
@@ -39,7 +39,7 @@ def test_names_and_positions_are_each_others_inverse() -> None:
 
 
 def test_positions_are_sorted_as_a_run_passes_them(tmp_path: Path) -> None:
-    ordered = ["warm_start_00000040", "rl_00000000_rollouts", "rl_00000002",
+    ordered = ["sft_00000040", "rl_00000000_rollouts", "rl_00000002",
                "rl_00000002_rollouts", "rl_00000010", "rl_123456789"]  # fmt: skip
     names = ordered + ["reference", ".partial-rl_00000099-00"]
     random.Random(3).shuffle(names)

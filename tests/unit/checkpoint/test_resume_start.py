@@ -50,14 +50,13 @@ def state_at(config: Config, position: Position) -> RunState:
     return RunState(
         phase=position.phase,
         step=position.step,
-        phase_is_done=False,
         trainer={},
         loader={},
         fingerprints=fingerprints(config),
         layout="tp=1",
         world_size=1,
         versions=versions(),
-        figures={"loss": 0.1 + 0.2},
+        metrics={"loss": 0.1 + 0.2},
         rollouts=rollouts,
     )
 
@@ -104,7 +103,7 @@ def test_an_absent_or_empty_folder_is_a_new_run(config: Config) -> None:
 
 
 def test_the_newest_is_the_one_that_the_run_reached_last(config: Config) -> None:
-    for position in (Position("rl", 2), Position("warm_start", 700), Position("rl", 2, True)):
+    for position in (Position("rl", 2), Position("sft", 700), Position("rl", 2, True)):
         path = add(config, position)
     found = preview(config, fresh=False)
     assert found.checkpoint == path
@@ -131,7 +130,7 @@ def test_many_damaged_files_do_not_fill_the_screen(config: Config) -> None:
         (Position("rl", 9), 5, True),
         (Position("rl", 9), 10, False),
         (Position("rl", 8), 9, False),
-        (Position("warm_start", 9), 9, False),
+        (Position("sft", 9), 9, False),
     ],
 )
 def test_when_a_run_is_finished(

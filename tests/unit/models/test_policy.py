@@ -43,7 +43,7 @@ def head_outputs(policy: Policy, batch: MicroBatch) -> Tensor:
         position_ids=packed.position_ids,
         attention_mask=None,
         labels=batch.head,
-        packed_seq_params=batch.sequences,
+        packed_seq_params=batch.packed_seq_params,
         padding_mask=packed.padding_mask,
     )
 

@@ -17,8 +17,11 @@ from gspo_megatron.config import Config
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.observe.run_logger import RunLogger
+from gspo_megatron.rl import dumps
 from gspo_megatron.rl.dumps import DUMP_FILE, DUMPS, Dump, StepDumps, dumped_steps, find_weights
-from gspo_megatron.rl.rollout_store import RolloutBuffer
+from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
+from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rl.scoring import Scores
 from gspo_megatron.types import RolloutBatch, Sample
 from tests.unit.models.one_rank import VOCABULARY, tiny_config, tiny_policy
 
@@ -28,11 +31,11 @@ PROMPTS, RESPONSES = [3, 1, 6, 4], [5, 9, 2, 7]
 LAYERS, TOP_K, EXPERTS = 2, 2, 8
 
 
-def rollouts(seed: int, *, routes: bool = True) -> RolloutBuffer:
+def rollouts(seed: int, *, routes: bool = True) -> Experience:
     generator = torch.Generator().manual_seed(seed)
     total, responses = sum(PROMPTS) + sum(RESPONSES), sum(RESPONSES)
     experts = torch.rand((total, LAYERS, EXPERTS), generator=generator).topk(TOP_K).indices
-    return RolloutBuffer(
+    return Experience(
         batch=RolloutBatch(
             tokens=torch.randint(VOCABULARY, (total,), generator=generator),
             prompt_lengths=torch.tensor(PROMPTS),
@@ -43,13 +46,19 @@ def rollouts(seed: int, *, routes: bool = True) -> RolloutBuffer:
             group_index=torch.tensor([0, 0, 1, 1]),
             routes=experts.to(torch.uint8) if routes else None,
         ),
-        rewards=torch.rand(4, generator=generator, dtype=torch.float64),
-        token_advantages=torch.randn(responses, generator=generator),
+        scores=Scores(
+            rewards=torch.rand(4, generator=generator, dtype=torch.float64),
+            shaped=torch.rand(4, generator=generator, dtype=torch.float64),
+            turns=torch.tensor([1, 2, 1, 1]),
+            turn_rewards=torch.rand(5, generator=generator, dtype=torch.float64),
+            turn_tokens=torch.tensor([5, 4, 5, 2, 7]),
+        ),
         metrics={"reward/mean": 0.25},
         num_tokens=responses,
         rollout_seconds=1.5,
         samples=[Sample("1+1", "2", "3", truncated=False)],
         sample_rewards=[0.5],
+        has_turns=True,
     )
 
 
@@ -74,12 +83,12 @@ class Run:
         self.dumps.write(step, rollouts(step, routes=routes))
         return Dump.read(self.folder / "run" / DUMPS / f"step_{step:08d}")
 
-    def checkpoint(self, position: Position, *, done: bool = False, state: bool = True) -> Path:
+    def checkpoint(self, position: Position, *, state: bool = True) -> Path:
         """A whole checkpoint, as far as choosing one goes."""
         publication = Publication(self.folder / "run" / CHECKPOINTS, position.name)
         publication.begin()
         if state:
-            found = RunState(position.phase, position.step, done, {}, {}, {}, "tp=1", 1, {})
+            found = RunState(position.phase, position.step, {}, {}, {}, "tp=1", 1, {})
             (publication.folder / STATE_FILE).write_bytes(found.dump())
         (publication.folder / "weights").write_bytes(b"1234")
         names = files_below(publication.folder)
@@ -94,12 +103,12 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, routes: bool) -> None:
     assert dump.has_routes == routes
     assert dump.run == tmp_path / "run"
     wanted = rollouts(12, routes=routes)
-    found = RolloutBuffer.read(dump.folder, dump.rollouts, run.policy)
-    for name, value in vars(wanted.batch).items():
-        other = getattr(found.batch, name)
-        assert other is None if value is None else torch.equal(other, value), name
-    assert torch.equal(found.rewards, wanted.rewards)
-    assert torch.equal(found.token_advantages, wanted.token_advantages)
+    found = read_experience(dump.folder, dump.rollouts, run.policy)
+    for record in ("batch", "scores"):
+        for name, value in vars(getattr(wanted, record)).items():
+            other = getattr(getattr(found, record), name)
+            assert other is None if value is None else torch.equal(other, value), name
+    assert found.describe() == wanted.describe()
 
 
 def test_the_last_steps_stay(tmp_path: Path) -> None:
@@ -130,16 +139,17 @@ def test_what_a_killed_run_left_is_cleared(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_refuses_costs_the_dump_and_not_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Refused(RolloutBuffer):
-        def write(self, folder: Path, policy: Policy) -> None:
-            super().write(folder, policy)
-            raise OSError(28, "No space left on device", str(folder / "rollouts"))
+    def refused(experience: Experience, folder: Path, policy: Policy) -> None:
+        write_rollouts(experience, folder, policy)
+        raise OSError(28, "No space left on device", str(folder / "rollouts"))
 
     run = Run(tmp_path)
     full = rollouts(7)
-    run.dumps.write(7, Refused(**vars(full)))
+    with monkeypatch.context() as patch:
+        patch.setattr(dumps, "write_rollouts", refused)
+        run.dumps.write(7, full)
     assert list((tmp_path / "run" / DUMPS).iterdir()) == []
     assert "warning: step 7 could not be dumped" in (said := capsys.readouterr().err)
     assert "No space left on device" in said
@@ -222,7 +232,7 @@ def test_a_configuration_that_cannot_compute_the_step_is_refused(tmp_path: Path)
 def test_the_logged_loss_is_the_last_one_of_the_step(tmp_path: Path) -> None:
     dump = Run(tmp_path).dump(3)
     lines = [
-        {"phase": "warm_start", "step": 3, "loss": 9.0},
+        {"phase": "sft", "step": 3, "loss": 9.0},
         {"phase": "rl", "step": 3, "loss": 8.0},
         {"phase": "rl", "step": 3, "loss": 0.5},
         {"phase": "rl", "step": 4, "loss": 7.0},
@@ -241,7 +251,6 @@ def test_the_weights_are_the_newest_that_are_not_later(tmp_path: Path) -> None:
     assert "first ones, not those that the step began with" in first.text
     assert find_weights(dataclasses.replace(dump, step=1), run.config, None).is_start
 
-    run.checkpoint(Position("warm_start", 9), done=True)
     older = run.checkpoint(Position("rl", 2))
     run.checkpoint(Position("rl", 4))  # after the step
     run.checkpoint(Position("rl", 4, rolled_out=True))
@@ -275,19 +284,6 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_the_first_step_begins_where_the_warm_start_ended(tmp_path: Path) -> None:
-    warmed = {"training": {"warm_start": {"steps": 9}}}
-    run = Run(tmp_path, sections=dict(warmed))
-    dump = run.dump(1)
-    assert not find_weights(dump, run.config, None).is_start
-    for step, done in ((5, False), (9, True)):
-        checkpoint = run.checkpoint(Position("warm_start", step), done=done)
-        found = find_weights(dump, run.config, None)
-        assert found.checkpoint == checkpoint
-        assert (found.is_start, found.optimizer) == (done, False)  # RL has an optimizer of its own
-    assert not find_weights(dataclasses.replace(dump, step=2), run.config, None).is_start
-
-
 def test_weights_that_are_given_are_checked(tmp_path: Path) -> None:
     run = Run(tmp_path)
     dump = run.dump(4)
@@ -303,17 +299,6 @@ def test_weights_that_are_given_are_checked(tmp_path: Path) -> None:
         find_weights(dump, run.config, str(tmp_path))
 
 
-def test_a_reference_policy_wants_the_weights_that_rl_started_from(tmp_path: Path) -> None:
-    kl = {"kl": "k3", "kl_coefficient": 0.1}
-    run = Run(tmp_path, sections={"objective": kl, "training": {"warm_start": {"steps": 9}}})
-    dump = run.dump(4)
-    checkpoint = run.checkpoint(Position("rl", 3))
-    with pytest.raises(DataError, match=f"{REFERENCE}: missing; objective.kl = k3 wants"):
-        find_weights(dump, run.config, None)
-    reference_beside(checkpoint)
-    assert find_weights(dump, run.config, None).is_start
-
-
 def reference_beside(checkpoint: Path) -> Path:
     """One of 4 bytes; returns its file."""
     publication = Publication(checkpoint.parent, REFERENCE)
@@ -323,18 +308,14 @@ def reference_beside(checkpoint: Path) -> Path:
     return publication.publish(files) / "weights"
 
 
-@pytest.mark.parametrize("warmed", [True, False])
-def test_a_damaged_reference_is_named_where_it_is_needed(tmp_path: Path, warmed: bool) -> None:
+def test_a_damaged_reference_is_named_where_it_is_needed(tmp_path: Path) -> None:
     kl = {"kl": "k3", "kl_coefficient": 0.1}
-    training = {"warm_start": {"steps": 9 * warmed}}
-    run = Run(tmp_path, sections={"objective": kl, "training": training})
+    run = Run(tmp_path, sections={"objective": kl})
     dump = run.dump(4)
     checkpoint = run.checkpoint(Position("rl", 3))
     file = reference_beside(checkpoint)
     flip_a_bit(file)
     for given in (None, str(checkpoint)):
-        with pytest.raises(DataError, match=f"{file.parent}: weights: altered") as raised:
+        with pytest.raises(DataError, match=rf"{file.parent}: weights: altered(.|\n)*move it away"):
             find_weights(dump, run.config, given)
-        assert ("move it away" in str(raised.value)) != warmed
-    without = tiny_config(training=training)
-    assert find_weights(dump, without, None).checkpoint == checkpoint
+    assert find_weights(dump, tiny_config(), None).checkpoint == checkpoint

@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gspo_megatron.rl.dynamic_sampling import Selection, join, select_sequences
+from gspo_megatron.rl.dynamic_sampling import DynamicSampling
+from gspo_megatron.rl.rollouts import join, select_sequences
 from gspo_megatron.rl.scoring import Scores
 from gspo_megatron.types import RolloutBatch
 
 YES, NO = True, False
 
 
-def selection(*rounds: list[bool], max_refills: int = 2) -> Selection:
+def selection(*rounds: list[bool], max_refills: int = 2) -> DynamicSampling:
     """After these rounds, each of which was wanted."""
-    chosen = Selection(len(rounds[0]), max_refills)
+    chosen = DynamicSampling(len(rounds[0]), max_refills)
     for has_spread in rounds:
         assert chosen.wants_more
         chosen.add(has_spread)
@@ -51,6 +52,22 @@ def test_without_refills_groups_are_dropped_all_the_same() -> None:
     chosen = selection([YES, NO], max_refills=0)
     assert not chosen.wants_more
     assert chosen.groups() == [0]
+
+
+def test_switched_off_it_takes_one_draw_whole() -> None:
+    chosen = DynamicSampling(2, 3, enabled=False)
+    assert chosen.wants_more
+    chosen.add([NO, YES])
+    assert not chosen.wants_more
+    assert chosen.groups() == chosen.candidates(0) == [0, 1]
+    assert chosen.metrics() == {}
+
+
+def test_further_draws_keep_only_groups_that_may_be_chosen() -> None:
+    chosen = selection([NO, YES, NO])
+    assert chosen.candidates(0) == [0, 1, 2]
+    chosen.add([NO, YES, NO])
+    assert chosen.candidates(3) == [4]
 
 
 PROMPTS, RESPONSES, TURNS = [2, 1, 3, 1], [1, 4, 2, 3], [1, 2, 1, 3]

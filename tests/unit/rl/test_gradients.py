@@ -79,7 +79,7 @@ def explicit_gradients(
             position_ids=packed.position_ids,
             attention_mask=None,
             labels=batch.head,
-            packed_seq_params=batch.sequences,
+            packed_seq_params=batch.packed_seq_params,
             padding_mask=packed.padding_mask,
         )[0]
         for router in routers:

@@ -41,17 +41,26 @@ def write(folder: Path, groups: list[list[int]], with_turns: bool, with_routes: 
                         "sample_index": torch.tensor([3 * group + response]),
                         "group_index": torch.tensor([group]),
                         "rewards": torch.randn(1, generator=generator, dtype=torch.float64),
+                        "shaped": torch.randn(1, generator=generator, dtype=torch.float64),
+                        "turns": torch.zeros(1, dtype=torch.long),
+                        "turn_rewards": torch.zeros(0, dtype=torch.float64),
+                        "turn_tokens": torch.zeros(0, dtype=torch.long),
                         "tokens": numbers(99, tokens),
                         "logprobs": torch.randn(length, generator=generator),
                         "routes": numbers(8, tokens, 5, TOP_K).to(torch.uint8),
                     }
                 )
                 if with_turns:
-                    rows[-1]["token_advantages"] = torch.randn(length, generator=generator)
+                    turns = int(numbers(4, 1))
+                    rows[-1]["turns"] = torch.tensor([turns])
+                    rows[-1]["turn_rewards"] = torch.randn(
+                        turns, generator=generator, dtype=torch.float64
+                    )
+                    rows[-1]["turn_tokens"] = numbers(9, turns)
                 written[3 * group + response] = rows[-1]
         whole = {
             name: torch.cat([row[name] for row in rows]) if rows else like[:0].clone()
-            for name, like in _like(with_turns).items()
+            for name, like in _like().items()
         }
         routes = whole.pop("routes")
         for stage, layers in LAYERS.items():
@@ -66,13 +75,13 @@ def write(folder: Path, groups: list[list[int]], with_turns: bool, with_routes: 
     return written
 
 
-def _like(with_turns: bool) -> dict[str, Tensor]:
+def _like() -> dict[str, Tensor]:
     """An element of each tensor."""
     long, real = torch.zeros(1, dtype=torch.long), torch.zeros(1)
     names = ("prompt_lengths", "response_lengths", "sample_index", "group_index", "tokens")
-    like = dict.fromkeys(names, long) | {"truncated": long.bool(), "rewards": real.double()}
-    like |= {"logprobs": real, "routes": torch.zeros(1, 5, TOP_K, dtype=torch.uint8)}
-    return like | ({"token_advantages": real} if with_turns else {})
+    like = dict.fromkeys((*names, "turns", "turn_tokens"), long) | {"truncated": long.bool()}
+    like |= dict.fromkeys(("rewards", "shaped", "turn_rewards"), real.double())
+    return like | {"logprobs": real, "routes": torch.zeros(1, 5, TOP_K, dtype=torch.uint8)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -94,16 +103,12 @@ def test_every_sequence_comes_back_once_to_the_rank_of_its_group(
     found = []
     for rank in range(size):
         share = read_share(tmp_path, rank, size, lambda: wanted)
-        assert ("token_advantages" in share) == with_turns
         assert ("routes" in share) == with_routes
         lengths = (share["prompt_lengths"] + share["response_lengths"]).tolist()
         by_sequence = {
             **{n: share[n].split(lengths) for n in ("tokens", "routes") if n in share},
-            **{
-                n: share[n].split(share["response_lengths"].tolist())
-                for n in ("logprobs", "token_advantages")
-                if n in share
-            },
+            "logprobs": share["logprobs"].split(share["response_lengths"].tolist()),
+            **{n: share[n].split(share["turns"].tolist()) for n in ("turn_rewards", "turn_tokens")},
         }
         for row, number in enumerate(share["sample_index"].tolist()):
             found.append(number)

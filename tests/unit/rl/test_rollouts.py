@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from gspo_megatron.batching.redistribute import gather_index
 from gspo_megatron.config import Config, parse_config
 from gspo_megatron.errors import ConfigError, RewardError, UserError
+from gspo_megatron.objectives import build_objective
 from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.rewards import Reward
-from gspo_megatron.rl.rollouts import Experience, ExperienceCollector
+from gspo_megatron.rl.evaluation import evaluate
+from gspo_megatron.rl.loop import collect, compute_advantages
+from gspo_megatron.rl.rollouts import Collector, Experience
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.types import Prompt, RolloutBatch, Sample, TurnRewards
 
@@ -92,8 +97,8 @@ def config_of(**sections: dict[str, Any]) -> Config:
 
 def collector(
     function: Callable[[Sample], Any] = by_length, **sections: dict[str, Any]
-) -> ExperienceCollector:
-    return ExperienceCollector(
+) -> Collector:
+    return Collector(
         config_of(**sections), Engine(), Tokenizer(), Reward("mine", function), torch.device("cpu")
     )
 
@@ -101,7 +106,13 @@ def collector(
 def collected(
     draw: Prompts, function: Callable[[Sample], Any] = by_length, **sections: dict[str, Any]
 ) -> Experience:
-    return collector(function, **sections).collect(draw, SAMPLING, 1)
+    return collect(collector(function, **sections), draw, SAMPLING, 1)
+
+
+def token_advantages(experience: Experience, **sections: dict[str, Any]) -> torch.Tensor | None:
+    section, group = config_of(**sections).objective, dist.group.WORLD
+    index = gather_index(experience.batch, experience.scores.shaped, group)
+    return compute_advantages(section, build_objective(section, LONGEST), experience, index)[1]
 
 
 DYNAMIC = {"dynamic_sampling": True, "max_refills": 2}
@@ -118,9 +129,9 @@ def test_a_plain_step_takes_every_response() -> None:
     experience = collected(draw, watch)
     assert draw.drawn == PROMPTS
     assert experience.batch.sample_index.tolist() == [0, 1, 2, 3, 4, 5]
-    assert experience.rewards.tolist() == [0.125, 0.25, 1, 1, 0.125, 0.25]
-    assert experience.rewards.dtype == torch.float64
-    assert experience.token_advantages is None
+    assert experience.scores.shaped.tolist() == [0.125, 0.25, 1, 1, 0.125, 0.25]
+    assert experience.scores.shaped.dtype == torch.float64
+    assert token_advantages(experience) is None
     assert experience.num_tokens == 1 + 2 + 3 + 4 + 1 + 2
     assert [(s.prompt, s.response, s.num_tokens, s.truncated) for s in seen] == [
         ("prompt 0", "", 1, False),
@@ -142,14 +153,14 @@ def test_a_plain_step_takes_every_response() -> None:
 def test_groups_without_spread_make_room_for_further_prompts() -> None:
     draw = Prompts(0, 2, 4)
     found = collector(rollout=DYNAMIC)
-    experience = found.collect(draw, SAMPLING, 1)
+    experience = collect(found, draw, SAMPLING, 1)
     assert draw.drawn == 2 * PROMPTS
     assert found.engine.samples == list(range(12))  # each once: other random numbers for each
     batch = experience.batch
     assert batch.group_index.tolist() == [1, 1, 3, 3, 5, 5]
     assert batch.sample_index.tolist() == [2, 3, 6, 7, 10, 11]
     assert batch.response_lengths.tolist() == [3, 4] * 3
-    assert experience.rewards.tolist() == [3 / 8, 4 / 8] * 3
+    assert experience.scores.shaped.tolist() == [3 / 8, 4 / 8] * 3
     tokens = batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist())
     assert tokens[0].tolist() == [5, 67, 67, EOS]
     assert tokens[-1].tolist() == [5, 5, 76, 76, 76, 76]
@@ -182,20 +193,20 @@ def test_written_samples_are_the_first_of_all_and_as_the_reward_has_them() -> No
     draw = Prompts(0, 2, 4)
     sections = {"reward": {"scale": 3.0}, "logging": {"samples_per_step": 3}}
     found = collector(by_length, rollout=DYNAMIC, **sections)
-    samples, rewards = found.samples(found.collect(draw, SAMPLING, 1))
-    assert [(s.prompt, s.response) for s in samples] == [
+    experience = collect(found, draw, SAMPLING, 1)
+    assert [(s.prompt, s.response) for s in experience.samples] == [
         ("prompt 0", ""),
         ("prompt 0", "B"),
         ("prompt 1", "CC"),
     ]
-    assert rewards == [1.0, 1.0, 3 / 8]
+    assert experience.sample_rewards == [1.0, 1.0, 3 / 8]
 
 
 def test_shaped_rewards_are_trained_on_and_the_others_logged() -> None:
     sections = {"reward": {"scale": 2.0, "clip": 0.5, "overlong_buffer": 2}}
     experience = collected(Prompts(1), **sections)
     # 1/8, 2/8, 1, 1, 1/8, 2/8: twice that, at most 0.5, less 0.5 for 3 tokens and 1 for 4
-    assert experience.rewards.tolist() == [0.25, 0.5, 0, -0.5, 0.25, 0.5]
+    assert experience.scores.shaped.tolist() == [0.25, 0.5, 0, -0.5, 0.25, 0.5]
     assert experience.metrics["reward/mean"] == pytest.approx(2.75 / 6)
     assert experience.metrics["reward/shaped_mean"] == pytest.approx(1 / 6)
     assert experience.metrics["reward/zero_spread_groups"] == 0
@@ -231,11 +242,11 @@ def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
     found = collector(
         first_and_rest, objective=TOKENS, reward={"scale": scale}, logging={"samples_per_step": 9}
     )
-    experience = found.collect(Prompts(), SAMPLING, 1)
+    experience = collect(found, Prompts(), SAMPLING, 1)
     plain = [0, 1.5, 3.5, 5.5, 2, 3.5]
-    assert experience.rewards.tolist() == [scale * r for r in plain]
+    assert experience.scores.shaped.tolist() == [scale * r for r in plain]
     assert experience.metrics["reward/mean"] == pytest.approx(sum(plain) / 6)
-    assert found.samples(experience)[1] == plain
+    assert experience.sample_rewards == plain
     expected = []
     for turns, tokens in (
         ([0, 0.5, 1], [1, 1, 1]),
@@ -244,8 +255,9 @@ def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
     ):
         mean, std = statistics.mean(turns), statistics.stdev(turns)  # no scale changes these
         expected += [(r - mean) / std for r, n in zip(turns, tokens, strict=True) for _ in range(n)]
-    assert experience.token_advantages.dtype == torch.float32
-    assert experience.token_advantages.tolist() == pytest.approx(expected, rel=1e-6)
+    found = token_advantages(experience, objective=TOKENS)
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_advantages_of_tokens_go_with_the_groups_that_are_kept() -> None:
@@ -262,7 +274,8 @@ def test_advantages_of_tokens_go_with_the_groups_that_are_kept() -> None:
     mean, std = statistics.mean(turns), statistics.stdev(turns)
     third, sixth, fourth, eighth = ((r - mean) / std for r in turns)
     group = [third, third, sixth, fourth, fourth, eighth, eighth]
-    assert experience.token_advantages.tolist() == pytest.approx(group * 3, rel=1e-6)
+    found = token_advantages(experience, objective=TOKENS)
+    assert found.tolist() == pytest.approx(group * 3, rel=1e-6)
 
 
 def test_rewards_of_turns_for_some_responses_only() -> None:
@@ -275,13 +288,14 @@ def test_rewards_of_turns_for_some_responses_only() -> None:
 
 def test_rewards_of_turns_with_an_objective_of_sequences() -> None:
     with pytest.raises(ConfigError, match=r"objective.name = 'gspo': .* legal: gspo_token, grpo"):
-        collected(Prompts(), in_turns)
+        token_advantages(collected(Prompts(), in_turns))
     assert issubclass(ConfigError, UserError)
 
 
 def test_an_evaluation_takes_the_sum_and_no_shaping() -> None:
-    found = collector(in_turns, reward={"scale": 9.0, "overlong_buffer": 2})
-    metrics = found.evaluate(Prompts()(), SAMPLING, 1)
+    sections = {"reward": {"scale": 9.0, "overlong_buffer": 2}}
+    found = collector(in_turns, **sections)
+    metrics = evaluate(found.config, Prompts()(), found)
     # one response a prompt, of 1, 2 and 3 tokens: 1, 1 and 1 + 2
     assert metrics == {
         "evaluation/reward": pytest.approx(5 / 3),
@@ -292,5 +306,5 @@ def test_an_evaluation_takes_the_sum_and_no_shaping() -> None:
 def test_each_response_that_is_scored_is_a_sign_of_life() -> None:
     signs: list[str] = []
     with heard_by(lambda: signs.append("")):
-        collector().evaluate(Prompts()(), SAMPLING, 1)
+        evaluate(config_of(), Prompts()(), collector())
     assert len(signs) == PROMPTS

@@ -20,8 +20,7 @@ from gspo_megatron.rl import routing_replay as step_routes
 from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing import hooks, replay
 from gspo_megatron.routing.hooks import Choice, RouterHook, Routes, attach_hooks
-from gspo_megatron.routing.replay import Recording, Replaying
-from gspo_megatron.routing.store import RouteTable
+from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
 
 Mistake = contextlib.AbstractContextManager
 
@@ -145,20 +144,16 @@ def padding_replays_zeros() -> Mistake:
 
 
 def routes_are_never_given_up() -> Mistake:
-    def finish(self: RoutingReplay, batch: Sequence[MicroBatch]) -> None:
-        for micro_batch in batch:
-            micro_batch.routes = None
-
-    return mock.patch.object(RoutingReplay, "finish_training_pass", finish)
+    return mock.patch.object(RoutingReplay, "_release", return_value=None)
 
 
 def routes_get_lost() -> Mistake:
-    """By a key that is not the same in both passes."""
+    """Kept for another micro-batch than the one that they are of."""
     native = RoutingReplay._keep
 
     def keep(self: RoutingReplay, mode: str, micro_batch: MicroBatch, table: RouteTable) -> None:
         native(self, mode, micro_batch, table)
-        self._tables[mode, id(table)] = self._tables.pop((mode, id(micro_batch)))
+        micro_batch.recorded_routes.tables.pop(mode)
 
     return mock.patch.object(RoutingReplay, "_keep", keep)
 

@@ -19,7 +19,8 @@ from gspo_megatron.config.schema import ObjectiveSection, OptimizerSection, Rout
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import build_objective
-from gspo_megatron.rl.policy_update import PolicyUpdater, Update
+from gspo_megatron.rl.loop import update_policy
+from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.routing import hooks
 from gspo_megatron.routing.hooks import Routes, attach_hooks
 from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_policy
@@ -114,7 +115,7 @@ def a_step(*, routes: bool = False) -> Step:
     ]
     sequences = Sequences(
         tokens=dict(enumerate(tokens)),
-        logprobs=-torch.rand(sum(responses), generator=generator),
+        rollout_logprobs=-torch.rand(sum(responses), generator=generator),
         offsets=dict(enumerate(starts)),
         routes={n: c.to(torch.uint8) for n, c in enumerate(chosen)} if routes else None,
     )
@@ -147,9 +148,11 @@ def updater_for(
     )
 
 
-def update(updater: PolicyUpdater, *, routes: bool = False) -> Update:
+def update(updater: PolicyUpdater, *, routes: bool = False) -> dict[str, float]:
+    """One step's metrics."""
     step = a_step(routes=routes)
-    return updater.update(step.sequences, step.index, step.plans)
+    advantages = updater.objective.advantages(step.index.rewards, torch.tensor(step.index.groups))
+    return update_policy(updater, step.sequences, step.index, step.plans, advantages)
 
 
 def parameters_after(

@@ -9,10 +9,8 @@ import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch import Tensor
 
-from gspo_megatron.routing.expert_ids import expert_dtype
 from gspo_megatron.routing.hooks import RouterHook, Routes, routed
-from gspo_megatron.routing.replay import Recording, Replaying
-from gspo_megatron.routing.store import RouteTable
+from gspo_megatron.routing.replay import Recording, Replaying, RouteTable, expert_dtype
 from tests.unit.routing.formulas import EXPERTS, ROUTERS, TOP_K, chosen_experts, gate_weights
 
 TOKENS, LAYER = 11, 3

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from gspo_megatron.batching.micro_batches import response_logprobs
 from gspo_megatron.models.build import Policy
+from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing.hooks import NEVER_ASKING, RouterHook, attach_hooks, routed
 from gspo_megatron.routing.replay import Recording, recorded
 from tests.unit.routing.steps import (
@@ -43,8 +44,8 @@ def test_every_router_gets_a_hook_with_its_layer_number() -> None:
 def test_without_replay_and_volatility_there_is_no_hook_and_no_work() -> None:
     policy = moe_policy()
     updater = updater_for(policy, {})
-    assert updater.routes is None
-    metrics = update(updater).metrics
+    assert not isinstance(updater.replay, RoutingReplay)
+    metrics = update(updater)
     assert all(router.router_replay is None for router in routers(policy))
     assert not [name for name in metrics if name.startswith(("routing/", "replay/"))]
 
@@ -151,7 +152,7 @@ def test_routes_hold_for_the_passes_inside_and_no_longer() -> None:
             position_ids=packed.position_ids,
             attention_mask=None,
             labels=batch.head,
-            packed_seq_params=batch.sequences,
+            packed_seq_params=batch.packed_seq_params,
         )
 
     with torch.no_grad():

@@ -6,6 +6,7 @@ Traps that need several stages are in tests/parallel/test_replay_traps.py.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,8 +22,7 @@ from gspo_megatron.config import check_config
 from gspo_megatron.errors import UserError
 from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing.hooks import RouterHook, attach_hooks, routed
-from gspo_megatron.routing.replay import Recording, Replaying
-from gspo_megatron.routing.store import RouteTable
+from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
 from tests.unit.models.one_rank import tiny_config
 from tests.unit.routing import mistakes
 from tests.unit.routing.steps import (
@@ -106,14 +106,13 @@ def test_trap_forward_only_passes_fill_a_queue(stock_list: list) -> None:
     batches = micro_batches(updater.policy)
     for _ in range(3):
         response_logprobs(updater.policy, batches)
-    assert not updater.routes._tables
+    assert all(batch.recorded_routes is None for batch in batches)
     # Routes of a step that never came to its training pass would pile up: noticed at the next.
-    updater.routes.start([batches[:1], batches[1:]], a_step().sequences)
-    updater.routes.set_old_pass(batches[1:])
-    response_logprobs(updater.policy, batches[1:])
-    updater.routes.take_old_pass(batches[1:])
-    with pytest.raises(AssertionError, match="of the step before were never used"):
-        updater.routes.start([batches], a_step().sequences)
+    updater.replay.start([batches[:1], batches[1:]])
+    with updater.replay.old_pass(batches[1:]):
+        response_logprobs(updater.policy, batches[1:])
+    with pytest.raises(AssertionError, match="recorded routes were never used"):
+        updater.replay.start([batches])
 
 
 def test_trap_aux_loss_recomputes_its_own_top_k() -> None:
@@ -145,17 +144,18 @@ def test_trap_padding_rows_of_zeros_go_to_expert_0() -> None:
     def load_of_padding(routing_mistake: bool) -> list[int]:
         """Tokens of padding at each expert of the first layer, in one padded micro-batch."""
         policy = moe_policy()
-        routes = updater_for(policy, {"replay": "r3"}).routes
+        routes = updater_for(policy, {"replay": "r3"}).replay
         step = a_step(routes=True)
         tokens = [step.sequences.tokens[n] for n in range(4)]
         lengths = list(step.index.response_lengths[:4])
         batch = builder_for(policy, padded=True).build(range(4), tokens, lengths, [0, 5, 14, 16])
+        batch.rollout_routes = [step.sequences.routes[n] for n in range(4)]
         if routing_mistake:
             with mistakes.padding_replays_zeros():
-                routes.start([[batch]], step.sequences)
+                routes.start([[batch]])
         else:
-            routes.start([[batch]], step.sequences)
-        routes.set_old_pass([batch])
+            routes.start([[batch]])
+        batch.routes = Replaying(batch.recorded_routes.tables["r3"])
         # An expert named twice for a token: newer Megatron-Core counts, and stops after the router.
         stops = contextlib.suppress(RuntimeError) if routing_mistake else contextlib.nullcontext()
         with watched() as seen, stops:
@@ -179,7 +179,7 @@ def test_trap_a_rollout_engine_leaves_zeros_where_it_has_no_routes() -> None:
         routes[3][4, 1] = torch.tensor(bad, dtype=torch.int16)
         step.sequences.routes = routes
         with pytest.raises(AssertionError, match="an expert twice for one token, or one that"):
-            updater.update(step.sequences, step.index, step.plans)
+            updater.build_micro_batches(step.plans, step.sequences, step.index)
 
 
 def test_trap_scores_from_what_the_router_would_have_chosen() -> None:
@@ -317,13 +317,15 @@ def test_trap_the_first_mini_batch_has_no_routes_of_its_own() -> None:
     """Under r2 it needs none: its training pass is the old policy's pass."""
     updater = updater_for(moe_policy(), {"replay": "r2"})
     kept = []
-    native = RoutingReplay.set_training_pass
+    native = RoutingReplay.training_pass
 
-    def spy(self: RoutingReplay, batch: Any) -> None:
-        native(self, batch)
-        kept.append([micro_batch.routes for micro_batch in batch])
+    @contextlib.contextmanager
+    def spy(self: RoutingReplay, batch: Any) -> Iterator[None]:
+        with native(self, batch):
+            kept.append([micro_batch.routes for micro_batch in batch])
+            yield
 
-    with mock.patch.object(RoutingReplay, "set_training_pass", spy):
+    with mock.patch.object(RoutingReplay, "training_pass", spy):
         update(updater)
     assert kept[0] == [None, None]
     assert all(isinstance(routes, Replaying) for later in kept[1:] for routes in later)

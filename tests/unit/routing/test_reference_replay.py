@@ -60,27 +60,32 @@ class Step:
         self.spans: dict[str, slice] = {}
         self.kept: set[tuple[str, int]] = set()  # after the reference's pass: mode, sequence
         with watched() as self.seen, self._watch():
-            self.metrics = update(self.updater, routes="r3" in routing.values()).metrics
+            self.metrics = update(self.updater, routes="r3" in routing.values())
         end = max((span.stop for span in self.spans.values()), default=0)
         self.spans["training"] = slice(end, len(self.seen))
 
     @contextlib.contextmanager
     def _watch(self) -> Iterator[None]:
-        record, finish = PolicyUpdater._record, RoutingReplay.finish_reference_pass
+        record, native = PolicyUpdater._record, RoutingReplay.reference_pass
 
-        def recorded(updater: PolicyUpdater, batches: Any, anchors: Any, name: str) -> None:
+        def recorded(updater: PolicyUpdater, batches: Any, name: str) -> None:
             start = len(self.seen)
-            record(updater, batches, anchors, name)
-            self.spans[name] = slice(start, len(self.seen))
+            record(updater, batches, name)
+            self.spans[name.removesuffix("_logprobs")] = slice(start, len(self.seen))
 
-        def finished(routes: RoutingReplay, batches: Any) -> None:
-            finish(routes, batches)
-            numbers = {id(batch): batch.packed.members[0] for batch in batches}
-            self.kept = {(mode, numbers[key]) for mode, key in routes._tables}
+        @contextlib.contextmanager
+        def reference_pass(routes: RoutingReplay, batches: Any) -> Iterator[None]:
+            with native(routes, batches):
+                yield
+            self.kept = {
+                (mode, batch.packed.members[0])
+                for batch in batches
+                for mode in batch.recorded_routes.tables
+            }
 
         with (
             mock.patch.object(PolicyUpdater, "_record", recorded),
-            mock.patch.object(RoutingReplay, "finish_reference_pass", finished),
+            mock.patch.object(RoutingReplay, "reference_pass", reference_pass),
         ):
             yield
 
@@ -182,14 +187,16 @@ def test_routes_for_a_reference_that_never_comes_are_noticed() -> None:
 
 @pytest.mark.parametrize(("policy", "reference"), [("r3", "r3"), ("r2", "r3"), ("off", "r2")])
 def test_a_reference_pass_that_goes_past_its_routes_is_noticed(policy: str, reference: str) -> None:
-    native = RoutingReplay.set_reference_pass
+    native = RoutingReplay.reference_pass
 
-    def forgotten(self: RoutingReplay, micro_batches: Any) -> None:
-        native(self, micro_batches)
-        # as if the pass ran on a model whose routers have no hooks
-        for micro_batch in micro_batches:
-            assert isinstance(micro_batch.routes, Replaying)
-            micro_batch.routes = Unasked(micro_batch.routes)
+    @contextlib.contextmanager
+    def forgotten(self: RoutingReplay, micro_batches: Any) -> Iterator[None]:
+        with native(self, micro_batches):
+            # as if the pass ran on a model whose routers have no hooks
+            for micro_batch in micro_batches:
+                assert isinstance(micro_batch.routes, Replaying)
+                micro_batch.routes = Unasked(micro_batch.routes)
+            yield
 
     class Unasked(Replaying):
         def __init__(self, inner: Replaying) -> None:
@@ -199,7 +206,7 @@ def test_a_reference_pass_that_goes_past_its_routes_is_noticed(policy: str, refe
             return native()
 
     with (
-        mock.patch.object(RoutingReplay, "set_reference_pass", forgotten),
+        mock.patch.object(RoutingReplay, "reference_pass", forgotten),
         pytest.raises(AssertionError, match="never asked for their routes"),
     ):
         Step(replay=policy, reference_replay=reference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import tracemalloc
 from collections.abc import Iterator
@@ -16,8 +17,7 @@ from gspo_megatron.config.schema import RoutingSection
 from gspo_megatron.models.optimizer import zero_gradients
 from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing.hooks import attach_hooks
-from gspo_megatron.routing.replay import Recording, Replaying
-from gspo_megatron.routing.store import RouteTable
+from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
 from gspo_megatron.routing.volatility import Observing
 from tests.unit.routing.steps import (
     LAYERS,
@@ -54,7 +54,7 @@ def test_every_token_goes_to_its_recorded_experts(mode: str, recompute: str) -> 
     policy = moe_policy(recompute)
     updater = updater_for(policy, {"replay": mode})
     with watched() as seen:
-        metrics = update(updater, routes=mode == "r3").metrics
+        metrics = update(updater, routes=mode == "r3")
     moved = 0
     training = []
     for one, table in replayed(seen):
@@ -98,23 +98,19 @@ class Recorded:
     def __init__(self, recompute: str = "none") -> None:
         self.policy = moe_policy(recompute)
         self.updater = updater_for(self.policy, {"replay": "r2"})
-        self.routes = self.updater.routes
+        self.routes = self.updater.replay
         first, *self.batch = micro_batches(self.policy)
-        self.routes.start([[first], self.batch], None)
-        self.routes.set_old_pass(self.batch)
-        with watched() as self.seen:
+        self.routes.start([[first], self.batch])
+        with self.routes.old_pass(self.batch), watched() as self.seen:
             response_logprobs(self.policy, self.batch)
-        self.routes.take_old_pass(self.batch)
 
     def train(self) -> list[Seen]:
         def loss(_: MicroBatch, logprobs: torch.Tensor, __: torch.Tensor) -> Any:
             return logprobs.sum(), None
 
         zero_gradients(self.policy.chunks, self.updater.trainer.optimizer)
-        self.routes.set_training_pass(self.batch)
-        with watched() as seen:
+        with self.routes.training_pass(self.batch), watched() as seen:
             forward_backward(self.policy, self.batch, loss, len(self.batch))
-        self.routes.finish_training_pass(self.batch)
         return [one for one in seen if one.with_gradients]
 
 
@@ -138,30 +134,32 @@ def test_strongly_perturbed_routers_keep_the_experts_and_move_the_weights(recomp
         assert (before.weights - after.weights).abs().amax(-1).median() > 0.1
     for router in routers:  # and learn from where the tokens really went
         assert router.weight.main_grad.norm() > 1e-3
-    setting.routes.figures()
+    setting.routes.metrics()
 
 
 def test_another_model_between_record_and_replay_changes_nothing() -> None:
     plain = parameters_after({"replay": "r2", "volatility": True})
-    native = RoutingReplay.set_training_pass
+    native = RoutingReplay.training_pass
     runs = []
 
-    def disturbed(self: RoutingReplay, batch: list[MicroBatch]) -> None:
+    @contextlib.contextmanager
+    def disturbed(self: RoutingReplay, batch: list[MicroBatch]) -> Iterator[None]:
         other = moe_policy()
         with torch.no_grad():
             for parameter in other.models[0].parameters():
                 parameter.mul_(1.5)
         own = RoutingReplay(other, RoutingSection(replay="r2", volatility=True), CPU)
         others = micro_batches(other)
-        own.start([others[:1], others[1:]], None)
-        own.set_old_pass(others[1:])
-        response_logprobs(other, others)
-        own.take_old_pass(others[1:])
-        assert len(own._tables) == 2
-        runs.append(native(self, batch))
-        response_logprobs(other, others)  # and while the routes wait for their pass
+        own.start([others[:1], others[1:]])
+        with own.old_pass(others[1:]):
+            response_logprobs(other, others)
+        assert all("r2" in one.recorded_routes.tables for one in others[1:])
+        runs.append(batch)
+        with native(self, batch):
+            response_logprobs(other, others)  # and while the routes wait for their pass
+            yield
 
-    with mock.patch.object(RoutingReplay, "set_training_pass", disturbed):
+    with mock.patch.object(RoutingReplay, "training_pass", disturbed):
         after = parameters_after({"replay": "r2", "volatility": True})
     assert len(runs) == 3
     assert all(torch.equal(plain[name], after[name]) for name in plain)
@@ -184,7 +182,7 @@ def test_a_thousand_forward_passes_leave_nothing_behind() -> None:
             response_logprobs(policy, [second])
             second.routes = None
 
-    routes.start([[first], [second]], None)
+    routes.start([[first], [second]])
     passes(10)
     tensors = live_tensors()
     tracemalloc.start()
@@ -198,8 +196,8 @@ def test_a_thousand_forward_passes_leave_nothing_behind() -> None:
     tracemalloc.stop()
     assert live_tensors() == tensors
     assert after < before + 20_000  # bytes; one pass's routes are Python objects of some 2000
-    assert not routes._tables and not routes._natural
-    routes.figures()
+    assert first.recorded_routes.is_empty and second.recorded_routes.is_empty
+    routes.metrics()
 
 
 def test_a_step_leaves_nothing_behind() -> None:
@@ -211,4 +209,3 @@ def test_a_step_leaves_nothing_behind() -> None:
     for _ in range(3):
         update(updater)
     assert live_tensors() == before
-    assert not updater.routes._tables and not updater.routes._natural

@@ -10,8 +10,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from gspo_megatron.routing.replay import Recording, Replaying
-from gspo_megatron.routing.store import RouteTable
+from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
 from gspo_megatron.routing.volatility import Observing, RoutingMetrics
 from tests.unit.routing.steps import (
     EXPERTS,
@@ -184,7 +183,7 @@ def test_a_steps_volatility_compares_natural_choices(
     first, whatever experts are used."""
     updater = updater_for(moe_policy(), {"volatility": True, **routing}, objective)
     with watched() as seen:
-        metrics = update(updater, routes=routing.get("replay") == "r3").metrics
+        metrics = update(updater, routes=routing.get("replay") == "r3")
     recording = [one for one in seen if isinstance(one.routes, Recording)]
     old = experts_of([one for one in recording if one.routes.scores])
     new = experts_of([one for one in seen if isinstance(one.routes, Observing)])

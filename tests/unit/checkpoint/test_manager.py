@@ -1,0 +1,132 @@
+"""The checkpoint manager: metrics of the best, room on the disk, what is removed."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gspo_megatron.checkpoint import writer as checkpoint_writer
+from gspo_megatron.checkpoint.folder import Position
+from gspo_megatron.checkpoint.manager import Checkpoints
+from gspo_megatron.checkpoint.resume import Start
+from gspo_megatron.checkpoint.writer import CheckpointWriter
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.optimizer import Trainer
+from gspo_megatron.observe.records import RL
+from gspo_megatron.observe.run_logger import RunLogger
+from gspo_megatron.platform.stop import StopSignals
+from tests.unit.models.one_rank import tiny_config, tiny_policy
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+REWARDED, EVALUATED = {"reward/mean": 0.5}, {"evaluation/accuracy": 0.5}
+
+
+def manager(folder: Path, notes: list[str], **section: Any) -> Checkpoints:
+    config = tiny_config(
+        checkpoint={"interval": 2, **section},
+        training={"evaluation_interval": 4, "steps": 9},
+        logging={"dir": str(folder / "run")},
+        data={"tokenizer": __file__},
+    )
+    logger = SimpleNamespace(is_main=True, note=notes.append)
+    return Checkpoints(
+        config,
+        cast(Policy, tiny_policy()),
+        cast(RunLogger, logger),
+        Start(),
+        StopSignals(enabled=False),
+    )
+
+
+class Run:
+    """A manager that writes nothing, and what it notes."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **section: Any) -> None:
+        self.notes: list[str] = []
+        self.warned: list[str] = []
+        monkeypatch.setattr(Checkpoints, "_prepare", lambda _: None)
+        monkeypatch.setattr(Checkpoints, "_save", lambda *_, **__: self._saved())
+        monkeypatch.setattr(Checkpoints, "_state", lambda *_: SimpleNamespace())
+        self.checkpoints = manager(folder, self.notes, **{"keep_best": 1, **section})
+
+    def _saved(self) -> None:
+        self.warned = list(self.checkpoints.warned)
+
+    def end(self, step: int, metrics: dict[str, float], last: bool = False) -> int:
+        """The end of a step. Returns how much was noted so far."""
+        trainer = cast(Trainer, None)
+        self.checkpoints.end_of_step(RL, step, trainer, cast(Any, None), metrics, is_last=last)
+        return len(self.notes)
+
+
+def test_a_mistyped_metric_is_warned_of_once_in_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, monkeypatch, best_metric="reward/maen")
+    assert run.end(1, REWARDED) == 0  # not saved
+    assert run.end(2, REWARDED) == 1
+    assert run.notes[0] == (
+        "warning: checkpoint.best_metric = 'reward/maen': step 2 has no such metric, so its "
+        "checkpoint is not kept as one of the best; did you mean reward/mean?"
+    )
+    assert run.end(4, REWARDED) == 1
+    assert run.warned, "a resumed run would warn again"
+
+
+def test_an_evaluation_is_missed_only_after_steps_that_have_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, monkeypatch, best_metric="evaluation/accuracy")
+    assert run.end(2, REWARDED) == 0
+    assert run.end(4, REWARDED | EVALUATED) == 0
+    assert run.end(9, REWARDED, last=True) == 1
+
+
+def test_without_best_checkpoints_no_metric_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, monkeypatch, best_metric="reward/maen", keep_best=0)
+    assert run.end(2, REWARDED) == 0
+
+
+def test_damaged_checkpoints_after_the_newest_do_not_count(tmp_path: Path) -> None:
+    """A run that was resumed before a damaged checkpoint keeps the newest whole ones."""
+    checkpoints = manager(tmp_path, [], keep_last=2)
+    for step in (1, 2, 3, 5, 6):  # 5 and 6 are damaged: the run was resumed from 2
+        (checkpoints.folder / Position(RL, step).name).mkdir(parents=True)
+    checkpoints._drop_surplus(Position(RL, 3))
+    checkpoints.writer.wait_for_removal()
+    left = sorted(path.name for path in checkpoints.folder.iterdir())
+    assert left == [Position(RL, step).name for step in (2, 3, 5, 6)]
+
+
+def test_room_that_a_removal_is_making_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    surplus = tmp_path / ".partial-surplus"
+    surplus.mkdir()
+
+    def remove_slowly(paths: Sequence[Path]) -> None:
+        time.sleep(0.3)
+        for path in paths:
+            shutil.rmtree(path)
+
+    monkeypatch.setattr(checkpoint_writer, "_remove", remove_slowly)
+    monkeypatch.setattr(checkpoint_writer, "free_bytes", lambda _: 0 if surplus.exists() else 1e12)
+    writer = CheckpointWriter(tmp_path, tiny_policy())
+    writer.remove([surplus])
+    published: list[Path] = []
+    refusal = writer.begin("new", None, lambda _: None, published.append, asynchronous=False)
+    assert refusal is None and writer.finish() is None
+    assert published == [tmp_path / "new"]
+
+    surplus.mkdir()  # and nobody removes it
+    refusal = writer.begin("newer", None, lambda _: None, published.append, asynchronous=False)
+    assert refusal is not None and "0 are free" in refusal
