@@ -38,7 +38,15 @@ def add_parser(commands: Commands) -> None:
         "a GPU and without memory. Exit codes: 0 sound, 2 something is wrong, 1 sound but larger "
         "than --gpu-memory."
     )
-    add_config(parser)
+    add_config(parser, required=False)
+    parser.add_argument(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="WORD",
+        help="print all keys, or those with WORD in their name or description, and check nothing; "
+        "CONFIG.yaml is not needed",
+    )
     parser.add_argument(
         "--stage",
         choices=STAGES,
@@ -75,6 +83,10 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what the run will be. Raises ConfigError with everything that is wrong."""
+    if arguments.keys is not None:
+        return _print_keys(arguments.keys, arguments.stage)
+    if arguments.config is None:
+        arguments.parser.error("the following arguments are required: CONFIG.yaml")
     from gspo_megatron.cli.check_summary import longest_of, summary
     from gspo_megatron.config.load import load_any_config
 
@@ -115,6 +127,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.suggest:
         search(request)
     return 2 if problems else int(not fits)
+
+
+def _print_keys(word: str, stage: str | None) -> int:
+    from gspo_megatron.config.keys import find_keys
+
+    lines = find_keys(word, stage)
+    if not lines:
+        raise UserError(f"--keys {word}: no key has that in its name or description")
+    print("\n".join(lines))
+    return 0
 
 
 def _without_weights(config: AnyConfig) -> AnyConfig:

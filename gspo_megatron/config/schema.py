@@ -40,8 +40,8 @@ class ModelSection(Section):
 
     preset: Literal[tuple(PRESETS)] | None = shapes(
         None,
-        "the named shape to start from; null: the shape of hf_path or checkpoint_path, without "
-        "both of them tiny",
+        "the named shape to start from; null: the shape that hf_path or checkpoint_path has, or "
+        "tiny without them",
     )
     hf_path: Text | None = shapes(
         None, "Hugging Face folder with the weights to start from; null: random weights"

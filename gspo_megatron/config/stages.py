@@ -102,10 +102,10 @@ class FineTuningDataSection(Section):
 class FineTuningTrainingSection(RunSection):
     """The run itself."""
 
-    steps: Positive | None = key("steps", None, "most optimizer updates; null: epochs decide")
+    steps: Positive | None = key("steps", None, "maximum number of updates; null: epochs decide")
     # What it makes of training.steps counts.
     epochs: Positive | None = harmless(
-        None, "most passes over the examples; null: steps decide, or 1 without them"
+        None, "maximum number of passes over the examples; null: steps decide, or 1 without them"
     )
     batch_size: Positive = shapes(64, "examples of a step, over all ranks")
     packing: bool = harmless(
@@ -178,7 +178,7 @@ class PretrainingDataSection(Section):
 class PretrainingTrainingSection(RunSection):
     """The run itself."""
 
-    steps: Positive | None = key("steps", None, "most optimizer updates; null: tokens decide")
+    steps: Positive | None = key("steps", None, "maximum number of updates; null: tokens decide")
     tokens: Positive | None = harmless(
         None, "tokens to learn, rounded up to whole steps; null: steps decide"
     )
