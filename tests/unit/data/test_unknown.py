@@ -44,10 +44,6 @@ def test_prompts_of_reinforcement_learning(tmp_path: Path, tokenizer: Path) -> N
     words = [f"data.tokenizer={tokenizer}", f"data.prompts={train}", f"data.eval_prompts={test}"]
     (line,) = read_inputs(load(tmp_path, Config, *words)).warnings
     assert line == f"data.prompts: 2 of 4 {TOLD}; the first is {train}:2: 'é', '日'"
-    # The warm start learns the answers, too.
-    words.append("training.warm_start.steps=1")
-    (line,) = read_inputs(load(tmp_path, Config, *words)).warnings
-    assert line == f"data.prompts: 3 of 4 {TOLD}; the first is {train}:2: 'é', '日', 'x'"
     train.write_text(json.dumps({"prompt": "ab", "answer": "h"}) + "\n")
     assert read_inputs(load(tmp_path, Config, *words)).warnings == ()
 
