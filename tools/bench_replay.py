@@ -88,7 +88,7 @@ class Workload:
         tokens = torch.randint(VOCABULARY, (SEQUENCES, PROMPT + RESPONSE), generator=generator)
         sequences = Sequences(
             tokens=dict(enumerate(tokens)),
-            logprobs=torch.full((SEQUENCES * RESPONSE,), -6.0),
+            rollout_logprobs=torch.full((SEQUENCES * RESPONSE,), -6.0),
             offsets={n: n * RESPONSE for n in numbers},
         )
         index = StepIndex(
@@ -112,6 +112,8 @@ class Updates:
     """A policy that is updated with replay and without."""
 
     def __init__(self) -> None:
+        import torch
+
         from gspo_megatron.batching.micro_batches import MicroBatchBuilder
         from gspo_megatron.config.schema import ObjectiveSection, OptimizerSection, RoutingSection
         from gspo_megatron.models.optimizer import Schedule, build_trainer
@@ -126,6 +128,8 @@ class Updates:
         self.builder = MicroBatchBuilder(self.policy, 0, 1.0)
         section = ObjectiveSection(name="gspo")
         objective = build_objective(section, RESPONSE)
+        index = self.work.index
+        self.advantages = objective.advantages(index.rewards, torch.tensor(index.groups))
         self.updaters = {
             mode: PolicyUpdater(
                 self.policy,
@@ -142,6 +146,7 @@ class Updates:
         """Seconds of one update by the clock and of the processor."""
         from megatron.core.transformer.moe.router import TopKRouter
 
+        from gspo_megatron.rl.loop import update_policy
         from gspo_megatron.routing.hooks import attach_hooks
 
         attach_hooks(self.policy.models)
@@ -153,7 +158,9 @@ class Updates:
                 if isinstance(module, TopKRouter):
                     module.router_replay = None
         start, processor = time.perf_counter(), time.process_time()
-        metrics = self.updaters[mode].update(sequences, self.work.index, self.work.plans).metrics
+        metrics = update_policy(
+            self.updaters[mode], sequences, self.work.index, self.work.plans, self.advantages
+        )
         seconds = time.perf_counter() - start, time.process_time() - processor
         assert (metrics.get("replay/bytes", 0) > 0) == (mode != "off")
         return seconds
@@ -211,11 +218,10 @@ class Clock:
             stack.enter_context(mock.patch.object(RouterHook, "get_replay_topk", self.around(hook)))
             for name in (
                 "start",
-                "set_old_pass",
-                "take_old_pass",
-                "set_training_pass",
-                "finish_training_pass",
-                "figures",
+                "_replaying",
+                "_take",
+                "_release",
+                "metrics",
             ):
                 timed = self.around(getattr(RoutingReplay, name))
                 stack.enter_context(mock.patch.object(RoutingReplay, name, timed))
