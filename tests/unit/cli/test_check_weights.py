@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,3 +119,34 @@ def test_a_hugging_face_folder_without_weights(
     (line,) = refused(capsys, config, given)
     assert line == f"{folder}: neither model.safetensors nor model.safetensors.index.json"
     assert main(["check", str(config), given, "--no-files"]) == 0
+
+
+def test_the_advice_on_a_refused_change_can_be_followed(
+    config: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """Also by a run that began with a Hugging Face folder: its checkpoint gives the shape."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL | {"vocab_size": VOCAB}))
+    words = [f"model.hf_path={folder}", "rollout.temperature=0.7"]
+    begun = load_any_config(config, words[:1])
+    path = add(begun, Position("rl", 2))
+    changed, advice = refused(capsys, config, *words)
+    assert changed == "rollout.temperature = 0.7: was 1.0"
+    keys = re.findall(r"model\.\w+=\S+", advice)
+    assert weights(capsys, config, *words, *keys, "logging.dir=new") == str(path)
+    assert load_any_config(config, [*words, *keys]).resolved_model() == begun.resolved_model()
+
+
+def test_folders_of_the_other_kind_are_told_apart(
+    config: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    for preset in ("model.preset=", "model.preset=tiny"):
+        (line,) = refused(capsys, config, f"model.checkpoint_path={folder}", preset)
+        assert line.endswith("is a Hugging Face folder; use model.hf_path for it")
+    add(load_any_config(config, [SIZE, "logging.dir=run"]), Position("rl", 2))
+    (line,) = refused(capsys, config, "model.hf_path=run")
+    assert line.endswith("holds checkpoints of gspo-megatron; use model.checkpoint_path for it")

@@ -234,8 +234,8 @@ def folder(path: Path, **changes: Any) -> Path:
     return path
 
 
-def config(path: Path | str, **model: Any) -> Any:
-    model = {"hf_path": str(path)} | model
+def config(path: Path | None, **model: Any) -> Any:
+    model = {"hf_path": None if path is None else str(path)} | model
     return parse_config({"data": {"tokenizer": "none"}, "model": model})
 
 
@@ -252,6 +252,12 @@ def test_hf_path_decides_the_shape_and_overrides_win(tmp_path: Path) -> None:
     found = changed.resolved_model()
     assert (found.rotary_base, found.max_sequence_length) == (2e6, 4096)
     assert (found.megatron["moe_aux_loss_coeff"], found.moe_router_topk) == (0.5, 4)
+
+
+def test_a_resolved_configuration_names_no_preset_beside_weights(tmp_path: Path) -> None:
+    assert config(folder(tmp_path / "model")).model.preset is None
+    assert config(None, checkpoint_path="run").model.preset is None
+    assert config(None).model.preset == "tiny"
 
 
 def test_a_folder_that_has_changed_is_read_again(tmp_path: Path) -> None:
