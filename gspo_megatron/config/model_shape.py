@@ -177,13 +177,18 @@ _MEGATRON_SIZES = tuple(
 
 
 def experts_in_layers(shape: ModelShape) -> list[bool]:
-    """Whether each layer has experts, as Megatron-Core reads moe_layer_freq: every n-th layer from
-    the first on, or a list of flags."""
-    if shape.num_moe_experts is None:
-        return [False] * shape.num_layers
-    frequency = shape.megatron.get("moe_layer_freq", 1)
+    """Whether each layer has experts."""
+    return expert_pattern(shape.megatron, shape.num_layers)
+
+
+def expert_pattern(megatron: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """The same from fields of TransformerConfig: `moe_layer_freq` stands for every n-th layer from
+    the first on, or is a list of flags."""
+    if megatron.get("num_moe_experts") is None:
+        return [False] * num_layers
+    frequency = megatron.get("moe_layer_freq", 1)
     if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(shape.num_layers)]
+        return [layer % frequency == 0 for layer in range(num_layers)]
     return [bool(flag) for flag in frequency]
 
 

@@ -292,175 +292,137 @@ def _default_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
 
 
 def objective_problems(section: ObjectiveSection) -> Iterator[str]:
-    """What is wrong with the section by itself: parts that do not mix, numbers nothing reads."""
-    if section.import_path is not None:
-        yield from _custom_objective(section)
-        return
+    """What is wrong with the section by itself: parts that do not mix, numbers that nothing
+    reads."""
     recipe = resolve_objective(section)
-    yield from _parts_mix(section, recipe)
-    read = (*RULES[recipe.rule][0], *CORRECTIONS[recipe.correction])
-    for name in _NUMBERS:
-        value = getattr(section, name)
-        if value is not None and name not in read:
-            yield problem(
-                f"objective.{name}",
-                value,
-                f"nothing reads it with rule {recipe.rule} and correction {recipe.correction}; "
-                f"legal: null; read are {', '.join(read)}",
-            )
-    if section.options:
-        yield problem(
-            "objective.options",
-            section.options,
-            "nothing reads it without a custom objective; legal: {}, or "
-            "objective.import_path = package.module:function",
-        )
-    yield from _clip_range_is_sane(section, recipe)
-    yield from _correction_is_sane(section, recipe)
-    yield from _advantage(section)
-    yield from _regularisation(section)
+    rules = (_custom_objective,) if section.import_path is not None else _RULES_OF_RECIPES
+    for rule in (*rules, _advantage, _regularisation):
+        for name, wrong in rule(section, recipe):
+            value = getattr(section, name)
+            if value is None:  # it comes from the recipe
+                value = recipe.parameters.get(name, getattr(recipe, name, None))
+            yield problem(f"objective.{name}", value, wrong)
 
 
-def _custom_objective(section: ObjectiveSection) -> Iterator[str]:
+_Problems = Iterator[tuple[str, str]]  # a key of the section, and what is wrong with its value
+
+
+def _custom_objective(section: ObjectiveSection, _: Recipe) -> _Problems:
     unread: dict[str, Any] = dict.fromkeys(
         ("ratio", "rule", "aggregation", "correction", *_NUMBERS, "off_policy_mask")
     )
     unread |= {"allow_wide_clip": False, "entropy_coefficient": 0.0}
     for name, unset in unread.items():
-        value = getattr(section, name)
-        if value != unset:
-            yield problem(
-                f"objective.{name}",
-                value,
-                "a custom objective reads only objective.options; legal: " + format_value(unset),
-            )
+        if getattr(section, name) != unset:
+            legal = format_value(unset)
+            yield name, f"a custom objective reads only objective.options; legal: {legal}"
     if section.kl != "none" and section.kl_in == "loss":
-        yield problem(
-            "objective.kl",
-            section.kl,
-            "a custom objective has its own terms in the loss; legal: none, or "
-            "objective.kl_in = reward",
-        )
-    yield from _advantage(section)
-    yield from _regularisation(section)
+        wrong = "a custom objective has its own terms in the loss"
+        yield "kl", f"{wrong}; legal: none, or objective.kl_in = reward"
 
 
-def _advantage(section: ObjectiveSection) -> Iterator[str]:
-    if section.advantage_import_path is not None:
-        reader, divides = "a custom advantage", False
-        if section.advantage is not None:
-            yield problem(
-                "objective.advantage",
-                section.advantage,
-                "objective.advantage_import_path replaces it; legal: null",
-            )
-    else:
-        name = resolve_objective(section).advantage
-        reader, divides = f"advantage {name}", name in ("group_mean_std", "batch_std")
-    if section.advantage_std != "sample" and not divides:
-        yield problem(
-            "objective.advantage_std",
-            section.advantage_std,
-            f"{reader} does not read it; legal: sample, the default",
-        )
-
-
-def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> Iterator[str]:
-    ratios = RULES[recipe.rule][1]
-    if recipe.ratio not in ratios:
-        yield problem(
-            "objective.rule",
-            recipe.rule,
-            f"is not defined on ratio {recipe.ratio}; legal: "
-            + ", ".join(name for name, (_, on) in RULES.items() if recipe.ratio in on),
-        )
-    own = RECIPES[section.name]
+def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
+    if recipe.ratio not in RULES[recipe.rule][1]:
+        legal = ", ".join(name for name, (_, on) in RULES.items() if recipe.ratio in on)
+        yield "rule", f"is not defined on ratio {recipe.ratio}; legal: {legal}"
+    named = RECIPES[section.name]
     sums_tokens = recipe.ratio != "token" and recipe.aggregation != "sequence_mean"
-    # by its recipe alone: there it is the algorithm, elsewhere a mistake
-    if sums_tokens and (recipe.ratio, recipe.aggregation) != (own.ratio, own.aggregation):
-        yield problem(
-            "objective.aggregation",
-            recipe.aggregation,
+    # Where an objective's own recipe has this mixture it is the algorithm, elsewhere a mistake.
+    if sums_tokens and (recipe.ratio, recipe.aggregation) != (named.ratio, named.aggregation):
+        yield (
+            "aggregation",
             f"sums over tokens weight a ratio of whole sequences ({recipe.ratio}) by its "
-            "length; legal: sequence_mean, or objective.name = luspo where that is meant",
+            "length; legal: sequence_mean, or objective.name = luspo if that is meant",
         )
+
+
+def _correction_mixes(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     correction = recipe.correction
-    if correction == "none":
-        return
     if correction in TOKEN_CORRECTIONS and recipe.ratio != "token":
-        yield problem(
-            "objective.correction",
-            correction,
-            f"weights of single tokens on ratio {recipe.ratio}: what the objective takes from "
-            "a whole sequence would vary within it; legal: sequence_tis, sequence_mask, k3_mask",
+        yield (
+            "correction",
+            f"weights single tokens: the ratio of a whole sequence ({recipe.ratio}) would vary "
+            "within it; legal: sequence_tis, sequence_mask, k3_mask",
         )
     if correction == "sequence_product_tis" and recipe.ratio in ("sequence", "sequence_token"):
-        yield problem(
-            "objective.correction",
-            correction,
+        yield (
+            "correction",
             "a product over all tokens beside a geometric mean over them: it is exponential in the "
             "length, and scales the update down many times; legal: sequence_tis",
         )
     if recipe.rule == "masked" and correction in _WEIGHTING_CORRECTIONS:
-        yield problem(
-            "objective.correction",
-            correction,
+        yield (
+            "correction",
             "rule masked weights by the ratio to the rollout's log-probs already, and this would "
             "weight by it once more; legal: none, sequence_mask, k3_mask",
         )
-    if section.old_logprobs == "rollout":
-        yield problem(
-            "objective.correction",
-            correction,
+    if correction != "none" and section.old_logprobs == "rollout":
+        yield (
+            "correction",
             "corrects for old log-probs that differ from the rollout's; with old_logprobs = "
             "rollout they are the same; legal: none",
         )
+    low = recipe.parameters.get("correction_low")
+    high = recipe.parameters.get("correction_high")
+    if low is not None and high is not None and low >= high:
+        wrong = "every response would be dropped; legal: "
+        if section.correction_high is None:
+            yield "correction_low", f"{wrong}below correction_high = {high}"
+        else:
+            yield "correction_high", f"{wrong}above correction_low = {low}"
 
 
-def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> Iterator[str]:
+def _numbers_are_read(section: ObjectiveSection, recipe: Recipe) -> _Problems:
+    read = (*RULES[recipe.rule][0], *CORRECTIONS[recipe.correction])
+    for name in _NUMBERS:
+        if getattr(section, name) is not None and name not in read:
+            wrong = f"nothing reads it with rule {recipe.rule} and correction {recipe.correction}"
+            yield name, f"{wrong}; legal: null; read are {', '.join(read)}"
+    if section.options:
+        wrong = "nothing reads it without a custom objective"
+        yield "options", f"{wrong}; legal: {{}}, or objective.import_path = package.module:function"
+
+
+def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     if section.allow_wide_clip:
         if not recipe.clips_sequences:
-            yield problem(
-                "objective.allow_wide_clip",
-                True,
-                f"{section.name} clips no ratios of whole sequences; legal: false",
-            )
+            wrong = f"{section.name} clips no ratios of whole sequences; legal: false"
+            yield "allow_wide_clip", wrong
         return
     for name in ("clip_low", "clip_high"):
         value = getattr(section, name)
         if recipe.clips_sequences and value is not None and value >= WIDE_CLIP:
-            yield problem(
-                f"objective.{name}",
-                value,
+            yield (
+                name,
                 f"a range for ratios of single tokens; {section.name} clips ratios of whole "
                 "sequences, which vary much less, so it would clip few of them; "
                 f"legal: below {WIDE_CLIP}, or objective.allow_wide_clip = true",
             )
 
 
-def _correction_is_sane(section: ObjectiveSection, recipe: Recipe) -> Iterator[str]:
-    low = recipe.parameters.get("correction_low")
-    high = recipe.parameters.get("correction_high")
-    if low is not None and high is not None and low >= high:
-        key, value, legal = "correction_high", high, f"above correction_low = {low}"
-        if section.correction_high is None:
-            key, value, legal = "correction_low", low, f"below correction_high = {high}"
-        yield problem(f"objective.{key}", value, f"every response would be dropped; legal: {legal}")
+_RULES_OF_RECIPES = (_parts_mix, _correction_mixes, _numbers_are_read, _clip_range_is_sane)
 
 
-def _regularisation(section: ObjectiveSection) -> Iterator[str]:
-    if section.kl == "none":
-        unread: list[tuple[str, Any]] = [("kl_coefficient", None), ("kl_in", "loss")]
-        if section.import_path is None:  # else the function may ask for a reference policy
-            unread.append(("reference_offload", False))
-        for key, unset in unread:
-            value = getattr(section, key)
-            if value != unset:
-                legal = unset if isinstance(unset, str) else format_value(unset)
-                yield problem(
-                    f"objective.{key}", value, f"nothing reads it with kl = none; legal: {legal}"
-                )
-    if section.kl != "none" and section.kl_coefficient is None:
-        yield problem(
-            "objective.kl_coefficient", None, f"needed with kl = {section.kl}; legal: above 0"
-        )
+def _advantage(section: ObjectiveSection, recipe: Recipe) -> _Problems:
+    reader = f"advantage {recipe.advantage}"
+    divides = recipe.advantage in ("group_mean_std", "batch_std")
+    if section.advantage_import_path is not None:
+        reader, divides = "a custom advantage", False
+        if section.advantage is not None:
+            yield "advantage", "objective.advantage_import_path replaces it; legal: null"
+    if section.advantage_std != "sample" and not divides:
+        yield "advantage_std", f"{reader} does not read it; legal: sample, the default"
+
+
+def _regularisation(section: ObjectiveSection, _: Recipe) -> _Problems:
+    if section.kl != "none":
+        if section.kl_coefficient is None:
+            yield "kl_coefficient", f"needed with kl = {section.kl}; legal: above 0"
+        return
+    unread = {"kl_coefficient": None, "kl_in": "loss"}
+    if section.import_path is None:  # a custom objective may ask for a reference policy
+        unread["reference_offload"] = False
+    for name, unset in unread.items():
+        if getattr(section, name) != unset:
+            legal = unset if isinstance(unset, str) else format_value(unset)
+            yield name, f"nothing reads it with kl = none; legal: {legal}"

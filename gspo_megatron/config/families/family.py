@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from gspo_megatron.config.model_shape import ModelPreset, ModelShape, experts_in_layers
+from gspo_megatron.config.model_shape import (
+    ModelPreset,
+    ModelShape,
+    expert_pattern,
+    experts_in_layers,
+)
 from gspo_megatron.config.problems import format_value
 
 REQUIRED = object()
@@ -211,10 +216,8 @@ def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
     preset."""
     own, its = dict(shape.megatron), dict(preset.megatron)
     # one pattern, two spellings
-    own["moe_layer_freq"] = experts_in_layers(shape)
-    frequency = its.get("moe_layer_freq", [1] * shape.num_layers)
-    flags = [bool(flag) for flag in frequency]
-    its["moe_layer_freq"] = flags if its.get("num_moe_experts") else [False] * shape.num_layers
+    for fields in (own, its):
+        fields["moe_layer_freq"] = expert_pattern(fields, shape.num_layers)
     # sizes that a config.json may leave to their defaults; ModelShape has them all
     defaults = ["num_query_groups", "kv_channels"]
     if not shape.has_dense_layers:
