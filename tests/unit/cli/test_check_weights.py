@@ -48,12 +48,14 @@ def test_a_checkpoint_that_is_not_there_or_not_of_this_model(
     for shape in ("model.preset=", "model.preset=tiny"):
         assert refused(capsys, config, nothing, shape) == [absent]
 
-    other = load_any_config(config, [f"logging.dir={tmp_path / 'other'}"])
+    dense = "model.megatron.moe_layer_freq=2"  # every second layer
+    other = load_any_config(config, [f"logging.dir={tmp_path / 'other'}", dense])
     path = add(other, Position("rl", 2))
     given = f"model.checkpoint_path={tmp_path / 'other'}"
     assert weights(capsys, config, given, SIZE) == str(tmp_path / "other")
     lines = refused(capsys, config, given, "model.preset=tiny", "model.megatron.num_layers=2")
-    assert [line.split(" = ")[0] for line in lines] == ["model: num_layers", "model: vocab_size"]
+    names = [line.split(" = ")[0].removeprefix("model: ") for line in lines]
+    assert names == ["num_layers", "vocab_size", "moe_layer_freq"]
     # not a size, but another function
     (line,) = refused(capsys, config, given, "model.megatron.layernorm_epsilon=1e-3")
     assert line == f"model: layernorm_epsilon = 0.001: {path} has 1e-06"

@@ -121,5 +121,9 @@ def test_keys_of_another_version() -> None:
     before["training"]["warm_start"] = {"steps": 2}  # it was over before the first RL step
     found = find_changes(before, config(), SAME)
     assert found == Changes(["rollout.beam_width: was 3 and is no key now"])
+    weights = config("model.hf_path=folder")  # its preset was written as tiny, and is null now
+    older = weights.model_dump()
+    older["model"]["preset"] = "tiny"
+    assert find_changes(older, weights, SAME) == Changes()
     found = find_changes(before, config("rollout.top_k=5"), SAME)
     assert "rollout.top_k = 5: was 0" in found.refused
