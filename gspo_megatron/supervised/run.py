@@ -10,7 +10,7 @@ from gspo_megatron.checkpoint.hf.writer_folder import check_destination
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import load_starting_weights, open_logger, open_session
-from gspo_megatron.config.parallel import resolve_parallel
+from gspo_megatron.config import resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.data.inputs import model_vocab_size
 from gspo_megatron.data.stage_inputs import FineTuningInputs, PretrainingInputs
