@@ -6,4 +6,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python examples/ablation/make_data.py -o runs/sorting
+python -m gspo_megatron sft examples/ablation/sft.yaml >/dev/null  # once; later it is done
 exec python -m gspo_megatron ablate examples/ablation/config.yaml "$@"
