@@ -48,68 +48,48 @@ class Recipe:
         return "token" if self.ratio in ("token", "sequence_token") else "sequence"
 
 
-def _recipe(parts: str, source: str, **parameters: float) -> Recipe:
-    """`parts`: ratio, rule, aggregation, and the advantage where it is not group_mean_std."""
-    return Recipe(*parts.split(), parameters=parameters, source=source)
+def _recipe(parts: str, source: str, numbers: Mapping[str, float], advantage: str = "") -> Recipe:
+    """`parts`: ratio, rule and aggregation; `source`: a paper on arXiv."""
+    ratio, rule, aggregation = parts.split()
+    advantage = advantage or "group_mean_std"
+    return Recipe(ratio, rule, aggregation, advantage, numbers, source=f"arXiv {source}")
 
 
 # The numbers are those of the papers; `objective.*` keys replace them one by one.
+_SEQUENCE_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
+_TOKEN_CLIP = {"clip_low": 0.2, "clip_high": 0.27}
+_PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+_DAPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+_CISPO_CAP = {"clip_high": 4.0}  # a weight of at most 5
+_SAPO_GATE = {"tau_positive": 1.0, "tau_negative": 1.05}
+_GMPO_CLIP = {"log_clip": 0.4}
 RECIPES: dict[str, Recipe] = {
-    "gspo": _recipe(
-        "sequence min_clip sequence_mean",
-        "arXiv 2507.18071, eqs. 5-7",
-        clip_low=3e-4,
-        clip_high=4e-4,
-    ),
+    "gspo": _recipe("sequence min_clip sequence_mean", "2507.18071, eqs. 5-7", _SEQUENCE_CLIP),
     "gspo_token": _recipe(
-        "sequence_token min_clip sequence_mean",
-        "arXiv 2507.18071, eqs. 13-14",
-        clip_low=3e-4,
-        clip_high=4e-4,
+        "sequence_token min_clip sequence_mean", "2507.18071, eqs. 13-14", _SEQUENCE_CLIP
     ),
     "grpo": _recipe(
         "token min_clip sequence_mean",
-        "arXiv 2402.03300, eq. 3; the clip range of the baseline in arXiv 2507.18071",
-        clip_low=0.2,
-        clip_high=0.27,
+        "2402.03300, eq. 3; the clip range of the baseline in arXiv 2507.18071",
+        _TOKEN_CLIP,
     ),
-    "dapo": _recipe(
-        "token min_clip token_mean", "arXiv 2503.14476, eq. 8", clip_low=0.2, clip_high=0.28
-    ),
+    "dapo": _recipe("token min_clip token_mean", "2503.14476, eq. 8", _DAPO_CLIP),
     "dr_grpo": _recipe(
-        "token min_clip constant_length group_mean",
-        "arXiv 2503.20783, section 3.2",
-        clip_low=0.2,
-        clip_high=0.2,
+        "token min_clip constant_length", "2503.20783, section 3.2", _PPO_CLIP, "group_mean"
     ),
     "cispo": _recipe(
         "token capped token_mean",
-        "arXiv 2506.13585, eqs. 4-5; the cap is that of arXiv 2510.13786: a weight of at most 5",
-        clip_high=4.0,
+        "2506.13585, eqs. 4-5; the cap of 5 is that of arXiv 2510.13786",
+        _CISPO_CAP,
     ),
-    "sapo": _recipe(
-        "token soft_gate sequence_mean", "arXiv 2511.20347", tau_positive=1.0, tau_negative=1.05
-    ),
-    "gmpo": _recipe(
-        "sequence geometric_clip sequence_mean", "arXiv 2507.20673, eq. 4", log_clip=0.4
-    ),
+    "sapo": _recipe("token soft_gate sequence_mean", "2511.20347", _SAPO_GATE),
+    "gmpo": _recipe("sequence geometric_clip sequence_mean", "2507.20673, eq. 4", _GMPO_CLIP),
     "luspo": _recipe(
-        "sequence min_clip token_sum",
-        "arXiv 2602.05261: GSPO times the length",
-        clip_low=3e-4,
-        clip_high=4e-4,
+        "sequence min_clip token_sum", "2602.05261: GSPO times the length", _SEQUENCE_CLIP
     ),
-    "minirl": _recipe(
-        "token masked token_sum group_mean",
-        "arXiv 2512.01374, section 3",
-        clip_low=0.2,
-        clip_high=0.27,
-    ),
+    "minirl": _recipe("token masked token_sum", "2512.01374, section 3", _TOKEN_CLIP, "group_mean"),
     "reinforce_leave_one_out": _recipe(
-        "sequence_product min_clip sequence_mean leave_one_out",
-        "arXiv 2402.14740",
-        clip_low=0.2,
-        clip_high=0.2,
+        "sequence_product min_clip sequence_mean", "2402.14740", _PPO_CLIP, "leave_one_out"
     ),
 }
 
@@ -137,15 +117,8 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 TOKEN_CORRECTIONS = ("token_tis", "icepop")
 # Those that are weights; the others are masks, 0 or 1.
 _WEIGHTING_CORRECTIONS = (*TOKEN_CORRECTIONS, "sequence_tis", "sequence_product_tis")
-# Where a part is chosen that the objective's own recipe does not have.
-DEFAULTS: dict[str, float] = {
-    "dual_clip": 3.0,  # arXiv 1912.09729
-    "tau_positive": 1.0,
-    "tau_negative": 1.05,
-    "log_clip": 0.4,
-}
-_CLIP_RANGE = {True: (3e-4, 4e-4), False: (0.2, 0.27)}  # of sequences, of tokens
-_CAP = 4.0  # CISPO's clip_high
+# Numbers of parts that the objective's own recipe does not have. Dual clip: arXiv 1912.09729.
+_DEFAULTS: dict[str, float] = {"dual_clip": 3.0, **_SAPO_GATE, **_GMPO_CLIP}
 _CLIPPING_RULES = ("min_clip", "dual_clip", "masked")  # to which a clip range means the same
 CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "token_tis": (None, 2.0),
@@ -282,10 +255,9 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
 
 def _default_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
     """Of all rules' numbers: the named objective's own where they mean the same to `recipe`."""
-    low, high = _CLIP_RANGE[recipe.clips_sequences]
+    defaults = _DEFAULTS | (_SEQUENCE_CLIP if recipe.clips_sequences else _TOKEN_CLIP)
     if recipe.rule == "capped":
-        high = _CAP
-    defaults = DEFAULTS | {"clip_low": low, "clip_high": high}
+        defaults |= _CISPO_CAP
     same_ratio = recipe.ratio == named.ratio or (recipe.clips_sequences and named.clips_sequences)
     same_rule = recipe.rule == named.rule or {recipe.rule, named.rule} <= set(_CLIPPING_RULES)
     return defaults | dict(named.parameters) if same_ratio and same_rule else defaults
