@@ -1,7 +1,7 @@
-"""What a run begins with: an earlier one's newest whole checkpoint, given weights, or nothing.
+"""What a run begins with: the newest whole checkpoint in its folder, given weights, or nothing.
 
-The same command goes on with the run in its folder; nothing here imports torch, so that a refusal
-comes before anything is started.
+The same command resumes the run in its folder. Nothing here imports torch, so that a refusal comes
+before anything is started.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def preview(config: Config, *, fresh: bool) -> Start:
 
 
 def finished_text(config: Config, state: RunState) -> str:
-    """What to tell of a run that is done already."""
+    """What to print about a run that is finished already."""
     folder, steps = run_folder(config), config.training.steps
     newest = folder / CHECKPOINTS / state.position.name
     ways = []

@@ -165,13 +165,13 @@ def _gigabytes(text: str) -> float:
 
 
 def _only_the_layout_is_wrong(config: AnyConfig, problems: list[str], world_size: int) -> bool:
-    """Whether another layout would do: then there is something to search for."""
+    """Whether another layout may solve all problems, so that a search makes sense."""
     return all(line.startswith(("parallel.", f"world size = {world_size}")) for line in problems)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the dry run is of."""
+    """What the dry run estimates."""
 
     config: AnyConfig
     world_size: int
@@ -235,10 +235,10 @@ def search(request: Request) -> None:
 
 @contextlib.contextmanager
 def _dry_run() -> Iterator[None]:
-    """A dry run needs no GPU, and must not take memory of one that is in use.
+    """Hide the GPUs: a dry run needs none, and must not take memory of one that is in use.
 
-    Every rank that it builds is collected as garbage; the modules that are loaded by then, most of
-    what the collector would look at, are left out.
+    Every rank that is built becomes garbage. `gc.freeze` takes the loaded modules, most of what the
+    garbage collector would scan, out of its way.
     """
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -26,15 +26,15 @@ class Checked:
 
     config: AnyConfig  # with the number of its steps, where that is known
     inputs: AnyInputs | None = None  # what its files hold; None without them
-    checkpoint: Path | None = None  # what the run goes on from
+    checkpoint: Path | None = None  # what the run resumes from
 
 
 def check_any(
     config: AnyConfig, world_size: int, *, with_files: bool = True, fresh: bool = False
 ) -> Checked:
-    """Check a loaded configuration of any stage as the stage's own command would, with what it
-    finds in the run folder; with `fresh` that folder must be empty. Without the files it is a run
-    of another machine, and what is installed on this one is left out too.
+    """Check a loaded configuration of any stage as the command of that stage would, together with
+    the run folder; with `fresh` that folder must be empty. Without files the run is for another
+    machine, and what is installed on this one is not checked either.
 
     Raises ConfigError with the problems of all parts.
     """

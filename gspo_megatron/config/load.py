@@ -37,8 +37,8 @@ _MEGATRON_KEYS = (("model", "megatron"), ("optimizer", "megatron"), ("parallel",
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:
     """Read `path`, apply `section.key=value` overrides in order, validate as `schema`.
 
-    `logging.dir` left open becomes runs/<name of the file>. Raises ConfigError with every problem
-    of file, overrides and schema; what several keys must satisfy together is `check_config`'s.
+    Without `logging.dir` the run folder is runs/<name of the file>. Raises ConfigError with every
+    problem of file, overrides and schema; `check_config` checks several keys together.
     """
     path = Path(path)
     values, problems = read_mapping(path)
@@ -152,7 +152,7 @@ def _fill(raw: dict[str, Any], schema: type[BaseModel]) -> list[str]:
         return []
     filled, problems = expand_layout(raw["parallel"])
     if problems:
-        # Reported here; without it the schema can still look at the rest of the section.
+        # Reported here; without `layout` the schema can still check the rest of the section.
         filled.pop("layout")
     raw["parallel"] = filled
     return problems
@@ -311,10 +311,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    # Keeps PyYAML's own scalar types beside ours: what either reading would take for another type
-    # is quoted, so that any YAML reader gets the strings right.
+    # Keeps PyYAML's own scalar types beside ours: a string that one of them would read as another
+    # type is quoted, so that every YAML reader gets a string.
     def ignore_aliases(self, data: Any) -> bool:
-        return True  # a list used twice is written twice: `&id001` helps no reader
+        return True  # a list used twice is written twice, without `&id001`
 
 
 for _name, _pattern, _first in _SCALARS:
@@ -341,7 +341,7 @@ def parse_yaml(text: str, source: str) -> Any:
         what = " ".join(str(error).split())
         raise ConfigError([f"{source}: not valid YAML: {what}"]) from None
     except (ValueError, LookupError, AttributeError, RecursionError) as error:
-        # What PyYAML lets through: `!!int abc`, a number of 5,000 digits, a thousand brackets.
+        # PyYAML does not wrap these: `!!int abc`, a number of 5,000 digits, a thousand brackets.
         what = f"a value that cannot be read: {error}"
         raise ConfigError([f"{source}: not valid YAML: {what}"]) from None
     if loader.duplicates:

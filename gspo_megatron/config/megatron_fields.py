@@ -58,7 +58,7 @@ _OWN_KEYS: dict[str, dict[str, str]] = {
     "parallel.ddp": {},
 }
 
-# Fields that the training step sets: another value makes the gradient wrong.
+# Fields that the training step sets; another value would make the gradient wrong.
 _OURS = ("calculate_per_token_loss", "variable_seq_lengths")
 
 # Fields that are refused, and why.
@@ -72,7 +72,7 @@ _REFUSED = {
         ("fp4", "fp4_recipe", "fp4_param", "fp4_param_gather", "fp4_quantizer_factory"),
         "FP4 is not supported; leave it out",
     ),
-    "fp32_residual_connection": "stages send each other activations of training.precision; "
+    "fp32_residual_connection": "pipeline stages exchange activations in training.precision; "
     "leave it out",
     "fp8_quantizer_factory": "custom recipes are not supported; leave it out",
 }
@@ -183,7 +183,7 @@ def _name_problem(section_key: str, name: Any, fields: Mapping[str, MegatronFiel
     if name not in fields:
         taken = {*own_keys, *_OURS, *_REFUSED}
         legal = [field for field in fields if field not in taken]
-        close = nearest(str(name), legal)  # all legal names, several hundred, would help nobody
+        close = nearest(str(name), legal)  # several hundred legal names are too many to list
         hint = f"; {did_you_mean(close)}" if close else ""
         return f"the installed {_CLASSES[section_key][0]} has no such field{hint}"
     return None

@@ -1,4 +1,4 @@
-"""The model families of Hugging Face that the map knows, one file each."""
+"""The supported model families of Hugging Face, one file each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises ConfigError for an architecture that is not mapped."""
+    """The family of a config.json. Raises ConfigError for an architecture that is not
+    supported."""
     named = hf_config.get("architectures") or []
     model_type = hf_config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -55,8 +56,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 
 
 def family_of_shape(shape: ModelShape) -> Family:
-    """The family that has models of this shape. Raises ConfigError with what keeps each of them
-    from it."""
+    """The family that has models of this shape. Raises ConfigError with the reason why each of them
+    has not."""
     for family in FAMILIES.values():
         if family.config(shape, 1) is not None:
             return family
@@ -65,7 +66,8 @@ def family_of_shape(shape: ModelShape) -> Family:
 
 
 def describe(hf_config: Mapping[str, Any]) -> ModelPreset:
-    """The model that a config.json describes. Raises ConfigError with all that we cannot do."""
+    """The model that a config.json describes. Raises ConfigError with everything that we do not
+    support."""
     preset, problems = family_of(hf_config).preset(hf_config)
     if problems:
         raise ConfigError(problems)

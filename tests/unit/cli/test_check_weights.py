@@ -12,12 +12,14 @@ import pytest
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.cli.main import main
 from gspo_megatron.config.load import load_any_config
+from tests.unit.checkpoint.hf.published import CONFIGS
 from tests.unit.checkpoint.test_resume_start import add
 
 ConfigWriter = Callable[..., Path]
 Capture = pytest.CaptureFixture[str]
 VOCAB = 48  # of the checkpoints that `add` writes
 SIZE = f"model.vocab_size={VOCAB}"
+SMALL = CONFIGS["qwen3_moe"] | {"max_position_embeddings": 128}
 
 
 @pytest.fixture
@@ -83,30 +85,6 @@ def test_a_run_that_goes_on_and_one_that_cannot(
     assert any("a range for ratios of single tokens" in line for line in lines)
     assert refused(capsys, config, SIZE, "--fresh")[0].startswith("--fresh: runs/config is not")
     assert weights(capsys, config, SIZE, "--fresh", "logging.dir=new") == "random"
-
-
-SMALL = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "moe_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
 
 
 def test_a_hugging_face_folder_without_weights(
