@@ -3,7 +3,7 @@
     python tools/bench_logprob_head.py [--rows 4096] [--vocab 151936] [--hidden 512] [--tp 1]
                                        [--dtype float32] [--matmul highest] [--rounds 3] [--sweep]
 
-Three sides: ours (gspo_megatron.models.vocab_parallel), the straightforward way (all logits, then
+Three sides: ours (gspo_megatron.models.logprob_head), the straightforward way (all logits, then
 the steps of Megatron-Core's vocab-parallel cross entropy) and that of slime (one softmax beside the
 logits); all give log-probabilities and entropies. Measured are the peak of memory above inputs,
 weight and their gradients, each side in a process of its own; seconds of forward and backward, the

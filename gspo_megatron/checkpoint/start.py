@@ -33,7 +33,7 @@ from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.files import write_atomically
 from gspo_megatron.models.build import Policy
-from gspo_megatron.observe.records import METRICS_FILE
+from gspo_megatron.observe.metrics_files import METRICS_FILE
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import all_gather_objects, on_main
 from gspo_megatron.platform.groups import (
@@ -43,8 +43,7 @@ from gspo_megatron.platform.groups import (
     stop_processes,
 )
 from gspo_megatron.platform.slurm import SlurmJob
-from gspo_megatron.platform.stop import StopRun, StopSignals
-from gspo_megatron.platform.watch import watched
+from gspo_megatron.platform.stop import StopRun, StopSignals, watched
 
 if TYPE_CHECKING:
     from gspo_megatron.checkpoint.manager import Checkpoints
@@ -97,13 +96,23 @@ def load_initial_weights(config: Config, policy: Policy) -> Any:
     Returns the config.json of the Hugging Face model that they come from, None where they do not.
     """
     if config.model.checkpoint_path is not None:
-        return read_model(load_weights(config, policy, config.model.checkpoint_path))["hf"]
+        checkpoint = load_weights(config, policy, config.model.checkpoint_path)
+        return set_padding_token(policy, read_model(checkpoint)["hf"])
     if config.model.hf_path is not None:
         from gspo_megatron.checkpoint.hf.load import load_hf
 
         load_hf(config.model.hf_path, policy)
-        return json.loads((Path(config.model.hf_path) / "config.json").read_bytes())
+        hf = json.loads((Path(config.model.hf_path) / "config.json").read_bytes())
+        return set_padding_token(policy, hf)
     return None
+
+
+def set_padding_token(policy: Policy, hf: Any) -> Any:
+    """Tell the policy the pad_token_id of the config.json that its weights come from (None: it has
+    none); see Policy.set_padding_token. Returns `hf`."""
+    token = (hf or {}).get("pad_token_id")
+    policy.set_padding_token(token if isinstance(token, int) else None)
+    return hf
 
 
 def load_reference(config: Config, policy: Policy) -> None:
@@ -197,7 +206,7 @@ def load_starting_weights(config: Config, policy: Policy, start: Start, logger: 
         load_model(start.checkpoint, policy)
         if not load_rng(start.checkpoint):
             logger.note("on another layout than before: random number generators begin anew")
-        return read_model(start.checkpoint)["hf"]
+        return set_padding_token(policy, read_model(start.checkpoint)["hf"])
     return load_initial_weights(config, policy)
 
 

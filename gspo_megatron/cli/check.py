@@ -218,8 +218,8 @@ def search(request: Request) -> None:
     gpu_gb = request.gpu_gb or DEFAULT_GB
     with _dry_run():
         from gspo_megatron.config import Config
-        from gspo_megatron.estimate.cost import LEFT_OUT
         from gspo_megatron.estimate.suggest import suggest
+        from gspo_megatron.estimate.traffic import LEFT_OUT
 
         found = suggest(
             request.config,

@@ -14,8 +14,7 @@ from gspo_megatron.errors import ConfigError, DataError, UserError
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
     from gspo_megatron.config.stages import AnyConfig
-    from gspo_megatron.data.inputs import Inputs
-    from gspo_megatron.data.stage_inputs import FineTuningInputs, PretrainingInputs
+    from gspo_megatron.data.inputs import FineTuningInputs, Inputs, PretrainingInputs
 
     AnyInputs = Inputs | FineTuningInputs | PretrainingInputs
 
@@ -107,7 +106,7 @@ def check_stage(
     """
     from gspo_megatron.config import check_config
     from gspo_megatron.config.stages import FineTuningConfig
-    from gspo_megatron.data.stage_inputs import read_fine_tuning, read_pretraining
+    from gspo_megatron.data.inputs import read_fine_tuning, read_pretraining
 
     problems: list[str] = []
     inputs = None

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_config, add_launching, new_parser
 from gspo_megatron.cli.failures import STOPPED
-from gspo_megatron.cli.train import decide_world_size
 
 if TYPE_CHECKING:
     from gspo_megatron.config.stages import StageConfig
@@ -45,7 +44,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     rank_of = ranks.world_size_of_rank(os.environ)
     schema = PretrainingConfig if name == "pretrain" else FineTuningConfig
     config: Any = load_config(arguments.config, arguments.overrides, schema)
-    world_size = decide_world_size(config, arguments.nproc, rank_of)
+    world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
     config, inputs = check_stage(config, world_size, fresh=arguments.fresh)
     if rank_of is None and _is_finished(config, inputs, arguments.fresh):
         return 0

@@ -80,17 +80,14 @@ def _samples(count: int, length: int, model: RankModel) -> MicroBatch:
     return MicroBatch(packed, None, HeadInputs(packed.token_rows, packed.targets))
 
 
-def chunk_passes(
-    model: RankModel, batch: MicroBatch, *, keeps_masks: bool, samples: bool = True
-) -> list[ChunkPass]:
-    """Of each chunk of the rank. keeps_masks: attention takes masks and keeps them, which is so
-    with the torch_native backend under context parallelism. samples: the run has rollouts, which
-    pass prompts without gradients."""
+def chunk_passes(model: RankModel, batch: MicroBatch, *, samples: bool = True) -> list[ChunkPass]:
+    """Of each chunk of the rank. samples: the run has rollouts, which pass prompts without
+    gradients."""
     config = model.policy.config
     share = 0.0
     if config.num_moe_experts:
         share = config.moe_router_topk / config.num_moe_experts
-    with EqualLoad(share, keeps_masks):
+    with EqualLoad(share):
         chunks = range(len(model.policy.chunks))
         return [_chunk_pass(model, number, batch, samples=samples) for number in chunks]
 

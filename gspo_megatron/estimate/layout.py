@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from gspo_megatron.config import ResolvedParallel, resolve_parallel
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass, chunk_passes, micro_batch
-from gspo_megatron.estimate.communication import AXES, step_traffic
 from gspo_megatron.estimate.memory import RankMemory, head_bytes, rank_memory
 from gspo_megatron.estimate.model import RankModel, global_parameters, rank_model, state_bytes
-from gspo_megatron.estimate.pipeline import bubble_share
-from gspo_megatron.estimate.workload import Workload, workload
+from gspo_megatron.estimate.traffic import AXES, step_traffic
+from gspo_megatron.estimate.workload import Workload, bubble_share, workload
 
 RECOMPUTE = ("none", "selective", "full")
 
-# Of a GPU's memory, what is left to the allocator's gaps, NCCL's buffers and the CUDA context.
+# Share of a GPU's memory for the allocator's gaps, NCCL's buffers and the CUDA context.
 HEADROOM = 0.08
 
 
 @dataclass(frozen=True)
 class LayoutEstimate:
-    """Everything that is known of a layout without running it."""
+    """All results of a layout that need no real run."""
 
     config: AnyConfig
     parallel: ResolvedParallel
@@ -44,7 +43,7 @@ class LayoutEstimate:
         return {axis: max(rank[axis] for rank in self.traffic) for axis in AXES}
 
     def fits(self, gpu_bytes: float) -> bool:
-        """With room for what is not counted."""
+        """Whether the worst rank fits, with HEADROOM left."""
         return self.worst.total <= gpu_bytes * (1 - HEADROOM)
 
 
@@ -60,12 +59,10 @@ def estimate_layout(
 ) -> LayoutEstimate:
     """Build and run a representative rank of each pipeline stage on meta.
 
-    ends_only: of the first, the second and the last alone; those in between hold fewer
-    micro-batches than the second. limit: bytes; a rank beyond it ends the work, the later ones are
-    left out. runs: of other layouts, where they are the same; to be added to.
-
-    longest: see `workload`. `config` has passed its rules at this world size. Raises UserError
-    where Megatron-Core cannot build the model here.
+    longest: see `workload`. ends_only: only the first, second and last stage; those in between hold
+    fewer micro-batches than the second. limit: bytes; stages after a rank that needs more are left
+    out. runs: a cache of the runs of other layouts. `config` has passed its rules at this world
+    size. Raises UserError if Megatron-Core cannot build the model.
     """
     parallel = resolve_parallel(config, world_size)
     work = workload(config, parallel, longest)
@@ -76,9 +73,9 @@ def estimate_layout(
         rank = stage * (world_size // stages)  # Megatron's order: pp is the slowest axis
         with rank_model(config, parallel, rank, vocab_size) as model:
             if limit is not None and state_bytes(model).total > limit:
-                run = NOTHING  # it is too large without any activation
+                run = NO_RUN  # too large even without activations
             else:
-                key = _likeness(model, work)
+                key = _run_key(model, work)
                 run = runs[key] = runs.get(key) or run_stage(model, work)
             memory, sent = estimate_rank(model, rank, stage, work, run)
             for kind, count in global_parameters(model).items():
@@ -92,9 +89,8 @@ def estimate_layout(
     return LayoutEstimate(config, parallel, work, totals, tuple(ranks), tuple(traffic), bubble)
 
 
-def _likeness(model: RankModel, work: Workload) -> tuple:
-    """Ranks of which this is the same run the same passes, as long as the rest of the configuration
-    is the same too."""
+def _run_key(model: RankModel, work: Workload) -> tuple:
+    """Ranks with the same key run the same passes, if the rest of the configuration is the same."""
     sizes = model.parallel.group_sizes()
     del sizes["pipeline_model_parallel_size"], sizes["virtual_pipeline_model_parallel_size"]
     chunks = tuple(
@@ -106,27 +102,27 @@ def _likeness(model: RankModel, work: Workload) -> tuple:
 
 @dataclass(frozen=True)
 class StageRun:
-    """What running a stage's chunks on meta showed."""
+    """The result of running a stage's chunks on meta."""
 
     passes: list[ChunkPass]
     head: int  # bytes
 
 
-NOTHING = StageRun([ChunkPass(0, 0, 0, 0, 0, (), ())], 0)
+NO_RUN = StageRun([ChunkPass(0, 0, 0, 0, 0, (), ())], 0)
 
 
 def run_stage(model: RankModel, work: Workload) -> StageRun:
     """Forward and backward pass of a full micro-batch through each chunk, and the head alone."""
     batch = micro_batch(model, work.lengths)
     samples = work.rollout_rows > 0
-    passes = chunk_passes(model, batch, keeps_masks=False, samples=samples)
+    passes = chunk_passes(model, batch, samples=samples)
     return StageRun(passes, head_bytes(model, len(batch.head.targets)))
 
 
 def estimate_rank(
     model: RankModel, rank: int, stage: int, work: Workload, run: StageRun
 ) -> tuple[RankMemory, dict[str, int]]:
-    """Of the rank that `model` is: its memory, and the bytes that it sends."""
+    """The rank's memory, and the bytes that it sends by axis."""
     state = state_bytes(model)
     memory = rank_memory(model, rank, stage, state, run.passes, run.head, work)
     return memory, step_traffic(model, state, run.passes, work, stage)

@@ -1,4 +1,4 @@
-"""A rank's memory by component, and what it comes to at the worst moment of a step."""
+"""A rank's memory by component, and the most that it needs at one moment of a step."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ import torch
 from gspo_megatron.config import Config
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import DENSE, EMBEDDING, EXPERTS, RankModel, StateBytes
-from gspo_megatron.estimate.pipeline import in_flight
-from gspo_megatron.estimate.workload import Workload
+from gspo_megatron.estimate.workload import Workload, in_flight
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.routing.replay import expert_dtype
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the device of a representative rank. Training and rollout take turns: of what they
-    need, the larger counts."""
+    """Bytes on the device of a representative rank. Training and rollout take turns: the larger of
+    the two counts."""
 
     rank: int
     stage: int
     layers: int
     state: StateBytes
-    reference: int  # the second copy of the weights, where there is a KL divergence
+    reference: int  # a second copy of the weights, if there is a KL divergence
     activations: int  # of all micro-batches in flight
     in_flight: tuple[int, ...]  # of each chunk
-    workspace: int  # of the forward or backward pass that is running
-    head: int  # of that, the log-prob head's tiles and gradients
+    workspace: int  # of the running forward or backward pass
+    head: int  # part of it: the log-prob head's tiles and gradients
     replay: int  # routes of the step's tokens
     kv_cache: int
     rollout: int  # activations of the prompts, routes of the responses
-    host: int  # host memory: what is offloaded
+    host: int  # offloaded, in host memory
     fp8_copies: int = 0  # of the weights, beside them
 
     @property
@@ -65,7 +64,7 @@ def rank_memory(
     head: int,
     work: Workload,
 ) -> RankMemory:
-    """Put a rank's figures together."""
+    """The memory of a rank, from its state and the passes of its chunks."""
     parallel = model.parallel
     held = in_flight(parallel.pipeline_model_parallel_size, stage, len(passes), work.micro_batches)
     held = held[: len(passes)]
@@ -73,7 +72,7 @@ def rank_memory(
     routes, rollout_routes, host = _routes(model, work)
     prefill = max(each.forward_peak_bytes for each in passes)
     cp = parallel.context_parallel_size
-    # prompts are embedded and attended to whole, by each rank its own
+    # each rank passes its own prompts, whole ones under context parallelism too
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
     reference, on_host = _reference(model, state)
     return RankMemory(
@@ -105,7 +104,7 @@ def _reference(model: RankModel, state: StateBytes) -> tuple[int, int]:
 
 
 def _kv_cache(model: RankModel, work: Workload) -> int:
-    """While it shrinks to the half of the sequences that go on, both stand side by side."""
+    """It shrinks when half of the sequences have ended; then old and new cache exist together."""
     config: Any = model.policy.config
     heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
     layers = sum(len(m.decoder.layers) for m in model.policy.models)
@@ -135,8 +134,8 @@ def _routes(model: RankModel, work: Workload) -> tuple[int, int, int]:
 
 
 def head_bytes(model: RankModel, rows: int) -> int:
-    """What the log-prob head needs for `rows` response tokens, forward and backward: tiles, the
-    hidden states' rows, and gradients of both. 0 on stages without it."""
+    """Bytes of the log-prob head for `rows` response tokens, forward and backward: tiles, rows of
+    the hidden states, and their gradients. 0 on stages without it."""
     last = model.policy.models[-1]
     if not last.post_process:
         return 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gspo_megatron.config import Layout, apply_layout, check_config, resolve_parallel
+from gspo_megatron.config import Layout, ResolvedParallel, apply_layout, resolve_parallel
+from gspo_megatron.config.rules import check_config
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import ConfigError, UserError
-from gspo_megatron.estimate.cost import Cost, Machine, step_cost
 from gspo_megatron.estimate.layout import (
     HEADROOM,
     RECOMPUTE,
@@ -19,8 +19,8 @@ from gspo_megatron.estimate.layout import (
     run_stage,
 )
 from gspo_megatron.estimate.model import rank_model
-from gspo_megatron.estimate.pipeline import bubble_share, in_flight
-from gspo_megatron.estimate.workload import Workload, workload
+from gspo_megatron.estimate.traffic import Cost, Machine, step_cost
+from gspo_megatron.estimate.workload import Workload, bubble_share, in_flight, workload
 
 # Layouts that are built and run on meta before the search ends.
 MOST_BUILT = 40
@@ -46,19 +46,20 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Search:
-    """What was found, and how far it was looked for."""
+    """The layouts found, and how many were looked at."""
 
     found: list[Suggestion]
-    legal: int  # candidates that pass the rules, each of them with each recompute mode
-    likely: int  # of them, those that may fit by a rough count
+    legal: int  # candidates that pass the rules, counted once per recompute mode
+    likely: int  # those of them that may fit by a rough count
     built: int
 
 
 @dataclass(frozen=True)
 class _Candidate:
     config: AnyConfig
+    parallel: ResolvedParallel
     work: Workload
-    cost: float
+    cost: float = 0.0
 
 
 def suggest(
@@ -72,17 +73,17 @@ def suggest(
     longest: int | None = None,
     machine: Machine | None = None,
 ) -> Search:
-    """The `count` cheapest layouts by estimate.cost whose worst rank fits into `gpu_bytes`.
+    """The `count` cheapest layouts by estimate.traffic whose worst rank fits into `gpu_bytes`.
 
-    counts: the model's parameters, all and those of one token. Candidates are ordered by formulas
-    of their traffic first; the best are then built, and ordered again by what that showed.
+    counts: the model's parameters, all and active ones. Candidates are first ordered by a formula
+    of their traffic; then the best are built on meta, and ordered by the traffic found there.
     """
     machine = machine or Machine()
     room = gpu_bytes * (1 - HEADROOM)
     kept = _kept_activations(config, vocab_size, longest)
     every = list(_candidates(config, world_size, counts, longest, machine))
     candidates = sorted(
-        (each for each in every if _may_fit(each, world_size, counts, kept, room)),
+        (each for each in every if _may_fit(each, counts, kept, room)),
         key=lambda candidate: candidate.cost,
     )
     found: list[Suggestion] = []
@@ -92,37 +93,20 @@ def suggest(
         if len(found) == count or built == MOST_BUILT:
             break
         built += 1
+        options = {"ends_only": True, "limit": room, "runs": runs}
         try:
-            estimate = estimate_layout(
-                candidate.config,
-                world_size,
-                vocab_size,
-                longest,
-                ends_only=True,
-                limit=room,
-                runs=runs,
-            )
+            estimate = estimate_layout(candidate.config, world_size, vocab_size, longest, **options)
         except UserError:
-            continue  # Megatron-Core knows a rule that ours do not
-        if not estimate.fits(gpu_bytes):
-            continue
-        traffic = estimate.most_traffic()
-        cost = step_cost(
-            candidate.config,
-            estimate.parallel,
-            estimate.work,
-            counts[1],
-            traffic,
-            estimate.bubble,
-            machine,
-        )
-        found.append(Suggestion(estimate, cost, overrides(candidate.config, config)))
+            continue  # refused by Megatron-Core, though our own rules accept it
+        if estimate.fits(gpu_bytes):
+            cost = _cost(candidate, counts, estimate.most_traffic(), machine)
+            found.append(Suggestion(estimate, cost, overrides(candidate.config, config)))
     found.sort(key=lambda suggestion: suggestion.cost.total)
     return Search(found, len(every), len(candidates), built)
 
 
 def overrides(config: AnyConfig, original: AnyConfig) -> str:
-    """What turns the original configuration into `config`, for the command line."""
+    """The command line's overrides that turn the original configuration into `config`."""
     texts = [f"parallel.layout={config.layout()}"]
     if config.training.recompute != original.training.recompute:
         texts.append(f"training.recompute={config.training.recompute}")
@@ -146,19 +130,28 @@ def _candidates(
         except ConfigError:
             continue
         parallel = resolve_parallel(laid_out, world_size)
-        work = workload(laid_out, parallel, longest)
-        chunks = parallel.virtual_pipeline_model_parallel_size or 1
-        bubble = bubble_share(parallel.pipeline_model_parallel_size, chunks, work.micro_batches)
-        traffic = _traffic(laid_out, world_size, counts, work)
+        plain = _Candidate(laid_out, parallel, workload(laid_out, parallel, longest))
+        traffic = _traffic(plain, counts)
         for mode in RECOMPUTE:
             training = laid_out.training.model_copy(update={"recompute": mode})
-            candidate = laid_out.model_copy(update={"training": training})
-            cost = step_cost(candidate, parallel, work, counts[1], traffic, bubble, machine)
-            yield _Candidate(candidate, work, cost.total)
+            candidate = replace(plain, config=laid_out.model_copy(update={"training": training}))
+            yield replace(candidate, cost=_cost(candidate, counts, traffic, machine).total)
+
+
+def _cost(
+    candidate: _Candidate,
+    counts: tuple[int, int],
+    traffic: Mapping[str, float],
+    machine: Machine,
+) -> Cost:
+    parallel, work = candidate.parallel, candidate.work
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    bubble = bubble_share(parallel.pipeline_model_parallel_size, chunks, work.micro_batches)
+    return step_cost(candidate.config, parallel, work, counts[1], traffic, bubble, machine)
 
 
 def _layouts(config: AnyConfig, world_size: int, machine: Machine) -> Iterator[tuple[Layout, bool]]:
-    """All splits whose tp stays within a node; whether embedding and loss count as layers."""
+    """All splits whose tp stays inside a node, and whether embedding and loss count as layers."""
     shape = config.resolved_model()
     placed = any(shape.megatron.get(name) for name in _PLACED_BY)
     experts = shape.num_moe_experts or 1
@@ -175,14 +168,14 @@ def _layouts(config: AnyConfig, world_size: int, machine: Machine) -> Iterator[t
 
 @dataclass(frozen=True)
 class _Kept:
-    """Bytes of activations for a token that are kept for the backward pass, nothing being cut."""
+    """Bytes of activations per token that the backward pass needs, without tp and cp."""
 
     layer: Mapping[str, float]  # by recompute mode
     output: float  # of a chunk, sent to the next stage
 
 
 def _kept_activations(config: AnyConfig, vocab_size: int, longest: int | None) -> _Kept:
-    """From a stage of two layers, between two others that have embedding and head."""
+    """Measured on a stage of two layers, between two stages with embedding and head."""
     fields = {k: v for k, v in config.model.megatron.items() if k not in _PLACED_BY}
     fields |= {"num_layers": 6}
     if config.resolved_model().num_moe_experts:
@@ -202,34 +195,27 @@ def _kept_activations(config: AnyConfig, vocab_size: int, longest: int | None) -
     return _Kept(of_modes, output)
 
 
-# The rough count may be this much too large before a layout is passed over.
-_DOUBT = 1.05
+# The rough count may exceed the room by this factor, since it is not exact.
+_TOLERANCE = 1.05
 
 
-def _may_fit(
-    candidate: _Candidate,
-    world_size: int,
-    counts: tuple[int, int],
-    kept: _Kept,
-    room: float,
-) -> bool:
-    """By an average rank's state, and layers whose activations are cut over tp alone: tokens of a
-    rank are as many whatever cp is. What is recomputed and saves nothing is not worth a try."""
+def _may_fit(candidate: _Candidate, counts: tuple[int, int], kept: _Kept, room: float) -> bool:
+    """A rough check by an average rank's state and by activations that only tp divides (a rank has
+    the same number of tokens for every cp). A recompute mode that saves nothing is left out."""
     mode = candidate.config.training.recompute
     if mode == "selective" and kept.layer[mode] >= kept.layer["none"]:
         return False
-    config, work = candidate.config, candidate.work
-    parallel = resolve_parallel(config, world_size)
+    config, parallel, work = candidate.config, candidate.parallel, candidate.work
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
     tokens = work.tokens / parallel.context_parallel_size / tp
     layers = config.resolved_model().num_layers / (pp * chunks)
     passes = sum(in_flight(pp, 0, chunks, work.micro_batches))
     activations = (kept.layer[mode] * layers + kept.output) * tokens * passes
-    # recomputation has a whole layer's at a time
+    # recomputation holds the activations of one whole layer
     workspace = kept.layer["none"] * tokens
-    needed = _state_bytes(config, world_size, counts) + activations + workspace
-    return needed <= room * _DOUBT
+    needed = _state_bytes(candidate, counts) + activations + workspace
+    return needed <= room * _TOLERANCE
 
 
 def _divisors(number: int, largest: int) -> list[int]:
@@ -261,10 +247,9 @@ def _expert_parameters(config: AnyConfig) -> int:
     return layers * shape.num_moe_experts * expert
 
 
-def _state_bytes(config: AnyConfig, world_size: int, counts: tuple[int, int]) -> float:
-    """Of weights, gradients and optimizer on an average rank: what does not fit by that does not
-    fit at all."""
-    parallel = resolve_parallel(config, world_size)
+def _state_bytes(candidate: _Candidate, counts: tuple[int, int]) -> float:
+    """Of weights, gradients and optimizer on an average rank, a lower bound of the memory."""
+    config, parallel = candidate.config, candidate.parallel
     weight = _BYTES.get(config.training.precision, 2)
     sharded = 12 if weight == 2 else 8
     pp, cp = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
@@ -278,11 +263,10 @@ def _state_bytes(config: AnyConfig, world_size: int, counts: tuple[int, int]) ->
     )
 
 
-def _traffic(
-    config: AnyConfig, world_size: int, counts: tuple[int, int], work: Workload
-) -> dict[str, float]:
-    """By formulas for the order in which layouts are tried: what a Qwen3-like layer exchanges."""
-    shape, parallel = config.resolved_model(), resolve_parallel(config, world_size)
+def _traffic(candidate: _Candidate, counts: tuple[int, int]) -> dict[str, float]:
+    """A formula for a Qwen3-like layer, only for the order in which layouts are tried."""
+    config, parallel, work = candidate.config, candidate.parallel, candidate.work
+    shape = config.resolved_model()
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     pp, ep = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
     element = _BYTES.get(config.training.precision, 2)

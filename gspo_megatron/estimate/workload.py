@@ -1,4 +1,5 @@
-"""A training step at its largest: all sequences as long as they may be."""
+"""The work of a training step with the longest possible sequences, and the pipeline schedule as
+counts: micro-batches in flight, and the bubble."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, Pretraining
 
 @dataclass(frozen=True)
 class Workload:
-    """What one data-parallel rank has to do in a step."""
+    """The work of one data-parallel rank in a step."""
 
-    # (prompt, response) tokens of a full micro-batch: those that are given, those that are learned
+    # (prompt, response) tokens of each sequence in a full micro-batch
     lengths: tuple[tuple[int, int], ...]
     micro_batches: int  # of a mini-batch
     mini_batches: int
-    forward_only: int  # micro-batches of the step that are passed forward once more
+    forward_only: int  # extra forward passes of a step, in micro-batches
     sequences: int  # of the step, on all ranks
     rollout_rows: int = 0  # sequences that a rank decodes together
-    rollout_prompts: int = 0  # prompts among them, each of which a whole group answers
+    rollout_prompts: int = 0  # prompts of these sequences: one per group
 
     @property
     def longest(self) -> int:
@@ -38,7 +39,7 @@ class Workload:
 
 
 def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None = None) -> Workload:
-    """longest: tokens of the longest prompt, or example, that there is; None: as long as allowed.
+    """longest: tokens of the longest prompt or example in the data; None: the most allowed.
     Pre-training has samples of one length."""
     if isinstance(config, PretrainingConfig):
         return _pretraining(config, parallel)
@@ -78,7 +79,7 @@ def _reinforcement(config: Config, parallel: ResolvedParallel, longest: int | No
 def _fine_tuning(
     config: FineTuningConfig, parallel: ResolvedParallel, longest: int | None
 ) -> Workload:
-    """Of every example all that can be learned is: all tokens but the first."""
+    """All tokens of an example are learned, except the first."""
     training = config.training
     example = (1, (longest or config.max_tokens()) - 1)
     lengths = _filled(example, _budget(config, parallel), packing=training.packing)
@@ -93,7 +94,7 @@ def _fine_tuning(
 
 
 def _pretraining(config: PretrainingConfig, parallel: ResolvedParallel) -> Workload:
-    """Samples of one length, in which every token is followed by one to learn."""
+    """Samples of one length; every token has a next token to learn."""
     own = config.training.batch_size // parallel.data_parallel_size
     length = config.sequence_length()
     size = largest_equal_share(own, _budget(config, parallel) // length, _multiple(parallel))
@@ -114,26 +115,49 @@ def _budget(config: AnyConfig, parallel: ResolvedParallel) -> int:
 def _filled(
     sequence: tuple[int, int], budget: int, *, packing: bool
 ) -> tuple[tuple[int, int], ...]:
-    """A micro-batch of such sequences, one at least."""
+    """A full micro-batch of such sequences, at least one."""
     whole = max(1, budget // sum(sequence))
     lengths = [sequence] * whole
     rest = budget - whole * sum(sequence)
     if rest >= 2 and packing:
-        # nothing says that sequences are long: shorter ones fill the budget up
+        # a shorter sequence fills the budget
         learned = min(sequence[1], rest - 1)
         lengths.append((rest - learned, learned))
     return tuple(lengths)
 
 
 def _multiple(parallel: ResolvedParallel) -> int:
-    """What an interleaved schedule wants the number of micro-batches to be a multiple of."""
+    """An interleaved schedule needs a multiple of this number of micro-batches."""
     if parallel.virtual_pipeline_model_parallel_size is None:
         return 1
     return parallel.pipeline_model_parallel_size
 
 
 def _micro_batches(sequences: int, whole: int, parallel: ResolvedParallel) -> int:
-    """Of so many sequences, `whole` in each."""
+    """The number of micro-batches for `sequences`, `whole` in each."""
     multiple = _multiple(parallel)
     needed = -(-sequences // whole)
     return -(-needed // multiple) * multiple
+
+
+def in_flight(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
+    """The most micro-batches whose activations a stage holds at once, for each of its chunks, in
+    Megatron-Core's schedules.
+
+    Without interleaving (1F1B) a stage starts `stages - stage - 1` forward passes before the first
+    backward pass, and then holds one more. With interleaving it starts two per stage after it, and
+    `stages` per chunk except the last; `stages` micro-batches go through one chunk, then through
+    the next.
+    """
+    total = micro_batches * chunks
+    ahead = stages - stage - 1
+    warm_up = ahead if chunks == 1 else 2 * ahead + (chunks - 1) * stages
+    held = [0] * chunks
+    for number in range(min(warm_up + 1, total)):
+        held[number // stages % chunks if chunks > 1 else 0] += 1
+    return tuple(held)
+
+
+def bubble_share(stages: int, chunks: int, micro_batches: int) -> float:
+    """Idle share of a mini-batch's time: (stages - 1) passes of a chunk at its ends."""
+    return (stages - 1) / (micro_batches * chunks + stages - 1)

@@ -11,7 +11,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from gspo_megatron.models.core_attention import attend
-from gspo_megatron.models.precision import without_fp8
+from gspo_megatron.models.transformer_config import without_fp8
 
 
 class KeyValueCache:

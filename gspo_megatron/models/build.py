@@ -15,11 +15,10 @@ from megatron.core.utils import get_model_config
 from gspo_megatron.config import Config, ModelShape, ResolvedParallel
 from gspo_megatron.models.initialize import initialize_weights
 from gspo_megatron.models.policy import PolicyModel
-from gspo_megatron.models.precision import refuse_impossible
 from gspo_megatron.models.specs import block_spec, choose_backend
-from gspo_megatron.models.transformer_config import transformer_config
+from gspo_megatron.models.transformer_config import refuse_impossible, transformer_config
 
-# The embedding is padded to a multiple of this times TP: matrix units like multiples of 16.
+# The vocabulary is padded to a multiple of this times TP: matrix units are fast at multiples of 16.
 VOCAB_MULTIPLE = 16
 
 
@@ -36,6 +35,18 @@ class Policy:
     def models(self) -> list[PolicyModel]:
         """The chunks without their wrappers."""
         return [unwrap(chunk) for chunk in self.chunks]
+
+    def set_padding_token(self, token: int | None) -> None:
+        """Let the look-up of this token in the embedding give no gradient, as transformers does by
+        nn.Embedding(padding_idx=config.pad_token_id). A tied output layer still trains the row.
+
+        Published models have zeros in that row, and RMSNorm turns a row of zeros into very large
+        gradients. As there, a negative number counts from the end of the vocabulary.
+        """
+        if token is not None and token < 0:
+            token += self.vocab_size
+        for model in self.models:
+            model.padding_token = token
 
     def train(self) -> None:
         for chunk in self.chunks:
@@ -54,10 +65,11 @@ def unwrap(module: torch.nn.Module) -> PolicyModel:
 
 
 def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) -> Policy:
-    """Build and initialise the rank's chunks. `vocab_size` is the tokenizer's; it is padded here
-    to what TP needs, and the padding never takes part in a softmax.
+    """Build and initialise the rank's chunks. `vocab_size` is the tokenizer's; it is padded here to
+    a multiple that TP needs, and the softmax leaves the padding out.
 
-    Raises UserError where the layers or the device cannot do what is configured."""
+    Raises UserError if the layers or the device do not support the configuration.
+    """
     backend = choose_backend(config.model.backend, config.training.precision)
     refuse_impossible(config.training.precision, backend)
     megatron = transformer_config(config, parallel)
@@ -96,7 +108,8 @@ def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) ->
                 config=get_model_config(wrapped),
                 ddp_config=ddp,
                 module=wrapped,
-                # only the first chunk's gradients are ready last, and worth overlapping
+                # Only the first chunk uses buckets, as in Megatron-LM: the all-reduce of the other
+                # chunks overlaps with the backward passes of the chunks before them anyway.
                 disable_bucketing=stage > 0,
             )
         )
@@ -104,8 +117,8 @@ def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) ->
 
 
 def ddp_config(config: Config) -> DistributedDataParallelConfig:
-    """Megatron's DDP settings: fp32 gradients in the distributed optimizer's buffers; fp64 ones,
-    which that optimizer refuses, in plain buffers."""
+    """Megatron's DDP settings: fp32 gradients in the distributed optimizer's buffers. fp64, which
+    that optimizer refuses, has plain buffers."""
     trains = config.training.precision != "fp64"
     return DistributedDataParallelConfig(
         **{
@@ -120,9 +133,9 @@ def _aux_losses_count_micro_batches(model: PolicyModel) -> None:
     """Make the routers' aux and z losses a plain mean over micro-batches.
 
     Under `calculate_per_token_loss` a router multiplies its aux loss by the tokens of its own TP
-    and CP shard, and the division by all tokens that follows makes it TP x CP times too small.
-    Our loss callback counts micro-batches instead of tokens (train.step), so the router has
-    nothing to multiply by, and the aux gradient is the same on every layout.
+    and CP shard. The later division by all tokens makes it TP x CP times too small. Our loss
+    callback counts micro-batches instead of tokens (rl.policy_update), so the router must not
+    multiply, and the aux gradient is the same on every layout.
     """
     for module in model.modules():
         if isinstance(module, Router):

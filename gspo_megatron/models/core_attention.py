@@ -1,7 +1,7 @@
 """Causal attention of the torch_native backend, on torch's scaled_dot_product_attention.
 
-Megatron-Core's local DotProductAttention knows neither packed (THD) sequences nor context
-parallelism. This one does both, in the layouts that Megatron-Core hands to Transformer Engine.
+Megatron-Core's local DotProductAttention supports neither packed (THD) sequences nor context
+parallelism. This one supports both, in the layouts that Megatron-Core gives to Transformer Engine.
 """
 
 from __future__ import annotations
@@ -17,18 +17,30 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Largest mask [sequences, queries, keys] of attention with context parallelism, in elements.
+MASK_ELEMENTS = 2**22
+
+
+@dataclass
+class Positions:
+    """Positions of queries in their sequences, and how the queries are cut into tiles."""
+
+    of_queries: Tensor  # [sequences, queries], or [1, queries] if all sequences have the same
+    tiles: list[tuple[slice, int]]  # queries, and the number of keys that they can see
 
 
 @dataclass
 class Block:
-    """Sequences of similar length, attended to together.
+    """Sequences of similar length, computed together.
 
-    Rows index the packed tokens; a row one past the last stands for padding, which reads zeros.
+    Rows index the packed tokens; the row after the last one means padding, which reads zeros.
     """
 
     query_rows: Tensor  # [sequences, queries]
     key_rows: Tensor  # [sequences, keys]
-    query_positions: Tensor | None  # [sequences, queries]; None where plain causality holds
+    positions: Positions | None  # None: queries and keys have the same positions
 
 
 @dataclass
@@ -36,7 +48,7 @@ class AttentionPlan:
     """How one micro-batch of packed sequences is cut into blocks; the same in every layer."""
 
     blocks: list[Block]
-    restore: Tensor  # [tokens]: where each packed token stands in the blocks' joined output
+    restore: Tensor  # [tokens]: the index of each packed token in the blocks' joined output
 
 
 class TorchCoreAttention(torch.nn.Module):
@@ -83,13 +95,14 @@ class TorchCoreAttention(torch.nn.Module):
         )
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask = None
+        positions = None
         if self.cp_size > 1:
-            order, positions = zigzag_order(query.shape[0], self.cp_group, query.device)
+            order, of_queries = zigzag_order(query.shape[0], self.cp_group)
+            order = order.to(query.device)
             key, value = self._gather(key)[order], self._gather(value)[order]
-            mask = positions[:, None] >= torch.arange(len(order), device=query.device)
+            positions = cut_into_tiles(of_queries[None], query.shape[1], query.device)
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
-        out = attend(query, key, value, self.scale, mask=mask)
+        out = self._attend(query, key, value, positions)
         return out.permute(2, 0, 1, 3).flatten(2)  # [sequence, batch, heads * dim]
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
@@ -109,14 +122,80 @@ class TorchCoreAttention(torch.nn.Module):
                     (value, block.key_rows),
                 )
             )
-            mask = None
-            if block.query_positions is not None:
-                keys = torch.arange(block.key_rows.shape[1], device=query.device)
-                mask = (block.query_positions[:, :, None] >= keys)[:, None]
-            out = attend(*parts, self.scale, mask=mask)
+            out = self._attend(*parts, block.positions)
             outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return joined[plan.restore]  # [tokens, heads * dim]
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Positions | None
+    ) -> Tensor:
+        if positions is None:
+            return attend(query, key, value, self.scale, mask=None)
+        return TiledAttention.apply(query, key, value, self.scale, positions)
+
+
+class TiledAttention(torch.autograd.Function):
+    """Attention of a context-parallel rank's queries to all keys, a tile of the queries at a time.
+
+    No mask of all queries and keys ever exists: those of the tiles are small, and the backward pass
+    computes each tile again. A tile leaves out the keys after its last query.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, positions: Positions
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale, ctx.positions = scale, positions
+        tiles = [
+            attend(*_tile(query, key, value, *tile), scale, _mask(positions, *tile))
+            for tile in positions.tiles
+        ]
+        return torch.cat(tiles, dim=2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        states = ctx.saved_tensors
+        query_grad, key_grad, value_grad = (torch.zeros_like(s) for s in states)
+        for queries, num_keys in ctx.positions.tiles:
+            with torch.enable_grad():
+                parts = [s.detach().requires_grad_() for s in _tile(*states, queries, num_keys)]
+                out = attend(*parts, ctx.scale, _mask(ctx.positions, queries, num_keys))
+            gradients = torch.autograd.grad(out, parts, gradient[:, :, queries])
+            query_grad[:, :, queries] = gradients[0]
+            key_grad[:, :, :num_keys] += gradients[1]
+            value_grad[:, :, :num_keys] += gradients[2]
+        return query_grad, key_grad, value_grad, None, None
+
+
+def _tile(
+    query: Tensor, key: Tensor, value: Tensor, queries: slice, num_keys: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query[:, :, queries], key[:, :, :num_keys], value[:, :, :num_keys]
+
+
+def _mask(positions: Positions, queries: slice, num_keys: int) -> Tensor:
+    """[sequences or 1, 1, queries, keys], true where a query sees a key."""
+    of_queries = positions.of_queries[:, None, queries, None]
+    return of_queries >= torch.arange(num_keys, device=of_queries.device)
+
+
+def cut_into_tiles(of_queries: Tensor, num_sequences: int, device: torch.device) -> Positions:
+    """Tiles of at most MASK_ELEMENTS (or of one query); `of_queries` is on the host. Queries of the
+    two zig-zag chunks are in different tiles: the first chunk sees few keys."""
+    count = of_queries.shape[1]
+    half = max(-(-count // 2), 1)
+    tiles = []
+    for first in range(0, count, half):
+        last = min(first + half, count)
+        most_keys = int(of_queries[:, first:last].max()) + 1
+        rows = max(MASK_ELEMENTS // (num_sequences * most_keys), 1)
+        for start in range(first, last, rows):
+            queries = slice(start, min(start + rows, last))
+            tiles.append((queries, int(of_queries[:, queries].max()) + 1))
+    return Positions(of_queries.to(device), tiles)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
@@ -136,27 +215,23 @@ def _with_zero_row(states: Tensor) -> Tensor:
     return torch.cat([states, states.new_zeros((1, *states.shape[1:]))])
 
 
-def zigzag_order(local_length: int, cp_group: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+def zigzag_order(local_length: int, cp_group: Any) -> tuple[Tensor, Tensor]:
     """Megatron's load-balanced cut of one sequence into 2 x CP chunks: rank r holds r and 2CP-1-r.
 
-    Returns `order` [length], the row of each position when the ranks' shards are joined, and
-    `positions` [local_length], the positions of this rank's tokens.
+    Returns `order` [length], the row of each position when the ranks' shards are joined, and the
+    positions [local_length] of this rank's tokens, both on the host.
     """
-    size, rank = cp_group.size(), cp_group.rank()
-    half = local_length // 2
-    chunk = torch.arange(half, device=device)
-    starts = [torch.tensor((r, 2 * size - 1 - r), device=device) for r in range(size)]
-    held = torch.stack([(s[:, None] * half + chunk).flatten() for s in starts])  # [cp, local]
-    order = torch.empty(size * local_length, dtype=torch.long, device=device)
-    order[held.flatten()] = torch.arange(size * local_length, device=device)
-    return order, held[rank]
+    size = cp_group.size()
+    chunks = torch.arange(size * local_length).view(2 * size, -1)
+    held = torch.stack([chunks[[r, 2 * size - 1 - r]].flatten() for r in range(size)])
+    return held.flatten().argsort(), held[cp_group.rank()]
 
 
 def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device) -> AttentionPlan:
-    """Cut packed sequences into blocks of like lengths, so that padding inside a block is small.
+    """Cut packed sequences into blocks of similar lengths, so that blocks hold little padding.
 
-    A block takes sequences down to half of its longest: at most half of its rows are padding, and
-    a micro-batch of a hundred short responses is one call instead of a hundred.
+    The shortest sequence of a block has at least half the length of the longest: at most half of
+    the rows are padding, and a hundred short responses take one call instead of a hundred.
     """
     boundaries = packed.cu_seqlens_q_padded
     boundaries = packed.cu_seqlens_q if boundaries is None else boundaries
@@ -174,27 +249,25 @@ def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device)
             break
         members = [i for i in order if 2 * lengths[i] >= longest]
         order = order[len(members) :]
-        block, targets = _block(members, bounds, longest, tokens, cp_size, cp_rank)
-        valid = targets < tokens
-        restore[targets[valid]] = filled + torch.arange(targets.numel()).view_as(targets)[valid]
-        filled += targets.numel()
-        blocks.append(block)
-    for block in blocks:
-        block.query_rows, block.key_rows = block.query_rows.to(device), block.key_rows.to(device)
-        if block.query_positions is not None:
-            block.query_positions = block.query_positions.to(device)
+        rows, key_rows, positions = _block(members, bounds, longest, tokens, cp_size, cp_rank)
+        valid = rows < tokens
+        restore[rows[valid]] = filled + torch.arange(rows.numel()).view_as(rows)[valid]
+        filled += rows.numel()
+        tiles = None if positions is None else cut_into_tiles(positions, len(members), device)
+        blocks.append(Block(rows.to(device), key_rows.to(device), tiles))
     return AttentionPlan(blocks, restore.to(device))
 
 
 def _block(
     members: list[int], bounds: list[int], longest: int, tokens: int, cp_size: int, cp_rank: int
-) -> tuple[Block, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows of the queries and of the keys, and the queries' positions, of some sequences."""
     starts = torch.tensor([bounds[i] for i in members])[:, None]
     lengths = torch.tensor([bounds[i + 1] - bounds[i] for i in members])[:, None]
     positions = torch.arange(longest)[None]
     if cp_size == 1:
         rows = torch.where(positions < lengths, starts + positions, tokens)
-        return Block(rows, rows, None), rows
+        return rows, rows, None
     chunk = lengths // (2 * cp_size)  # zig-zag: two chunks of each sequence on each rank
     number = positions // chunk.clamp(min=1)
     holder = torch.minimum(number, 2 * cp_size - 1 - number)
@@ -206,6 +279,6 @@ def _block(
     second = local >= chunk
     start = torch.where(second, (2 * cp_size - 1 - cp_rank) * chunk - chunk, cp_rank * chunk)
     query_rows = torch.where(local < 2 * chunk, starts // cp_size + local, tokens)
-    # a padding query looks at the first key, or its softmax would be over nothing
+    # a padding query sees the first key: a softmax over no key is NaN
     query_positions = torch.where(local < 2 * chunk, start + local, 0)
-    return Block(query_rows, key_rows, query_positions), query_rows
+    return query_rows, key_rows, query_positions

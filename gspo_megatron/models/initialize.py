@@ -1,8 +1,8 @@
 """Initial weights that do not depend on the layout.
 
-Megatron-Core draws each shard from its rank's generator, so TP1 and TP2 start from different
-models and their curves cannot be compared. Here every global tensor is drawn from a generator
-seeded by (seed, its name), and each rank keeps its slice.
+Megatron-Core draws each shard from its rank's generator: TP1 and TP2 start from different models,
+and their curves cannot be compared. Here each full tensor is drawn from a generator seeded by
+(seed, its name), and each rank keeps its slice.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_megatron.models.shards import Shard, parameter_shards
 
-# Projections back into the residual stream start smaller, by the number of times they add to it
-# (Megatron-Core's scaled_init_method_normal; GPT-2, section 2.3).
+# Projections into the residual stream start smaller, by 1 / sqrt(2 * layers), since two per layer
+# are added to it (Megatron-Core's scaled_init_method_normal; GPT-2, section 2.3).
 _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight", "experts.weight2")
 
 
@@ -24,7 +24,7 @@ _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight", "experts.wei
 def initialize_weights(
     model: torch.nn.Module, config: TransformerConfig, true_vocab_size: int, seed: int
 ) -> None:
-    """Draw all matrices of a model chunk; norms and biases keep the ones and zeros they have."""
+    """Draw all matrices of a model chunk; norms and biases keep their ones and zeros."""
     shards = list(parameter_shards(model))
     covered = sum(shard.data.numel() for shard in shards)
     assert covered == sum(p.numel() for p in model.parameters()), (
@@ -38,7 +38,7 @@ def initialize_weights(
             std /= math.sqrt(2.0 * config.num_layers)
         shape = list(shard.global_shape)
         if "word_embeddings" in shard.name or "output_layer" in shard.name:
-            shape[0] = true_vocab_size  # the padding depends on TP, what is drawn must not
+            shape[0] = true_vocab_size  # without padding, whose size depends on TP
         _fill(shard, shape, std, seed)
 
 

@@ -1,20 +1,26 @@
-"""RMSNorm and LayerNorm of the torch_native backend."""
+"""RMSNorm and LayerNorm of the torch_native backend, and RMSNorm of all heads together."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 
 class TorchNorm(torch.nn.Module):
     """RMSNorm or LayerNorm over the last dimension, as `config.normalization` says.
 
-    Megatron-Core's own torch norm refuses sequence parallelism, which tensor parallelism with
-    experts demands. All it takes is a mark on the weights: their gradients are partial sums over
-    the tensor-parallel ranks' tokens, and `finalize_model_grads` adds up what bears the mark.
-    The normalisation itself runs in fp32, as Transformer Engine's does.
+    Megatron-Core's own torch norm refuses sequence parallelism, which experts with tensor
+    parallelism need. The attribute `sequence_parallel` of the weights is enough for it: a gradient
+    is a sum over one tensor-parallel rank's tokens, and `finalize_model_grads` adds these sums up
+    for parameters with the attribute. The norm is computed in fp32, as in Transformer Engine.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
@@ -33,9 +39,52 @@ class TorchNorm(torch.nn.Module):
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **kind))
             self.bias.sequence_parallel = config.sequence_parallel
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         weight = self.weight + 1.0 if self.zero_centered else self.weight
         if self.centered:
             shape = (hidden.shape[-1],)
             return torch.nn.functional.layer_norm(hidden, shape, weight, self.bias, self.eps)
         return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight, self.eps)
+
+
+class QKNorm(torch.nn.Module):
+    """RMSNorm of queries or keys [..., heads / TP, dim] over all heads together, as in OLMoE.
+    (Megatron-Core normalises each head alone.)
+
+    The heads are cut over the tensor-parallel ranks, which exchange one sum of squares per token.
+    Every rank holds the whole weight [heads * dim] and computes the gradient of its own heads;
+    Megatron-Core adds up the gradients of parameters called q_layernorm or k_layernorm over these
+    ranks. Computed in fp32, as the other norms.
+    """
+
+    heads_field = ""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma
+        self.eps = eps
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.heads = getattr(config, self.heads_field)  # on all ranks
+        kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(torch.ones(self.heads * hidden_size, **kind))
+
+    def forward(self, states: Tensor) -> Tensor:
+        wide = states if states.dtype == torch.float64 else states.float()
+        squares = wide.square().sum(dim=(-2, -1), keepdim=True)
+        weight = self.weight.view(self.heads, -1)
+        if self.tp_group.size() > 1:
+            # Summed over the ranks in the forward pass (reduce); its gradient is summed over the
+            # ranks in the backward pass (copy).
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
+            squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
+            weight = weight.chunk(self.tp_group.size())[self.tp_group.rank()]
+        scale = torch.rsqrt(squares / self.weight.numel() + self.eps)
+        return weight * (wide * scale).to(states.dtype)
+
+
+class QueryNorm(QKNorm):
+    heads_field = "num_attention_heads"
+
+
+class KeyNorm(QKNorm):
+    heads_field = "num_query_groups"

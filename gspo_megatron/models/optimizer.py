@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -17,7 +18,8 @@ from gspo_megatron.models.build import Policy
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate curve over optimizer updates."""
+    """A learning-rate curve over optimizer updates: `warmup` updates up to the peak, of which the
+    first has peak / warmup, then the decay to `floor` at update number `total` (from 0)."""
 
     peak: float
     floor: float
@@ -28,17 +30,28 @@ class Schedule:
     wsd_decay: str | None = None  # linear | cosine | exponential | minus_sqrt
 
 
+class WarmUpFromFirstUpdate(OptimizerParamScheduler):
+    """Megatron-Core's schedule, whose first update would have a learning rate of 0."""
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """The rate of update number `self.num_steps` (from 0)."""
+        if self.num_steps < self.lr_warmup_steps:
+            peak = param_group.get("max_lr", self.max_lr)
+            return peak * (self.num_steps + 1) / self.lr_warmup_steps
+        return super().get_lr(param_group)
+
+
 @dataclass
 class Trainer:
-    """Optimizer and schedule of a policy, and what Megatron's schedules must know of them."""
+    """Optimizer and schedule of a policy."""
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
     def update(self) -> tuple[float, float]:
         """Apply the accumulated gradients. Returns the gradient norm before clipping, and the
-        learning rate that was used. Raises FloatingPointError where the norm is not finite: the
-        weights are lost then, and going on would only bury the cause."""
+        learning rate of the update. Raises FloatingPointError if the norm is not finite: the
+        weights are then lost, and later errors would hide the cause."""
         used = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
         if not math.isfinite(grad_norm):
@@ -48,7 +61,7 @@ class Trainer:
 
 
 def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule) -> Trainer:
-    """The distributed optimizer over a policy's chunks, with DDP's view of how it is sharded."""
+    """The distributed optimizer over a policy's chunks, and its schedule."""
     precision = policy.config.params_dtype
     ddp = policy.chunks[0].ddp_config
     config = OptimizerConfig(
@@ -71,9 +84,9 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
     optimizer = get_megatron_optimizer(
         config=config, model_chunks=policy.chunks, use_gloo_process_groups=False
     )
-    scheduler = OptimizerParamScheduler(
+    scheduler = WarmUpFromFirstUpdate(
         optimizer=optimizer,
-        init_lr=0.0 if schedule.warmup else schedule.peak,
+        init_lr=0.0,
         max_lr=schedule.peak,
         min_lr=min(schedule.floor, schedule.peak),
         lr_warmup_steps=schedule.warmup,
@@ -89,8 +102,8 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
     policy.config.grad_scale_func = optimizer.scale_loss
     policy.config.finalize_model_grads_func = finalize_model_grads
     if ddp.overlap_grad_reduce:
-        # Gradients go on their way in the last micro-batch's backward pass. Without this, DDP would
-        # wait for as many passes as the first update had, and updates differ in their number.
+        # DDP sends gradients during the last micro-batch's backward pass. Without this, it would
+        # count the passes of the first update, and updates differ in their number of passes.
         silent = [chunk.no_sync for chunk in policy.chunks]
         policy.config.no_sync_func = silent if len(silent) > 1 else silent[0]
     return Trainer(optimizer, scheduler)

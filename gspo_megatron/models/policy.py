@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
 
-from gspo_megatron.models.unrounded import multiply
-from gspo_megatron.models.vocab_parallel import logprob_and_entropy
+from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
 
 
 @dataclass
@@ -55,10 +54,27 @@ class PolicyModel(GPTModel):
     def __init__(self, *, true_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.true_vocab_size = true_vocab_size
+        self.padding_token: int | None = None  # see Policy.set_padding_token
+        if self.pre_process:
+            self.embedding.word_embeddings.register_forward_hook(self._freeze_padding_token)
         if self.post_process:
             # same parameters, same checkpoint keys, another forward
             assert type(self.output_layer) is ColumnParallelLinear
             self.output_layer.__class__ = HiddenStates
+
+    def _freeze_padding_token(
+        self, embedding: VocabParallelEmbedding, inputs: tuple[Tensor], output: Tensor
+    ) -> None:
+        """Let no gradient of the padding token's hidden states reach the embedding. `output` is
+        [batch, sequence, hidden], or [sequence / TP, batch, hidden] under sequence parallelism."""
+        if self.padding_token is None or not output.requires_grad:
+            return
+        is_padding = inputs[0] == self.padding_token  # [batch, sequence]
+        if embedding.reduce_scatter_embeddings:
+            group = embedding.tp_group
+            is_padding = is_padding.t().chunk(group.size())[group.rank()]
+        is_padding = is_padding.unsqueeze(-1)
+        output.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))
 
     @property
     def head_weight(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The policy that RL started from, frozen: the other side of a KL divergence."""
+"""The reference policy of a KL divergence: the frozen weights that RL started from."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from gspo_megatron.models.build import Policy
 
 
 class ReferencePolicy:
-    """The policy's weights as they are now, to be put in the policy's place for a forward pass.
+    """A copy of the policy's present weights, which replaces them for a forward pass.
 
-    No second model: Megatron-Core keeps some of what belongs to a model in process-wide lists (the
-    routers' replay), and a second one of 10^11 parameters has no room. Weights change places one
-    by one, so that no more than one of them exists a third time.
+    There is no second model: Megatron-Core keeps parts of a model in process-wide lists (the
+    routers' replay). Weights are swapped one by one, so only one of them exists three times.
     """
 
     def __init__(self, policy: Policy, *, offload: bool) -> None:
-        """offload: in host memory, pinned where there is a device to copy to."""
+        """offload: keep the copy in host memory, pinned if the policy is on a GPU."""
         self._chunks = policy.chunks
-        # the routers' biases without auxiliary loss change too, and are buffers
+        # the routers' expert biases (without auxiliary loss) are trained too, and are buffers
         self._tensors = [
             tensor
             for model in policy.models
@@ -31,8 +30,7 @@ class ReferencePolicy:
         for tensor in self._tensors:
             kept = tensor.detach()
             if offload:
-                pinned = kept.is_cuda
-                host = torch.empty_like(kept, device="cpu", pin_memory=pinned)
+                host = torch.empty_like(kept, device="cpu", pin_memory=kept.is_cuda)
                 self._weights.append(host.copy_(kept))
             else:
                 self._weights.append(kept.clone())
@@ -42,16 +40,16 @@ class ReferencePolicy:
         """Inside, the policy's modules compute with the reference's weights."""
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
-                # the weights of the last update may still be on their way
+                # the gather of the updated weights may still be running
                 chunk.start_param_sync(force_sync=True)
-        self._change_places()
+        self._swap()
         try:
             yield
         finally:
-            self._change_places()
+            self._swap()
 
     @torch.no_grad()
-    def _change_places(self) -> None:
+    def _swap(self) -> None:
         for tensor, weight in zip(self._tensors, self._weights, strict=True):
             kept = tensor.clone()
             tensor.copy_(weight)

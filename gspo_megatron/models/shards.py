@@ -1,7 +1,7 @@
-"""Every parameter as a piece of a tensor that exists whole only in thought.
+"""Where each local parameter lies in the model's full tensors, which no rank holds.
 
-The one map between a rank's parameters and the layout-independent model: initialisation, parity
-tests and conversion all go through it. It reads Megatron-Core's own sharded_state_dict.
+Initialisation, parity tests and HF conversion all use this one map between a rank's parameters and
+the layout-independent model. It reads Megatron-Core's own sharded_state_dict.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Shard:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What this shard is of the global tensor; a shard may end in padding beyond it."""
+        """The shard's part of the global tensor; a shard may end in padding beyond it."""
         return tuple(
             slice(start, start + size)
             for start, size in zip(self.offset, self.data.shape, strict=True)
@@ -42,7 +42,7 @@ class Shard:
 
 
 def parameter_shards(model: torch.nn.Module) -> Iterator[Shard]:
-    """All parameters of one (unwrapped) model chunk on this rank, stacks of experts one by one."""
+    """All parameters of one (unwrapped) model chunk on this rank, each expert by itself."""
     parameters = {p.data_ptr(): p for p in model.parameters()}
     for entry in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values():
         if not isinstance(entry, ShardedTensor | ShardedTensorFactory):

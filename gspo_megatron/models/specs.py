@@ -37,8 +37,7 @@ from gspo_megatron.models.latent_attention import (
     CachedLatentAttention,
     LatentNorm,
 )
-from gspo_megatron.models.norms import TorchNorm
-from gspo_megatron.models.qk_norm import JointKeyNorm, JointQueryNorm
+from gspo_megatron.models.norms import KeyNorm, QueryNorm, TorchNorm
 
 
 class TorchSpecProvider(LocalSpecProvider):
@@ -95,8 +94,8 @@ def block_spec(
             latent = config.multi_latent_attention
             attention.module = CachedLatentAttention if latent else CachedSelfAttention
             if joint_qk_norm:
-                attention.submodules.q_layernorm = JointQueryNorm
-                attention.submodules.k_layernorm = JointKeyNorm
+                attention.submodules.q_layernorm = QueryNorm
+                attention.submodules.k_layernorm = KeyNorm
         return spec
     layers = [_torch_layer(config, is_moe, joint_qk_norm) for is_moe in _moe_pattern(config)]
     layout = config.pipeline_model_parallel_layout
@@ -167,7 +166,7 @@ def _torch_attention(config: TransformerConfig, joint_qk_norm: bool) -> ModuleSp
                 kv_layernorm=LatentNorm,
             ),
         )
-    norms = (JointQueryNorm, JointKeyNorm) if joint_qk_norm else (TorchNorm, TorchNorm)
+    norms = (QueryNorm, KeyNorm) if joint_qk_norm else (TorchNorm, TorchNorm)
     q_norm, k_norm = norms if config.qk_layernorm else (IdentityOp, IdentityOp)
     return ModuleSpec(
         module=CachedSelfAttention,

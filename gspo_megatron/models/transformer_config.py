@@ -1,8 +1,10 @@
-"""From our configuration to Megatron-Core's TransformerConfig."""
+"""From our configuration to Megatron-Core's TransformerConfig, and the precision it computes in."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,16 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from gspo_megatron.config import Config, ResolvedParallel
-from gspo_megatron.config.precision import base_precision, megatron_fields
+from gspo_megatron.config.precision import (
+    FP8,
+    base_precision,
+    device_lacks,
+    engine_lacks,
+    megatron_fields,
+)
+from gspo_megatron.config.problems import problem
+from gspo_megatron.errors import UserError
+from gspo_megatron.platform.devices import built_for_cuda
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -95,3 +106,55 @@ def _recompute(mode: str) -> dict[str, Any]:
     if mode == "selective":
         return {"recompute_granularity": "selective"}
     return {}
+
+
+def refuse_impossible(precision: str, backend: str) -> None:
+    """Raise UserError, in one line, if FP8 is configured and the layers or the device lack it."""
+    if precision not in FP8:
+        return
+    if backend != "transformer_engine":
+        reason = (
+            (engine_lacks() or "needs a CUDA device")
+            if not torch.cuda.is_available()
+            else f"model.backend is {backend} here, which has no FP8: set transformer_engine"
+        )
+        raise UserError(problem("training.precision", precision, f"{reason}; legal: fp32 or bf16"))
+    reason = engine_lacks() or device_lacks(
+        precision, torch.cuda.get_device_capability(), built_for_cuda()
+    )
+    if reason is not None:
+        name = torch.cuda.get_device_name()
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        raise UserError(
+            problem(
+                "training.precision",
+                precision,
+                f"{reason}; this is a {name} ({capability}) with torch for CUDA "
+                f"{torch.version.cuda}; legal: bf16",
+            )
+        )
+
+
+@contextlib.contextmanager
+def without_fp8(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Let a policy's chunks compute in bf16 inside.
+
+    Decoding has one row per sequence, and FP8 matrix products need multiples of 16 or 32 rows; the
+    exported weights are bf16 anyway. Transformer Engine's scales stay unchanged. Megatron-Core
+    reads the field in every forward pass.
+    """
+    found = (m.config for model in models for m in model.modules() if hasattr(m, "config"))
+    configs = {id(config): config for config in found if getattr(config, "fp8", None)}
+    formats = {key: config.fp8 for key, config in configs.items()}
+    padded = [c for c in configs.values() if getattr(c, "moe_router_padding_for_quantization", 0)]
+    for config in configs.values():
+        config.fp8 = None
+    for config in padded:
+        config.moe_router_padding_for_quantization = False
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config.fp8 = formats[key]
+        for config in padded:
+            config.moe_router_padding_for_quantization = True

@@ -189,18 +189,17 @@ class EqualLoad(TorchFunctionMode):
     become such.
     """
 
-    def __init__(self, experts_of_each: float, keeps_masks: bool) -> None:
-        """experts_of_each: share of the experts that a token goes to, k / experts; keeps_masks:
-        attention keeps the mask that it is given for the backward pass."""
+    def __init__(self, share: float) -> None:
+        """share: of the experts that a token goes to, k / experts."""
         super().__init__()
-        self.share, self.keeps_masks = experts_of_each, keeps_masks
+        self.share = share
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+            return _FusedAttention.apply(*args[:3])
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
             return _GroupedProduct.apply(args[0], args[1])  # torch's knows bf16 alone on meta
         if func is torch.autograd.backward:
@@ -236,12 +235,6 @@ class EqualLoad(TorchFunctionMode):
         tokens, experts = tokens_to_experts.shape
         total = round(tokens * experts * self.share)
         return torch.tensor([total // experts + (i < total % experts) for i in range(experts)])
-
-    def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **_: Any
-    ) -> Tensor:
-        mask = attn_mask if self.keeps_masks else None
-        return _FusedAttention.apply(query, key, value, mask)
 
 
 def _is_map(tensor: Tensor) -> bool:
@@ -300,16 +293,16 @@ class _FusedAttention(torch.autograd.Function):
     """What a fused kernel keeps: its inputs, its output and a log-sum-exp of each row."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = torch.empty(
             (*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device
         )
         dtype = torch.promote_types(query.dtype, torch.float32)
         sums = torch.empty(query.shape[:-1], dtype=dtype, device=query.device)
-        ctx.save_for_backward(query, key, value, out, sums, mask)
+        ctx.save_for_backward(query, key, value, out, sums)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         query, key, value = ctx.saved_tensors[:3]
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

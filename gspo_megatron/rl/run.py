@@ -10,6 +10,7 @@ from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import load_starting_weights, open_logger, open_session
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
+from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.objectives import Objective, build_objective
 from gspo_megatron.platform.groups import patience_minutes, set_up_model_parallel, start_processes
@@ -20,7 +21,6 @@ from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.routing.noise import RouterNoise
-from gspo_megatron.routing.replay import recorded
 
 
 def run_training(config: Config, *, fresh: bool = False) -> bool:
@@ -70,10 +70,11 @@ def assemble(
     engine = MegatronEngine(
         policy,
         pad_id=tokenizer.pad_id,
-        eos_id=tokenizer.eos_id,
+        eos_id=tokenizer.eos_ids,
         batch_size=config.rollout.batch_size,
         decode=tokenizer.decode,
-        record_routes=recorded if "r3" in routing.modes else None,
+        symbol_id=tokenizer.symbol_id,
+        record_routes="r3" in routing.modes,
         router_noise=RouterNoise(routing.rollout_noise) if routing.rollout_noise else None,
     )
     if "r3" in routing.modes or routing.rollout_noise:
@@ -88,7 +89,7 @@ def assemble(
         policy=policy,
         inputs=inputs,
         engine=engine,
-        collector=Collector(config, engine, tokenizer, reward, ranks.device),
+        collector=Collector(config, engine, SingleTurn(tokenizer), reward, ranks.device),
         builder=MicroBatchBuilder(
             policy,
             tokenizer.pad_id,

@@ -1,63 +1,64 @@
-"""One policy update on a fixed batch, whatever the layout, with its whole gradient on rank 0.
+"""One policy update on any layout, with its whole gradient on rank 0.
 
 The loss and the gradient of a step do not depend on how the model and the batch are sharded. The
-`verify` command and the tests run this on several layouts and compare.
+`verify` command and the tests compute a synthetic batch, or a dumped step of a run, on several
+layouts and compare.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
 from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
+from gspo_megatron.checkpoint.run_state import RunState, read_model
+from gspo_megatron.checkpoint.start import load_initial_weights, set_padding_token
+from gspo_megatron.checkpoint.tensors import load_model, load_optimizer, load_trainer_state
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
 from gspo_megatron.objectives import build_objective
-from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
-from gspo_megatron.rl.loop import update_policy
-from gspo_megatron.rl.policy_update import PolicyUpdater
+from gspo_megatron.objectives.advantages import AdvantageEstimator
+from gspo_megatron.platform.groups import (
+    data_parallel_group,
+    set_up_model_parallel,
+    tear_down_model_parallel,
+)
+from gspo_megatron.rl.dumps import Dump, reference_of
+from gspo_megatron.rl.loop import compute_advantages, update_policy
+from gspo_megatron.rl.policy_update import PolicyUpdater, learning_rates
+from gspo_megatron.rl.rollout_store import read_experience
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
+from gspo_megatron.verify.results import StepResult, relative_error
 from gspo_megatron.verify.synthetic import SyntheticBatch
 
-_PAD_ID = 0
+_PAD_ID = 0  # padding has no influence
 DESCENT = 0.05  # learning rate between the mini-batches of an update in float64
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the batch is cut into micro-batches, apart from the layout.
+    """How the batch is cut into micro-batches, on every layout alike.
 
-    The routers' auxiliary losses are means over micro-batches and not linear in their tokens: only
-    equal micro-batches have equal gradients. `replicas` is a multiple of each compared layout's
-    data-parallel size; a data rank trains on the micro-batches of several of them.
+    The routers' auxiliary losses are means over micro-batches and not linear in their tokens, so
+    only equal micro-batches have equal gradients. `replicas` is a multiple of the data-parallel
+    size of each compared layout; a data rank trains on the micro-batches of several replicas.
     """
 
     replicas: int = 1
     token_budget: int = 4096
     multiple: int = 1  # of micro-batches per replica: pp for interleaved schedules
-
-
-@dataclass
-class StepResult:
-    """What a policy update computed. The gradients are on rank 0 only."""
-
-    metrics: dict[str, float]  # with loss and grad_norm
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # whole parameters, on the cpu
-    replica_error: float = 0.0  # largest relative difference between copies of a gradient
-    loss_scale: float = 0.0  # size of the terms that a loss near 0 is a sum of
-    lost_in: int | None = None  # the mini-batch, from 1, whose gradient norm ended the step
 
 
 def run_update(
@@ -68,31 +69,27 @@ def run_update(
     mini_batches: int = 1,
 ) -> StepResult:
     """Build the policy on the running processes and update it on `batch`, by the code of a training
-    step from the exchange of sequences on. All ranks call it; the configuration has passed
+    step from the redistribution of sequences on. All ranks call it; the configuration has passed
     `check_config`. The groups it builds are gone when it returns.
 
     The metrics are the step's, the gradients those of the last mini-batch.
     """
     cut = cut or Cut(token_budget=config.training.micro_batch_tokens)
-    parallel = resolve_parallel(config, dist.get_world_size())
-    set_up_model_parallel(parallel, config.training.seed)
-    policy = build_policy(config, parallel, vocab_size)
     rate = config.optimizer.learning_rate
-    trainer = build_trainer(policy, config.optimizer, Schedule(rate, rate, 0, 1, "constant"))
-    recorder = Recorder(trainer.optimizer, trainer.scheduler, policy)
-    padded = not config.training.packing
-    builder = MicroBatchBuilder(policy, _PAD_ID, config.rollout.temperature, padded=padded)
+    recorder = _set_up(config, vocab_size, Schedule(rate, rate, 0, 1, "constant"))
+    policy, builder = recorder.policy, _builder(config, recorder.policy)
     lengths = [len(tokens) for tokens in batch.tokens]
-    size = parallel.data_parallel_size
-    plans = plan_alike(lengths, batch.response_lengths, cut, mini_batches, size, padded=padded)
+    plans = plan_alike(config, lengths, batch.response_lengths, cut, mini_batches)
     sequences, index = _receive(batch, plans, policy)
     _set_old_logprobs(policy, builder, plans, sequences, index)
     section = config.objective
-    if resolve_objective(section).correction == "none":  # else its ratios are those to the rollout
+    if resolve_objective(section).correction == "none":
+        # Old log-probs are the rollout's. (A correction is a ratio to the rollout's by itself.)
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
-    if section.kl_in == "reward":  # the batch's advantages stand in the place of its rewards
-        objective = replace(objective, advantages=lambda values, _: values.float())
+    if section.kl_in == "reward":  # the batch has advantages in place of rewards
+        as_given = AdvantageEstimator(section, lambda values, _: values.float())
+        objective = replace(objective, advantages=as_given)
     updater = PolicyUpdater(policy, recorder, builder, objective, section, config.routing)
     advantages = index.rewards.float().to(updater.device)
     metrics = update_policy(updater, sequences, index, plans, advantages)
@@ -100,61 +97,101 @@ def run_update(
     return StepResult(metrics, recorder.gradients, recorder.replica_error)
 
 
-def compare(
-    reference: Mapping[str, Tensor], other: Mapping[str, Tensor], *, not_finite: bool = False
-) -> list[tuple[str, float]]:
-    """Relative error ||other - reference|| / ||reference|| of every gradient, largest first; with
-    `not_finite` see relative_error."""
-    assert reference.keys() == other.keys(), reference.keys() ^ other.keys()
-    errors = [
-        (name, relative_error(other[name], value, not_finite=not_finite))
-        for name, value in reference.items()
-    ]
-    return sorted(errors, key=lambda pair: -pair[1])
+def run_dumped_step(
+    config: Config,
+    vocab_size: int,
+    dump: Dump,
+    checkpoint: Path | None,
+    cut: Cut,
+    *,
+    optimizer: bool,
+    updates: bool,
+) -> StepResult:
+    """Compute a dumped step by the code of a training step, from the redistribution of sequences
+    on. All ranks call it; `dump` and `checkpoint` (None: the weights that the run began with) have
+    passed their checks and those of `find_weights`. The groups it builds are gone when it returns.
 
-
-def relative_error(value: Tensor, reference: Tensor, *, not_finite: bool = False) -> float:
-    """||value - reference|| / ||reference||; infinite where a gradient ought to vanish, or is not
-    a number.
-
-    With `not_finite`, for what a run diverged into, elements that are NaN, or the same infinity, on
-    both sides are equal, and the norms are those of the others.
+    The gradients are those of the first mini-batch, which depend only on the weights. With
+    `updates` the mini-batches change the weights as in the run, with the state of the checkpoint's
+    `optimizer` or a new one, and the loss is the step's. Without it the loss is that of all
+    mini-batches at these weights. If a gradient norm is not finite, which ends a run, the loss is
+    NaN and `lost_in` is the mini-batch.
     """
-    value, reference = value.double(), reference.double()
-    if not_finite:
-        finite = value.isfinite() & reference.isfinite()
-        if not bool((finite | _same(value, reference)).all()):
-            return math.inf
-        value, reference = value[finite], reference[finite]
-    difference, size = float((value - reference).norm()), float(reference.norm())
-    if difference == 0.0:
-        return 0.0
-    return difference / size if size and math.isfinite(difference) else math.inf
+    recorder = _set_up(config, vocab_size, learning_rates(config))
+    recorder.keeps_first, recorder.moves = True, updates
+    policy = recorder.policy
+    objective = build_objective(config.objective, config.rollout.max_response_tokens)
+    if checkpoint is None or objective.needs_reference:
+        load_reference_weights(config, policy, checkpoint)
+    updater = PolicyUpdater(  # whose reference policy has the weights of this moment
+        policy,
+        recorder,
+        _builder(config, policy),
+        objective,
+        config.objective,
+        config.routing,
+    )
+    if checkpoint is not None:
+        load_model(checkpoint, policy)
+        set_padding_token(policy, read_model(checkpoint)["hf"])
+        if optimizer:
+            load_optimizer(checkpoint, policy, recorder)
+            load_trainer_state(recorder, RunState.read(checkpoint).trainer)
+            # A run in bf16: these are the fp32 weights, each only on the rank that updates it.
+            for chunk in policy.chunks:
+                chunk.start_param_sync(force_sync=True)
+    experience = read_experience(dump.folder, dump.rollouts, policy)
+    group = data_parallel_group()
+    index = gather_index(experience.batch, experience.scores.shaped, group)
+    mini_batches = min(config.objective.mini_batches, len(index.lengths))
+    plans = plan_alike(config, index.lengths, index.response_lengths, cut, mini_batches)
+    advantages, token_advantages = compute_advantages(objective.advantages, experience, index)
+    sequences = redistribute(
+        experience.batch,
+        index,
+        data_ranks(plans, len(index.lengths)),
+        group,
+        context_parallel_size=policy.config.context_parallel_size,
+        token_advantages=token_advantages,
+    )
+    lost_in = None
+    try:
+        metrics = update_policy(updater, sequences, index, plans, advantages)
+    except FloatingPointError:  # on all ranks: the norm is that of the whole gradient
+        metrics, lost_in = {"loss": math.nan}, recorder.updates
+    metrics["grad_norm"] = recorder.kept_norm
+    tear_down_model_parallel()
+    # Over a group advantages add up to 0, and so nearly does a step's loss.
+    scale = float(advantages.abs().mean())
+    return StepResult(metrics, recorder.gradients, recorder.replica_error, scale, lost_in)
 
 
-def where_not_finite(value: Tensor, reference: Tensor) -> str | None:
-    """Where one of two tensors has an element that is not finite and the other has not the same:
-    how many there are, and the first. None where there are none."""
-    value, reference = value.double(), reference.double()
-    both_finite = value.isfinite() & reference.isfinite()
-    places = (~(both_finite | _same(value, reference))).nonzero()
-    if not len(places):
-        return None
-    place = tuple(places[0].tolist())
-    there = f"{float(value[place]):g} for {float(reference[place]):g}"
-    if not place:
-        return there
-    return f"{len(places):,} of {value.numel():,} elements, the first at {list(place)}: {there}"
+def _set_up(config: Config, vocab_size: int, schedule: Schedule) -> Recorder:
+    """Groups, policy, optimizer."""
+    parallel = resolve_parallel(config, dist.get_world_size())
+    set_up_model_parallel(parallel, config.training.seed)
+    policy = build_policy(config, parallel, vocab_size)
+    trainer = build_trainer(policy, config.optimizer, schedule)
+    return Recorder(trainer.optimizer, trainer.scheduler, policy)
 
 
-def _same(value: Tensor, reference: Tensor) -> Tensor:
-    """[...] of bool: equal, or neither a number."""
-    return (value == reference) | (value.isnan() & reference.isnan())
+def _builder(config: Config, policy: Policy) -> MicroBatchBuilder:
+    padded = not config.training.packing
+    return MicroBatchBuilder(policy, _PAD_ID, config.rollout.temperature, padded=padded)
+
+
+def load_reference_weights(config: Config, policy: Policy, checkpoint: Path | None) -> None:
+    """Give the policy the weights that RL started from, as far as they are known."""
+    reference = None if checkpoint is None else reference_of(checkpoint)
+    if reference is None:
+        load_initial_weights(config, policy)
+    else:
+        load_model(reference, policy)
 
 
 def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
-    """All gradients, reduced already, as whole tensors on rank 0 (nothing elsewhere), vocabulary
-    padding cut off; and the largest relative difference between two ranks' copies of one."""
+    """All reduced gradients as whole tensors on rank 0 (nothing on the others), without padding of
+    the vocabulary; and the largest relative difference between two ranks' copies of one."""
     _complete_shards(policy)
     mine = [shard for model in policy.models for shard in parameter_shards(model)]
     listed = [(s.name, s.global_shape, s.offset, tuple(s.data.shape)) for s in mine]
@@ -180,21 +217,29 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
 
 @dataclass
 class Recorder(Trainer):
-    """Keeps the gradients that the optimizer is about to apply."""
+    """Keeps the gradients that the optimizer is about to apply: those of the last update, or of the
+    first."""
 
     policy: Policy
+    keeps_first: bool = False
+    moves: bool = True  # whether updates change the weights
     gradients: dict[str, Tensor] = field(default_factory=dict)
     replica_error: float = 0.0
+    kept_norm: float = math.nan
+    updates: int = 0  # begun
 
     def update(self) -> tuple[float, float]:
-        """See Trainer.update; float64 weights, which no optimizer takes, go down the gradient."""
-        self.gradients, self.replica_error = gather_gradients(self.policy)
+        """See Trainer.update. float64 weights, which no optimizer takes, follow the gradient."""
+        self.updates += 1
+        if self.updates == 1 or not self.keeps_first:
+            self.gradients, self.replica_error = gather_gradients(self.policy)
+            self.kept_norm = self.norm()
+        if not self.moves:
+            return self.kept_norm, 0.0
         if self.policy.config.params_dtype != torch.float64:
             return super().update()
-        # Megatron-Core's norm and clipping refuse float64
-        norm = self.norm()
-        self._descend()
-        return norm, 0.0
+        self._descend()  # Megatron-Core's norm and clipping refuse float64
+        return self.kept_norm, 0.0
 
     def norm(self) -> float:
         """Of the gradients, from what rank 0 has gathered."""
@@ -213,7 +258,7 @@ class Recorder(Trainer):
 
 
 class _Assembly:
-    """Whole tensors from shards; what arrives twice is compared."""
+    """Whole tensors from shards; copies of a shard are compared."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -235,7 +280,7 @@ class _Assembly:
         place = self.tensors[name][slices]
         piece = piece[tuple(slice(n) for n in place.shape)]
         if tuple(offset) in self._seen[name]:
-            error = relative_error(piece, place, not_finite=True)  # of what is diverged the same
+            error = relative_error(piece, place, not_finite=True)
             self.replica_error = max(self.replica_error, error)
             return
         place.copy_(piece)
@@ -253,8 +298,8 @@ def _gradient(shard: Shard) -> Tensor:
 
 
 def _complete_shards(policy: Policy) -> None:
-    """Under the distributed optimizer a data rank holds the sum of its own share of a gradient
-    buffer only: fetch the others' shares."""
+    """With the distributed optimizer a data rank has the reduced gradients of its own share of a
+    buffer only: gather the other shares."""
     for chunk in policy.chunks:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
@@ -268,15 +313,14 @@ def _complete_shards(policy: Policy) -> None:
 
 
 def plan_alike(
+    config: Config,
     lengths: Sequence[int],
     response_lengths: Sequence[int],
     cut: Cut,
     mini_batches: int,
-    data_parallel_size: int,
-    *,
-    padded: bool,
 ) -> list[MiniBatch]:
     """The same micro-batches for each layout whose data-parallel size divides `cut.replicas`."""
+    data_parallel_size = resolve_parallel(config, dist.get_world_size()).data_parallel_size
     assert cut.replicas % data_parallel_size == 0
     plans = plan_step(
         lengths,
@@ -285,7 +329,7 @@ def plan_alike(
         data_parallel_size=cut.replicas,
         token_budget=cut.token_budget,
         micro_batch_multiple=cut.multiple,
-        padded=padded,
+        padded=not config.training.packing,
     )
     share = cut.replicas // data_parallel_size
     joined = []
@@ -301,8 +345,8 @@ def plan_alike(
 def _receive(
     batch: SyntheticBatch, plans: Sequence[MiniBatch], policy: Policy
 ) -> tuple[Sequences, StepIndex]:
-    """Pairs of sequences start on the data ranks in turn, as if sampled there."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    """Send each sequence to its ranks; pairs of sequences come from the data ranks in turn."""
+    group = data_parallel_group()
     device = torch.device(torch.cuda.current_device())
     mine = [n for n in range(len(batch.tokens)) if n // 2 % group.size() == group.rank()]
 
@@ -317,7 +361,7 @@ def _receive(
         prompt_lengths=lengths - responses,
         response_lengths=responses,
         # in float64 the anchor of the ratios must not be rounded to float32 on its way
-        logprobs=join(batch.log_ratios).to(
+        rollout_logprobs=join(batch.log_ratios).to(
             torch.promote_types(policy.config.params_dtype, torch.float32)
         ),
         truncated=torch.zeros_like(numbers, dtype=torch.bool),
@@ -333,7 +377,7 @@ def _receive(
 
 
 def _local_routes(batch: SyntheticBatch, mine: Sequence[int], policy: Policy) -> Tensor | None:
-    """[tokens of `mine`, layers of this rank, k], as a rollout on this rank would give them."""
+    """[tokens of `mine`, layers of this rank, k], as a rollout on this rank gives them."""
     if batch.routes is None:
         return None
     layers = [number - 1 for number in attach_hooks(policy.models)]
@@ -348,8 +392,8 @@ def _set_old_logprobs(
     sequences: Sequences,
     index: StepIndex,
 ) -> None:
-    """Turn the wanted log-ratios, which came as the rollout's log-probs, into those log-probs: the
-    policy's own minus the log-ratio. Only the last pipeline stage reads them."""
+    """Replace the wanted log-ratios, which were sent as the rollout's log-probs, by log-probs: the
+    policy's minus the log-ratio. Only the last pipeline stage reads them."""
     batches = [m for batch in builder.build_step(plans, sequences, index) for m in batch]
     for micro_batch, (logprobs, _) in zip(batches, response_logprobs(policy, batches)):
         rows = micro_batch.packed.response_index

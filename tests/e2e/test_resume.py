@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gspo_megatron.checkpoint.manifest import find_damage
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE, run_lock
-from gspo_megatron.verify.parity import compare
+from gspo_megatron.verify.results import compare
 from tests.e2e.resuming import (
     TAIL,
     assert_same_run,

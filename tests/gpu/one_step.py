@@ -150,7 +150,7 @@ def mismatch(policy: Policy) -> float:
     batch = MicroBatchBuilder(policy, PAD, 1.0).build(
         range(len(tokens)), tokens, responses, offsets
     )
-    return float((logprobs_of(policy, batch) - rollout.logprobs.cpu()).abs().mean())
+    return float((logprobs_of(policy, batch) - rollout.rollout_logprobs.cpu()).abs().mean())
 
 
 def learn(folder: Path, precision: str, backend: str, updates: int = 8) -> list[float]:

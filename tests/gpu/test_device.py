@@ -15,9 +15,8 @@ from torch import Tensor
 
 from gspo_megatron.config.precision import FP8, device_lacks
 from gspo_megatron.errors import UserError
-from gspo_megatron.models.precision import refuse_impossible
-from gspo_megatron.models.unrounded import multiply
-from gspo_megatron.models.vocab_parallel import logprob_and_entropy
+from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
+from gspo_megatron.models.transformer_config import refuse_impossible
 from gspo_megatron.platform.devices import built_for_cuda
 from gspo_megatron.routing.replay import RouteTable
 from tests.gpu.conftest import need_engine

@@ -16,7 +16,7 @@ from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.models.shards import parameter_shards
 from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
-from gspo_megatron.verify.parity import StepResult
+from gspo_megatron.verify.results import StepResult
 from gspo_megatron.verify.synthetic import SyntheticBatch
 
 # (lower, upper) half-widths of the clip range, from the papers

@@ -17,10 +17,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from gspo_megatron.batching import micro_batches as schedule
 from gspo_megatron.batching.plan import MiniBatch
-from gspo_megatron.models import build, experts, vocab_parallel
+from gspo_megatron.models import build, experts, logprob_head
 from gspo_megatron.rl import policy_update as step
 from gspo_megatron.verify import parity
-from gspo_megatron.verify.parity import StepResult, run_update
+from gspo_megatron.verify.parity import run_update
+from gspo_megatron.verify.results import StepResult
 
 Mistake = Callable[[], contextlib.AbstractContextManager]
 MISTAKES: dict[str, Mistake] = {}
@@ -116,9 +117,9 @@ def sequence_index_of_the_packed_batch_lost() -> Iterator[None]:
 
 @_mistake
 def softmax_maximum_not_reduced_over_tp() -> Iterator[None]:
-    native = vocab_parallel._row_maximum
+    native = logprob_head._row_maximum
     with mock.patch.object(
-        vocab_parallel, "_row_maximum", lambda logits, group: native(logits, None)
+        logprob_head, "_row_maximum", lambda logits, group: native(logits, None)
     ):
         yield
 

@@ -16,7 +16,8 @@ from gspo_megatron.rl import policy_update as step
 from gspo_megatron.routing import hooks
 from gspo_megatron.routing.replay import Recording, Replaying
 from gspo_megatron.routing.volatility import Observing
-from gspo_megatron.verify.parity import StepResult, run_update
+from gspo_megatron.verify.parity import run_update
+from gspo_megatron.verify.results import StepResult
 
 
 @dataclass

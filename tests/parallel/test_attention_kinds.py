@@ -1,15 +1,18 @@
-"""Norms over all heads and latent attention: the same update on every layout."""
+"""Norms over all heads, latent attention and padding tokens: the same update on every layout."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gspo_megatron.config.parallel import Layout
-from gspo_megatron.verify.parity import Cut, StepResult, compare, run_update
+from gspo_megatron.verify.parity import Cut, run_update
+from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.parallel.pool import Pool
+from tests.parallel.regularised import update_from_folder
 from tests.parallel.updates import FP32_TOLERANCE, assert_same_metrics
 from tests.unit.checkpoint.hf.policies import config_of
 from tests.unit.checkpoint.hf.published import VOCABULARY, write_model
@@ -17,12 +20,12 @@ from tests.unit.checkpoint.hf.published import VOCABULARY, write_model
 CUT = Cut(replicas=4, token_budget=40, multiple=2)
 
 
-def _update(pool: Pool, folder: Path, layout: str) -> StepResult:
+def _update(pool: Pool, folder: Path, layout: str, update: Any = run_update) -> StepResult:
     # far from uniform: log-probs and gradients of an untrained model say little
     config = config_of(folder, layout=layout, init_method_std=0.15)
     return pool.run(
         Layout.parse(layout).world_size,
-        run_update,
+        update,
         config=config,
         vocab_size=VOCABULARY,
         batch=synthetic_batch(config.objective, VOCABULARY, num_sequences=13),
@@ -65,3 +68,20 @@ def test_the_update_is_that_of_one_rank(
     assert worst[1] <= FP32_TOLERANCE, worst
     assert result.replica_error <= FP32_TOLERANCE
     assert_same_metrics(result, references[family])
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_padding_token_gives_the_embedding_no_gradient(
+    pool: Pool, tmp_path: Path, tied: bool
+) -> None:
+    """By pad_token_id of config.json, on whichever shard of the vocabulary its row lies."""
+    padding = 7
+    changes = {"pad_token_id": padding, "tie_word_embeddings": tied}
+    folder = write_model(tmp_path / "model", "qwen3_moe", seed=1, **changes)
+    alone = _update(pool, folder, "tp=1", update_from_folder)
+    row = alone.gradients["embedding.word_embeddings.weight"][padding]
+    assert bool(row.any()) == tied  # a tied row is also one of the output layer's
+    for layout in ("tp=2", "pp=2,cp=2"):
+        result = _update(pool, folder, layout, update_from_folder)
+        worst = compare(alone.gradients, result.gradients)[0]
+        assert worst[1] <= FP32_TOLERANCE, (layout, worst)

@@ -15,8 +15,7 @@ from tests.parallel.models import VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool
 
 STATE_TOLERANCE = 0.01
-# Packed batches come within 1.5%, padded ones within 5%: a mask for each layer, and experts that do
-# not get equally many tokens.
+# Packed batches come within 1.5%, padded ones within 5%: experts do not get equally many tokens.
 ACTIVATION_TOLERANCE = 0.05
 
 # A size at which what a layer keeps outweighs masks, indices and sums of a row.
@@ -118,7 +117,7 @@ def test_activations_are_what_autograd_keeps(
     for stage in range(stages):
         with rank_model(config, parallel, stage * ranks, VOCAB_SIZE) as model:
             batch = micro_batch(model, LENGTHS)
-            passes = chunk_passes(model, batch, keeps_masks=True)
+            passes = chunk_passes(model, batch)
         of_stage = measured[stage * ranks : (stage + 1) * ranks]
         for chunk, each in enumerate(passes):
             real = sum(kept[chunk] for kept in of_stage) / ranks

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gspo_megatron.config.parallel import Layout
-from gspo_megatron.verify.parity import Cut, StepResult, compare, run_update
+from gspo_megatron.verify.parity import Cut, run_update
+from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
 from tests.parallel.models import VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool

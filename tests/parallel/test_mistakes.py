@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_megatron.verify.parity import compare
+from gspo_megatron.verify.results import compare
 from tests.parallel.matrix import Case
 from tests.parallel.mistakes import MISTAKES, mistaken_update
 from tests.parallel.models import VOCAB_SIZE

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from gspo_megatron.config.parallel import Layout
-from gspo_megatron.verify.parity import Cut, StepResult
+from gspo_megatron.verify.parity import Cut
+from gspo_megatron.verify.results import StepResult
 from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.parallel.models import VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool, RankError

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gspo_megatron.verify.parity import StepResult, compare, run_update
+from gspo_megatron.verify.parity import run_update
+from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import SyntheticBatch
 from tests.parallel.explicit import explicit_update
 from tests.parallel.matrix import Case

@@ -77,13 +77,13 @@ def head_of(side: str) -> Callable[..., Any]:
     """The function of a side, all with the arguments of logprob_heads."""
     import logprob_heads
 
-    from gspo_megatron.models import vocab_parallel
+    from gspo_megatron.models import logprob_head
 
     name, *sizes = side.split(":")
     if name != "ours":
         return getattr(logprob_heads, name)
     names = ("TILE_BYTES", "GPU_TILE_BYTES", "TILE_ROWS")
-    constants = {constant: getattr(vocab_parallel, constant) for constant in names}
+    constants = {constant: getattr(logprob_head, constant) for constant in names}
     if sizes:
         constants["TILE_BYTES"] = constants["GPU_TILE_BYTES"] = int(float(sizes[0]) * 2**20)
     if len(sizes) > 1:
@@ -91,8 +91,8 @@ def head_of(side: str) -> Callable[..., Any]:
 
     def ours(hidden: Any, weight: Any, targets: Any, group: Any, start: int) -> Any:
         for constant, value in constants.items():
-            setattr(vocab_parallel, constant, value)
-        return vocab_parallel.logprob_and_entropy(
+            setattr(logprob_head, constant, value)
+        return logprob_head.logprob_and_entropy(
             hidden, weight, targets, process_group=group, vocab_start=start
         )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from gspo_megatron.checkpoint.hf.files import SIDE_FILES
 from gspo_megatron.checkpoint.hf.offline_source import Source
-from gspo_megatron.data.fingerprints import fingerprint
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import fingerprint
 
 
 def tokenizer_files(checkpoint: Source) -> tuple[list[Path], list[str]]:

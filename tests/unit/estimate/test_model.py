@@ -11,7 +11,9 @@ import time
 import pytest
 
 from gspo_megatron.config import PRESETS, Config, check_config, resolve_parallel
+from gspo_megatron.config.precision import FP8
 from gspo_megatron.estimate.layout import LayoutEstimate, estimate_layout
+from gspo_megatron.estimate.memory import RankMemory, by_component
 from gspo_megatron.estimate.model import global_parameters, rank_model, state_bytes
 from tests.unit.estimate.conftest import ConfigMaker
 
@@ -103,28 +105,13 @@ def test_large_layouts_in_seconds_with_every_parameter_counted_once(
 def test_every_rank_of_a_layout_together_holds_the_model(make_config: ConfigMaker) -> None:
     """Elements on all ranks over the number of ranks that hold a copy: nothing is counted by the
     attributes that the estimate goes by."""
-    config = make_config(
-        "tiny",
-        "tp=2,pp=2,ep=2,cp=2",
-        model={
-            "tie_embeddings": True,
-            "vocab_size": 45,
-            "megatron": {"moe_layer_freq": [0, 1, 1, 1]},
-        },
-    )
+    megatron = {"moe_layer_freq": [0, 1, 1, 1]}
+    model_section = {"tie_embeddings": True, "vocab_size": 45, "megatron": megatron}
+    config = make_config("tiny", "tp=2,pp=2,ep=2,cp=2", model=dict(model_section))
     check_config(config, 16)
     parallel = resolve_parallel(config, 16)
-    plain = resolve_parallel(make_config("tiny", "tp=1"), 1)
-    alone = make_config(
-        "tiny",
-        "tp=1",
-        model={
-            "tie_embeddings": True,
-            "vocab_size": 45,
-            "megatron": {"moe_layer_freq": [0, 1, 1, 1]},
-        },
-    )
-    with rank_model(alone, plain, 0, 45) as model:
+    alone = make_config("tiny", "tp=1", model=dict(model_section))
+    with rank_model(alone, resolve_parallel(alone, 1), 0, 45) as model:
         padding = 3 * 64  # 45 tokens in 48 rows
         whole = sum(p.numel() for p in model.policy.models[0].parameters()) - padding
     found = 0
@@ -146,10 +133,8 @@ def test_a_reference_policy_is_a_second_copy_of_the_weights(make_config: ConfigM
     offloaded = make_config(
         "tiny", layout, model={"vocab_size": 99}, objective=kl | {"reference_offload": True}
     )
-    assert (estimate(offloaded, 2).worst.reference, estimate(offloaded, 2).worst.host) == (
-        0,
-        weights,
-    )
+    found = estimate(offloaded, 2).worst
+    assert (found.reference, found.host) == (0, weights)
 
 
 def test_experts_are_sharded_over_their_own_data_parallel_ranks(make_config: ConfigMaker) -> None:
@@ -182,3 +167,44 @@ def test_routes_take_a_byte_a_layer_and_expert(make_config: ConfigMaker) -> None
     host = config.routing.model_copy(update={"store_on_host": True})
     moved = estimate(config.model_copy(update={"routing": host}), 1).worst
     assert (moved.replay, moved.host) == (0, found.worst.replay)
+
+
+HIDDEN, HEADS, GROUPS, CHANNELS, FFN, LAYERS = 64, 4, 2, 16, 64, 4
+TP, EP = 2, 2
+# qkv and output projection over tp; 8 experts of gate, up and down over ep
+FP8_WEIGHTS = LAYERS * (
+    HIDDEN * CHANNELS * (2 * HEADS + 2 * GROUPS) // TP + 8 // EP * 3 * HIDDEN * FFN
+)
+
+
+def worst_rank(make_config: ConfigMaker, precision: str, **megatron: object) -> RankMemory:
+    config = make_config(
+        "tiny",
+        f"tp={TP},ep={EP}",
+        model={"vocab_size": 99, "megatron": megatron},
+        training={"precision": precision},
+    )
+    return estimate(config, 2).worst
+
+
+@pytest.mark.parametrize("precision", list(FP8))
+def test_fp8_adds_two_copies_of_the_weights_and_nothing_else(
+    make_config: ConfigMaker, precision: str
+) -> None:
+    plain, found = worst_rank(make_config, "bf16"), worst_rank(make_config, precision)
+    assert (plain.fp8_copies, found.fp8_copies) == (0, 2 * FP8_WEIGHTS)
+    assert found.state == plain.state
+    assert found.total == plain.total + 2 * FP8_WEIGHTS
+    assert by_component(found)["FP8 copies of weights"] == 2 * FP8_WEIGHTS
+
+
+def test_unless_they_are_made_anew_each_time(make_config: ConfigMaker) -> None:
+    found = worst_rank(make_config, "mxfp8", disable_parameter_transpose_cache=True)
+    assert found.fp8_copies == 0
+
+
+def test_fields_of_fp8_alone_do_not_keep_the_model_from_being_built(
+    make_config: ConfigMaker,
+) -> None:
+    megatron = {"moe_router_padding_for_quantization": True, "fp8_margin": 1}
+    assert worst_rank(make_config, "mxfp8", **megatron).fp8_copies == 2 * FP8_WEIGHTS

@@ -12,9 +12,9 @@ from gspo_megatron.batching.plan import largest_equal_share
 from gspo_megatron.config import check_config, parse_config, resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.estimate.activations import SavedTensors, chunk_passes, micro_batch
-from gspo_megatron.estimate.cost import Machine, step_cost
 from gspo_megatron.estimate.layout import estimate_layout
 from gspo_megatron.estimate.model import rank_model
+from gspo_megatron.estimate.traffic import Machine, step_cost
 from gspo_megatron.estimate.workload import Workload, workload
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.supervised.pretraining import rows_of_samples
@@ -115,7 +115,7 @@ def test_pretraining_keeps_what_autograd_keeps() -> None:
         estimated = micro_batch(model, work_of(config, 1).lengths)
         assert estimated.packed.input_ids.shape == (count, LENGTH)
         assert estimated.head.targets.shape == batch.head.targets.shape
-        found = chunk_passes(model, estimated, keeps_masks=False, samples=False)[0]
+        found = chunk_passes(model, estimated, samples=False)[0]
     assert found.saved_bytes == pytest.approx(real, rel=0.05)
     assert found.forward_peak_bytes == 0
 

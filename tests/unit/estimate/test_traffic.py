@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from gspo_megatron.config import Config, check_config, resolve_parallel
-from gspo_megatron.estimate.cost import Machine, axis_rates
 from gspo_megatron.estimate.layout import LayoutEstimate, estimate_layout
+from gspo_megatron.estimate.traffic import Machine, axis_rates
 from gspo_megatron.models.attention import KeyValueCache
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine

@@ -60,7 +60,7 @@ def random_model(
     """A model of SIZES with weights of order 1 over the square root of its width, norms and biases
     that differ from where they start, and the plainest of its implementations."""
     model = kind._from_config(
-        kind.config_class(**SIZES, **config),
+        kind.config_class(**SIZES | config),
         attn_implementation="eager",
         experts_implementation="eager",
     )

@@ -11,7 +11,15 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from gspo_megatron.models.core_attention import TorchCoreAttention, plan_attention
+from gspo_megatron.models import core_attention
+from gspo_megatron.models.core_attention import (
+    TiledAttention,
+    TorchCoreAttention,
+    cut_into_tiles,
+    plan_attention,
+    zigzag_order,
+)
+from tests.unit.models.test_logprob_head import LargestTensor
 
 DIM = 8
 TOLERANCES = {
@@ -174,6 +182,43 @@ def test_context_parallel_shards_join_to_the_whole(
         torch.testing.assert_close(output, expected[rows])
 
 
+@pytest.mark.parametrize("mask_elements", [1, 60, core_attention.MASK_ELEMENTS])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tiles_are_attention_with_a_whole_mask(
+    rank: int, mask_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_attention, "MASK_ELEMENTS", mask_elements)
+    query, key, value = context_parallel_states(length=24, rank=rank)
+    _, of_queries = zigzag_order(12, Group(2, rank))
+    positions = cut_into_tiles(of_queries[None], len(query), torch.device("cpu"))
+    rows = [row for tile, _ in positions.tiles for row in range(12)[tile]]
+    assert rows == list(range(12))
+    output = TiledAttention.apply(query, key, value, 0.4, positions)
+    mask = of_queries[:, None] >= torch.arange(24)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=0.4, enable_gqa=True
+    )
+    assert_same_with_gradients(output, expected, (query, key, value), 1e-12)
+
+
+def test_no_tensor_has_an_element_for_every_query_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_attention, "MASK_ELEMENTS", 2048)
+    states = context_parallel_states(length=1024, rank=1)
+    _, of_queries = zigzag_order(512, Group(2, 1))
+    with LargestTensor() as largest:
+        positions = cut_into_tiles(of_queries[None], len(states[0]), torch.device("cpu"))
+        TiledAttention.apply(*states, 1.0, positions).sum().backward()
+    assert largest.elements <= max(s.numel() for s in states) < 512 * 1024 / 8
+
+
+def context_parallel_states(length: int, rank: int) -> tuple[Tensor, ...]:
+    """[batch, heads, tokens, dim]: query of one of two ranks, key and value of both."""
+    generator = torch.Generator().manual_seed(rank)
+    sizes = ((2, 4, length // 2, DIM), (2, 2, length, DIM), (2, 2, length, DIM))
+    kind = {"generator": generator, "dtype": torch.float64, "requires_grad": True}
+    return tuple(torch.randn(size, **kind) for size in sizes)
+
+
 def zigzag_rows(boundaries: list[int], cp: int, rank: int) -> Tensor:
     """The rows of a CP rank: of each sequence in 2 CP chunks the ones number r and 2 CP - 1 - r."""
     pieces = []
@@ -198,7 +243,7 @@ def test_the_plan_holds_every_token_once_in_few_well_filled_blocks(seed: int) ->
     assert sorted(real.tolist()) == list(range(tokens))
     assert set(joined[joined >= tokens].tolist()) <= {tokens}  # the row of zeros
     for block in plan.blocks:
-        assert torch.equal(block.query_rows, block.key_rows) and block.query_positions is None
+        assert torch.equal(block.query_rows, block.key_rows) and block.positions is None
         padding = (block.query_rows == tokens).sum(1)
         assert 2 * int(padding.max()) <= block.query_rows.shape[1]
     # each block starts below half of the longest of the one before

@@ -1,10 +1,11 @@
-"""Every setting arrives in Megatron-Core's TransformerConfig; none is dropped."""
+"""Every setting reaches Megatron-Core's TransformerConfig, and what cannot be built is refused."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.config.model_shape import PRESETS
+from gspo_megatron.config.precision import FP8
+from gspo_megatron.errors import UserError
 from gspo_megatron.models import transformer_config as module
-from gspo_megatron.models.transformer_config import transformer_config
-from tests.unit.models.one_rank import tiny_config
+from gspo_megatron.models.build import build_policy, ddp_config
+from gspo_megatron.models.specs import block_spec
+from gspo_megatron.models.transformer_config import (
+    refuse_impossible,
+    transformer_config,
+    without_fp8,
+)
+from tests.unit.models.one_rank import tiny_config, tiny_policy
 
 KNOWN = {field.name for field in dataclasses.fields(TransformerConfig)}
 # Younger than the oldest Megatron-Core that is supported.
@@ -128,3 +137,128 @@ def test_a_dense_model_has_no_grouped_experts() -> None:
 
 def test_experts_are_grouped() -> None:
     assert convert().moe_grouped_gemm is True
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-Core asks for its version as soon as a model with experts is to be in FP8."""
+    where = "megatron.core.transformer.transformer_config.is_te_min_version"
+    monkeypatch.setattr(where, lambda *_: True)
+
+
+def fp8_config(precision: str, **megatron: object) -> TransformerConfig:
+    return convert(training={"precision": precision}, model={"megatron": megatron})
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("precision", list(FP8))
+def test_weights_stay_bf16_and_the_router_fp32(precision: str) -> None:
+    config = fp8_config(precision)
+    assert (config.fp8, config.fp8_recipe) == (FP8[precision].format, FP8[precision].recipe)
+    assert config.bf16 and config.params_dtype is torch.bfloat16
+    assert not config.fp8_param and config.moe_router_dtype == "fp32"
+    ddp = ddp_config(tiny_config(training={"precision": precision}))
+    assert ddp.grad_reduce_in_fp32 and ddp.use_distributed_optimizer and not ddp.fp8_param_gather
+
+
+@pytest.mark.usefixtures("engine")
+def test_other_fields_of_a_recipe_are_the_users() -> None:
+    assert fp8_config("fp8-delayed").fp8_amax_history_len == 1024
+    config = fp8_config("fp8-delayed", fp8_amax_history_len=16, fp8_margin=1)
+    assert (config.fp8_amax_history_len, config.fp8_margin) == (16, 1)
+    assert config.fp8_amax_compute_algo == "max"
+    ends = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
+    config = fp8_config("mxfp8", **ends)
+    assert config.first_last_layers_bf16 and config.num_layers_at_end_in_bf16 == 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_rank_without_a_gpu_refuses_fp8_in_one_line() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    config = tiny_config(training={"precision": "fp8-delayed"})
+    with pytest.raises(UserError) as error:
+        build_policy(config, resolve_parallel(config, 1), 37)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith("training.precision = 'fp8-delayed': needs ")
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "text"),
+    [
+        ("mxfp8", (9, 0), "needs a Blackwell GPU for data centres"),
+        ("fp8-blockwise", (8, 9), "needs a Hopper or newer GPU"),
+        ("fp8-delayed", (8, 0), "needs an Ada, Hopper or newer GPU"),
+        ("fp8-delayed", (9, 0), None),
+    ],
+)
+def test_a_gpu_that_cannot_do_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, precision: str, capability: tuple[int, int], text: str | None
+) -> None:
+    monkeypatch.setattr("gspo_megatron.models.transformer_config.engine_lacks", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU Z")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    if text is None:
+        refuse_impossible(precision, "transformer_engine")
+        return
+    with pytest.raises(UserError, match=text) as error:
+        refuse_impossible(precision, "transformer_engine")
+    assert f"this is a GPU Z ({capability[0]}.{capability[1]})" in str(error.value)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_decoding_is_in_bf16_and_leaves_fp8_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy()
+    monkeypatch.setattr(policy.config, "fp8", "hybrid")
+    monkeypatch.setattr(policy.config, "moe_router_padding_for_quantization", True)
+    with pytest.raises(ZeroDivisionError), without_fp8(policy.models):
+        assert policy.config.fp8 is None
+        assert not policy.config.moe_router_padding_for_quantization
+        raise ZeroDivisionError
+    assert policy.config.fp8 == "hybrid" and policy.config.moe_router_padding_for_quantization
+
+
+@pytest.mark.parametrize(
+    ("backend", "joint_qk_norm", "changes", "parts"),
+    [
+        (
+            "torch_native",
+            True,
+            {"tensor_model_parallel_size": 4},
+            ("parallel.tensor_model_parallel_size = 4: ", " 2 heads"),
+        ),
+        (
+            "torch_native",
+            False,
+            {
+                "multi_latent_attention": True,
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": False,
+            },
+            ("parallel.sequence_parallel = false: ",),
+        ),
+        (
+            "transformer_engine",
+            False,
+            {"multi_latent_attention": True, "layernorm_epsilon": 1e-5},
+            ("model.backend = transformer_engine: ", "1e-05"),
+        ),
+    ],
+    ids=["norms need whole heads", "latent attention", "one epsilon of fused norms"],
+)
+def test_attention_that_cannot_be_built_is_refused_by_name(
+    backend: str, joint_qk_norm: bool, changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    values = {
+        "tensor_model_parallel_size": 1,
+        "num_query_groups": 2,
+        "multi_latent_attention": False,
+        "sequence_parallel": True,
+        "layernorm_epsilon": 1e-6,
+        "q_lora_rank": 8,
+    }
+    config = SimpleNamespace(**values | changes)
+    with pytest.raises(UserError) as error:
+        block_spec(config, backend, None, joint_qk_norm=joint_qk_norm)
+    assert str(error.value).startswith(parts[0]) and all(part in str(error.value) for part in parts)

@@ -64,10 +64,13 @@ RUNS = [Run(0, 1.0), Run(1, 0.7), Run(2, 1.0), Run(3, 1.6), Run(4, 0.7, padded=T
 
 CASES = {
     "qwen3 with a dense layer": Case(
-        {"norm_topk_prob": True, "mlp_only_layers": [1]}, experts_in_layer=[1, 0, 1]
+        {"norm_topk_prob": True, "mlp_only_layers": [1], "pad_token_id": 5},
+        experts_in_layer=[1, 0, 1],
     ),
     "qwen3 tied, experts in every second layer": Case(
-        {"norm_topk_prob": True, "decoder_sparse_step": 2}, experts_in_layer=[0, 1, 0], tied=True
+        {"norm_topk_prob": True, "decoder_sparse_step": 2, "pad_token_id": 5},
+        experts_in_layer=[0, 1, 0],
+        tied=True,
     ),
     "qwen3 with a softmax over all experts": Case(
         {"norm_topk_prob": False},
@@ -121,6 +124,7 @@ def policy_like(model: PreTrainedModel, case: Case, dtype: torch.dtype) -> Polic
         for name, parameter in ours.named_parameters():
             assert parameter.shape == weights[name].shape, name
             parameter.copy_(weights[name])
+    policy.set_padding_token(model.config.pad_token_id)
     return policy
 
 

@@ -15,8 +15,8 @@ from gspo_megatron.batching.packing import pack
 from gspo_megatron.config import check_config, parse_config
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.data.corpus_files import write_indexed
-from gspo_megatron.data.stage_inputs import PretrainingInputs
-from gspo_megatron.data.supervised import Counts, Example, SupervisedData
+from gspo_megatron.data.examples import Counts, Example, SupervisedData
+from gspo_megatron.data.inputs import PretrainingInputs
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.supervised.batches import FineTuningBatches

@@ -50,8 +50,8 @@ def rates(**optimizer: object) -> list[float]:
 
 def expected(number: int, first: int, curve: str) -> float:
     """Of update `number`, from 0, where the decay begins after update `first`."""
-    if number <= WARM_UP:
-        return PEAK * number / WARM_UP
+    if number < WARM_UP:
+        return PEAK * (number + 1) / WARM_UP  # so the first update learns
     done = max(0.0, (number - first) / (STEPS - first))
     return FLOOR + (PEAK - FLOOR) * CURVES[curve](done)
 
@@ -60,7 +60,7 @@ def expected(number: int, first: int, curve: str) -> float:
 def test_wsd_is_constant_until_its_last_steps(curve: str) -> None:
     found = rates(decay="wsd", wsd_steps=LAST, wsd_decay=curve)
     assert found == pytest.approx([expected(n, STEPS - LAST, curve) for n in range(STEPS)])
-    assert found[WARM_UP : STEPS - LAST + 1] == [PEAK] * (STEPS - LAST + 1 - WARM_UP)
+    assert found[WARM_UP - 1 : STEPS - LAST + 1] == [PEAK] * (STEPS - LAST + 2 - WARM_UP)
 
 
 @pytest.mark.parametrize("curve", ["linear", "cosine"])

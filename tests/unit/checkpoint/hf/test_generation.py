@@ -7,7 +7,7 @@ import pytest
 
 from gspo_megatron.checkpoint.hf.export import export_hf
 from gspo_megatron.checkpoint.hf.generation import generation_files
-from gspo_megatron.data.tokenizer_training import Recipe, train_tokenizer
+from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
 from gspo_megatron.errors import DataError
 from tests.unit.checkpoint.hf.policies import config_of, policy_of
 from tests.unit.checkpoint.hf.published import write_model
@@ -20,7 +20,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its folder, in both forms; the ids are those of train_tokenizer: unknown, padding, end."""
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.txt").write_text("abc\n" * 20)
-    recipe = Recipe(vocab_size=12, model_type="char", byte_fallback=False)
+    recipe = TokenizerRecipe(vocab_size=12, model_type="char", byte_fallback=False)
     train_tokenizer([folder / "text.txt"], folder / "made", recipe)
     return folder / "made"
 

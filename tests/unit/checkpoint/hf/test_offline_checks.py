@@ -26,8 +26,8 @@ from gspo_megatron.checkpoint.run_state import (
     describe_model,
 )
 from gspo_megatron.config import parse_config
-from gspo_megatron.data.fingerprints import fingerprint
 from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.files import fingerprint
 from tests.unit.checkpoint.hf.published import (
     assert_same_bits,
     model_config,

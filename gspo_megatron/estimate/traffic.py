@@ -1,0 +1,182 @@
+"""Bytes that a rank sends in a training step, by group, and the cost model that ranks layouts.
+
+Seconds of a step, roughly:
+
+    compute   model FLOPs of all passes (6 per weight and token forward and backward, 2 forward),
+              attention included, over the ranks, at a fixed share of a GPU's peak
+    exchange  bytes sent along tp, ep, etp and cp, at NVLink's rate if the group is inside a node,
+              else at the network's
+    bubble    (compute + exchange) / (1 - idle share)
+    update    gradients and weights over dp and edp, activations over pp, at the network's rate
+
+Left out: any overlap of these, latencies and message sizes, matrix products too small to fill a
+GPU, uneven stages and uneven experts, rollouts and evaluations, file systems.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from gspo_megatron.config import ModelShape, ResolvedParallel
+from gspo_megatron.config.stages import AnyConfig
+from gspo_megatron.estimate.activations import ChunkPass
+from gspo_megatron.estimate.model import EXPERTS, RankModel, StateBytes
+from gspo_megatron.estimate.workload import Workload
+from gspo_megatron.platform.megatron_meta import Collective
+
+AXES = ("tp", "pp", "ep", "etp", "cp", "dp", "edp")
+
+
+def step_traffic(
+    model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload, stage: int
+) -> dict[str, int]:
+    """Bytes by axis, of all mini-batches and of the passes of the old policy and of the reference;
+    the rollout is left out.
+
+    A ring or a tree sends (n - 1) / n of a gather's output, of a scatter's input and of an
+    all-to-all's buffer, and twice that of an all-reduce.
+    """
+    traffic: Counter[str] = Counter(dict.fromkeys(AXES, 0))
+    forward, training = work.forward_only, work.micro_batches_per_step
+    for each in passes:
+        for axis, sent in _sent(model, each.forward).items():
+            traffic[axis] += sent * (forward + training)
+        for axis, sent in _sent(model, each.backward).items():
+            traffic[axis] += sent * training
+    traffic["pp"] = _between_stages(model, passes, forward, training, stage)
+    parallel = model.parallel
+    cp = parallel.context_parallel_size
+    experts = parallel.expert_data_parallel_size
+    for axis, size in (("dp", parallel.data_parallel_size * cp), ("edp", experts)):
+        # an update: gradients to the rank of their optimizer, weights back from it
+        kinds = [kind for kind in state.gradients if (kind == EXPERTS) == (axis == "edp")]
+        num_bytes = sum(state.gradients[k] + state.parameters[k] for k in kinds)
+        traffic[axis] = num_bytes * (size - 1) // size * work.mini_batches
+    return {axis: round(traffic[axis]) for axis in AXES}
+
+
+def _between_stages(
+    model: RankModel, passes: list[ChunkPass], forward: int, training: int, stage: int
+) -> int:
+    """Hidden states to the next stage, and their gradients to the previous one."""
+    stages = model.parallel.pipeline_model_parallel_size
+    if stages == 1:
+        return 0
+    hidden = max(max(each.output_bytes, each.input_bytes) for each in passes)
+    chunks = len(passes)
+    onward = chunks - (stage == stages - 1)  # the model's last chunk sends nothing
+    back = chunks - (stage == 0)
+    return hidden * (onward * (forward + training) + back * training)
+
+
+def _sent(model: RankModel, collectives: Iterable[Collective]) -> Counter[str]:
+    axes = _axes(model)
+    sent: Counter[str] = Counter()
+    for each in collectives:
+        axis = axes.get(each.ranks, "other")
+        if each.kind == "all_to_all":
+            axis = "ep"
+        if axis == "other":
+            continue  # token counts and losses over combined groups: a few numbers each
+        size = len(each.ranks)
+        rounds = 2 if each.kind == "all_reduce" else 1
+        sent[axis] += rounds * each.num_bytes * (size - 1) // size
+    return sent
+
+
+def _axes(model: RankModel) -> dict[tuple[int, ...], str]:
+    """The axis of each group of ranks. If two groups have the same ranks, the first counts for both
+    (only ep has all-to-alls)."""
+    groups = model.policy.models[0].pg_collection
+    named = (("tp", "tp"), ("cp", "cp"), ("etp", "expt_tp"), ("ep", "ep"))
+    axes: dict[tuple[int, ...], str] = {}
+    for axis, attribute in named:
+        group = getattr(groups, attribute, None)
+        if group is not None and group.size() > 1:
+            axes.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
+    return axes
+
+
+LEFT_OUT = (
+    "overlap of communication and compute, latencies, matrix products too small to fill a GPU, "
+    "uneven stages and experts"
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The assumed hardware: an H100 and its usual network, at the shares of their peaks that
+    training of such models reaches."""
+
+    flops: float = 0.4 * 989e12  # dense BF16
+    node_bytes: float = 0.75 * 450e9  # a second, sent by one GPU over NVLink
+    network_bytes: float = 0.8 * 50e9  # over InfiniBand, 400 Gbit/s a GPU
+    gpus_per_node: int = 8
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a step."""
+
+    compute: float
+    exchange: float
+    bubble: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exchange + self.bubble + self.update
+
+
+def step_cost(
+    config: AnyConfig,
+    parallel: ResolvedParallel,
+    work: Workload,
+    active_parameters: int,
+    traffic: Mapping[str, float],
+    bubble: float,
+    machine: Machine,
+) -> Cost:
+    """`traffic`: bytes that a rank sends in a step, by axis."""
+    tokens = work.tokens * work.micro_batches_per_step  # of a model replica
+    share = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    share *= parallel.pipeline_model_parallel_size
+    shape = config.resolved_model()
+    flops = _flops_per_token(shape, work.longest, active_parameters)
+    compute = flops * _passes(config, work) * tokens / share / machine.flops
+    rates = axis_rates(parallel, machine)
+    exchange = sum(traffic[axis] / rates[axis] for axis in ("tp", "ep", "etp", "cp"))
+    busy = compute + exchange
+    update = sum(traffic[axis] / rates[axis] for axis in ("dp", "edp", "pp"))
+    return Cost(compute, exchange, busy * bubble / (1 - bubble), update)
+
+
+def _flops_per_token(shape: ModelShape, length: int, active_parameters: int) -> float:
+    """Of a forward pass: two per weight, and attention over half of the sequence on average."""
+    outside = shape.hidden_size * (shape.vocab_size or 0)  # looked up, not multiplied
+    attention = 2 * shape.num_layers * shape.num_attention_heads * shape.kv_channels * length
+    return 2.0 * (active_parameters - (0 if shape.tie_embeddings else outside)) + attention
+
+
+def _passes(config: AnyConfig, work: Workload) -> float:
+    """Passes per token in a step, in units of a forward pass: a backward pass counts as two."""
+    passes = 4.0 if config.training.recompute == "full" else 3.0
+    return passes + work.forward_only / work.micro_batches_per_step
+
+
+def axis_rates(parallel: ResolvedParallel, machine: Machine) -> dict[str, float]:
+    """Bytes a second along each axis. Megatron-Core numbers ranks tp first, then cp, dp, pp, and
+    for the experts etp, then ep, edp, pp."""
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    etp, ep = parallel.expert_tensor_parallel_size, parallel.expert_model_parallel_size
+    dp, edp = parallel.data_parallel_size, parallel.expert_data_parallel_size
+    extent = {"tp": tp, "cp": tp * cp, "etp": etp, "ep": etp * ep}
+    extent |= {"dp": tp * cp * dp, "edp": etp * ep * edp, "pp": parallel.world_size}
+    return {
+        axis: machine.node_bytes if ranks <= machine.gpus_per_node else machine.network_bytes
+        for axis, ranks in extent.items()
+    }

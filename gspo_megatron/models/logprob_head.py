@@ -1,0 +1,420 @@
+"""Log-probability of given tokens and entropy from hidden states, with a vocabulary in shards.
+
+Output layer, softmax, log-probability and entropy are one differentiable operation. It works on one
+tile of the logits at a time (some rows by some columns of the vocabulary), so the logits
+[rows, vocab/TP] never exist whole. Both results come from one softmax. The backward pass computes
+the logits of a tile again and needs only the saved log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Rows of a tile, and its bytes in the dtype of the result. The forward pass holds two tiles, the
+# backward pass one. On a CPU a tile of this size stays in the caches between two operations; a GPU
+# needs more work in each kernel. tools/bench_logprob_head.py --sweep compares sizes.
+TILE_ROWS = 2048
+TILE_BYTES = 8 * 2**20
+GPU_TILE_BYTES = 32 * 2**20
+
+# The exponentials of a batch with a single tile are kept for the backward pass up to this size:
+# small models then compute the logits once, and for large ones the memory does not matter.
+KEEP_EXPONENTIALS_BYTES = 16 * 2**20
+
+# Bytes of each matrix that are converted at a time on a device that cannot multiply bf16 into
+# float32: small enough for the caches, large enough to multiply about as fast as the whole matrix.
+STRIP_BYTES = 4 * 2**20
+
+# Logits are kept in units of log 2: exp2 is one or two vector instructions, and several times
+# faster than exp on a CPU.
+_LOG2_E, _LN_2 = math.log2(math.e), math.log(2.0)
+
+
+def logprob_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `targets` and full-vocabulary entropies, both [rows], in nats.
+
+    Args:
+        hidden: [rows, hidden], the same on every rank of `process_group`.
+        weight: [vocab/TP, hidden], this rank's rows of the output layer, of the dtype of `hidden`.
+        targets: [rows] int64, ids of the whole vocabulary. The log-probability of a target that is
+            not in the vocabulary is NaN.
+        temperature: the logits are divided by it before the softmax.
+        chunk_size: rows worked on at a time, TILE_ROWS unless given. As many columns of the
+            vocabulary go with them as make a tile of TILE_BYTES, which bounds the memory.
+        process_group: the tensor-parallel group; None where `weight` is the whole vocabulary.
+        vocab_start: id of the first row of `weight`.
+        vocab_size: true size of the whole vocabulary; rows of `weight` that pad it beyond are left
+            out of the softmax and get no gradient. None: there is no padding.
+        entropy_gradient: let gradients flow through the entropy too.
+
+    Returns:
+        Log-probabilities and entropies in float32 (float64 for float64 inputs). The logits and
+        everything after them have this dtype too: the sums of products of low-precision inputs are
+        not rounded. Gradients of logits are rounded to the inputs' dtype before they are multiplied
+        with hidden states and weight.
+
+    The gradient of `hidden` is this rank's share, from its part of the vocabulary: the caller sums
+    it over the group. Two collectives in the forward pass, none in the backward pass.
+    """
+    return VocabParallelLogProb.apply(
+        hidden,
+        weight,
+        targets,
+        temperature,
+        chunk_size,
+        process_group,
+        vocab_start,
+        vocab_size,
+        entropy_gradient,
+    )
+
+
+class VocabParallelLogProb(torch.autograd.Function):
+    """The autograd function behind `logprob_and_entropy`, with the same arguments by position."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int | None,
+        process_group: dist.ProcessGroup | None,
+        vocab_start: int,
+        vocab_size: int | None,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        _check(hidden, weight, targets, temperature, chunk_size)
+        used = _used_rows(weight, vocab_start, vocab_size)
+        local_targets = targets - vocab_start
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        row_blocks, column_blocks = _tiles(
+            len(hidden), used, chunk_size, dtype.itemsize, hidden.device
+        )
+        # of each block of columns: maximum, sum of exponentials, sum of logits times exponentials
+        block_sums = hidden.new_empty((3, len(column_blocks), len(hidden)), dtype=dtype)
+        target_logit = hidden.new_zeros(len(hidden), dtype=dtype)
+        buffers = [_buffer(hidden, row_blocks, column_blocks, dtype) for _ in range(2)]
+        inputs, factor = _to_base_2(hidden, temperature, dtype)
+        exponentials = None
+        for place, columns in enumerate(column_blocks):
+            for rows in row_blocks:
+                logits = _logits(inputs[rows], weight[columns], factor, buffers[0])
+                index, inside = _locate(local_targets[rows], columns)
+                target_logit[rows] += logits.gather(1, index[:, None])[:, 0].where(inside, 0.0)
+                exponentials = _tile_sums(logits, buffers[1], block_sums[:, place, rows])
+        maximum, scale, sums = _merge(block_sums, process_group)
+        owned = ((local_targets >= 0) & (local_targets < used)).to(dtype)
+        sums = torch.stack([*sums, (target_logit - maximum) * owned, owned])
+        if process_group is not None:
+            dist.all_reduce(sums, group=process_group)
+        sum_exp, weighted_logit, target_logit, owners = sums
+        log_sum = sum_exp.log2()
+        # 0/0 = NaN where no rank owns the target: such a target has no probability.
+        logprob = (target_logit / owners - log_sum) * _LN_2
+        entropy = (log_sum - weighted_logit / sum_exp) * _LN_2
+        norm = None
+        one_tile = len(row_blocks) * len(column_blocks) == 1
+        if one_tile and not entropy_gradient and exponentials.nbytes <= KEEP_EXPONENTIALS_BYTES:
+            norm = scale[0] / sum_exp
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            local_targets,
+            maximum + log_sum,
+            entropy,
+            None if norm is None else exponentials,
+            norm,
+        )
+        ctx.temperature, ctx.tiles = temperature, (row_blocks, column_blocks)
+        ctx.set_materialize_grads(False)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprob, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, logprob_grad: Tensor | None, entropy_grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, local_targets, logsumexp, entropy, exponentials, norm = ctx.saved_tensors
+        # The logits were divided by the temperature, and so is every gradient that reaches them.
+        if logprob_grad is None:
+            logprob_grad = torch.zeros_like(entropy)
+        logprob_grad = logprob_grad / ctx.temperature
+        if entropy_grad is not None:
+            entropy_grad = entropy_grad / ctx.temperature
+        row_blocks, column_blocks = ctx.tiles
+        # Without an entropy gradient the gradient of a row's logits is (p - [is the target]) times
+        # one factor. It is applied to the rows of the products, not to every element of the tiles.
+        factors = -logprob_grad if entropy_grad is None else None
+        sums = _GradientSums(hidden, weight, ctx.tiles, ctx.needs_input_grad[:2], factors)
+        if exponentials is None:
+            inputs, factor = _to_base_2(hidden, ctx.temperature, entropy.dtype)
+            buffers = [
+                _buffer(hidden, row_blocks, column_blocks, entropy.dtype)
+                for _ in range(1 if entropy_grad is None else 2)
+            ]
+        for columns in column_blocks:
+            for rows in row_blocks:
+                index, inside = _locate(local_targets[rows], columns)
+                if exponentials is not None:
+                    gradient = exponentials * norm[:, None]
+                else:
+                    log_p = _logits(inputs[rows], weight[columns], factor, buffers[0])
+                    log_p -= logsumexp[rows, None]
+                    p_memory = log_p if factors is not None else _tile(buffers[1], log_p.shape)
+                    gradient = torch.exp2(log_p, out=p_memory)
+                if factors is not None:
+                    at_target = -inside.to(gradient.dtype)
+                else:
+                    gradient = _softmax_gradient(
+                        gradient, log_p, logprob_grad[rows], entropy_grad[rows], entropy[rows]
+                    )
+                    at_target = logprob_grad[rows] * inside
+                gradient.scatter_add_(1, index[:, None], at_target[:, None])
+                sums.add(rows, columns, gradient.to(hidden.dtype))
+        return *sums.result(), None, None, None, None, None, None, None
+
+
+class _GradientSums:
+    """The gradients of hidden states and weight, each only if it is needed, summed over the tiles.
+
+    Products are summed in float32 or better: in low precision small ones would be lost. For the
+    weight one block of columns is summed at a time, so tiles come column block by column block.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        tiles: tuple[list[slice], list[slice]],
+        wanted: Sequence[bool],
+        factors: Tensor | None,
+    ) -> None:
+        """factors: [rows], to multiply the gradients of the logits with."""
+        self.weight, self.factors = weight, factors
+        self.hidden = hidden if factors is None else (hidden * factors[:, None]).to(hidden.dtype)
+        row_blocks, column_blocks = tiles
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        self.hidden_grad = self.weight_grad = None
+        if wanted[0]:
+            self.hidden_grad = torch.zeros_like(hidden, dtype=precise)
+        if wanted[1]:
+            self.weight_grad = torch.empty_like(weight)
+            # rows of padding, or all rows if there is no tile, are not written below
+            written = column_blocks[-1].stop if row_blocks and column_blocks else 0
+            self.weight_grad[written:] = 0
+        self.block_dtype = precise if len(row_blocks) > 1 else weight.dtype
+        self.last_row = len(hidden)
+
+    def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
+        """gradient: of the logits of this tile, in the dtype of the inputs."""
+        if self.hidden_grad is not None:
+            _accumulate(self.hidden_grad[rows], gradient, self.weight[columns])
+        if self.weight_grad is None:
+            return
+        target = self.weight_grad[columns]
+        if self.block_dtype == target.dtype:
+            if rows.start == 0:
+                torch.mm(gradient.t(), self.hidden[rows], out=target)
+            else:
+                target.addmm_(gradient.t(), self.hidden[rows])
+            return
+        if rows.start == 0:
+            self.block_sum = torch.zeros_like(target, dtype=self.block_dtype)
+        self.block_sum += gradient.t() @ self.hidden[rows]
+        if rows.stop == self.last_row:
+            target.copy_(self.block_sum)
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """In the dtype of the inputs."""
+        hidden_grad = self.hidden_grad
+        if hidden_grad is not None:
+            if self.factors is not None:
+                hidden_grad *= self.factors[:, None]
+            hidden_grad = hidden_grad.to(self.hidden.dtype)
+        return hidden_grad, self.weight_grad
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_size: int | None
+) -> None:
+    assert hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1], (
+        f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply"
+    )
+    assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
+    assert targets.shape == hidden.shape[:1], (
+        f"targets {tuple(targets.shape)} for hidden {tuple(hidden.shape)}"
+    )
+    assert temperature > 0, f"temperature {temperature}"
+    assert chunk_size is None or chunk_size > 0, f"chunk_size {chunk_size}"
+
+
+def _tiles(
+    rows: int, columns: int, chunk_size: int | None, element_bytes: int, device: torch.device
+) -> tuple[list[slice], list[slice]]:
+    """The blocks of rows and the blocks of columns; none for 0 rows or 0 columns."""
+    if chunk_size is None and rows * columns * element_bytes <= KEEP_EXPONENTIALS_BYTES:
+        return _blocks(rows, max(rows, 1), 1), _blocks(columns, max(columns, 1), 1)
+    height = max(min(rows, chunk_size or TILE_ROWS), 1)
+    tile_bytes = TILE_BYTES if device.type == "cpu" else GPU_TILE_BYTES
+    width = max(tile_bytes // (element_bytes * height), 1)
+    # tensor cores and vector registers need aligned rows
+    unit = 64 if 64 <= width < columns else 1
+    return _blocks(rows, height, 1), _blocks(columns, width // unit * unit, unit)
+
+
+def _blocks(total: int, largest: int, unit: int) -> list[slice]:
+    """Blocks of nearly equal size, at most `largest`; all but the last are multiples of `unit`."""
+    count = max(-(-total // largest), 1)
+    size = max(-(-total // (count * unit)), 1) * unit
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _buffer(
+    like: Tensor, row_blocks: list[slice], column_blocks: list[slice], dtype: torch.dtype
+) -> Tensor:
+    """Flat memory for the first tile, which is the largest."""
+    tile = [(blocks[0].stop if blocks else 0) for blocks in (row_blocks, column_blocks)]
+    return like.new_empty(math.prod(tile), dtype=dtype)
+
+
+def _used_rows(weight: Tensor, vocab_start: int, vocab_size: int | None) -> int:
+    """The number of rows of `weight` in the vocabulary; the last rank may hold only padding."""
+    if vocab_size is None:
+        return weight.shape[0]
+    return min(max(vocab_size - vocab_start, 0), weight.shape[0])
+
+
+def _locate(local_targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """The index of each target [rows] in a block of columns (a legal one if it is outside), and
+    whether it is inside."""
+    place = local_targets - columns.start
+    index = place.clamp(0, columns.stop - columns.start - 1)
+    return index, index == place
+
+
+def _to_base_2(hidden: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Hidden states and a factor: (hidden @ weight.t()) * factor are the logits divided by the
+    temperature, in units of log 2. Precise hidden states are multiplied by it at once, and the
+    factor is 1: they have fewer elements than the logits."""
+    factor = _LOG2_E / temperature
+    return (hidden * factor, 1.0) if hidden.dtype == dtype else (hidden, factor)
+
+
+def _logits(hidden: Tensor, weight: Tensor, factor: float, buffer: Tensor) -> Tensor:
+    """[rows, columns] in the memory and dtype of `buffer`."""
+    logits = multiply(hidden, weight, _tile(buffer, (hidden.shape[0], weight.shape[0])))
+    return logits if factor == 1.0 else logits.mul_(factor)
+
+
+def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """Write left [rows, width] @ right [columns, width].t() to `out` [rows, columns]; returns it.
+
+    `left` and `right` have one dtype. `out` has the same dtype, or float32 for low precision: then
+    the sums are not rounded to the dtype of the inputs. (The product of two bf16 numbers is exact
+    in float32, but torch.mm rounds the sums to bf16 at its end, by up to 0.06 at logits of 16 to
+    32.) A GPU needs no memory for that, a CPU two strips of STRIP_BYTES, or of one row if that is
+    more.
+    """
+    if left.dtype == out.dtype:
+        return torch.mm(left, right.t(), out=out)
+    if left.is_cuda:
+        return torch.mm(left, right.t(), out_dtype=out.dtype, out=out)
+    if left.is_meta:  # some versions of torch have no such product on the meta device
+        return out
+    step = max(STRIP_BYTES // max(left.shape[1] * out.itemsize, 1), 1)
+    for rows, result in zip(left.split(step), out.split(step), strict=True):
+        rows = rows.to(out.dtype)
+        for columns, part in zip(right.split(step), result.split(step, dim=1), strict=True):
+            torch.mm(rows, columns.to(out.dtype).t(), out=part)
+    return out
+
+
+def _tile(buffer: Tensor, shape: Sequence[int]) -> Tensor:
+    return buffer[: math.prod(shape)].view(*shape)
+
+
+def _tile_sums(logits: Tensor, buffer: Tensor, block_sums: Tensor) -> Tensor:
+    """Write a tile's maximum, sum of exponentials and sum of shifted logits times exponentials,
+    each a row, into `block_sums` [3, rows]. Overwrites the logits. Returns the exponentials,
+    shifted by the maximum, in the memory of `buffer`."""
+    maximum = logits.amax(dim=-1)
+    logits -= maximum[:, None]
+    exponentials = torch.exp2(logits, out=_tile(buffer, logits.shape))
+    block_sums[0] = maximum
+    block_sums[1] = exponentials.sum(-1)
+    block_sums[2] = logits.mul_(exponentials).sum(-1)
+    return exponentials
+
+
+def _merge(
+    block_sums: Tensor, process_group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The sums of `_tile_sums` [3, blocks, rows] over all blocks, relative to one maximum.
+
+    Returns the maximum over all ranks [rows], the factor that makes each block's exponentials
+    relative to it [blocks, rows], and this rank's two sums [rows] each.
+    """
+    maxima, sum_exp, weighted_logit = block_sums
+    if len(maxima) == 1 and process_group is None:
+        return maxima[0], torch.ones_like(maxima), (sum_exp[0], weighted_logit[0])
+    maximum = _row_maximum(maxima, process_group)
+    shift = maxima - maximum
+    scale = shift.exp2()
+    weighted_logit = (weighted_logit + shift * sum_exp) * scale
+    return maximum, scale, ((sum_exp * scale).sum(0), weighted_logit.sum(0))
+
+
+def _row_maximum(maxima: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
+    """[rows], of `maxima` [blocks, rows] over all blocks of all ranks."""
+    # a rank with only padding has no blocks
+    lowest = maxima.new_full((1, maxima.shape[1]), -math.inf)
+    maximum = (maxima if len(maxima) else lowest).amax(0)
+    if process_group is not None:
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=process_group)
+    return maximum
+
+
+def _softmax_gradient(
+    p: Tensor, log_p: Tensor, logprob_grad: Tensor, entropy_grad: Tensor, entropy: Tensor
+) -> Tensor:
+    """Gradient of the logits [rows, columns], without the targets' term; overwrites `p` and
+    `log_p`.
+
+    d logprob / d logit_j = [j is the target] - p_j and d entropy / d logit_j = -p_j (log p_j + H).
+    `log_p` is in units of log 2.
+    """
+    log_p *= _LN_2
+    log_p += entropy[:, None]
+    log_p *= entropy_grad[:, None]
+    log_p += logprob_grad[:, None]
+    return p.mul_(log_p).neg_()
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; the product may have a lower precision than the total."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

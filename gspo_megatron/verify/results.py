@@ -1,0 +1,126 @@
+"""What one policy update computed on a layout, and how far two such results differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+_LINES_SHOWN = 8  # of parameters that differ in what is not finite
+
+
+@dataclass
+class StepResult:
+    """What a policy update computed. The gradients are on rank 0 only."""
+
+    metrics: dict[str, float]  # with loss and grad_norm
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # whole parameters, on the CPU
+    replica_error: float = 0.0  # largest relative difference between copies of a gradient
+    loss_scale: float = 0.0  # size of the terms in the sum that is the loss
+    lost_in: int | None = None  # the mini-batch, from 1, whose gradient norm ended the step
+
+
+def compare(
+    reference: Mapping[str, Tensor], other: Mapping[str, Tensor], *, not_finite: bool = False
+) -> list[tuple[str, float]]:
+    """The relative error of every gradient, largest first; `not_finite`: see relative_error."""
+    assert reference.keys() == other.keys(), reference.keys() ^ other.keys()
+    errors = [
+        (name, relative_error(other[name], value, not_finite=not_finite))
+        for name, value in reference.items()
+    ]
+    return sorted(errors, key=lambda pair: -pair[1])
+
+
+def relative_error(value: Tensor, reference: Tensor, *, not_finite: bool = False) -> float:
+    """||value - reference|| / ||reference||. Infinite where only the reference is 0, and where the
+    difference is not finite.
+
+    With `not_finite` elements that are NaN on both sides, or the same infinity, count as equal, and
+    the norms are those of the other elements. This compares two results that diverged alike.
+    """
+    value, reference = value.double(), reference.double()
+    if not_finite:
+        finite, equal = _both_finite(value, reference)
+        if not bool((finite | equal).all()):
+            return math.inf
+        value, reference = value[finite], reference[finite]
+    difference, size = float((value - reference).norm()), float(reference.norm())
+    if difference == 0.0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference) else math.inf
+
+
+def metric_error(result: StepResult, expected: StepResult, name: str) -> float:
+    """Relative error of the loss or the gradient norm. A loss near 0 is compared with the size of
+    the terms in its sum. Values that are not finite have no error if they are the same on both
+    sides, otherwise an infinite one. The losses of steps that ended in different mini-batches have
+    an infinite error."""
+    if name == "loss" and result.lost_in != expected.lost_in:
+        return math.inf
+    value, wanted = result.metrics[name], expected.metrics[name]
+    scale = max(abs(wanted), expected.loss_scale) if name == "loss" else abs(wanted)
+    difference = abs(value - wanted)
+    if value == wanted or (math.isnan(value) and math.isnan(wanted)):
+        return 0.0
+    return difference / scale if scale and math.isfinite(difference) else math.inf
+
+
+def describe_not_finite(result: StepResult, expected: StepResult) -> list[str]:
+    """Lines about the values that are not finite: on one side alone, then on both sides alike."""
+    alike, differing, lines = [], [], []
+    ends = [side.lost_in or "none" for side in (result, expected)]
+    if ends != ["none", "none"]:
+        lines.append(
+            f"the step ends in mini-batch {ends[0]} (the reference's: {ends[1]}), whose gradient "
+            "norm is not finite: there is no loss of the whole step"
+        )
+    for key in ("loss", "grad_norm"):
+        pair = [torch.tensor(side.metrics[key], dtype=torch.float64) for side in (result, expected)]
+        where = where_not_finite(*pair)
+        name = key.replace("_", " ")
+        if where is not None:
+            differing.append(f"{name}: {where}")
+        elif not math.isfinite(expected.metrics[key]):
+            alike.append(name)
+    count = 0
+    for name, wanted in expected.gradients.items():
+        where = where_not_finite(result.gradients[name], wanted)
+        if where is not None:
+            differing.append(f"{name}: {where}")
+        count += where is None and not bool(wanted.isfinite().all())
+    if count:
+        alike.append(f"{count} of {len(expected.gradients)} gradients")
+    shown = [f"not finite in other places than the reference: {text}" for text in differing]
+    more = len(shown) - _LINES_SHOWN
+    lines += [*shown[:_LINES_SHOWN], f"... and {more} more"] if more > 0 else shown
+    if alike:
+        lines.append(
+            f"not finite, in the same places as the reference: {', '.join(alike)}; "
+            "the errors are those of the rest"
+        )
+    return lines
+
+
+def where_not_finite(value: Tensor, reference: Tensor) -> str | None:
+    """The elements that are not finite in one of two tensors and differ in the other: their number
+    and the first of them. None if there are none."""
+    value, reference = value.double(), reference.double()
+    finite, equal = _both_finite(value, reference)
+    places = (~(finite | equal)).nonzero()
+    if not len(places):
+        return None
+    place = tuple(places[0].tolist())
+    there = f"{float(value[place]):g} for {float(reference[place]):g}"
+    if not place:
+        return there
+    return f"{len(places):,} of {value.numel():,} elements, the first at {list(place)}: {there}"
+
+
+def _both_finite(value: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """[...] of bool each: finite on both sides; equal on both sides, where NaN equals NaN."""
+    finite = value.isfinite() & reference.isfinite()
+    return finite, (value == reference) | (value.isnan() & reference.isnan())

@@ -1,0 +1,184 @@
+"""Random micro-batches, cut into shards or not, and objectives by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gspo_megatron.config.objectives import objective_problems
+from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.objectives import Objective, build_objective
+from gspo_megatron.objectives.parts import _PER_TOKEN
+from gspo_megatron.types import LossInputs, LossOutputs
+from tests.unit.objectives.papers import SPREADS, Expected
+
+EVERY_OBJECTIVE = pytest.mark.parametrize("name", list(SPREADS))
+# Float64 on both sides: only the order of additions differs.
+EXACT = {"rtol": 1e-10, "atol": 1e-13}
+
+
+def make_objective(name: str, **keys: Any) -> Objective:
+    """An objective by name and the keys of its section; 40 response tokens at most."""
+    return build_objective(ObjectiveSection(name=name, **keys), max_response_tokens=40)
+
+
+def make_inputs(
+    seed: int,
+    lengths: tuple[int, ...] = (7, 1, 13, 4, 9, 2),
+    *,
+    spread: float = 1e-3,
+    mismatch: float = 0.1,
+    dtype: torch.dtype = torch.float64,
+    with_token_advantages: bool = False,
+    with_reference: bool = False,
+) -> LossInputs:
+    """Ragged sequences with holes in the mask, ratios to both sides of 1 and an advantage of 0.
+
+    `spread` is the size of log pi - log pi_old, of which a part is common to a whole sequence, so
+    that the sequence ratios leave the clip range too. `mismatch` is the size of log pi_old - log
+    pi_rollout.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    tokens, sequences = sum(lengths), len(lengths)
+    index = torch.repeat_interleave(torch.arange(sequences), torch.tensor(lengths))
+    mask = (torch.rand(tokens, generator=generator) > 0.25).to(dtype)
+    mask[(torch.tensor(lengths).cumsum(0) - 1)] = 1  # no sequence is empty
+    old = -normal(tokens).abs() - 0.1
+    new = old + spread * (normal(tokens) + normal(sequences)[index])
+    advantages = normal(sequences)
+    advantages[sequences // 2] = 0.0
+    lengths_in_mask = torch.zeros(sequences, dtype=dtype).index_add(0, index, mask)
+    entropy = normal(tokens).abs().to(dtype)
+    token_advantages = normal(tokens).to(dtype) if with_token_advantages else None
+    rollout = old - mismatch * (normal(tokens) + normal(sequences)[index])
+    reference = (new + 0.3 * normal(tokens)).to(dtype) if with_reference else None
+    return LossInputs(
+        logprobs=new.to(dtype).requires_grad_(),
+        old_logprobs=old.to(dtype),
+        mask=mask,
+        sequence_index=index,
+        advantages=advantages.to(dtype),
+        sequence_lengths=lengths_in_mask,
+        global_num_sequences=sequences + 5,  # other micro-batches and ranks hold five more
+        global_num_tokens=int(mask.sum()) + 40,
+        sum_over_shards=lambda vector: vector,
+        is_primary_shard=True,
+        entropy=entropy.requires_grad_(),
+        token_advantages=token_advantages,
+        rollout_logprobs=rollout.to(dtype),
+        reference_logprobs=reference,
+    )
+
+
+def run(name: str, inputs: LossInputs, **keys: Any) -> tuple[LossOutputs, Tensor]:
+    """The outputs of an objective, and the gradient of `logprobs`."""
+    inputs.logprobs.grad = inputs.entropy.grad = None
+    outputs = make_objective(name, **keys)(inputs)
+    outputs.loss.backward()
+    return outputs, inputs.logprobs.grad
+
+
+def inputs_of(name: str, seed: int, **options: Any) -> LossInputs:
+    """`make_inputs` with the spread at which the clip of the objective `name` binds for a part."""
+    return make_inputs(seed, spread=SPREADS[name], **options)
+
+
+def as_mini_batch(inputs: LossInputs) -> LossInputs:
+    """The same with the counts of a mini-batch that is this micro-batch alone."""
+    inputs.global_num_sequences = len(inputs.advantages)
+    inputs.global_num_tokens = int(inputs.mask.sum())
+    return inputs
+
+
+def choose(inputs: LossInputs, which: Tensor, **others: Any) -> LossInputs:
+    """The same with the tokens `which` alone (a mask or an order), as leaves of a new graph."""
+    cut = {}
+    for name in ("logprobs", *_PER_TOKEN):
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            cut[name] = tensor[which].detach().clone()
+    cut["logprobs"].requires_grad_()
+    if "entropy" in cut:
+        cut["entropy"].requires_grad_()
+    return dataclasses.replace(inputs, **(cut | others))
+
+
+def micro_batch(inputs: LossInputs, first: int, last: int) -> LossInputs:
+    """The sequences from `first` to before `last` of a mini-batch."""
+    part = choose(
+        inputs,
+        (inputs.sequence_index >= first) & (inputs.sequence_index < last),
+        advantages=inputs.advantages[first:last],
+        sequence_lengths=inputs.sequence_lengths[first:last],
+    )
+    part.sequence_index -= first
+    return part
+
+
+def problems(**keys: Any) -> list[str]:
+    """The error lines of a configuration with these keys."""
+    return list(objective_problems(ObjectiveSection(**keys)))
+
+
+def run_shards(
+    inputs: LossInputs, owner: Tensor, function: Callable[[LossInputs], object]
+) -> list[tuple[LossInputs, object]]:
+    """Call `function` on every shard at the same time, as ranks of context parallelism would.
+
+    `owner` [tokens] is the shard that holds each token. The shards are threads that really wait for
+    each other in `sum_over_shards`, so one that skips a collective is found out.
+    """
+    num_shards = int(owner.max()) + 1
+    barrier = threading.Barrier(num_shards, timeout=60)
+    posted: list[Tensor | None] = [None] * num_shards
+
+    def shard_inputs(shard: int) -> LossInputs:
+        def sum_over_shards(vector: Tensor) -> Tensor:
+            assert not vector.requires_grad
+            posted[shard] = vector.clone()
+            barrier.wait()
+            total = torch.stack(posted).sum(0)
+            barrier.wait()
+            return vector.copy_(total)  # in place, as an all-reduce does it
+
+        return choose(
+            inputs,
+            owner == shard,
+            sum_over_shards=sum_over_shards,
+            is_primary_shard=shard == num_shards - 1,
+        )
+
+    def work(shard: int) -> tuple[LossInputs, object]:
+        try:
+            mine = shard_inputs(shard)
+            return mine, function(mine)
+        except BaseException:
+            barrier.abort()  # do not leave the others waiting
+            raise
+
+    with ThreadPoolExecutor(num_shards) as pool:
+        futures = [pool.submit(work, shard) for shard in range(num_shards)]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    # A shard that failed breaks the barrier of the others: its own error is the one to show.
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
+
+
+def assert_is(outputs: LossOutputs, inputs: LossInputs, expected: Expected) -> None:
+    """Loss and gradient are those of the paper's loops, and not zeros."""
+    outputs.loss.backward()
+    torch.testing.assert_close(outputs.loss.detach(), expected.loss, **EXACT)
+    torch.testing.assert_close(inputs.logprobs.grad, expected.gradient, **EXACT)
+    assert float(expected.gradient.abs().max()) > 1e-4
