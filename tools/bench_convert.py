@@ -94,7 +94,7 @@ def make_checkpoint(folder: Path, gigabytes: float) -> None:
     from gspo_megatron.checkpoint.hf.weight_map import weight_map
     from gspo_megatron.checkpoint.hf.writer import HfWriter, TensorSpec
     from gspo_megatron.config.families import describe, family_of
-    from gspo_megatron.config.shape import shape_of
+    from gspo_megatron.config.model_shape import shape_of
 
     config = config_of(gigabytes)
     shape = shape_of(describe(config))

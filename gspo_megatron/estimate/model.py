@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.config import ResolvedParallel
-from gspo_megatron.config.any_stage import AnyConfig
 from gspo_megatron.config.precision import FP8, base_precision
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import UserError
 from gspo_megatron.models import build
 from gspo_megatron.models.build import Policy

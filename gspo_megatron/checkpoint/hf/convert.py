@@ -84,7 +84,7 @@ from gspo_megatron.checkpoint.storage import (
     without_warning,
 )
 from gspo_megatron.config.families import describe, family_of, family_of_shape
-from gspo_megatron.config.shape import ModelShape, shape_of
+from gspo_megatron.config.model_shape import ModelShape, shape_of
 from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.observe.progress import Progress
 

@@ -23,8 +23,8 @@ from gspo_megatron.checkpoint.hf.weight_map import (
     weight_map,
 )
 from gspo_megatron.config.families import Family, describe, family_of
+from gspo_megatron.config.model_shape import ModelShape, shape_conflicts
 from gspo_megatron.config.problems import format_value
-from gspo_megatron.config.shape import ModelShape, shape_conflicts
 from gspo_megatron.errors import ConfigError, DataError
 
 SINGLE_FILE = "model.safetensors"

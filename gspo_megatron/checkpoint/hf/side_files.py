@@ -11,7 +11,7 @@ import torch
 
 from gspo_megatron.checkpoint.hf.files import SIDE_FILES
 from gspo_megatron.config.families import describe, family_of, family_of_shape
-from gspo_megatron.config.shape import ModelShape, shape_of
+from gspo_megatron.config.model_shape import ModelShape, shape_of
 from gspo_megatron.errors import ConfigError, DataError
 
 GENERATION = "generation_config.json"

@@ -16,7 +16,7 @@ from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
 from gspo_megatron.checkpoint.hf.side_files import tokenizer_files
 from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage
 from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
-from gspo_megatron.config.shape import ModelShape
+from gspo_megatron.config.model_shape import ModelShape
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import fingerprint
 

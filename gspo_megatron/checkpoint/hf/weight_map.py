@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gspo_megatron.config.families import Family, experts_in_layers
-from gspo_megatron.config.shape import ModelShape
+from gspo_megatron.config.families import Family
+from gspo_megatron.config.model_shape import ModelShape, experts_in_layers
 
 if TYPE_CHECKING:
     from torch import Tensor

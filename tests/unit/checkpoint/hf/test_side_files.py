@@ -13,7 +13,7 @@ import torch
 from gspo_megatron.checkpoint.hf.export import export_hf
 from gspo_megatron.checkpoint.hf.side_files import export_config, generation_files
 from gspo_megatron.config.families import describe
-from gspo_megatron.config.shape import ModelShape, shape_of
+from gspo_megatron.config.model_shape import ModelShape, shape_of
 from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
 from gspo_megatron.errors import ConfigError, DataError
 from tests.unit.checkpoint.hf.policies import config_of, policy_of

@@ -23,7 +23,7 @@ from gspo_megatron.checkpoint.hf.weight_map import (
     weight_map,
 )
 from gspo_megatron.config.families import describe, family_of
-from gspo_megatron.config.shape import shape_of
+from gspo_megatron.config.model_shape import shape_of
 from tests.unit.checkpoint.hf.published import CONFIGS, VOCABULARY, model_config, tensor_shapes
 
 Parts = dict[str, Tensor]
