@@ -4,12 +4,13 @@
 
 Runs the package's policy update (gspo_megatron.rl.policy_update) on real gloo ranks that hold
 zig-zag shards of packed sequences; only the model is left out: log-probs are random numbers.
-It counts what really goes into the collectives of torch.distributed, below its Python functions:
+It counts what goes into the collectives of torch.distributed, below its Python functions:
 the bytes of the tensors that a rank hands over. The first mini-batch measures the mismatch with
-the rollout engine, so it is told apart. Beside it the usual way: an all-gather of each response's
+the rollout engine, so it is shown apart. Beside it the usual way: an all-gather of each response's
 log-ratios, one float32 a token, as verl, slime and NeMo-RL gather the log-probs; both give the same
-sequence ratios, which is checked. Exits with 1 where the loss and its figures send more than 8
-bytes a sequence, or more for longer ones.
+sequence ratios, which is checked. Exits with 1 where the loss and its metrics send more than 16
+bytes a sequence, or more for longer ones: a float32 for the sum of the log-ratios, and for
+objectives that clip tokens three more, the counts of clipped tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from gspo_megatron.cli.ranks import join_launcher
 if TYPE_CHECKING:
     from gspo_megatron.rl.policy_update import PolicyUpdater
 
-MOST_BYTES = 8  # a sequence
+MOST_BYTES = 16  # a sequence
 PROMPT = 64  # tokens
 MINI_BATCHES = 2
 
@@ -48,12 +49,14 @@ class Step:
         offsets = [sum(self.responses[:n]) for n in range(count)]
         generator = torch.Generator().manual_seed(tokens)
         total = sum(self.responses)
-        self.sampled = -torch.rand(total, generator=generator)
-        self.trained = self.sampled + 0.01 * torch.randn(total, generator=generator)
+        self.rollout_logprobs = -torch.rand(total, generator=generator)
+        self.trained_logprobs = self.rollout_logprobs + 0.01 * torch.randn(
+            total, generator=generator
+        )
         self.entropies = torch.rand(total, generator=generator)
         self.sequences = Sequences(
             tokens={n: torch.arange(length) for n, length in enumerate(lengths)},
-            logprobs=self.sampled,
+            logprobs=self.rollout_logprobs,
             offsets=dict(enumerate(offsets)),
         )
         self.index = StepIndex(
@@ -74,7 +77,7 @@ class Step:
     def ratios(self, members: Sequence[int]) -> list[float]:
         """The exact sequence ratios."""
         starts = [self.sequences.offsets[n] for n in members]
-        difference = (self.trained - self.sampled).double()
+        difference = (self.trained_logprobs - self.rollout_logprobs).double()
         means = [difference[s : s + self.responses[n]].mean() for s, n in zip(starts, members)]
         return [float(mean.exp()) for mean in means]
 
@@ -138,10 +141,10 @@ def count_update(objective: str, step: Step, cp: int) -> list[tuple[int, int, in
     counted = []
 
     def without_model(_: Any, batch: Any, loss: Any, __: int) -> list[Any]:
-        figures, calls, sequences = [], [], 0
+        outputs_of_all, calls, sequences = [], [], 0
         for micro_batch in batch:
             packed = micro_batch.packed
-            logprobs = step.trained[packed.response_index].requires_grad_()
+            logprobs = step.trained_logprobs[packed.response_index].requires_grad_()
             entropies = step.entropies[packed.response_index]
             with make_counter() as counter:
                 value, outputs = loss(micro_batch, logprobs, entropies)
@@ -150,9 +153,9 @@ def count_update(objective: str, step: Step, cp: int) -> list[tuple[int, int, in
             check_ratios(step, packed.members, outputs.values["ratio/sequence"])
             calls += counter.calls
             sequences += len(packed.members)
-            figures.append(outputs)
+            outputs_of_all.append(outputs)
         counted.append((len(batch), sequences, len(calls), sum(size for _, size in calls)))
-        return figures
+        return outputs_of_all
 
     original = step_module.forward_backward
     step_module.forward_backward = without_model
@@ -173,7 +176,7 @@ def count_gathering(step: Step, cp: int) -> tuple[int, int]:
     for batch in updater.builder.build_step(step.plan, step.sequences, step.index):
         for packed in (micro_batch.packed for micro_batch in batch):
             place = packed.response_index
-            local = step.trained[place] - step.sampled[place]
+            local = step.trained_logprobs[place] - step.rollout_logprobs[place]
             # where it belongs is known to every rank from the lengths alone, and costs nothing
             places: list[Any] = [None] * cp
             dist.all_gather_object(places, (place, packed.sequence_index))
@@ -236,10 +239,10 @@ def run(arguments: argparse.Namespace) -> int:
     missed = [n for n, sizes in rows.items() if max(sizes) > MOST_BYTES or len(set(sizes)) > 1]
     for name in missed:
         print(f"{name}: more than {MOST_BYTES} bytes a sequence, or not the same for all lengths")
-    figures = {f"bytes_{name}": max(sizes) for name, sizes in rows.items()}
-    figures |= {f"collectives_{name}": number for name, number in calls.items()}
-    figures |= {"bytes_gathering": gathered[-1], "missed": len(missed)}
-    print(" ".join(f"{name}={value:.6g}" for name, value in figures.items()))
+    totals = {f"bytes_{name}": max(sizes) for name, sizes in rows.items()}
+    totals |= {f"collectives_{name}": number for name, number in calls.items()}
+    totals |= {"bytes_gathering": gathered[-1], "missed": len(missed)}
+    print(" ".join(f"{name}={value:.6g}" for name, value in totals.items()))
     return int(bool(missed))
 
 

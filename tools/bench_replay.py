@@ -130,7 +130,8 @@ class Updates:
         section = ObjectiveSection(name="gspo")
         objective = build_objective(section, RESPONSE)
         index = self.work.index
-        self.advantages = objective.advantages(index.rewards, torch.tensor(index.groups))
+        groups = torch.tensor(index.groups)
+        self.advantages = objective.advantages.of_sequences(index.rewards, groups)
         self.updaters = {
             mode: PolicyUpdater(
                 self.policy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ HELP = (
     "(python -m gspo_megatron.data.toy makes a small one)"
 )
 HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
+GENERATION_FILE = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Tokenizer(Protocol):
     name: str  # the path it was loaded from
     vocab_size: int
     eos_id: int
+    eos_ids: tuple[int, ...]  # all that end an answer: eos_id, and those of GENERATION_FILE
     pad_id: int
     bos_id: int | None
     unk_id: int | None
@@ -115,6 +118,7 @@ class SentencePieceTokenizer:
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
             raise DataError(f"{path}: has no end-of-sequence token; train it with an eos_id")
+        self.eos_ids = _eos_ids(path.parent, self.eos_id)
         pad_id: int = self._processor.pad_id()
         self.pad_id = pad_id if pad_id >= 0 else self.eos_id
         bos_id: int = self._processor.bos_id()
@@ -211,6 +215,7 @@ class HuggingFaceTokenizer:
                 f"{path}: has no end-of-sequence token; set eos_token in tokenizer_config.json"
             )
         self.eos_id: int = self._tokenizer.eos_token_id
+        self.eos_ids = _eos_ids(path, self.eos_id)
         pad_id = self._tokenizer.pad_token_id
         self.pad_id: int = self.eos_id if pad_id is None else pad_id
         # Many folders name a BOS token that their models never saw before a text (GPT-2): ask the
@@ -262,6 +267,21 @@ class HuggingFaceTokenizer:
 
     def symbol_id(self, symbol: str) -> int | None:
         return self._tokenizer.get_vocab().get(symbol)
+
+
+def _eos_ids(folder: Path, eos_id: int) -> tuple[int, ...]:
+    """`eos_id`, and the eos_token_id of the folder's generation_config.json: an id or a list."""
+    file = folder / GENERATION_FILE
+    if not file.is_file():
+        return (eos_id,)
+    try:
+        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{file}: cannot be read: {error}") from error
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(each) is int for each in ids):
+        raise DataError(f"{file}: eos_token_id = {named!r}; legal: an id or a list of ids")
+    return tuple(dict.fromkeys([eos_id, *ids]))
 
 
 def _load_hugging_face(path: Path) -> Any:

@@ -5,6 +5,6 @@ Which parts make which objective, and their numbers: gspo_megatron/config/object
 
 from __future__ import annotations
 
-from gspo_megatron.objectives.registry import Objective, build_objective
+from gspo_megatron.objectives.losses import Objective, build_objective
 
 __all__ = ["Objective", "build_objective"]

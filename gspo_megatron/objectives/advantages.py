@@ -1,25 +1,135 @@
-"""Advantages of responses relative to their group, the other responses to the same prompt.
+"""Advantages of responses, or of their turns, relative to the other responses to the same prompt.
 
-`rewards` and `group_index` are [num_sequences] with whole groups in any order; group numbers need
-not be consecutive. The result is float32 [num_sequences], computed in float64.
+`build_advantages` gives the one estimator of a configuration. The functions below it take `rewards`
+and `group_index`, [num_sequences] with whole groups in any order; group numbers need not be
+consecutive. They compute in float64 and return float32 [num_sequences].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gspo_megatron.config.objectives import resolve_objective
+from gspo_megatron.config.objectives import RECIPES, resolve_objective
+from gspo_megatron.config.problems import problem
 from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.errors import ConfigError
 from gspo_megatron.objectives.custom import custom_advantages
+from gspo_megatron.objectives.parts import segment_sum
 
-# Rewards that are equal but for float32 rounding have no spread; dividing by what rounding left
-# over would make advantages of +-1 out of nothing.
+# Rewards that differ by float32 rounding alone have no spread: divided by such a difference they
+# would have advantages of +-1.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """The advantages that a configuration asks for."""
+
+    section: ObjectiveSection
+    of_sequences: Callable[[Tensor, Tensor], Tensor]  # of rewards and group_index
+
+    def of_turns(
+        self, rewards: Tensor, turns: Tensor, tokens: Tensor, group_index: Tensor
+    ) -> Tensor:
+        """Token advantages from rewards of turns, see `turn_advantages`.
+
+        Raises ConfigError, with all its lines, where the objective cannot use rewards of turns. A
+        custom objective is taken to read `LossInputs.token_advantages`.
+        """
+        problems = list(_turn_problems(self.section))
+        if problems:
+            raise ConfigError(problems)
+        return turn_advantages(rewards, turns, tokens, group_index, of_turns=self.of_sequences)
+
+
+def build_advantages(section: ObjectiveSection) -> AdvantageEstimator:
+    """The estimator of the configuration.
+
+    Raises UserError where a custom function cannot be loaded. The estimator raises it where that
+    function does not return finite advantages.
+    """
+    if section.advantage_import_path is not None:
+        return AdvantageEstimator(section, custom_advantages(section.advantage_import_path))
+    return AdvantageEstimator(
+        section,
+        {
+            "group_mean_std": partial(group_mean_std, std=section.advantage_std),
+            "batch_std": partial(batch_std, std=section.advantage_std),
+            "group_mean": group_mean,
+            "leave_one_out": leave_one_out,
+        }[resolve_objective(section).advantage],
+    )
+
+
+def build_turn_advantages(section: ObjectiveSection) -> Callable[..., Tensor]:
+    """`AdvantageEstimator.of_turns` of the configuration."""
+    return build_advantages(section).of_turns
+
+
+def turn_advantages(
+    rewards: Tensor,
+    turns: Tensor,
+    tokens: Tensor,
+    group_index: Tensor,
+    *,
+    of_turns: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """[response tokens] float32, sequence after sequence.
+
+    Every turn is one observation of its group: its advantage is its reward relative to all turns of
+    all responses to the same prompt, and each of its tokens has it.
+
+    Args:
+        rewards: [turns of all sequences] float64, sequence after sequence.
+        turns: [num_sequences] int64, how many turns each has.
+        tokens: [turns of all sequences] int64, how many response tokens each has.
+        group_index: [num_sequences] int64; whole groups, in any order.
+        of_turns: advantages of (rewards, group_index), as if each turn were a response.
+    """
+    assert rewards.shape == tokens.shape and turns.shape == group_index.shape, (
+        f"turns {tuple(rewards.shape)}, {tuple(tokens.shape)}; "
+        f"sequences {tuple(turns.shape)}, {tuple(group_index.shape)}"
+    )
+    advantages = of_turns(rewards, group_index.repeat_interleave(turns))
+    return advantages.repeat_interleave(tokens)
+
+
+def _turn_problems(section: ObjectiveSection) -> Iterator[str]:
+    reason = "the reward function returns rewards of turns"
+    recipe = resolve_objective(section)
+    if section.import_path is None and recipe.terms != "token":
+        names = ", ".join(name for name, each in RECIPES.items() if each.terms == "token")
+        by_ratio = section.ratio is not None
+        yield problem(
+            "objective.ratio" if by_ratio else "objective.name",
+            recipe.ratio if by_ratio else section.name,
+            f"{reason}, and its terms are of whole responses; "
+            f"legal: {'sequence_token, token' if by_ratio else names}",
+        )
+    if section.advantage_import_path is not None:
+        yield problem(
+            "objective.advantage_import_path",
+            section.advantage_import_path,
+            f"{reason}, and it judges whole responses; legal: null",
+        )
+    elif recipe.advantage not in ("group_mean_std", "group_mean"):
+        yield problem(
+            "objective.advantage",
+            recipe.advantage,
+            f"{reason}, for which it is not defined; legal: group_mean_std, group_mean",
+        )
+    if section.kl_in == "reward":
+        yield problem(
+            "objective.kl_in",
+            section.kl_in,
+            f"{reason}, and the divergence is taken off that of a whole response; legal: loss",
+        )
 
 
 def group_mean_std(
@@ -32,18 +142,17 @@ def group_mean_std(
     """
     assert std in ("sample", "population"), f"std {std!r}"
     groups, sizes, has_spread = _groups(rewards, group_index)
-    centred = _centre(rewards, groups, sizes)
-    squares = _sum(centred.square(), groups, len(sizes))
+    centred = _centred(rewards, groups, sizes, has_spread)
+    squares = segment_sum(centred.square(), groups, len(sizes))
     degrees = sizes - 1 if std == "sample" else sizes
     deviation = (squares / degrees.clamp_min(1)).sqrt()
-    # Groups without spread are left out below; 1 keeps the division free of 0/0.
-    deviation = deviation.where(has_spread, 1.0)
-    return (centred / deviation[groups]).where(has_spread[groups], 0.0).float()
+    # groups without spread are 0 already; 1 keeps the division free of 0/0
+    return (centred / deviation.where(has_spread, 1.0)[groups]).float()
 
 
 def group_mean(rewards: Tensor, group_index: Tensor) -> Tensor:
     """reward - mean of the group (Dr. GRPO, arXiv 2503.20783); exactly 0 without spread."""
-    return _centred_or_zero(rewards, group_index).float()
+    return _centred(rewards, *_groups(rewards, group_index)).float()
 
 
 def batch_std(
@@ -52,11 +161,10 @@ def batch_std(
     """(reward - mean of the group) / standard deviation of all rewards of the step: groups that
     are nearly all right or all wrong are not blown up (arXiv 2508.08221)."""
     assert std in ("sample", "population"), f"std {std!r}"
-    centred = _centred_or_zero(rewards, group_index)
-    rewards = rewards.double()
-    if not centred.any():  # no group has a spread: perhaps the batch has none either
+    centred = _centred(rewards, *_groups(rewards, group_index))
+    if not centred.any():  # no group has a spread, and perhaps the batch has none either
         return centred.float()
-    return (centred / rewards.std(correction=1 if std == "sample" else 0)).float()
+    return (centred / rewards.double().std(correction=1 if std == "sample" else 0)).float()
 
 
 def leave_one_out(rewards: Tensor, group_index: Tensor) -> Tensor:
@@ -64,35 +172,13 @@ def leave_one_out(rewards: Tensor, group_index: Tensor) -> Tensor:
     spread, and in a group of one."""
     groups, sizes, has_spread = _groups(rewards, group_index)
     factor = sizes / (sizes - 1).clamp_min(1)
-    advantages = _centre(rewards, groups, sizes) * factor[groups]
-    return advantages.where(has_spread[groups], 0.0).float()
-
-
-def build_advantages(section: ObjectiveSection) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function of (rewards, group_index) that the configuration asks for.
-
-    Raises UserError where one of the user's own cannot be loaded or returns what is none.
-    """
-    if section.advantage_import_path is not None:
-        return custom_advantages(section.advantage_import_path)
-    name = resolve_objective(section).advantage
-    if name == "group_mean_std":
-        return partial(group_mean_std, std=section.advantage_std)
-    if name == "batch_std":
-        return partial(batch_std, std=section.advantage_std)
-    return {"group_mean": group_mean, "leave_one_out": leave_one_out}[name]
+    return (_centred(rewards, groups, sizes, has_spread) * factor[groups]).float()
 
 
 def zero_spread_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """[2] float64: how many groups have no spread, and thus no gradient, of how many groups."""
+    """[2] float64: how many groups have no spread, and so no gradient; and how many there are."""
     _, sizes, has_spread = _groups(rewards, group_index)
     return torch.stack([(~has_spread).sum().double(), sizes.new_tensor(len(sizes))])
-
-
-def _centred_or_zero(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """reward - mean of the group in float64; exactly 0 without spread."""
-    groups, sizes, has_spread = _groups(rewards, group_index)
-    return _centre(rewards, groups, sizes).where(has_spread[groups], 0.0)
 
 
 def _groups(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,10 +195,8 @@ def _groups(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor, Tenso
     return groups, sizes.double(), highest - lowest > _ROUNDING * magnitude
 
 
-def _centre(rewards: Tensor, groups: Tensor, sizes: Tensor) -> Tensor:
+def _centred(rewards: Tensor, groups: Tensor, sizes: Tensor, has_spread: Tensor) -> Tensor:
+    """reward - mean of the group in float64; exactly 0 without spread."""
     rewards = rewards.double()
-    return rewards - (_sum(rewards, groups, len(sizes)) / sizes)[groups]
-
-
-def _sum(values: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    return values.new_zeros(num_groups).index_add(0, groups, values)
+    means = segment_sum(rewards, groups, len(sizes)) / sizes
+    return (rewards - means[groups]).where(has_spread[groups], 0.0)

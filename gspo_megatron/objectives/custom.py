@@ -1,4 +1,4 @@
-"""Objectives and advantages that users wrote: loaded, and held to what the trainer relies on."""
+"""Custom objectives and advantages: loaded, and their results checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gspo_megatron.types import LossInputs, LossOutputs
 def custom_objective(
     import_path: str, options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Callable[[LossInputs], LossOutputs]]:
-    """The user's function itself, and the same with its options, whose results are checked."""
+    """The custom function itself, and the same with its options, whose results are checked."""
     key = "objective.import_path"
     function = load_function(key, import_path)
     problems = option_problems("objective", import_path, function, options)
@@ -38,7 +38,7 @@ def custom_objective(
 
 
 def custom_advantages(import_path: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The user's function of (rewards, group_index), whose results are checked."""
+    """The custom function of (rewards, group_index), whose results are checked."""
     name = f"objective.advantage_import_path = {import_path}"
     function = load_function("objective.advantage_import_path", import_path)
     try:

@@ -1,4 +1,4 @@
-"""Figures of a step as true global reductions: the same on every layout.
+"""Metrics of a step as true global reductions: the same on every layout.
 
 Micro-batches leave sums, counts and per-sequence values on the last pipeline stage. Once a step
 they are reduced over the data-parallel (x context-parallel) group and sent, in one message, to
@@ -7,12 +7,15 @@ every stage.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from gspo_megatron.errors import UserError
 
 QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
@@ -73,7 +76,9 @@ class StepMetrics:
         torch.maximum(extremes, torch.stack([-logs.min(), logs.max()]), out=extremes)
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Combine over `group`; every rank of it must have collected the same names."""
+        """Combine over `group`. Raises UserError, on every rank of it, where the ranks have not
+        collected the same names: a custom objective's may depend on its inputs."""
+        self._check_names(group)
         metrics: dict[str, float] = {}
         names = sorted(self._means)
         if names:
@@ -93,6 +98,35 @@ class StepMetrics:
         for name in sorted(self._token_sketches):
             metrics |= self._token_quantiles(name, group)
         return metrics
+
+    def _check_names(self, group: dist.ProcessGroup) -> None:
+        """Otherwise numbers of different metrics would be added up, or a collective would hang."""
+        if group.size() == 1:
+            return
+        values = {*self._sequence_values, *self._token_sketches}
+        kinds = {"means": self._means, "maxima": self._maxima, "values": values}
+        names = [f"{kind}[{name!r}]" for kind, of_kind in kinds.items() for name in sorted(of_kind)]
+        digest = hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest()
+        number = int.from_bytes(digest, "big")  # below 2^56: its negative is an int64 too
+        extremes = torch.tensor([number, -number], device=self.device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        if int(extremes.sum()) == 0:  # the largest is the smallest
+            return
+        by_rank: list[list[str]] = [[]] * group.size()
+        dist.all_gather_object(by_rank, names, group=group)
+        ranks = dist.get_process_group_ranks(group)
+        lines = []
+        for name in sorted(set().union(*by_rank)):
+            without = [
+                rank for rank, known in zip(ranks, by_rank, strict=True) if name not in known
+            ]
+            if without:
+                lines.append(f"{name} is missing on rank {', '.join(map(str, without))}")
+        raise UserError(
+            "the objective's metrics differ between ranks: " + "; ".join(lines) + "; legal: the "
+            "same keys of LossOutputs.means and values for all inputs, with a pair of zeros or an "
+            "empty tensor where there is nothing to report"
+        )
 
     def _token_quantiles(self, name: str, group: dist.ProcessGroup) -> dict[str, float]:
         sketch, extremes = self._token_sketches[name], self._token_extremes[name]
@@ -114,15 +148,17 @@ class StepMetrics:
 
 
 def mismatch_metrics(
-    trained: Tensor, sampled: Tensor, mask: Tensor
+    trained_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     """How far the trainer's log-probs are from the rollout engine's, both [tokens], same weights.
 
-    D = log pi_train - log mu over masked tokens: mean |D|, k1 = mean(-D), k3 = mean(e^D - 1 - D),
-    share with |D| > ln 2; and the largest |D| (a scalar, 0 without tokens).
+    D = log pi_train - log pi_rollout over masked tokens: mean |D|, k1 = mean(-D), k3 = mean(e^D - 1
+    - D), share with |D| > ln 2; and the largest |D| (a scalar, 0 without tokens).
     """
-    difference = (trained.double() - sampled.double())[mask > 0]
-    count = torch.tensor(float(difference.numel()), dtype=torch.float64, device=trained.device)
+    difference = (trained_logprobs.double() - rollout_logprobs.double())[mask > 0]
+    count = torch.tensor(
+        float(difference.numel()), dtype=torch.float64, device=trained_logprobs.device
+    )
 
     def mean(values: Tensor) -> Tensor:
         return torch.stack([values.double().sum(), count])

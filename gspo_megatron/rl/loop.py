@@ -24,13 +24,12 @@ from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_ind
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.config import Config
 from gspo_megatron.config.objectives import resolve_objective
-from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import build_trainer
 from gspo_megatron.objectives import Objective
-from gspo_megatron.objectives.turn_advantages import build_turn_advantages
+from gspo_megatron.objectives.advantages import AdvantageEstimator
 from gspo_megatron.observe.records import RL
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
@@ -107,7 +106,7 @@ class ReinforcementLoop:
         self.dumps.write(step, experience)
         index = gather_index(experience.batch, experience.scores.shaped, self.data_group)
         advantages, token_advantages = compute_advantages(
-            self.config.objective, self.updater.objective, experience, index
+            self.updater.objective.advantages, experience, index
         )
         plan = self.plan(index)
         sequences = redistribute(
@@ -268,19 +267,18 @@ def collect(
 
 
 def compute_advantages(
-    section: ObjectiveSection, objective: Objective, experience: Experience, index: StepIndex
+    estimator: AdvantageEstimator, experience: Experience, index: StepIndex
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages of sequences, [num_sequences] float32 of the whole step. If the reward function
     rewards turns, also those of tokens, [response tokens] float32 of this rank's responses."""
     scores, batch = experience.scores, experience.batch
-    of_sequences = objective.advantages(index.rewards, torch.tensor(index.groups))
-    of_sequences = of_sequences.to(batch.tokens.device)
-    if not experience.has_turns:
-        return of_sequences, None
-    of_turns = build_turn_advantages(section)
-    return of_sequences, of_turns(
-        scores.turn_rewards, scores.turns, scores.turn_tokens, batch.group_index
-    )
+    of_sequences = estimator.of_sequences(index.rewards, torch.tensor(index.groups))
+    of_tokens = None
+    if experience.has_turns:
+        of_tokens = estimator.of_turns(
+            scores.turn_rewards, scores.turns, scores.turn_tokens, batch.group_index
+        )
+    return of_sequences.to(batch.tokens.device), of_tokens
 
 
 def update_policy(

@@ -23,8 +23,7 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, zero_gradients
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.objectives import Objective
-from gspo_megatron.objectives.regularisation import divergence
-from gspo_megatron.objectives.segments import segment_sum
+from gspo_megatron.objectives.parts import divergence, segment_sum
 from gspo_megatron.platform.reduce_metrics import (
     StepMetrics,
     mismatch_metrics,
@@ -128,7 +127,8 @@ class PolicyUpdater:
             dist.broadcast(penalties, src=last, group=self.pipeline_group)
         assert self.section.kl_coefficient is not None
         rewards = index.rewards - self.section.kl_coefficient * penalties.cpu()
-        return self.objective.advantages(rewards, torch.tensor(index.groups)).to(self.device)
+        groups = torch.tensor(index.groups)
+        return self.objective.advantages.of_sequences(rewards, groups).to(self.device)
 
     def train(
         self, mini_batch: MiniBatch, micro_batches: Sequence[MicroBatch], advantages: Tensor

@@ -169,7 +169,7 @@ class Collector:
         for prompt_length, length, group, truncated in rows:
             ids = tokens[start + prompt_length : start + prompt_length + length]
             start += prompt_length + length
-            if ids and ids[-1] == self.tokenizer.eos_id:
+            if ids and ids[-1] in self.tokenizer.eos_ids:
                 ids.pop()
             prompt, text = prompts[group - first], self.tokenizer.decode(ids)
             samples.append(

@@ -20,7 +20,6 @@ from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.routing.noise import RouterNoise
-from gspo_megatron.routing.replay import recorded
 
 
 def run_training(config: Config, *, fresh: bool = False) -> bool:
@@ -70,10 +69,11 @@ def assemble(
     engine = MegatronEngine(
         policy,
         pad_id=tokenizer.pad_id,
-        eos_id=tokenizer.eos_id,
+        eos_id=tokenizer.eos_ids,
         batch_size=config.rollout.batch_size,
         decode=tokenizer.decode,
-        record_routes=recorded if "r3" in routing.modes else None,
+        symbol_id=tokenizer.symbol_id,
+        record_routes="r3" in routing.modes,
         router_noise=RouterNoise(routing.rollout_noise) if routing.rollout_noise else None,
     )
     if "r3" in routing.modes or routing.rollout_noise:

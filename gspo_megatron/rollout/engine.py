@@ -1,4 +1,4 @@
-"""What the training loop asks of a rollout engine."""
+"""The interface of a rollout engine, as the training loop uses it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from gspo_megatron.types import RolloutBatch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn. Temperature 0 is greedy decoding, whose log-probs are at 1."""
+    """How responses are drawn. Temperature 0 is greedy decoding; its log-probs are those of
+    temperature 1."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # texts or special tokens; the token that completes one is the last
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Requests:
     """Prompts of this rank and how many responses to draw for each.
 
     Responses are numbered over all ranks: response j of the prompt with group index g is sample
-    g * responses_per_prompt + j, which together with the seed decides all of its randomness.
+    g * responses_per_prompt + j. Seed and sample index decide all of its randomness.
     """
 
     prompts: Sequence[Sequence[int]]  # token ids
@@ -44,11 +45,11 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         """All responses of this rank's requests, in the order of `Requests.sample_indices`.
 
-        Every rank calls it at the same time, also one without requests. The same (seed, sample
-        index) draws the same response from the same weights on any layout, up to rounding.
+        Every rank calls it at the same time, even without requests. The same seed and sample index
+        draw the same response from the same weights on any layout, up to rounding.
         """
         ...
 
     def update_weights(self) -> None:
-        """Take over the weights of the policy after an optimizer step."""
+        """Take over the policy's weights after an optimizer step."""
         ...

@@ -1,8 +1,8 @@
 """Rollouts by the training model itself, on whatever layout it is sharded.
 
-No second copy of the weights, no transfer: after an optimizer step the next token is already drawn
-from the new policy. Data-parallel (and context-parallel) ranks draw different responses; the ranks
-of a model replica (TP x PP) work on the same ones.
+There is no second copy of the weights and no transfer: after an optimizer step the next token is
+drawn from the new policy. Data-parallel and context-parallel ranks draw different responses; the
+ranks of a model replica (TP x PP) work on the same ones.
 """
 
 from __future__ import annotations
@@ -21,46 +21,53 @@ from gspo_megatron.models.attention import KeyValueCache, decoding, rotary_frequ
 from gspo_megatron.models.build import Policy
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.pipeline import PipelineForward
-from gspo_megatron.rollout.router_noise import RouterNoise, RouterRandomness
-from gspo_megatron.rollout.sampling import draw, uniforms
-from gspo_megatron.routing.replay import expert_dtype
+from gspo_megatron.rollout.sampling import RouterRandomness, StopStrings, draw, uniforms
+from gspo_megatron.routing.noise import RouterNoise
+from gspo_megatron.routing.replay import expert_dtype, recorded
 from gspo_megatron.types import RolloutBatch
 
-# A context in which forward passes are recorded: the experts [tokens, k] of each layer, by number.
-RecordRoutes = Callable[[], AbstractContextManager[Mapping[int, Tensor]]]
-
-# How many tokens are drawn between two looks at which sequences have ended. A look costs a device
-# synchronisation (and, with experts over several ranks, a collective); a token too many costs
-# one decoding step.
-LOOK_EVERY = 4
+# How many tokens are drawn between two checks of which sequences have ended. A check synchronises
+# with the device (and, with experts over several ranks, runs a collective); a token drawn in vain
+# costs one decoding step.
+CHECK_INTERVAL = 4
 
 
 @dataclass
 class _Responses:
-    """The responses of one batch as they grow; rows are the batch's sequences."""
+    """The responses of one batch as they grow; rows are the batch's sequences. What stands after
+    the end of a response is void."""
 
     tokens: Tensor  # [sequences, max_tokens] int64
     logprobs: Tensor  # [sequences, max_tokens] float32
-    lengths: Tensor  # [sequences] int64, the end-of-sequence token included
+    lengths: Tensor  # [sequences] int64, with the end token; max_tokens until a response ends
     ended: Tensor  # [sequences] bool
-    # [sequences, positions, MoE layers of this rank, k], prompts included; where they are recorded
+    # [sequences, positions, MoE layers of this rank, k], with the prompts; where they are recorded
     routes: Tensor | None = None
 
-    def first(self, count: int) -> _Responses:
-        """Of the first `count` sequences."""
-        columns = {k: v if v is None else v[:count] for k, v in vars(self).items()}
-        return _Responses(**columns)
-
     @classmethod
-    def empty(cls, rows: int, max_tokens: int, pad_id: int, device: torch.device) -> _Responses:
-        """Nothing drawn yet; a response that never ends has the full length."""
+    def empty(cls, rows: int, max_tokens: int, device: torch.device) -> _Responses:
         return cls(
-            tokens=torch.full((rows, max_tokens), pad_id, device=device),
+            tokens=torch.zeros((rows, max_tokens), dtype=torch.long, device=device),
             logprobs=torch.zeros((rows, max_tokens), device=device),
             lengths=torch.full((rows,), max_tokens, device=device),
             ended=torch.zeros(rows, dtype=torch.bool, device=device),
         )
+
+    def first(self, count: int) -> _Responses:
+        """The first `count` sequences."""
+        columns = {k: v if v is None else v[:count] for k, v in vars(self).items()}
+        return _Responses(**columns)
+
+
+@dataclass
+class _Draws:
+    """What decides the tokens of one batch, besides the weights and the prompts."""
+
+    sampling: Sampling
+    uniforms: Tensor  # [sequences, max_tokens] float64
+    router_randomness: RouterRandomness | None  # None: no noise on the routers
+    end_ids: Tensor  # [end ids] int64, the tokens that end a response
+    stop_strings: StopStrings | None
 
 
 class MegatronEngine:
@@ -71,33 +78,37 @@ class MegatronEngine:
         policy: Policy,
         *,
         pad_id: int,
-        eos_id: int,
+        eos_id: int | Sequence[int],
         batch_size: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
-        record_routes: RecordRoutes | None = None,
+        symbol_id: Callable[[str], int | None] = lambda text: None,
+        record_routes: bool = False,
         router_noise: RouterNoise | None = None,
     ) -> None:
-        """batch_size: prompts' responses decoded together on a rank (None: all at once); decode:
-        token ids to text, needed for stop strings; record_routes: the experts of every token are
-        wanted with the responses; router_noise: on the scores while sampling. Greedy answers, those
-        of an evaluation, stay the policy's own."""
+        """eos_id: one or several; batch_size: responses decoded together on a rank, in whole groups
+        (None: all at once); decode: token ids to text, needed for stops; symbol_id: the id of a
+        text that is one token; record_routes: return the experts of every token with the responses;
+        router_noise: added to the routers' scores while sampling, but not in greedy decoding, so
+        that an evaluation measures the policy itself."""
         self.policy = policy
-        self.pad_id, self.eos_id = pad_id, eos_id
+        self.pad_id = pad_id
+        self.eos_ids = (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
         self.batch_size = batch_size
-        self.decode = decode
+        self.decode, self.symbol_id = decode, symbol_id
         self.record_routes = record_routes
         self.router_noise = router_noise
         self.device = torch.device(torch.cuda.current_device())
-        self.pipeline = PipelineForward(policy)
+        self.pipeline = _PipelineForward(policy)
         self.replica, self.source = model_replica()
         modules = (module for model in policy.models for module in model.modules())
         self.num_routers = sum(isinstance(module, TopKRouter) for module in modules)
-        # experts over several ranks of which not all work on the same responses
+        # Are experts spread over ranks that work on different responses? Then all these ranks must
+        # run the same number of forward passes.
         tp = parallel_state.get_tensor_model_parallel_world_size()
         etp = parallel_state.get_expert_tensor_parallel_world_size()
         self.lockstep = parallel_state.get_expert_model_parallel_world_size() > 1 or tp % etp > 0
-        # the allgather dispatcher wants as many tokens from every rank
-        self.alike = self.lockstep and not policy.config.variable_seq_lengths
+        # The allgather dispatcher needs the same number of tokens from every rank.
+        self.equal_batches = self.lockstep and not policy.config.variable_seq_lengths
 
     def update_weights(self) -> None:
         """Nothing to do: the engine decodes with the trained weights themselves."""
@@ -110,163 +121,148 @@ class MegatronEngine:
         per_prompt = requests.responses_per_prompt
         samples = torch.tensor(requests.sample_indices(), dtype=torch.long, device=self.device)
         prompts = [tuple(p) for p in requests.prompts]
-        # ranks may differ in their number of prompts, but not in their number of batches
+        end_ids, stop_strings = self._split_stops(sampling.stop)
+        with_noise = self.router_noise is not None and sampling.temperature > 0
+        # Ranks may differ in their number of prompts, but not in their number of batches.
         most = self._agreed_maximum(len(prompts))
         size = max(1, self.batch_size // per_prompt if self.batch_size else most)
-        starts = range(0, most, size)
         batches = []
-        for start in starts:
+        for start in range(0, most, size):
             chosen = prompts[start : start + size]
-            rows = slice(start * per_prompt, (start + len(chosen)) * per_prompt)
-            count = min(size, most - start) if self.alike else max(1, len(chosen))
-            batches.append(self._batch(chosen, count, per_prompt, samples[rows], sampling, seed))
+            count = min(size, most - start) if self.equal_batches else max(1, len(chosen))
+            # Dummy prompts, with sample index 0, fill the batch up to `count`.
+            indices = samples.new_zeros(count * per_prompt)
+            real = len(chosen) * per_prompt
+            indices[:real] = samples[start * per_prompt :][:real]
+            draws = _Draws(
+                sampling,
+                uniforms(seed, indices, sampling.max_tokens),
+                RouterRandomness(seed, indices) if with_noise else None,
+                end_ids,
+                stop_strings,
+            )
+            filled = chosen + [(self.pad_id,)] * (count - len(chosen))
+            batches.append(self._generate_batch(filled, per_prompt, real, draws).first(real))
         self.policy.train()
         joined = _join(prompts, samples, requests, batches, sampling.max_tokens)
-        if self.record_routes is not None and not batches:
+        if self.record_routes and not batches:
             joined.routes = self._no_routes(0, self.num_routers)
         return joined
 
     def _finish_parameter_gather(self) -> None:
         """Under overlap_param_gather a forward pass fetches the weights of the last update from the
-        ranks that share them; here a rank without requests has no pass, and they would wait."""
+        ranks that share them. A rank without requests runs no forward pass, and the others would
+        wait for it: fetch them here."""
         for chunk in self.policy.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
+    def _split_stops(self, stop: Sequence[str]) -> tuple[Tensor, StopStrings | None]:
+        """The ids of all tokens that end a response [end ids], and the stops to find in its text.
+        Decoding leaves special tokens out, so a stop that is one of them goes by its id."""
+        assert not stop or self.decode is not None, "stop strings need the tokenizer"
+        special = {
+            text: token
+            for text in stop
+            if (token := self.symbol_id(text)) is not None and not self.decode([token])
+        }
+        end_ids = torch.tensor([*self.eos_ids, *special.values()], device=self.device)
+        texts = [text for text in stop if text not in special]
+        return end_ids, StopStrings(texts, self.decode) if texts else None
+
     def _agreed_maximum(self, value: int) -> int:
-        """Experts on other ranks need every rank to take part in every forward pass."""
+        """The largest value of all ranks, where every rank must join every forward pass."""
         if not self.lockstep:
             return value
         agreed = torch.tensor([value], device=self.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         return int(agreed)
 
-    def _batch(
-        self,
-        prompts: list[tuple[int, ...]],
-        count: int,
-        per_prompt: int,
-        samples: Tensor,
-        sampling: Sampling,
-        seed: int,
+    def _generate_batch(
+        self, prompts: Sequence[tuple[int, ...]], per_prompt: int, real: int, draws: _Draws
     ) -> _Responses:
-        """Responses to `prompts`, made up to `count` by prompts for the other ranks' sake."""
-        rows, real = count * per_prompt, len(prompts) * per_prompt
-        prompts = prompts + [(self.pad_id,)] * (count - len(prompts))
-        samples = torch.cat([samples, samples.new_zeros(rows - real)])
-        responses = _Responses.empty(rows, sampling.max_tokens, self.pad_id, self.device)
-        responses.ended[real:] = True
-        noise = uniforms(seed, samples, sampling.max_tokens)
+        """Responses to `prompts`; all but the first `real` are dummies, which end at once."""
+        max_tokens, randomness = draws.sampling.max_tokens, draws.router_randomness
+        rows = len(prompts) * per_prompt
+        responses = _Responses.empty(rows, max_tokens, self.device)
+        responses.ended[real:], responses.lengths[real:] = True, 0
         prompt_lengths = torch.tensor([len(p) for p in prompts], device=self.device)
         longest = int(prompt_lengths.max())
-        if self.alike:
+        if self.equal_batches:
             longest = self._agreed_maximum(longest)
-        cache = self._cache(longest + sampling.max_tokens)
-        sampled = self.router_noise is not None and sampling.temperature > 0
-        randomness = RouterRandomness(seed, samples) if sampled else None
-        of_prompts = randomness and randomness.at(slice(None, None, per_prompt))
+        frequencies = rotary_frequencies(self.policy.models[0], longest + max_tokens)
+        cache = KeyValueCache(frequencies, longest + max_tokens)
         with decoding(self.policy.models, cache):
+            # A group's responses share the work on their prompt.
+            of_prompts = randomness and randomness.at(slice(None, None, per_prompt))
             hidden, routes = self._prefill(prompts, prompt_lengths, longest, cache, of_prompts)
             if routes is not None:
-                size = (rows, longest + sampling.max_tokens, *routes.shape[2:])
-                responses.routes = routes.new_zeros(size)
+                responses.routes = routes.new_zeros((rows, longest + max_tokens, *routes.shape[2:]))
                 responses.routes[:, :longest] = routes.repeat_interleave(per_prompt, 0)
-            if per_prompt > 1:  # a group's responses share the work on their prompt
-                cache.keep(
-                    torch.arange(len(prompts), device=self.device).repeat_interleave(per_prompt)
-                )
+            if per_prompt > 1:
+                of_row = torch.arange(len(prompts), device=self.device)
+                cache.keep(of_row.repeat_interleave(per_prompt))
                 prompt_lengths = prompt_lengths.repeat_interleave(per_prompt)
                 hidden = hidden.repeat_interleave(per_prompt, 0) if hidden is not None else None
-            self._decode(hidden, prompt_lengths, noise, cache, responses, sampling, randomness)
-        return responses.first(real)
-
-    def _cache(self, max_length: int) -> KeyValueCache:
-        frequencies = rotary_frequencies(self.policy.models[0], max_length)
-        return KeyValueCache(frequencies, max_length)
+            self._decode(hidden, prompt_lengths, cache, responses, draws)
+        return responses
 
     def _prefill(
         self,
-        prompts: list[tuple[int, ...]],
+        prompts: Sequence[tuple[int, ...]],
         lengths: Tensor,
         longest: int,
         cache: KeyValueCache,
         randomness: RouterRandomness | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Fill the cache with the prompts; the last stage gets their last hidden states. Also the
-        routes [prompts, longest, layers, k], where they are recorded."""
+        """Fill the cache with the prompts. Returns, on the last stage, the hidden states of their
+        last tokens [prompts, hidden], and the routes [prompts, longest, layers, k] if recorded."""
         ids = _padded(prompts, longest, self.pad_id, self.device)
         cache.start_prefill(longest)
-        positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
+        positions = torch.arange(longest, device=self.device).expand_as(ids)
         hidden, routes = self._forward(ids, positions, randomness)
         if hidden is not None:
             hidden = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
         return hidden, routes
 
-    def _forward(
-        self, ids: Tensor, positions: Tensor, randomness: RouterRandomness | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """One pass through all stages; and [sequences, length, layers, k], where recorded."""
-        with self._routers(positions, randomness) as experts:
-            hidden = self.pipeline(ids, positions)
-        if self.record_routes is None:
-            return hidden, None
-        sequences, length = ids.shape
-        # routers see the first token of all sequences, then the second
-        layers = [experts[n].view(length, sequences, -1) for n in sorted(experts)]
-        if not layers:  # a stage of dense layers
-            return hidden, self._no_routes(sequences, length, 0)
-        return hidden, torch.stack(layers, dim=2).transpose(0, 1)
-
-    def _routers(
-        self, positions: Tensor, randomness: RouterRandomness | None
-    ) -> AbstractContextManager[Mapping[int, Tensor]]:
-        """What the routers of a forward pass do besides their work: be noisy, be recorded."""
-        record = self.record_routes
-        if randomness is not None:
-            assert self.router_noise is not None
-            return self.router_noise(randomness.numbers(positions), record=record is not None)
-        return nullcontext({}) if record is None else record()
-
-    def _no_routes(self, *sizes: int) -> Tensor:
-        """[*sizes, k] without a token or without a layer."""
-        config = self.policy.config
-        dtype = expert_dtype(config.num_moe_experts)
-        return torch.zeros((*sizes, config.moe_router_topk), dtype=dtype, device=self.device)
-
     def _decode(
         self,
         hidden: Tensor | None,
         positions: Tensor,
-        noise: Tensor,
         cache: KeyValueCache,
         responses: _Responses,
-        sampling: Sampling,
-        randomness: RouterRandomness | None,
+        draws: _Draws,
     ) -> None:
         """Draw token after token until every sequence has ended, here and on the ranks that need
-        this one. Sequences that have ended leave the batch when they are more than half of it."""
+        this one. Sequences that have ended leave the batch when they are half of it or more.
+
+        hidden [sequences, hidden], positions [sequences]: of the next token."""
+        max_tokens, randomness = draws.sampling.max_tokens, draws.router_randomness
         active = torch.arange(len(positions), device=self.device)  # rows of `responses`
         longest = int(positions.max())
-        for step in range(sampling.max_tokens):
-            tokens, logprobs = self._draw(hidden, sampling, noise[active, step])
-            self._record(step, active, tokens, logprobs, responses, sampling)
-            if step + 1 == sampling.max_tokens:
+        for step in range(max_tokens):
+            tokens, logprobs = self._draw(hidden, draws.sampling, draws.uniforms[active, step])
+            _append(responses, step, active, tokens, logprobs, draws.end_ids)
+            is_last, is_check = step + 1 == max_tokens, (step + 1) % CHECK_INTERVAL == 0
+            if draws.stop_strings is not None and (is_last or is_check):
+                _end_at_stop_strings(responses, step + 1, active, draws.stop_strings)
+            if is_last:
                 return
-            if step % LOOK_EVERY == LOOK_EVERY - 1:
+            if is_check:
                 ended = responses.ended[active]
-                going = len(ended) - int(ended.sum())
-                most = self._agreed_maximum(going)
+                running = len(ended) - int(ended.sum())
+                most = self._agreed_maximum(running)
                 if most == 0:
                     return
-                kept = most if self.alike else max(1, going)
+                kept = most if self.equal_batches else max(1, running)
                 if 2 * kept <= len(active):
                     rows = ended.int().argsort(stable=True)[:kept]
                     cache.keep(rows)
                     active, tokens, positions = active[rows], tokens[rows], positions[rows]
             longest += 1
             cache.start_token(positions, longest)
-            rest = randomness and randomness.at(active)
-            hidden, routes = self._forward(tokens[:, None], positions[:, None], rest)
+            of_active = randomness and randomness.at(active)
+            hidden, routes = self._forward(tokens[:, None], positions[:, None], of_active)
             if routes is not None:
                 responses.routes[active, positions] = routes[:, 0]
             hidden = hidden[:, 0] if hidden is not None else None
@@ -285,40 +281,126 @@ class MegatronEngine:
             dist.broadcast(drawn, src=self.source, group=self.replica)
         return drawn[0].long(), drawn[1].float()
 
-    def _record(
-        self,
-        step: int,
-        active: Tensor,
-        tokens: Tensor,
-        logprobs: Tensor,
-        responses: _Responses,
-        sampling: Sampling,
-    ) -> None:
-        running = ~responses.ended[active]
-        responses.tokens[active, step] = torch.where(running, tokens, self.pad_id)
-        responses.logprobs[active, step] = torch.where(running, logprobs, 0.0)
-        stops = tokens == self.eos_id
-        if sampling.stop:
-            stops = stops | self._hits_stop_string(step, active, responses, sampling.stop)
-        ends = running & stops
-        responses.lengths[active] = torch.where(ends, step + 1, responses.lengths[active])
-        responses.ended[active] = ~running | ends
+    def _forward(
+        self, ids: Tensor, positions: Tensor, randomness: RouterRandomness | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """One pass of ids [sequences, length] through all stages. Returns, on the last stage, the
+        hidden states [sequences, length, hidden], and the routes [sequences, length, layers, k] if
+        they are recorded."""
+        with self._routers(positions, randomness) as experts:
+            hidden = self.pipeline(ids, positions)
+        if not self.record_routes:
+            return hidden, None
+        sequences, length = ids.shape
+        # Routers see the first token of all sequences, then the second.
+        layers = [experts[n].view(length, sequences, -1) for n in sorted(experts)]
+        if not layers:  # a stage of dense layers
+            return hidden, self._no_routes(sequences, length, 0)
+        return hidden, torch.stack(layers, dim=2).transpose(0, 1)
 
-    def _hits_stop_string(
-        self, step: int, active: Tensor, responses: _Responses, stop: tuple[str, ...]
-    ) -> Tensor:
-        """Whether each sequence's text now contains a stop string. A stop string lies within the
-        last tokens, but one token's text may depend on those before: decode a short tail."""
-        assert self.decode is not None, "stop strings need the tokenizer"
-        tail = max(len(text) for text in stop) + 8
-        rows = responses.tokens[active, max(0, step + 1 - tail) : step + 1].tolist()
-        texts = [self.decode(row) for row in rows]
-        hits = [any(text in decoded for text in stop) for decoded in texts]
-        return torch.tensor(hits, dtype=torch.bool, device=self.device)
+    def _routers(
+        self, positions: Tensor, randomness: RouterRandomness | None
+    ) -> AbstractContextManager[Mapping[int, Tensor]]:
+        """A context for a forward pass: adds noise to the routers' scores, and yields the chosen
+        experts [tokens, k] by layer number, if they are recorded."""
+        if randomness is not None:
+            assert self.router_noise is not None
+            return self.router_noise(randomness.numbers(positions), record=self.record_routes)
+        return recorded() if self.record_routes else nullcontext({})
+
+    def _no_routes(self, *sizes: int) -> Tensor:
+        """[*sizes, k] without tokens or without layers."""
+        config = self.policy.config
+        dtype = expert_dtype(config.num_moe_experts)
+        return torch.zeros((*sizes, config.moe_router_topk), dtype=dtype, device=self.device)
+
+
+class _PipelineForward:
+    """One forward pass through all pipeline stages (and virtual stages).
+
+    Decoding sends one small message a stage and token. Megatron's training schedules are made for
+    many micro-batches with gradients and are of no use here.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.models = policy.models
+        self.dtype = policy.config.params_dtype
+        self.hidden_size = policy.config.hidden_size
+        self.group = parallel_state.get_pipeline_model_parallel_group()
+        self.size, self.rank = self.group.size(), self.group.rank()
+        ranks = dist.get_process_group_ranks(self.group)
+        self.previous = ranks[(self.rank - 1) % self.size]
+        self.following = ranks[(self.rank + 1) % self.size]
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor) -> Tensor | None:
+        """input_ids [sequences, length] -> hidden [sequences, length, hidden] on the last stage,
+        None elsewhere."""
+        output = None
+        for chunk, model in enumerate(self.models):
+            if chunk > 0 or self.rank > 0:
+                model.set_input_tensor(self._receive(input_ids))
+            output = model(input_ids=input_ids, position_ids=position_ids, attention_mask=None)
+            if chunk < len(self.models) - 1 or self.rank < self.size - 1:
+                self._send(output)
+                output = None
+        return output
+
+    def _receive(self, input_ids: Tensor) -> Tensor:
+        if self.size == 1:
+            return self._passed
+        sequences, length = input_ids.shape
+        shape = (length, sequences, self.hidden_size)
+        buffer = torch.empty(shape, dtype=self.dtype, device=input_ids.device)
+        dist.recv(buffer, src=self.previous, group=self.group)
+        return buffer
+
+    def _send(self, output: Tensor) -> None:
+        if self.size == 1:
+            self._passed = output  # virtual stages of a single rank
+        else:
+            dist.send(output.contiguous(), dst=self.following, group=self.group)
+
+
+def _append(
+    responses: _Responses,
+    step: int,
+    active: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    end_ids: Tensor,
+) -> None:
+    """Write down the tokens of the `active` rows, and end those that drew an end token."""
+    responses.tokens[active, step] = tokens
+    responses.logprobs[active, step] = logprobs
+    ended = responses.ended[active]
+    ends = ~ended & (tokens[:, None] == end_ids).any(1)
+    responses.lengths[active] = torch.where(ends, step + 1, responses.lengths[active])
+    responses.ended[active] = ended | ends
+
+
+def _end_at_stop_strings(
+    responses: _Responses, drawn: int, active: Tensor, stop_strings: StopStrings
+) -> None:
+    """End the responses among the `active` rows whose text contains a stop string now that `drawn`
+    tokens are there. The tokens after it are void. Reads from the device once."""
+    searched = (drawn - 1) // CHECK_INTERVAL * CHECK_INTERVAL  # tokens, at the check before
+    first = max(0, searched + 1 - stop_strings.window)
+    rows = torch.cat([active[:, None], responses.lengths[active, None]], dim=1)
+    rows = torch.cat([rows, responses.tokens[active, first:drawn]], dim=1).tolist()
+    found = {}
+    for row, length, *ids in rows:
+        if length > searched:  # had not ended at the check before
+            end = stop_strings.end(ids[: length - first], searched - first)
+            if end is not None:
+                found[row] = first + end
+    if found:
+        ended = torch.tensor(list(found), device=active.device)
+        responses.lengths[ended] = torch.tensor(list(found.values()), device=active.device)
+        responses.ended[ended] = True
 
 
 def _padded(
-    prompts: list[tuple[int, ...]], longest: int, pad_id: int, device: torch.device
+    prompts: Sequence[tuple[int, ...]], longest: int, pad_id: int, device: torch.device
 ) -> Tensor:
     """[prompts, longest], padded on the right."""
     rows = [(*p, *(pad_id,) * (longest - len(p))) for p in prompts]
@@ -335,7 +417,7 @@ def _join(
     """Flatten batches of padded responses into one RolloutBatch."""
     device, per_prompt = samples.device, requests.responses_per_prompt
     if not batches:
-        batches = [_Responses.empty(0, max_tokens, 0, device)]
+        batches = [_Responses.empty(0, max_tokens, device)]
     tokens, logprobs, lengths, ended = (
         torch.cat([getattr(batch, name) for batch in batches])
         for name in ("tokens", "logprobs", "lengths", "ended")
@@ -345,11 +427,10 @@ def _join(
     prompt_lengths = prompt_lengths.repeat_interleave(per_prompt)
     longest = max((len(p) for p in prompts), default=0)
     prompt_tokens = _padded(prompts, longest, 0, device).repeat_interleave(per_prompt, 0)
-    in_prompt = torch.arange(prompt_tokens.shape[1], device=device) < prompt_lengths[:, None]
+    in_prompt = torch.arange(longest, device=device) < prompt_lengths[:, None]
     in_response = torch.arange(max_tokens, device=device) < lengths[:, None]
-    sequences = torch.cat([prompt_tokens, tokens], dim=1)
     return RolloutBatch(
-        tokens=sequences[torch.cat([in_prompt, in_response], dim=1)],
+        tokens=torch.cat([prompt_tokens, tokens], 1)[torch.cat([in_prompt, in_response], 1)],
         prompt_lengths=prompt_lengths,
         response_lengths=lengths,
         logprobs=logprobs[in_response],
@@ -361,7 +442,7 @@ def _join(
 
 
 def _flat_routes(batches: list[_Responses], lengths: Tensor) -> Tensor | None:
-    """[tokens, layers, k] of all sequences, whole `lengths` [sequences] each."""
+    """[tokens, layers, k] of all sequences; lengths [sequences] count prompt and response."""
     flat, start = [], 0
     for batch in batches:
         if batch.routes is None:

@@ -1,10 +1,14 @@
-"""Drawing tokens: one uniform number a token, derived from (seed, sample, position).
+"""Random numbers, the choice of the next token, and stop strings.
 
-No generator state: a response's randomness does not depend on the layout, on the other responses in
-its batch, or on how often the run was resumed.
+There is no generator state: every random number is derived from seed, sample index and position. A
+response's randomness does not depend on the layout, on the other responses of its batch, or on
+resuming.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +32,7 @@ def uniforms(seed: int, samples: Tensor, num_positions: int) -> Tensor:
     state = _finalise(torch.full_like(samples, _wrapped(seed * _GAMMA % (1 << 64))))
     state = _finalise(state + samples * _wrapped(_GAMMA))[:, None]
     bits = _finalise(state + (positions + 1) * _wrapped(_GAMMA))
-    # the top 52 bits, centred in their interval: neither 0 nor 1 can come out
+    # The top 52 bits, centred in their interval: neither 0 nor 1 can come out.
     return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
@@ -39,8 +43,30 @@ def _finalise(z: Tensor) -> Tensor:
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's is arithmetic and would drag the sign bit in."""
+    """Logical shift: torch's is arithmetic and would copy the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@dataclass(frozen=True)
+class RouterRandomness:
+    """Random numbers for noise on the routers' scores (routing/noise.py). They depend on seed,
+    sample, position and layer alone, and differ from those that draw the tokens."""
+
+    seed: int
+    samples: Tensor  # [sequences]; for a prompt, the first of its samples
+
+    def at(self, rows: Tensor | slice) -> RouterRandomness:
+        """For some of the sequences."""
+        return RouterRandomness(self.seed, self.samples[rows])
+
+    def numbers(self, positions: Tensor) -> Callable[[int, int], Tensor]:
+        """positions [sequences, length] -> a function of (layer, experts) that returns [tokens,
+        experts] float64 in (0, 1). Tokens are ordered as routers see them: the first of all
+        sequences, then the second."""
+        # Room for 2^20 positions and 2^24 samples.
+        tokens = ((self.samples[:, None] << 20) + positions).t().flatten()
+        # With `seed` itself, layer 0 would repeat the numbers that draw tokens.
+        return lambda layer, experts: uniforms(~self.seed, tokens + (layer << 44), experts)
 
 
 def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,14 +85,14 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
         weights = _kept(logprobs.exp(), sampling).double()
         cumulative = weights.cumsum(dim=-1)
         threshold = uniform[:, None] * cumulative[:, -1:]
-        # the first token whose cumulative weight passes the threshold has weight of its own
+        # The first token whose cumulative weight is above the threshold never has weight 0.
         tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
         tokens = tokens.clamp(max=logits.shape[-1] - 1)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
 def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
-    """Zero what top-k and then top-p leave out; the most likely token always stays."""
+    """Set to zero what top-k and then top-p leave out; the likeliest token always stays."""
     size = probabilities.shape[-1]
     limit = min(sampling.top_k, size) if sampling.top_k else size
     if limit == size and sampling.top_p >= 1.0:
@@ -76,3 +102,44 @@ def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
         total_before = ordered.cumsum(dim=-1) - ordered
         ordered = ordered * (total_before < sampling.top_p * ordered.sum(dim=-1, keepdim=True))
     return torch.zeros_like(probabilities).scatter(1, order, ordered)
+
+
+class StopStrings:
+    """Finds the token that completes a stop string in a response.
+
+    Only the last tokens are decoded. A token with text has at least one byte, so a stop string of n
+    UTF-8 bytes has at most n such tokens. Some more are decoded, because special tokens have no
+    text, decoders drop a leading space, and the first token may begin inside a character.
+    """
+
+    SPARE_TOKENS = 8
+    BROKEN = "\ufffd"  # what decoders write for bytes that are no whole character
+
+    def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        """texts: the stop strings, at least one; decode: token ids to text."""
+        self._texts, self._decode = tuple(texts), decode
+        self.window = max(len(text.encode()) for text in texts) + self.SPARE_TOKENS  # tokens
+
+    def end(self, ids: Sequence[int], searched: int) -> int | None:
+        """The number of tokens up to the one that completes the first stop string, or None.
+
+        The first `searched` tokens are known to hold none. Of them, `ids` needs the last `window`
+        only.
+        """
+        text = self._text(ids)
+        if self.BROKEN not in text and not self._in(text):
+            return None  # the usual case, with a single decode
+        lengths = range(searched + 1, len(ids) + 1)
+        return next((n for n in lengths if self._in(self._text(ids[:n]))), None)
+
+    def _in(self, text: str) -> bool:
+        return any(stop in text for stop in self._texts)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """The text of `ids`. They may begin with the last bytes of a character, for which some
+        decoders take the characters that follow for broken too: leave up to 3 tokens out."""
+        for start in range(4):
+            text = self._decode(ids[start:])
+            if not text.startswith(self.BROKEN) or self._in(text):
+                break
+        return text

@@ -1,8 +1,8 @@
-"""Noise on the routers' scores while rolling out: a stand-in for an engine that computes otherwise.
+"""Noise on the routers' scores during rollouts. It imitates an engine that computes differently.
 
-A rollout engine of its own, or of a lower precision, sends some tokens to other experts than the
-trainer does. The engine here runs the trainer's own weights and agrees with it to rounding; noise
-of a chosen size makes it differ, on any machine, by an amount that is known.
+A separate rollout engine, or one of lower precision, sends some tokens to other experts than the
+trainer does. The engine of this package uses the trainer's weights and agrees with it up to
+rounding. Noise makes the two differ by a known amount, on any machine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from gspo_megatron.routing.hooks import Choice, Routes, routed
 from gspo_megatron.routing.replay import Recording
 
-# (layer, experts) -> [tokens, experts] float64, uniform in (0, 1). What they depend on is the
-# engine's to say: it knows which tokens these are.
+# (layer, experts) -> [tokens, experts] float64, uniform in (0, 1). The engine provides it, because
+# the engine knows which tokens pass (rollout/sampling.py, RouterRandomness).
 Numbers = Callable[[int, int], Tensor]
 
 
@@ -31,14 +31,15 @@ class RouterNoise:
 
     @contextlib.contextmanager
     def __call__(self, numbers: Numbers, *, record: bool) -> Iterator[dict[int, Tensor]]:
-        """The experts [tokens, k] that forward passes inside choose, by layer, if wanted."""
+        """Yields the experts [tokens, k] that forward passes inside choose, by layer number; an
+        empty dict unless `record`."""
         recording = Recording() if record else None
         with routed(_Noisy(self.std, numbers, recording)):
             yield {} if recording is None else recording.experts
 
 
 class _Noisy:
-    """Adds Gaussian noise to the scores; then `inner`, or else the router, chooses by them."""
+    """Adds Gaussian noise to the scores. Then `inner` chooses by them, or the router itself."""
 
     def __init__(self, std: float, numbers: Numbers, inner: Routes | None) -> None:
         self._std, self._numbers, self._inner = std, numbers, inner
@@ -47,7 +48,7 @@ class _Noisy:
         """See Routes.choose."""
         assert not torch.is_grad_enabled(), "router noise is for rollouts alone"
         noise = self._std * normal(self._numbers(layer, scores.shape[-1]))
-        # In place: `native` reads the same tensor, by whatever rule its router has.
+        # In place, because `native` reads the same tensor.
         scores.add_(noise.to(scores.dtype))
         return native() if self._inner is None else self._inner.choose(layer, scores, native)
 

@@ -28,6 +28,7 @@ from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
 from gspo_megatron.objectives import build_objective
+from gspo_megatron.objectives.advantages import AdvantageEstimator
 from gspo_megatron.platform.groups import (
     data_parallel_group,
     set_up_model_parallel,
@@ -87,7 +88,8 @@ def run_update(
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
     if section.kl_in == "reward":  # the batch has advantages in place of rewards
-        objective = replace(objective, advantages=lambda values, _: values.float())
+        as_given = AdvantageEstimator(section, lambda values, _: values.float())
+        objective = replace(objective, advantages=as_given)
     updater = PolicyUpdater(policy, recorder, builder, objective, section, config.routing)
     advantages = index.rewards.float().to(updater.device)
     metrics = update_policy(updater, sequences, index, plans, advantages)
@@ -143,9 +145,7 @@ def run_dumped_step(
     index = gather_index(experience.batch, experience.scores.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))
     plans = plan_alike(config, index.lengths, index.response_lengths, cut, mini_batches)
-    advantages, token_advantages = compute_advantages(
-        config.objective, objective, experience, index
-    )
+    advantages, token_advantages = compute_advantages(objective.advantages, experience, index)
     sequences = redistribute(
         experience.batch,
         index,

@@ -19,11 +19,8 @@ from tests.e2e.conftest import Command
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "objectives"
 EXAMPLES = sorted(FOLDER.glob("*.yaml"))
-OWN = "custom_objective"
-
-
-def names(path: Path) -> str:
-    return path.stem
+CUSTOM = "custom_objective"
+EACH = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
 
 @pytest.fixture(autouse=True)
@@ -32,32 +29,32 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_there_is_one_for_each_preset_and_one_for_own_functions() -> None:
-    assert {path.stem for path in EXAMPLES} == {*RECIPES, OWN}
+def test_there_is_one_for_each_preset_and_one_for_custom_functions() -> None:
+    assert {path.stem for path in EXAMPLES} == {*RECIPES, CUSTOM}
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=names)
+@EACH
 def test_an_example_is_sound(path: Path) -> None:
     """What `gspo-megatron check` looks at, but for the prompt files, which run.sh makes."""
     config = load_config(path)
     check_config(config, config.world_size_hint(), for_training=True)
     get_reward(config.reward.name, config.reward.import_path, config.reward.options)
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
-    assert path.stem == OWN or objective.name == path.stem
+    assert path.stem == CUSTOM or objective.name == path.stem
     assert config.logging.dir == f"runs/objectives/{path.stem}"
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=names)
+@EACH
 def test_the_examples_differ_in_their_objective_alone(path: Path) -> None:
     def rest(of: Path) -> dict[str, object]:
         values = yaml.safe_load(of.read_text(encoding="utf-8"))
-        own = ("objective", "logging", "reward" if of.stem == OWN else "")
+        changed = ("objective", "logging", "reward" if of.stem == CUSTOM else "")
         mini_batches = values["objective"]["mini_batches"]
-        kept = {key: value for key, value in values.items() if key not in own}
+        kept = {key: value for key, value in values.items() if key not in changed}
         return kept | {"mini_batches": mini_batches}
 
     expected = rest(FOLDER / "gspo.yaml")
-    if path.stem == OWN:
+    if path.stem == CUSTOM:
         expected.pop("reward")
     assert rest(path) == expected
 
@@ -71,9 +68,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("path", EXAMPLES, ids=names)
+@EACH
 def test_an_example_trains(gspo: Command, path: Path, data: Path, tmp_path: Path) -> None:
-    """Twenty steps run through, every figure is finite, and the policy gets no worse.
+    """Twenty steps run through, every metric is finite, and the policy gets no worse.
 
     A step's mean reward depends on which 16 prompts it draws. Responses to one prompt are alike,
     so a step counts as 16 observations, and five of them as 80: the means of the first and the last
@@ -97,9 +94,8 @@ def test_an_example_trains(gspo: Command, path: Path, data: Path, tmp_path: Path
     for record in records:
         numbers = {key: value for key, value in record.items() if not isinstance(value, str)}
         assert [key for key, value in numbers.items() if not math.isfinite(value)] == []
-    start, end = (
-        sum(record["reward/mean"] for record in part) / 5 for part in (steps[:5], steps[-5:])
-    )
+    rewards = [record["reward/mean"] for record in steps]
+    start, end = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     deviation = max(record["reward/std"] for record in steps)
     assert end >= start - 2 * deviation * math.sqrt(2 / 80)
     # the update did something: the policy of the last mini-batches is not the one that sampled

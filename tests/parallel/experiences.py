@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.models.build import build_policy
-from gspo_megatron.objectives import build_objective
+from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.platform.groups import set_up_model_parallel
 from gspo_megatron.rewards import Reward
 from gspo_megatron.rl.loop import collect, compute_advantages
@@ -30,7 +30,7 @@ TURN = 3  # tokens
 class Tokenizer:
     """Token ids as words."""
 
-    eos_id = EOS_ID
+    eos_ids = (EOS_ID,)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
@@ -80,8 +80,7 @@ def step(
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     index = gather_index(experience.batch, experience.scores.shaped, group)
     size = parallel_state.get_data_parallel_world_size()
-    objective = build_objective(config.objective, sampling.max_tokens)
-    _, advantages = compute_advantages(config.objective, objective, experience, index)
+    _, advantages = compute_advantages(build_advantages(config.objective), experience, index)
     owners = [n % size for n in range(len(index.lengths))]
     received = _received(
         index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,11 @@ from gspo_megatron.types import RolloutBatch
 from tests.parallel.models import VOCAB_SIZE
 
 PAD_ID, EOS_ID = 0, 2
+
+
+def spelled(token_ids: Sequence[int]) -> str:
+    """Each token is a character."""
+    return "".join(map(chr, token_ids))
 
 
 @dataclass
@@ -118,7 +124,9 @@ def _generate(
 ) -> RolloutBatch:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     numbers = range(group.rank(), len(prompts), group.size())
-    engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=EOS_ID, batch_size=batch_size)
+    engine = MegatronEngine(
+        policy, pad_id=PAD_ID, eos_id=EOS_ID, batch_size=batch_size, decode=spelled
+    )
     requests = Requests([prompts[n] for n in numbers], list(numbers), per_prompt)
     return engine.generate(requests, sampling, seed)
 

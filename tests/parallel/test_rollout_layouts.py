@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from gspo_megatron.config.parallel import Layout
 from gspo_megatron.rollout.engine import Sampling
 from tests.parallel.models import VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool
-from tests.parallel.rollouts import EOS_ID, Response, argmaxes, generate, mismatch
+from tests.parallel.rollouts import EOS_ID, Response, argmaxes, generate, mismatch, spelled
 
 LAYOUTS = [
     "tp=2",
@@ -93,16 +94,6 @@ def test_sampled_responses_are_those_of_one_rank(
             assert response.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", ["tp=1", "dp=2,ep=2"])
-def test_batches_of_the_engine_do_not_change_responses(
-    pool: Pool, of_one_rank: dict[int, list[Response]], layout: str
-) -> None:
-    found = responses(pool, layout, SAMPLED, batch_size=4)
-    assert {s: copies[0].tokens for s, copies in found.items()} == {
-        s: copies[0].tokens for s, copies in of_one_rank.items()
-    }
-
-
 @pytest.mark.parametrize("layout", ["tp=1", *LAYOUTS])
 def test_greedy_decoding_equals_the_argmax_of_a_full_forward(pool: Pool, layout: str) -> None:
     found = [copies[0] for copies in responses(pool, layout, GREEDY, per_prompt=1).values()]
@@ -138,21 +129,37 @@ def test_data_ranks_draw_responses_to_different_prompts(
     assert {len(copies) for copies in found.values()} == {replica}
 
 
-@pytest.mark.parametrize("layout", ["dp=4,ep=4", "dp=2,etp=2"])
-def test_a_data_rank_without_prompts_takes_part_where_it_holds_experts(
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("tp=1", {"batch_size": 4}),
+        ("dp=2,ep=2", {"batch_size": 4}),
+        # a data rank without prompts takes part where it holds experts,
+        ("dp=4,ep=4", {"count": 1}),
+        ("dp=2,etp=2", {"count": 1}),
+        # and where ranks still wait for the weights of an update
+        ("dp=2", {"count": 1, "ddp": OVERLAP}),
+    ],
+)
+def test_engine_batches_and_ranks_without_prompts_do_not_change_tokens(
+    pool: Pool, of_one_rank: dict[int, list[Response]], layout: str, options: dict[str, Any]
+) -> None:
+    count = options.get("count", 5)
+    expected = {s: of_one_rank[s][0].tokens for s in range(count * PER_PROMPT)}
+    found = responses(pool, layout, SAMPLED, **options)
+    assert {s: copies[0].tokens for s, copies in found.items()} == expected
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=2", "dp=4,ep=4"])
+def test_stop_strings_end_the_same_responses(
     pool: Pool, of_one_rank: dict[int, list[Response]], layout: str
 ) -> None:
-    found = responses(pool, layout, SAMPLED, count=1)
-    assert {s: c[0].tokens for s, c in found.items()} == {
-        s: of_one_rank[s][0].tokens for s in range(PER_PROMPT)
-    }
-
-
-def test_a_data_rank_without_prompts_takes_part_where_weights_are_still_on_their_way(
-    pool: Pool, of_one_rank: dict[int, list[Response]]
-) -> None:
-    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    found = responses(pool, "dp=2", SAMPLED, count=1, ddp=overlap)
-    assert {s: c[0].tokens for s, c in found.items()} == {
-        s: of_one_rank[s][0].tokens for s in range(PER_PROMPT)
-    }
+    stop = spelled(of_one_rank[0][0].tokens[1:3])
+    sampling = replace(SAMPLED, stop=(stop,))
+    for sample, copies in responses(pool, layout, sampling, count=3).items():
+        whole = spelled(of_one_rank[sample][0].tokens)
+        expected = whole[: whole.index(stop) + 2] if stop in whole else whole
+        assert {spelled(r.tokens) for r in copies} == {expected}

@@ -36,12 +36,16 @@ class WordTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.eos_id, self.pad_id = vocab_size, vocab_size, 0
+        self.eos_ids = (self.eos_id,)
 
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
+
+    def symbol_id(self, symbol: str) -> None:
+        """No special tokens."""
 
     def apply_chat_template(self, messages: Any) -> str:
         raise AssertionError("the benchmark has no chat")

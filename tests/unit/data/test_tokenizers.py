@@ -272,3 +272,27 @@ def test_what_ends_the_lines_ends_the_training_as_it_is(
         train_sentencepiece(lines(), 40, tmp_path / "t", "char")
     assert caught.value is ended
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "further"),
+    [("{}", ()), ('{"eos_token_id": 30}', (30,)), ('{"eos_token_id": [31, 3, 2]}', (31, 3, 2))],
+)
+def test_the_generation_config_names_further_end_tokens(
+    tmp_path: Path, toy_model: Path, content: str, further: tuple[int, ...]
+) -> None:
+    folder = build_folder(tmp_path / "hf")
+    assert load_tokenizer(folder).eos_ids == (3,)
+    (folder / "tokenizer.model").write_bytes(toy_model.read_bytes())
+    (folder / "generation_config.json").write_text(content)
+    for path, own in ((folder, 3), (folder / "tokenizer.model", 2)):
+        assert load_tokenizer(path).eos_ids == (own, *(i for i in further if i != own))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"eos_token_id": "<eos>"}', '{"eos_token_id": [1.5]}']
+)
+def test_a_damaged_generation_config_is_refused(tmp_path: Path, content: str) -> None:
+    folder = build_folder(tmp_path / "hf")
+    (folder / "generation_config.json").write_text(content)
+    assert "generation_config.json: " in refusal(folder)

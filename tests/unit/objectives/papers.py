@@ -2,7 +2,7 @@
 
 Nothing of the package is used but the record that the batch arrives in. N responses y_i with
 advantage A_i; D_it = log pi(y_it) - log pi_old(y_it); |y_i| counts the tokens inside the mask; mu
-is the policy that the rollout engine evaluated.
+in the papers is the policy as the rollout engine evaluated it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Response:
 
     new: list[Tensor]
     old: list[float]
-    mu: list[float]
+    rollout: list[float]
     reference: list[float]
     entropy: list[Tensor]
     advantage: float
@@ -198,13 +198,13 @@ def sapo(response: Response, tau_positive: float, tau_negative: float) -> list[T
 
 
 def minirl(response: Response, clip_low: float, clip_high: float) -> list[Term]:
-    """arXiv 2512.01374: M_it sg[pi / mu] A log pi; M_it = 0 where PPO's clip would bind."""
+    """arXiv 2512.01374: M_it sg[pi / pi_rollout] A log pi; M_it = 0 where PPO's clip would bind."""
     terms = []
     for t, advantage in enumerate(response.token_advantages):
         ratio = float(response.token_ratio(t).detach())
         low, high = ratio < 1 - clip_low, ratio > 1 + clip_high
         side = "high" if advantage > 0 and high else "low" if advantage < 0 and low else ""
-        weight = math.exp(float(response.new[t].detach())) / math.exp(response.mu[t])
+        weight = math.exp(float(response.new[t].detach())) / math.exp(response.rollout[t])
         value = 0.0 if side else weight * advantage * response.new[t]
         terms.append(Term(value, side, low or high))
     return terms
@@ -248,8 +248,8 @@ PAPERS: dict[str, tuple[Callable[..., Term | list[Term]], Callable[..., float]]]
 def correction_weights(
     name: str, response: Response, high: float = math.inf, low: float = 0.0
 ) -> list[float]:
-    """The weight of each token for k = pi_old / mu."""
-    logs = [o - m for o, m in zip(response.old, response.mu, strict=True)]
+    """The weight of each token for k = pi_old / pi_rollout."""
+    logs = [o - m for o, m in zip(response.old, response.rollout, strict=True)]
     ratios = [math.exp(log) for log in logs]
     mean = math.exp(sum(logs) / len(logs))
     if name == "token_tis":
@@ -341,7 +341,7 @@ def _response(inputs: LossInputs, i: int, new: Tensor, entropy: Tensor) -> Respo
     return Response(
         new=[new[t] for t in chosen],
         old=numbers(inputs.old_logprobs),
-        mu=numbers(inputs.rollout_logprobs),
+        rollout=numbers(inputs.rollout_logprobs),
         reference=numbers(inputs.reference_logprobs),
         entropy=[entropy[t] for t in chosen],
         advantage=advantage,

@@ -1,4 +1,4 @@
-"""Group advantages against the statistics module and worked examples."""
+"""Advantages of groups and of their turns against the statistics module and worked examples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.errors import ConfigError
 from gspo_megatron.objectives.advantages import (
     batch_std,
     build_advantages,
@@ -27,20 +28,14 @@ ALL = {
     "batch population": partial(batch_std, std="population"),
     "leave one out": leave_one_out,
 }
+ONE_GROUP = torch.zeros(3, dtype=torch.long)
 
 
-def test_sample_deviation_gives_the_popular_example():
-    advantages = group_mean_std(torch.tensor([0.8, 0.4, 0.6]), torch.zeros(3, dtype=torch.long))
+@pytest.mark.parametrize(("std", "size"), [("sample", 1.0), ("population", 1.5**0.5)])
+def test_a_deviation_at_a_worked_example(std, size):
+    advantages = group_mean_std(torch.tensor([0.8, 0.4, 0.6]), ONE_GROUP, std=std)
     # Rewards are float32: 0.8 - 0.6 is good to 1e-7.
-    torch.testing.assert_close(advantages, torch.tensor([1.0, -1.0, 0.0]), rtol=0, atol=1e-6)
-
-
-def test_population_deviation_gives_its_own_figure():
-    advantages = group_mean_std(
-        torch.tensor([0.8, 0.4, 0.6]), torch.zeros(3, dtype=torch.long), std="population"
-    )
-    root = 1.5**0.5
-    torch.testing.assert_close(advantages, torch.tensor([root, -root, 0.0]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(advantages, torch.tensor([size, -size, 0.0]), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -52,23 +47,20 @@ def test_groups_of_any_order_number_and_size_equal_the_statistics_module(seed):
     rewards = [rng.uniform(-2, 2) for _ in index]
     groups = {n: [r for r, i in zip(rewards, index, strict=True) if i == n] for n in numbers}
     pairs = list(zip(rewards, index, strict=True))
-    expected = {
-        "mean": [r - statistics.mean(groups[i]) for r, i in pairs],
-        "sample": [
-            (r - statistics.mean(groups[i])) / statistics.stdev(groups[i]) for r, i in pairs
-        ],
-        "population": [
-            (r - statistics.mean(groups[i])) / statistics.pstdev(groups[i]) for r, i in pairs
-        ],
-        "batch": [(r - statistics.mean(groups[i])) / statistics.stdev(rewards) for r, i in pairs],
-        "batch population": [
-            (r - statistics.mean(groups[i])) / statistics.pstdev(rewards) for r, i in pairs
-        ],
-        "leave one out": [
-            r - (sum(groups[i]) - r) / (len(groups[i]) - 1)  # the mean of the others
-            for r, i in pairs
-        ],
+    centred = [r - statistics.mean(groups[i]) for r, i in pairs]
+    divisors = {
+        "mean": [1.0 for _ in index],
+        "sample": [statistics.stdev(groups[i]) for i in index],
+        "population": [statistics.pstdev(groups[i]) for i in index],
+        "batch": [statistics.stdev(rewards) for _ in index],
+        "batch population": [statistics.pstdev(rewards) for _ in index],
     }
+    expected = {
+        key: [c / d for c, d in zip(centred, each, strict=True)] for key, each in divisors.items()
+    }
+    expected["leave one out"] = [  # r - the mean of the others
+        r - (sum(groups[i]) - r) / (len(groups[i]) - 1) for r, i in pairs
+    ]
     tensors = torch.tensor(rewards, dtype=torch.float64), torch.tensor(index)
     assert expected.keys() == ALL.keys()
     for key, values in expected.items():
@@ -91,37 +83,26 @@ def test_a_group_without_spread_has_advantages_of_exactly_zero(reward, size):
     assert zero_spread_groups(rewards, index).tolist() == [1, 2]
 
 
-def test_rounding_is_not_a_spread():
-    rewards = torch.tensor([0.1 + 0.2, 0.3, 0.30000001, 0.3])
-    rewards[1] = torch.nextafter(rewards[1], torch.tensor(1.0))
-    assert len(rewards.unique()) == 2
-    index = torch.zeros(4, dtype=torch.long)
-    for key, function in ALL.items():
-        assert (function(rewards, index) == 0).all(), key
-
-
 @pytest.mark.parametrize("kind", ALL)
-def test_one_response_to_each_prompt_has_no_advantage(kind):
-    # The batch has a spread, and no response is better than others to the same prompt.
-    advantages = ALL[kind](torch.tensor([1.0, 0.0, 0.5]), torch.tensor([4, 2, 9]))
-    assert advantages.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_a_single_response_and_none_at_all(kind):
+def test_what_has_no_spread_within_a_group_has_no_advantage(kind):
+    rounded = torch.tensor([0.1 + 0.2, 0.3, 0.30000001, 0.3])  # rounding is not a spread
+    rounded[1] = torch.nextafter(rounded[1], torch.tensor(1.0))
+    assert len(rounded.unique()) == 2
+    assert ALL[kind](rounded, torch.zeros(4, dtype=torch.long)).tolist() == [0, 0, 0, 0]
+    # one response to each prompt: the batch has a spread, and nothing to compare it with
+    assert ALL[kind](torch.tensor([1.0, 0.0, 0.5]), torch.tensor([4, 2, 9])).tolist() == [0, 0, 0]
     assert ALL[kind](torch.tensor([0.7]), torch.tensor([0])).tolist() == [0]
-    nothing = ALL[kind](torch.zeros(0), torch.zeros(0, dtype=torch.long))
-    assert nothing.shape == (0,)
+    assert ALL[kind](torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
 
 
 def test_the_batchs_deviation_does_not_blow_up_a_nearly_uniform_group():
     # Seven right of eight beside a group of both: of the group's own std the odd one has -2.47.
     rewards = torch.tensor([1.0] * 7 + [0.0] + [1.0, 0.0] * 4)
     index = torch.tensor([0] * 8 + [1] * 8)
-    own, batch = group_mean_std(rewards, index), batch_std(rewards, index)
-    assert own[7].item() == pytest.approx(-0.875 / 8**-0.5, rel=1e-6)
-    assert batch[7].item() == pytest.approx(-0.875 / statistics.stdev(rewards.tolist()), rel=1e-6)
-    assert batch[7].abs() < own[7].abs()
+    by_group, by_batch = group_mean_std(rewards, index)[7], batch_std(rewards, index)[7]
+    assert by_group.item() == pytest.approx(-0.875 / 8**-0.5, rel=1e-6)
+    assert by_batch.item() == pytest.approx(-0.875 / statistics.stdev(rewards.tolist()), rel=1e-6)
+    assert by_batch.abs() < by_group.abs()
 
 
 def test_leave_one_out_of_a_pair_is_the_difference():
@@ -130,28 +111,27 @@ def test_leave_one_out_of_a_pair_is_the_difference():
 
 
 @pytest.mark.parametrize(
-    ("keys", "function"),
+    ("keys", "kind"),
     [
-        ({}, ALL["sample"]),
-        ({"advantage_std": "population"}, ALL["population"]),
-        ({"advantage": "batch_std"}, ALL["batch"]),
-        ({"advantage": "batch_std", "advantage_std": "population"}, ALL["batch population"]),
-        ({"name": "dr_grpo"}, ALL["mean"]),
-        ({"name": "minirl"}, ALL["mean"]),
-        ({"name": "reinforce_leave_one_out"}, ALL["leave one out"]),
-        ({"name": "dr_grpo", "advantage": "group_mean_std"}, ALL["sample"]),
+        ({}, "sample"),
+        ({"advantage_std": "population"}, "population"),
+        ({"advantage": "batch_std"}, "batch"),
+        ({"advantage": "batch_std", "advantage_std": "population"}, "batch population"),
+        ({"name": "dr_grpo"}, "mean"),
+        ({"name": "minirl"}, "mean"),
+        ({"name": "reinforce_leave_one_out"}, "leave one out"),
+        ({"name": "dr_grpo", "advantage": "group_mean_std"}, "sample"),
     ],
 )
-def test_the_advantage_of_a_configuration(keys, function):
+def test_the_advantage_of_a_configuration(keys, kind):
     rewards, index = torch.tensor([0.1, 0.9, 0.4, 0.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])
-    found = build_advantages(ObjectiveSection(**keys))(rewards, index)
-    assert torch.equal(found, function(rewards, index))
+    found = build_advantages(ObjectiveSection(**keys)).of_sequences(rewards, index)
+    assert torch.equal(found, ALL[kind](rewards, index))
 
 
 def test_small_but_real_spreads_are_not_damped():
-    advantages = group_mean_std(
-        torch.tensor([1.0, 1.0001], dtype=torch.float64), torch.zeros(2, dtype=torch.long)
-    )
+    rewards = torch.tensor([1.0, 1.0001], dtype=torch.float64)
+    advantages = group_mean_std(rewards, torch.zeros(2, dtype=torch.long))
     root = 0.5**0.5
     torch.testing.assert_close(advantages, torch.tensor([-root, root]), rtol=1e-6, atol=0)
 
@@ -160,3 +140,93 @@ def test_columns_are_refused_instead_of_broadcast():
     for function in ALL.values():
         with pytest.raises(AssertionError):
             function(torch.ones(4, 1), torch.zeros(4, dtype=torch.long))
+
+
+# --- Turns: a loop in float64 over groups, responses, turns and tokens ----------------------------
+
+Response = tuple[int, list[float], list[int]]  # group, turn rewards, turn tokens
+
+
+def responses(seed: int) -> list[Response]:
+    """Groups of three in any order, numbered with gaps; 1 to 4 turns; group 17 without spread."""
+    draw = random.Random(seed)
+    groups = [4, 9, 17, 30] * 3
+    draw.shuffle(groups)
+    found = []
+    for group in groups:
+        turns = draw.randint(1, 4)
+        rewards = [0.3 if group == 17 else draw.gauss(0, 1) for _ in range(turns)]
+        found.append((group, rewards, [draw.randint(1, 5) for _ in range(turns)]))
+    return found
+
+
+def token_advantages(found: list[Response], **keys: object) -> list[float]:
+    estimator = build_advantages(ObjectiveSection(**{"name": "gspo_token"} | keys))
+    advantages = estimator.of_turns(
+        torch.tensor([r for _, rewards, _ in found for r in rewards], dtype=torch.float64),
+        torch.tensor([len(rewards) for _, rewards, _ in found], dtype=torch.long),
+        torch.tensor([n for _, _, tokens in found for n in tokens], dtype=torch.long),
+        torch.tensor([group for group, _, _ in found], dtype=torch.long),
+    )
+    assert advantages.dtype == torch.float32
+    return advantages.tolist()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("std", ["sample", "population"])
+@pytest.mark.parametrize("name", ["gspo_token", "grpo", "dr_grpo"])
+def test_every_turn_is_an_observation_of_its_group(name: str, std: str, seed: int) -> None:
+    found = responses(seed)
+    deviation = statistics.stdev if std == "sample" else statistics.pstdev
+    expected = []
+    for group, rewards, tokens in found:
+        observed = [r for other, turns, _ in found if other == group for r in turns]
+        divisor = 1.0 if name == "dr_grpo" else deviation(observed)
+        for reward, count in zip(rewards, tokens, strict=True):
+            centred = 0.0 if group == 17 else reward - statistics.mean(observed)
+            expected += [centred / (divisor or 1.0)] * count
+    advantages = token_advantages(found, name=name, advantage_std=std)
+    assert advantages == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def test_one_turn_a_response_is_the_advantage_of_the_response() -> None:
+    found = [(0, [r], [n]) for r, n in zip([0.8, 0.4, 0.6], [1, 3, 2], strict=True)]
+    assert token_advantages(found) == pytest.approx([1, -1, -1, -1, 0, 0], abs=1e-6)
+    # a custom objective may use them too; and a rank may have no responses
+    assert token_advantages(found, import_path="m:f") == token_advantages(found)
+    assert token_advantages([]) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"name": "gspo"}, ["objective.name = 'gspo': "]),
+        ({"name": "luspo"}, ["objective.name = 'luspo': "]),
+        ({"name": "grpo", "ratio": "sequence"}, ["objective.ratio = 'sequence': "]),
+        ({"advantage": "batch_std"}, ["objective.advantage = 'batch_std': "]),
+        ({"advantage": "leave_one_out"}, ["objective.advantage = 'leave_one_out': "]),
+        (
+            {"advantage_import_path": "operator:sub"},
+            ["objective.advantage_import_path = 'operator:sub': "],
+        ),
+        ({"kl": "k1", "kl_coefficient": 1.0, "kl_in": "reward"}, ["objective.kl_in = 'reward': "]),
+        (
+            {"name": "reinforce_leave_one_out"},
+            [
+                "objective.name = 'reinforce_leave_one_out': ",
+                "objective.advantage = 'leave_one_out': ",
+            ],
+        ),
+    ],
+)
+def test_what_cannot_use_rewards_of_turns_is_refused(
+    keys: dict[str, object], expected: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        token_advantages(responses(0), **keys)
+    assert len(caught.value.problems) == len(expected)
+    for problem, start in zip(caught.value.problems, expected, strict=True):
+        assert problem.startswith(start)
+        assert "rewards of turns" in problem
+    if "objective.name" in expected[0]:
+        assert "gspo_token, grpo" in caught.value.problems[0]

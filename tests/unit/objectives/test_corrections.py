@@ -8,20 +8,18 @@ import pytest
 import torch
 
 from gspo_megatron.config.objectives import CORRECTIONS, TOKEN_CORRECTIONS
-from gspo_megatron.objectives.corrections import sequence_weights, token_weights
-from tests.unit.objectives.mistakes import problems
-from tests.unit.objectives.papers import SPREADS, correction_weights, expect
+from gspo_megatron.objectives.parts import sequence_weights, token_weights
+from tests.unit.objectives.batches import EXACT, inputs_of, make_inputs, make_objective, problems
+from tests.unit.objectives.papers import correction_weights, expect
 
-EXACT = {"rtol": 1e-10, "atol": 1e-13}  # float64, other orders of additions
-
-# Bounds, and the size of log pi_old - log mu at which they bind for a part of the weights.
+# Bounds, and the size of log pi_old - log pi_rollout at which they bind for a part of the weights.
 BOUNDS = {
     "token_tis": ({"high": 2.0}, 0.5),
     "icepop": ({"low": 0.5, "high": 5.0}, 1.0),
     "sequence_tis": ({"high": 1.3}, 0.5),
     "sequence_mask": ({"low": 0.99, "high": 1.01}, 0.01),
     "sequence_product_tis": ({"high": 2.0}, 0.3),
-    "k3_mask": ({"high": 1e-3}, 0.03),
+    "k3_mask": ({"high": 0.4}, 0.7),  # so large that the order of the two policies matters
 }
 ON = {
     "token": ["grpo", "dapo", "dr_grpo", "cispo", "sapo"],
@@ -52,12 +50,12 @@ def test_every_correction_is_tested():
 
 
 @pytest.mark.parametrize(("name", "correction"), legal())
-def test_loss_gradient_and_figures_equal_the_loops(name, correction, make_inputs, make_objective):
+def test_loss_gradient_and_metrics_equal_the_loops(name, correction):
     bounds, mismatch = BOUNDS[correction]
     objective = make_objective(name, **section(correction))
     cut = whole = 0
     for seed in range(3):
-        inputs = make_inputs(seed, spread=SPREADS[name], mismatch=mismatch)
+        inputs = inputs_of(name, seed, mismatch=mismatch)
         weights_of = partial(correction_weights, correction, **bounds)
         expected = expect(name, inputs, correction=weights_of)
         outputs = objective(inputs)
@@ -66,22 +64,22 @@ def test_loss_gradient_and_figures_equal_the_loops(name, correction, make_inputs
         torch.testing.assert_close(inputs.logprobs.grad, expected.gradient, **EXACT)
 
         weights = expected.weights
-        figures = [w for each in weights for w in each]
+        flat = [w for each in weights for w in each]
         if correction not in TOKEN_CORRECTIONS:
-            figures = [each[0] for each in weights]
-        count = len(figures)
+            flat = [each[0] for each in weights]
+        count = len(flat)
         means = {key: pair.tolist() for key, pair in outputs.means.items()}
-        assert means["correction/weight"] == pytest.approx([sum(figures), count])
-        squares = sum(w * w for w in figures)
+        assert means["correction/weight"] == pytest.approx([sum(flat), count])
+        squares = sum(w * w for w in flat)
         assert means["correction/squared_weight"] == pytest.approx([squares, count])
-        assert means["correction/dropped"] == [sum(w == 0 for w in figures), count]
-        bounded = sum(w in (0.0, bounds["high"]) for w in figures)
+        assert means["correction/dropped"] == [sum(w == 0 for w in flat), count]
+        bounded = sum(w in (0.0, bounds["high"]) for w in flat)
         cut, whole = cut + bounded, whole + count
     assert 0 < cut < whole, "the bounds bind everywhere or nowhere"
 
 
 @pytest.mark.parametrize("correction", BOUNDS)
-def test_without_a_mismatch_nothing_changes(correction, make_inputs, make_objective):
+def test_without_a_mismatch_nothing_changes(correction):
     name = "grpo"
     inputs = make_inputs(1, spread=0.4, mismatch=0.0)
     plain = make_objective(name)(inputs)
@@ -92,7 +90,7 @@ def test_without_a_mismatch_nothing_changes(correction, make_inputs, make_object
 
 
 @pytest.mark.parametrize("correction", BOUNDS)
-def test_weights_are_constants_to_the_gradient(correction, make_inputs, make_objective):
+def test_weights_are_constants_to_the_gradient(correction):
     inputs = make_inputs(1, spread=0.4, mismatch=BOUNDS[correction][1])
     inputs.old_logprobs.requires_grad_()
     inputs.rollout_logprobs.requires_grad_()
@@ -109,6 +107,21 @@ def test_bounds_belong_to_what_is_kept():
     assert masked.tolist() == [0, 1, 1, 0]
 
 
+def test_k3_mask_bounds_the_divergence_of_the_rollouts_policy_from_the_old_one():
+    """Tokens as often as the rollout's policy draws them: k3 is KL(rollout, old) to the digit."""
+    rollout = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    old = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    kl = float((rollout * (rollout / old).log()).sum())
+    tokens = torch.tensor([0, 0, 1, 2])
+    inputs = make_inputs(1, lengths=(4,))
+    inputs.mask.fill_(1)
+    inputs.sequence_lengths.fill_(4)
+    inputs.rollout_logprobs, inputs.old_logprobs = rollout.log()[tokens], old.log()[tokens]
+    for bound, kept in ((kl * 1.0001, 1.0), (kl * 0.9999, 0.0)):
+        objective = make_objective("gspo", correction="k3_mask", correction_high=bound)
+        assert objective(inputs).means["correction/weight"].tolist() == [kept, 1.0]
+
+
 def test_weights_of_a_sequence_are_of_its_mean_and_not_of_its_sum():
     """A hundred tokens that differ by 2% each: 1.02 by the mean, 7.2 by the product."""
     sums, lengths = torch.tensor([2.0]), torch.tensor([100.0])
@@ -120,7 +133,7 @@ def test_weights_of_a_sequence_are_of_its_mean_and_not_of_its_sum():
 
 
 @pytest.mark.parametrize("correction", BOUNDS)
-def test_a_runaway_mismatch_stays_finite(correction, make_inputs, make_objective):
+def test_a_runaway_mismatch_stays_finite(correction):
     inputs = make_inputs(1, spread=0.4, dtype=torch.float32)
     inputs.rollout_logprobs[0] = -5000.0
     outputs = make_objective("grpo", **section(correction))(inputs)
@@ -129,7 +142,7 @@ def test_a_runaway_mismatch_stays_finite(correction, make_inputs, make_objective
     assert all(torch.isfinite(pair).all() for pair in outputs.means.values())
 
 
-def test_a_correction_without_the_rollouts_log_probs_is_refused(make_inputs, make_objective):
+def test_a_correction_without_the_rollouts_log_probs_is_refused():
     inputs = make_inputs(1)
     inputs.rollout_logprobs = None
     with pytest.raises(AssertionError, match="rollout's log-probs"):

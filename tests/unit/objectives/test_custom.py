@@ -1,4 +1,4 @@
-"""Objectives and advantages of the user's own, in a module of theirs."""
+"""Custom objectives and advantages, in a module of the user."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.objectives import build_objective
+from tests.unit.objectives.batches import make_inputs
 
-NAME = "users_objective_module"
+NAME = "my_losses"
 SOURCE = """
 import torch
 
@@ -61,24 +62,11 @@ def no_inputs():
     pass
 
 
-def ranks(rewards, group_index):
-    return rewards.argsort().argsort().double()
-
-
-def columns(rewards, group_index):
-    return rewards[:, None]
-
-
-def a_list(rewards, group_index):
-    return rewards.tolist()
-
-
-def not_finite(rewards, group_index):
-    return rewards / 0
-
-
-def one_argument(rewards):
-    return rewards
+ranks = lambda rewards, group_index: rewards.argsort().argsort().double()
+columns = lambda rewards, group_index: rewards[:, None]
+a_list = lambda rewards, group_index: rewards.tolist()
+not_finite = lambda rewards, group_index: rewards / 0
+one_argument = lambda rewards: rewards
 """
 
 
@@ -92,32 +80,26 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop(NAME, None)
 
 
-def own(function: str, **keys):
+def build(function: str, **keys):
     section = ObjectiveSection(import_path=f"{NAME}:{function}", **keys)
     return build_objective(section, max_response_tokens=40)
 
 
-def custom_advantages(function: str):
+def build_advantages(function: str):
     section = ObjectiveSection(advantage_import_path=f"{NAME}:{function}")
-    return build_objective(section, max_response_tokens=40).advantages
+    return build_objective(section, max_response_tokens=40).advantages.of_sequences
 
 
-def test_an_objective_of_ones_own_gets_its_options(make_inputs):
+@pytest.mark.parametrize(("options", "scale"), [({}, 1.0), ({"scale": 3.0}, 3.0)])
+def test_a_custom_objective_gets_its_options_or_has_its_defaults(options, scale):
     inputs = make_inputs(0)
-    objective = own("reinforce", options={"scale": 3.0})
-    outputs = objective(inputs)
-    outputs.loss.backward()
+    objective = build("reinforce", options=options)
+    objective(inputs).loss.backward()
     advantages = inputs.advantages[inputs.sequence_index]
-    expected = -3.0 * advantages * inputs.mask / inputs.global_num_sequences
+    expected = -scale * advantages * inputs.mask / inputs.global_num_sequences
     torch.testing.assert_close(inputs.logprobs.grad, expected)
     assert objective.name == f"{NAME}:reinforce"
     assert objective.complete({"loss": 1.0}) == {"loss": 1.0}
-
-
-def test_without_options_its_defaults_hold(make_inputs):
-    first, third = make_inputs(0), make_inputs(0)
-    plain = own("reinforce")(first).loss
-    torch.testing.assert_close(3 * plain, own("reinforce", options={"scale": 3})(third).loss)
 
 
 @pytest.mark.parametrize(
@@ -126,37 +108,26 @@ def test_without_options_its_defaults_hold(make_inputs):
         (
             "reinforce",
             {"scael": 1.0},
-            "objective.options.scael = 1.0: users_objective_module:reinforce has no such option; "
-            "legal: scale, label",
+            ".options.scael = 1.0: my_losses:reinforce has no such option; legal: scale, label",
         ),
-        (
-            "reinforce",
-            {"scale": "x"},
-            "objective.options.scale = 'x': wrong type; float is wanted",
-        ),
+        ("reinforce", {"scale": "x"}, ".options.scale = 'x': wrong type; float is wanted"),
         (
             "reinforce",
             {"inputs": 1},
-            "objective.options.inputs: not an option of users_objective_module:reinforce but what "
-            "it judges",
+            ".options.inputs: not an option of my_losses:reinforce but what it judges",
         ),
-        (
-            "needs_an_option",
-            {},
-            "objective.options.beta: missing; users_objective_module:needs_an_option needs it",
-        ),
+        ("needs_an_option", {}, ".options.beta: missing; my_losses:needs_an_option needs it"),
         (
             "no_inputs",
             {},
-            "objective users_objective_module:no_inputs: the function takes no inputs as its first "
-            "argument",
+            " my_losses:no_inputs: the function takes no inputs as its first argument",
         ),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_one_line(function, options, line):
     with pytest.raises(ConfigError) as error:
-        own(function, options=options)
-    assert error.value.problems == [line]
+        build(function, options=options)
+    assert error.value.problems == [f"objective{line}"]
 
 
 @pytest.mark.parametrize("key", ["import_path", "advantage_import_path"])
@@ -176,26 +147,25 @@ def test_a_function_that_is_not_there_is_named_with_its_key(key, path, message):
 
 
 def test_a_function_says_what_it_needs():
-    assert not own("reinforce").needs_reference
-    assert not own("reinforce").needs_entropy_gradient
-    objective = own("with_reference")
-    assert objective.needs_reference and objective.needs_entropy_gradient
+    for function, needs in (("reinforce", False), ("with_reference", True)):
+        objective = build(function)
+        assert objective.needs_reference == objective.needs_entropy_gradient == needs
 
 
 @pytest.mark.parametrize("function", ["reinforce", "without_reference"])
 def test_a_divergence_in_the_reward_needs_the_reference_whatever_the_function_says(function):
-    assert own(function, kl="k3", kl_coefficient=0.1, kl_in="reward").needs_reference
+    assert build(function, kl="k3", kl_coefficient=0.1, kl_in="reward").needs_reference
 
 
-def test_a_result_that_is_no_loss_is_refused(make_inputs):
+def test_a_result_that_is_no_loss_is_refused():
     with pytest.raises(UserError, match="returns_a_tensor: returned Tensor, not LossOutputs"):
-        own("returns_a_tensor")(make_inputs(0))
+        build("returns_a_tensor")(make_inputs(0))
     with pytest.raises(UserError, match=r"the loss has shape \(36,\); legal: a scalar"):
-        own("returns_a_vector")(make_inputs(0))
+        build("returns_a_vector")(make_inputs(0))
 
 
-def test_an_advantage_of_ones_own():
-    found = custom_advantages("ranks")(torch.tensor([0.3, 0.1, 0.9]), torch.zeros(3).long())
+def test_a_custom_advantage():
+    found = build_advantages("ranks")(torch.tensor([0.3, 0.1, 0.9]), torch.zeros(3).long())
     assert found.tolist() == [1, 0, 2]
     assert found.dtype == torch.float32
 
@@ -210,10 +180,10 @@ def test_an_advantage_of_ones_own():
 )
 def test_advantages_that_would_do_harm_later_are_refused_at_once(function, message):
     with pytest.raises(UserError, match=message) as error:
-        custom_advantages(function)(torch.tensor([0.5, 1.0]), torch.zeros(2).long())
+        build_advantages(function)(torch.tensor([0.5, 1.0]), torch.zeros(2).long())
     assert str(error.value).startswith(f"objective.advantage_import_path = {NAME}:{function}: ")
 
 
 def test_an_advantage_with_other_arguments_is_refused_before_training():
     with pytest.raises(ConfigError, match="has to take two arguments, rewards and group_index"):
-        custom_advantages("one_argument")
+        build_advantages("one_argument")

@@ -8,17 +8,20 @@ import math
 import pytest
 import torch
 
-from gspo_megatron.objectives import Objective
 from gspo_megatron.types import LossInputs
+from tests.unit.objectives.batches import (
+    EVERY_OBJECTIVE,
+    EXACT,
+    choose,
+    inputs_of,
+    make_inputs,
+    make_objective,
+    run,
+)
+from tests.unit.objectives.papers import SPREADS
 
-EXACT = {"rtol": 1e-10, "atol": 1e-13}  # float64, other orders of additions
 LONGEST = 40  # of make_objective
-
-
-def run(objective: Objective, inputs: LossInputs):
-    outputs = objective(inputs)
-    outputs.loss.backward()
-    return outputs, inputs.logprobs.grad
+OF_SEQUENCES = ["gspo", "gmpo", "luspo", "reinforce_leave_one_out"]
 
 
 def weight_of_a_token(name: str, inputs: LossInputs, i: int) -> float:
@@ -40,6 +43,7 @@ def uniform(log_ratios: list[float], lengths: list[int], advantages: list[float]
     new = torch.repeat_interleave(torch.tensor(log_ratios, dtype=torch.float64), counts)
     return LossInputs(
         logprobs=new.requires_grad_(),
+        entropy=torch.zeros_like(new),
         old_logprobs=torch.zeros_like(new),
         mask=torch.ones_like(new),
         sequence_index=torch.repeat_interleave(torch.arange(len(lengths)), counts),
@@ -55,41 +59,28 @@ def uniform(log_ratios: list[float], lengths: list[int], advantages: list[float]
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 50.0])
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
-def test_what_stands_outside_the_mask_reaches_nothing(
-    name_and_spread, make_inputs, make_objective, poison, kl
-):
-    name, spread = name_and_spread
-    objective = make_objective(
-        name,
-        kl=kl,
-        kl_coefficient=0.1,
-        entropy_coefficient=0.1,
-        correction="k3_mask",
-        off_policy_mask=0.5 * spread,
-    )
-    of_tokens = name not in ("gspo", "gmpo", "luspo", "reinforce_leave_one_out")
+@EVERY_OBJECTIVE
+def test_what_stands_outside_the_mask_reaches_nothing(name, poison, kl):
+    keys = {"kl": kl, "kl_coefficient": 0.1, "entropy_coefficient": 0.1, "correction": "k3_mask"}
+    keys["off_policy_mask"] = 0.5 * SPREADS[name]
+    of_tokens = name not in OF_SEQUENCES
     options = {"with_reference": True, "with_token_advantages": of_tokens}
-    clean = make_inputs(1, spread=spread, mismatch=0.03, **options)
-    expected, expected_gradient = run(objective, clean)
+    clean = inputs_of(name, 1, mismatch=0.03, **options)
+    expected, expected_gradient = run(name, clean, **keys)
     holes = clean.mask == 0
     assert holes.any()
+    signs = dict.fromkeys(("logprobs", "entropy", "rollout_logprobs", "token_advantages"), 1)
+    signs |= {"old_logprobs": -1, "reference_logprobs": -1}
     changed = {
         field: getattr(clean, field).detach().masked_fill(holes, sign * poison)
-        for field, sign in (
-            ("logprobs", 1),
-            ("old_logprobs", -1),
-            ("entropy", 1),
-            ("rollout_logprobs", 1),
-            ("reference_logprobs", -1),
-            ("token_advantages", 1),
-        )
+        for field, sign in signs.items()
         if getattr(clean, field) is not None
     }
     poisoned = dataclasses.replace(clean, **changed)
     poisoned.logprobs.requires_grad_()
     poisoned.entropy.requires_grad_()
 
-    outputs, gradient = run(objective, poisoned)
+    outputs, gradient = run(name, poisoned, **keys)
 
     assert torch.equal(outputs.loss, expected.loss)
     assert torch.equal(gradient, expected_gradient)
@@ -100,12 +91,9 @@ def test_what_stands_outside_the_mask_reaches_nothing(
             assert torch.equal(value, getattr(expected, kind)[key]), key
 
 
-def test_a_fully_masked_sequence_counts_in_the_mean_and_adds_nothing(
-    name_and_spread, make_inputs, make_objective, choose
-):
-    name, spread = name_and_spread
-    objective = make_objective(name)
-    inputs = make_inputs(2, spread=spread)
+@EVERY_OBJECTIVE
+def test_a_fully_masked_sequence_counts_in_the_mean_and_adds_nothing(name):
+    inputs = inputs_of(name, 2)
     gone = inputs.sequence_index == 2
     inputs.mask[gone] = 0
     inputs.sequence_lengths[2] = 0
@@ -120,8 +108,8 @@ def test_a_fully_masked_sequence_counts_in_the_mean_and_adds_nothing(
     )
     without.sequence_index -= (without.sequence_index > 2).long()
 
-    outputs, gradient = run(objective, inputs)
-    expected, expected_gradient = run(objective, without)  # with the same global counts
+    outputs, gradient = run(name, inputs)
+    expected, expected_gradient = run(name, without)  # with the same global counts
 
     torch.testing.assert_close(outputs.loss, expected.loss, **EXACT)
     torch.testing.assert_close(gradient[kept], expected_gradient, **EXACT)
@@ -135,72 +123,63 @@ def test_a_fully_masked_sequence_counts_in_the_mean_and_adds_nothing(
             torch.testing.assert_close(outputs.means[key], pair, **EXACT)
 
 
-def test_a_batch_without_any_masked_token_gives_zero(name_and_spread, make_inputs, make_objective):
-    name, spread = name_and_spread
-    inputs = make_inputs(3, spread=spread)
+@pytest.mark.parametrize("global_tokens", [0, 40])
+@EVERY_OBJECTIVE
+def test_a_batch_without_any_masked_token_gives_zero(name, global_tokens):
+    """40: other micro-batches have some. 0: the whole mini-batch has none, and 0/0 is no loss."""
+    inputs = inputs_of(name, 3)
     inputs.mask.zero_()
     inputs.sequence_lengths.zero_()
-    outputs, gradient = run(make_objective(name), inputs)
+    inputs.global_num_tokens = global_tokens
+    outputs, gradient = run(name, inputs, entropy_coefficient=0.1)
     assert outputs.loss == 0
     assert (gradient == 0).all()
     assert all(torch.isfinite(pair).all() for pair in outputs.means.values())
     assert (outputs.values["ratio/sequence"] == 1).all()
 
 
-@pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo", "sapo", "gmpo"])
-def test_sequences_weigh_the_same_whatever_their_length(name, make_objective):
-    inputs = uniform([0.0, 0.0], [2, 50], [1.0, 1.0])
-    _, gradient = run(make_objective(name), inputs)
-    assert float(gradient[:2].sum()) == pytest.approx(float(gradient[2:].sum()), rel=1e-12)
-    assert float(gradient.sum()) == pytest.approx(-1.0, rel=1e-12)
+@EVERY_OBJECTIVE
+def test_sequences_or_tokens_weigh_the_same_whatever_the_length(name):
+    _, gradient = run(name, uniform([0.0, 0.0], [2, 50], [1.0, 1.0]))
+    if name in ("gspo", "gspo_token", "grpo", "sapo", "gmpo"):
+        sums = [float(gradient[:2].sum()), float(gradient[2:].sum())]
+        assert sums == pytest.approx([-0.5, -0.5], rel=1e-12)
+    else:
+        torch.testing.assert_close(gradient, gradient[:1].expand_as(gradient), **EXACT)
 
 
-@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "cispo", "luspo", "minirl"])
-def test_tokens_weigh_the_same_whatever_their_sequence(name, make_objective):
-    inputs = uniform([0.0, 0.0], [2, 50], [1.0, 1.0])
-    _, gradient = run(make_objective(name), inputs)
-    torch.testing.assert_close(gradient, gradient[:1].expand_as(gradient), **EXACT)
-
-
-def test_gspo_gives_every_token_of_a_sequence_the_same_weight(make_inputs, make_objective):
+def test_gspo_gives_every_token_of_a_sequence_the_same_weight():
     inputs = make_inputs(4, spread=1e-5)  # nothing is clipped
-    _, gradient = run(make_objective("gspo"), inputs)
+    _, gradient = run("gspo", inputs)
     for i in range(len(inputs.advantages)):
         mine = gradient[(inputs.sequence_index == i) & (inputs.mask > 0)]
         torch.testing.assert_close(mine, mine[:1].expand_as(mine), **EXACT)
 
 
-def test_sequence_ratio_is_the_exponential_of_the_mean_log_ratio(make_objective):
+def test_sequence_ratio_is_the_exponential_of_the_mean_log_ratio():
     # Neither the mean of the exponentials (1.5431) nor the exponential of the sum.
-    inputs = uniform([0.0], [2], [1.0])
-    inputs.logprobs = torch.tensor([1.0, -1.0], dtype=torch.float64, requires_grad=True)
-    outputs, _ = run(make_objective("gspo"), inputs)
-    assert float(outputs.values["ratio/sequence"]) == pytest.approx(1.0, rel=1e-12)
-    inputs.logprobs = torch.tensor([0.3, 0.1], dtype=torch.float64, requires_grad=True)
-    outputs, _ = run(make_objective("gspo"), inputs)
-    assert float(outputs.values["ratio/sequence"]) == pytest.approx(math.exp(0.2), rel=1e-12)
+    for logs, ratio in (([1.0, -1.0], 1.0), ([0.3, 0.1], math.exp(0.2))):
+        inputs = uniform([0.0], [2], [1.0])
+        inputs.logprobs = torch.tensor(logs, dtype=torch.float64, requires_grad=True)
+        found = float(run("gspo", inputs)[0].values["ratio/sequence"])
+        assert found == pytest.approx(ratio, rel=1e-12)
 
 
-def test_ratios_of_the_old_policy_are_one_and_the_gradient_is_that_of_reinforce(
-    name_and_spread, make_objective
-):
-    name, _ = name_and_spread
+@EVERY_OBJECTIVE
+def test_ratios_of_the_old_policy_are_one_and_the_gradient_is_that_of_reinforce(name):
     lengths, advantages = [4, 1, 5], [1.0, -2.0, 0.5]
     inputs = uniform([0.0, 0.0, 0.0], lengths, advantages)
-    outputs, gradient = run(make_objective(name), inputs)
+    outputs, gradient = run(name, inputs)
     assert (outputs.values["ratio/sequence"] == 1).all()
     assert (outputs.values["ratio/token"] == 1).all()
-    expected = [
-        weight_of_a_token(name, inputs, i) * advantage
-        for i, (length, advantage) in enumerate(zip(lengths, advantages, strict=True))
-        for _ in range(length)
-    ]
-    torch.testing.assert_close(gradient, torch.tensor(expected, dtype=torch.float64), **EXACT)
+    weights = [weight_of_a_token(name, inputs, i) * advantages[i] for i in range(3)]
+    expected = torch.tensor(weights, dtype=torch.float64)[inputs.sequence_index]
+    torch.testing.assert_close(gradient, expected, **EXACT)
 
 
-def test_shapes_that_would_broadcast_are_refused(name_and_spread, make_inputs, make_objective):
-    name, spread = name_and_spread
-    inputs = make_inputs(5, spread=spread)
+@EVERY_OBJECTIVE
+def test_shapes_that_would_broadcast_are_refused(name):
+    inputs = inputs_of(name, 5)
     wrong = {
         "advantages": inputs.advantages[:, None],
         "sequence_lengths": inputs.sequence_lengths[:, None],
@@ -216,28 +195,23 @@ def test_shapes_that_would_broadcast_are_refused(name_and_spread, make_inputs, m
             make_objective(name)(dataclasses.replace(inputs, **{field: tensor}))
 
 
-@pytest.mark.parametrize("name", ["gspo", "gmpo", "luspo", "reinforce_leave_one_out"])
-def test_token_advantages_that_would_not_be_read_are_refused(name, make_inputs, make_objective):
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+def test_token_advantages_that_would_not_be_read_are_refused(name):
     with pytest.raises(AssertionError, match="token_advantages"):
         make_objective(name)(make_inputs(6, with_token_advantages=True))
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("jump", [500.0, -500.0])
-def test_one_runaway_token_leaves_no_nan(name_and_spread, make_objective, advantage, jump):
-    name, _ = name_and_spread
+@EVERY_OBJECTIVE
+def test_one_runaway_token_leaves_no_nan(name, advantage, jump):
     inputs = uniform([0.0, 0.0], [3, 2], [advantage, 1.0])
-    new = torch.tensor([jump, 0.0, 0.0, 0.0, 0.0])
-    inputs = dataclasses.replace(
-        inputs,
-        logprobs=new.requires_grad_(),
-        old_logprobs=torch.zeros(5),
-        rollout_logprobs=torch.zeros(5),
-        mask=torch.ones(5),
-        advantages=inputs.advantages.float(),
-        sequence_lengths=inputs.sequence_lengths.float(),
-    )
-    outputs, gradient = run(make_objective(name), inputs)
+    for field in ("logprobs", "old_logprobs", "rollout_logprobs", "mask", "advantages"):
+        setattr(inputs, field, getattr(inputs, field).detach().float())
+    inputs.sequence_lengths = inputs.sequence_lengths.float()
+    inputs.logprobs[0] = jump
+    inputs.logprobs.requires_grad_()
+    outputs, gradient = run(name, inputs)
     assert torch.isfinite(outputs.loss)
     assert torch.isfinite(gradient).all()
     expected = weight_of_a_token(name, inputs, 1)

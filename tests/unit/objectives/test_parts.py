@@ -1,4 +1,4 @@
-"""What is added to a recipe, against loops: dual clip, divergence, entropy, off-policy mask."""
+"""The parts of objectives, alone and as a configuration puts them together."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import math
 import pytest
 import torch
 
-from gspo_megatron.objectives import rules
-from gspo_megatron.objectives.corrections import kept_by_off_policy_mask
-from gspo_megatron.objectives.regularisation import divergence
+from gspo_megatron.config.objectives import RECIPES
+from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.objectives import build_objective
+from gspo_megatron.objectives.parts import (
+    capped,
+    divergence,
+    dual_clip,
+    kept_by_off_policy_mask,
+    min_clip,
+)
+from tests.unit.objectives.batches import (
+    EXACT,
+    as_mini_batch,
+    assert_is,
+    inputs_of,
+    make_inputs,
+    make_objective,
+    run,
+)
 from tests.unit.objectives.papers import NUMBERS, SPREADS, expect
 
-EXACT = {"rtol": 1e-10, "atol": 1e-13}  # float64, other orders of additions
 # One objective for each aggregation, and for each kind of ratio.
 AGGREGATIONS = ["gspo", "gspo_token", "gmpo", "grpo", "dapo", "dr_grpo", "luspo", "minirl"]
-
-
-def assert_is(outputs, inputs, expected) -> None:
-    outputs.loss.backward()
-    torch.testing.assert_close(outputs.loss.detach(), expected.loss, **EXACT)
-    torch.testing.assert_close(inputs.logprobs.grad, expected.gradient, **EXACT)
-
-
-def whole(make_inputs, name: str, seed: int, **options):
-    """A micro-batch that is the whole mini-batch."""
-    inputs = make_inputs(seed, spread=SPREADS[name], **options)
-    inputs.global_num_sequences = len(inputs.advantages)
-    inputs.global_num_tokens = int(inputs.mask.sum())
-    return inputs
 
 
 def completed(objective, outputs) -> dict[str, float]:
@@ -38,15 +39,53 @@ def completed(objective, outputs) -> dict[str, float]:
     )
 
 
+def test_the_clip_binds_only_on_the_side_of_the_advantage():
+    ratio = torch.tensor([0.5, 0.5, 0.5, 2.0, 2.0, 2.0, 1.0])
+    advantages = torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0, 0.0, 1.0])
+    clipped = min_clip(None, ratio, advantages, 0.2, 0.3)
+    assert clipped.low.tolist() == [False, True, False, False, False, False, False]
+    assert clipped.high.tolist() == [False, False, False, True, False, False, False]
+    assert clipped.outside.tolist() == [True] * 6 + [False]
+    torch.testing.assert_close(
+        clipped.surrogate, torch.tensor([0.5, -0.8, 0.0, 1.3, -2.0, 0.0, 1.0])
+    )
+
+
+def test_binding_is_where_the_gradient_is_cut():
+    generator = torch.Generator().manual_seed(0)
+    ratio = (0.6 * torch.randn(200, generator=generator)).exp().requires_grad_()
+    advantages = torch.randn(200, generator=generator)
+    clipped = min_clip(None, ratio, advantages, 0.2, 0.27)
+    clipped.surrogate.sum().backward()
+    assert torch.equal(ratio.grad == 0, clipped.low | clipped.high)
+    assert 20 < int((clipped.low | clipped.high).sum()) < 180
+
+
+def test_clip_refuses_to_broadcast():
+    with pytest.raises(AssertionError, match="broadcast"):
+        min_clip(None, torch.ones(3), torch.ones(3, 1), 0.1, 0.1)
+
+
+def test_a_cap_changes_the_loss_for_advantages_of_both_signs():
+    ratio = torch.tensor([9.0, 9.0, 9.0, 1.0])
+    inputs = make_inputs(0, lengths=(4,))
+    inputs.mask, inputs.logprobs = torch.ones(4), torch.full((4,), -2.0)
+    clipped = capped(inputs, ratio, torch.tensor([1.0, -1.0, 0.0, 1.0]), 4.0)
+    assert clipped.surrogate.tolist() == [-10.0, 10.0, 0.0, -2.0]
+    assert clipped.high.tolist() == [True, True, False, False]
+    assert clipped.outside.tolist() == [True, True, True, False]
+    assert not clipped.low.any()
+
+
 @pytest.mark.parametrize(
     ("name", "bound"), [("gspo", 1.001), ("gspo_token", 1.001), ("grpo", 1.5), ("dapo", 1.5)]
 )
-def test_dual_clip_equals_the_loops(name, bound, make_inputs, make_objective):
+def test_dual_clip_equals_the_loops(name, bound):
     numbers = NUMBERS[name] | {"dual_clip": bound}
     objective = make_objective(name, rule="dual_clip", **numbers)
     differs = 0
     for seed in range(5):
-        inputs = make_inputs(seed, spread=SPREADS[name])
+        inputs = inputs_of(name, seed)
         expected = expect(name, inputs, numbers=numbers)
         outputs = objective(inputs)
         assert_is(outputs, inputs, expected)
@@ -60,7 +99,7 @@ def test_dual_clip_equals_the_loops(name, bound, make_inputs, make_objective):
 def test_dual_clip_binds_for_negative_advantages_above_the_bound_alone():
     ratio = torch.tensor([5.0, 5.0, 5.0, 2.0, 0.5, 1.1], requires_grad=True)
     advantages = torch.tensor([-1.0, 1.0, 0.0, -1.0, -1.0, -1.0])
-    clipped = rules.dual_clip(ratio, advantages, 0.2, 0.3, dual_clip=3.0)
+    clipped = dual_clip(None, ratio, advantages, 0.2, 0.3, dual_clip=3.0)
     clipped.surrogate.sum().backward()
     torch.testing.assert_close(
         clipped.surrogate.detach(), torch.tensor([-3.0, 1.3, 0.0, -2.0, -0.8, -1.1])
@@ -72,18 +111,18 @@ def test_dual_clip_binds_for_negative_advantages_above_the_bound_alone():
 
 
 def test_a_dual_clip_inside_the_range_counts_as_outside_where_it_binds():
-    clipped = rules.dual_clip(torch.tensor([1.2]), torch.tensor([-1.0]), 0.2, 0.3, dual_clip=1.1)
+    clipped = dual_clip(None, torch.tensor([1.2]), torch.tensor([-1.0]), 0.2, 0.3, dual_clip=1.1)
     assert clipped.surrogate.tolist() == pytest.approx([-1.1])
     assert clipped.high.item() and clipped.outside.item()
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_divergence_in_the_loss_equals_the_loops(name, kind, make_inputs, make_objective):
+def test_divergence_in_the_loss_equals_the_loops(name, kind):
     objective = make_objective(name, kl=kind, kl_coefficient=0.7)
     assert objective.needs_reference
     for seed in range(3):
-        inputs = whole(make_inputs, name, seed, with_reference=True)
+        inputs = as_mini_batch(inputs_of(name, seed, with_reference=True))
         expected = expect(name, inputs, kl=(kind, 0.7))
         outputs = objective(inputs)
         assert_is(outputs, inputs, expected)
@@ -92,12 +131,10 @@ def test_divergence_in_the_loss_equals_the_loops(name, kind, make_inputs, make_o
         assert completed(objective, outputs)["loss"] == pytest.approx(float(expected.loss))
 
 
-def test_divergence_in_the_reward_leaves_the_loss_alone(make_inputs, make_objective):
-    objective = make_objective("grpo", kl="k3", kl_coefficient=0.7, kl_in="reward")
-    inputs = make_inputs(0, spread=0.4, with_reference=True)
-    outputs = objective(inputs)
+def test_divergence_in_the_reward_leaves_the_loss_alone():
+    inputs = inputs_of("grpo", 0, with_reference=True)
+    outputs = make_objective("grpo", kl="k3", kl_coefficient=0.7, kl_in="reward")(inputs)
     assert_is(outputs, inputs, expect("grpo", inputs))
-    assert objective.needs_reference
     assert "kl/penalty" not in outputs.means
     assert "kl/reference_k3" in outputs.means
 
@@ -131,32 +168,27 @@ def test_estimators_are_means_of_the_divergence():
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_entropy_bonus_equals_the_loops_with_its_gradient(name, make_inputs, make_objective):
+def test_entropy_bonus_equals_the_loops_with_its_gradient(name):
     objective = make_objective(name, entropy_coefficient=0.3)
     assert objective.needs_entropy_gradient
-    inputs = whole(make_inputs, name, 1)
+    inputs = as_mini_batch(inputs_of(name, 1))
     expected = expect(name, inputs, entropy_coefficient=0.3)
     outputs = objective(inputs)
     assert_is(outputs, inputs, expected)
     torch.testing.assert_close(inputs.entropy.grad, expected.entropy_gradient, **EXACT)
     assert (inputs.entropy.grad[inputs.mask > 0] < 0).all()  # more entropy, less loss
     assert completed(objective, outputs)["loss"] == pytest.approx(float(expected.loss))
-
-
-def test_without_a_bonus_the_entropy_carries_no_gradient(make_inputs, make_objective):
-    objective = make_objective("gspo")
-    inputs = make_inputs(1)
-    objective(inputs).loss.backward()
-    assert inputs.entropy.grad is None and not objective.needs_entropy_gradient
+    run(name, inputs)  # without the bonus
+    assert inputs.entropy.grad is None
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo", "gmpo", "luspo"])
-def test_off_policy_mask_equals_the_loops(name, make_inputs, make_objective):
+def test_off_policy_mask_equals_the_loops(name):
     bound = 0.3 * SPREADS[name]
     objective = make_objective(name, off_policy_mask=bound)
     dropped = 0
     for seed in range(4):
-        inputs = make_inputs(seed, spread=SPREADS[name])
+        inputs = inputs_of(name, seed)
         expected = expect(name, inputs, off_policy_mask=bound)
         outputs = objective(inputs)
         assert_is(outputs, inputs, expected)
@@ -173,33 +205,17 @@ def test_off_policy_mask_keeps_what_is_rewarded_and_what_is_near():
     assert kept.tolist() == [True, True, False, True, True]
 
 
-def test_a_mask_and_a_correction_keep_their_figures_apart(make_inputs, make_objective):
-    objective = make_objective(
-        "grpo", correction="token_tis", correction_high=1.05, off_policy_mask=0.1
-    )
-    inputs = make_inputs(2, spread=0.4)
-    means = objective(inputs).means
-    alone = make_objective("grpo", correction="token_tis", correction_high=1.05)(inputs).means
+def test_a_mask_and_a_correction_keep_their_metrics_apart():
+    inputs, keys = inputs_of("grpo", 2), {"correction": "token_tis", "correction_high": 1.05}
+    means = make_objective("grpo", off_policy_mask=0.1, **keys)(inputs).means
+    alone = make_objective("grpo", **keys)(inputs).means
     for key in ("correction/weight", "correction/squared_weight", "correction/dropped"):
         torch.testing.assert_close(means[key], alone[key], **EXACT)
     assert means["off_policy/dropped"][1] == len(inputs.advantages)
     assert "off_policy/dropped" not in alone
 
 
-@pytest.mark.parametrize("name", ["dapo", "cispo", "gspo"])
-def test_a_mini_batch_of_masked_responses_alone_has_no_nan(name, make_inputs, make_objective):
-    objective = make_objective(name, entropy_coefficient=0.1)
-    inputs = make_inputs(0)
-    inputs.mask.zero_()
-    inputs.sequence_lengths.zero_()
-    inputs.global_num_tokens = 0
-    outputs = objective(inputs)
-    outputs.loss.backward()
-    assert outputs.loss == 0
-    assert (inputs.logprobs.grad == 0).all()
-
-
-def test_effective_sample_share_is_that_of_its_formula(make_inputs, make_objective):
+def test_effective_sample_share_is_that_of_its_formula():
     objective = make_objective("grpo", correction="token_tis")
     inputs = make_inputs(3, spread=0.4, mismatch=0.5)
     outputs = objective(inputs)
@@ -212,3 +228,82 @@ def test_effective_sample_share_is_that_of_its_formula(make_inputs, make_objecti
         assert metrics[f"{key}/effective_sample_share"] == pytest.approx(expected, rel=1e-12)
         assert metrics[f"{key}/weight"] == pytest.approx(float(w.mean()), rel=1e-12)
         assert f"{key}/squared_weight" not in metrics
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds_with_the_numbers_of_its_paper(name):
+    objective = make_objective(name)
+    assert objective.name == name
+    assert objective.function.recipe.parameters == NUMBERS[name]
+    assert not objective.needs_reference
+    assert not objective.needs_entropy_gradient
+
+
+def test_overrides_reach_the_objective():
+    inputs = make_inputs(0, spread=1e-2)
+    narrow = make_objective("gspo")(inputs)
+    wide = make_objective("gspo", clip_low=0.5, clip_high=0.5)(inputs)
+    assert narrow.means["clip/sequence/outside"][0] > 0
+    assert wide.means["clip/sequence/outside"][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "value", "same_as"),
+    [
+        ("grpo", "aggregation", "token_sum", None),
+        ("grpo", "ratio", "sequence", "gspo"),
+        ("grpo", "ratio", "sequence_token", "gspo_token"),
+        ("gspo", "ratio", "token", "grpo"),
+        ("gspo", "rule", "geometric_clip", "gmpo"),
+        ("grpo", "rule", "soft_gate", "sapo"),
+    ],
+)
+def test_a_part_in_place_of_the_recipes_own(name, part, value, same_as):
+    inputs = make_inputs(1, spread=0.4)
+    changed = make_objective(name, **{part: value})(inputs).loss
+    assert changed != make_objective(name)(inputs).loss
+    if same_as is not None:
+        torch.testing.assert_close(changed, make_objective(same_as)(inputs).loss)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo"])
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "token_sum"])
+def test_aggregations_of_token_terms(name, aggregation):
+    """By hand from the gradients of a single aggregation, whose weights are known."""
+    inputs = inputs_of(name, 2)
+    sequences, tokens = inputs.global_num_sequences, inputs.global_num_tokens
+    weights = {
+        "sequence_mean": 1 / (sequences * inputs.sequence_lengths[inputs.sequence_index]),
+        "token_mean": 1 / tokens,
+        "token_sum": 1 / sequences,
+    }[aggregation]
+    _, by_constant = run(name, inputs, aggregation="constant_length")
+    _, found = run(name, inputs, aggregation=aggregation)
+    torch.testing.assert_close(found, by_constant * (sequences * 40) * weights)
+
+
+def test_the_longest_response_is_the_divisor_of_dr_grpo():
+    section = ObjectiveSection(name="dr_grpo")
+    inputs = make_inputs(0, spread=0.4)
+    short = build_objective(section, max_response_tokens=10)(inputs).loss
+    long = build_objective(section, max_response_tokens=1000)(inputs).loss
+    torch.testing.assert_close(short, 100 * long)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reference", "entropy"),
+    [
+        ({}, False, False),
+        ({"kl": "k3", "kl_coefficient": 0.1}, True, False),
+        ({"kl": "k1", "kl_coefficient": 0.1, "kl_in": "reward"}, True, False),
+        ({"entropy_coefficient": 0.01}, False, True),
+    ],
+)
+def test_what_the_trainer_has_to_provide(keys, reference, entropy):
+    objective = make_objective("gspo", **keys)
+    assert (objective.needs_reference, objective.needs_entropy_gradient) == (reference, entropy)
+
+
+def test_a_divergence_without_the_reference_is_refused():
+    with pytest.raises(AssertionError, match="reference policy"):
+        make_objective("gspo", kl="k3", kl_coefficient=0.1)(make_inputs(0))

@@ -1,63 +1,84 @@
-"""Sums by sequence against loops."""
+"""Sums by sequence against numpy in float64."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.objectives.segments import segment_sum, shared_segment_sum
+from gspo_megatron.objectives.parts import segment_sum, sequence_sums
+from tests.unit.objectives.batches import make_inputs
+
+# tokens and sequences: nothing at all, more sequences than tokens, odd numbers, a long response
+SIZES = [(0, 0), (0, 3), (1, 1), (1, 5), (7, 4), (23, 6), (1001, 17), (70_001, 1)]
 
 
-def test_sums_equal_a_loop_and_empty_segments_are_zero():
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(23, generator=generator, dtype=torch.float64)
-    index = torch.tensor([4, 0, 2] * 7 + [0, 4])
-    expected = [0.0] * 6
-    for value, segment in zip(values.tolist(), index.tolist(), strict=True):
-        expected[segment] += value
-    assert segment_sum(values, index, 6).tolist() == pytest.approx(expected, rel=1e-12)
+def random_sums(tokens: int, sequences: int, dtype: torch.dtype, rows: tuple[int, ...] = ()):
+    """Values and their sequences; most are in runs, as packing has them, cut as zig-zag cuts."""
+    generator = torch.Generator().manual_seed(tokens)
+    values = torch.randn(*rows, tokens, generator=generator, dtype=torch.float64).to(dtype)
+    index = torch.randint(max(sequences, 1), (tokens,), generator=generator).sort().values
+    return values, torch.cat([index[::2], index[1::2]])
 
 
-def test_leading_dimensions_are_summed_separately():
-    values = torch.arange(10.0).reshape(2, 5)
-    index = torch.tensor([1, 1, 0, 1, 0])
-    assert segment_sum(values, index, 2).tolist() == [[6.0, 4.0], [16.0, 19.0]]
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [(), (1,), (4,), (2, 3)])
+@pytest.mark.parametrize(("tokens", "sequences"), SIZES)
+def test_sums_are_those_of_numpy_with_the_same_bits_at_each_call(tokens, sequences, rows, dtype):
+    values, index = random_sums(tokens, sequences, dtype, rows)
+    expected = np.zeros((*rows, sequences))
+    for row in np.ndindex(*rows):
+        np.add.at(expected[row], index.numpy(), values[row].double().numpy())
+    sums = segment_sum(values, index, sequences)
+    assert sums.dtype == torch.promote_types(dtype, torch.float32)  # bfloat16 would stop at 256
+    precision = 1e-12 if dtype == torch.float64 else 1e-5
+    np.testing.assert_allclose(
+        sums.double().numpy(), expected, rtol=precision, atol=precision * tokens**0.5
+    )
+    assert torch.equal(sums, segment_sum(values, index, sequences))
+    assert not sums[..., torch.bincount(index, minlength=sequences) == 0].any()
 
 
-def test_low_precision_is_summed_in_float32():
-    values = torch.ones(1000, dtype=torch.bfloat16)
-    sums = segment_sum(values, torch.zeros(1000, dtype=torch.long), 1)
-    assert sums.dtype == torch.float32 and float(sums) == 1000  # bfloat16 would stop at 256
-
-
-def test_gradient_is_that_of_a_sum():
-    values = torch.randn(7, dtype=torch.float64, requires_grad=True)
-    index = torch.tensor([0, 1, 1, 3, 0, 3, 3])
-    assert torch.autograd.gradcheck(lambda v: segment_sum(v, index, 4), values)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_is_gathered(dtype):
+    values, index = random_sums(9, 4, dtype, (2,))
+    values.requires_grad_()
+    weights = torch.arange(8.0).reshape(2, 4)
+    (segment_sum(values, index, 4) * weights).sum().backward()
+    assert torch.equal(values.grad, weights[:, index].to(dtype))
+    double = values.detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: segment_sum(v, index, 4), double)
 
 
 def test_no_tokens_at_all_keep_the_graph():
     values = torch.zeros(0, requires_grad=True)
-    sums = segment_sum(values, torch.zeros(0, dtype=torch.long), 3)
-    sums.sum().backward()
-    assert sums.tolist() == [0, 0, 0] and values.grad.shape == (0,)
+    segment_sum(values, torch.zeros(0, dtype=torch.long), 3).sum().backward()
+    assert values.grad.shape == (0,)
 
 
-def test_columns_are_refused_instead_of_broadcast():
-    with pytest.raises(AssertionError):
-        segment_sum(torch.ones(4, 1), torch.zeros(4, dtype=torch.long), 1)
+@pytest.mark.parametrize(
+    ("values", "index", "error"),
+    [
+        (torch.ones(4, 1), [0, 0, 0, 0], AssertionError),  # would broadcast
+        (torch.ones(2), [0, 1], RuntimeError),  # of one sequence
+        (torch.ones(2), [0, -1], RuntimeError),
+    ],
+)
+def test_what_belongs_to_no_sequence_is_refused(values, index, error):
+    with pytest.raises(error):
+        segment_sum(values, torch.tensor(index), 1)
 
 
-def test_shared_sum_has_the_value_of_all_shards_and_the_gradient_of_this_one():
-    mine = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
-    index = torch.tensor([0, 1, 1])
-    others = torch.tensor([100.0, 200.0, 400.0])
+def test_shared_sums_have_the_value_of_all_shards_and_the_gradient_of_this_one():
+    inputs = make_inputs(0, lengths=(1, 2, 1))
+    values = torch.tensor([1.0, 2.0, 4.0, 0.0], requires_grad=True)
 
-    def reduce_in_place(vector: torch.Tensor) -> torch.Tensor:
-        assert not vector.requires_grad
-        return vector.add_(others)
+    def reduce_in_place(sums: torch.Tensor) -> torch.Tensor:
+        assert not sums.requires_grad
+        return sums.add_(torch.tensor([[100.0, 200.0, 400.0]]))
 
-    sums = shared_segment_sum(mine, index, 3, reduce_in_place)
+    inputs.sum_over_shards = reduce_in_place
+    sums = sequence_sums(inputs, values)
     (sums * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
-    assert sums.tolist() == [101.0, 206.0, 400.0]
-    assert mine.grad.tolist() == [1.0, 10.0, 10.0]
+    assert sums.tolist() == [[101.0, 206.0, 400.0]]
+    assert values.grad.tolist() == [1.0, 10.0, 10.0, 100.0]

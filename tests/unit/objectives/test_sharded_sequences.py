@@ -1,18 +1,24 @@
-"""Sequences cut over several ranks give the loss, gradient and figures of the uncut ones."""
+"""Sequences cut over several ranks give the loss, gradient and metrics of the uncut ones."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.types import LossInputs, LossOutputs
+from gspo_megatron.objectives import Objective
+from gspo_megatron.types import LossInputs
+from tests.unit.objectives.batches import (
+    EVERY_OBJECTIVE,
+    EXACT,
+    choose,
+    inputs_of,
+    make_inputs,
+    make_objective,
+    run_shards,
+)
 from tests.unit.objectives.papers import SPREADS
 from tests.unit.objectives.test_corrections import BOUNDS, legal, section
-
-EXACT = {"rtol": 1e-10, "atol": 1e-13}  # float64, other orders of additions
 
 
 def owners(kind: str, tokens: int, num_shards: int) -> torch.Tensor:
@@ -27,32 +33,29 @@ def owners(kind: str, tokens: int, num_shards: int) -> torch.Tensor:
     return torch.full((tokens,), num_shards - 1)
 
 
-# Whose clip flags are one a sequence: the figures of the others need the flags of all shards.
+# Whose clip flags are one a sequence: the clip metrics of the others need the flags of all shards.
 OF_SEQUENCES = ["gspo", "luspo", "reinforce_leave_one_out"]
 KINDS = [("zigzag", 2), ("zigzag", 3), ("random", 4), ("one_shard_has_all", 2)]
 
 
-def assert_shards_are(
-    whole: LossInputs,
-    objective: Callable[[LossInputs], LossOutputs],
-    owner: Tensor,
-    run_shards: Callable[..., list],
-) -> None:
-    """Gradients, figures and values of the shards together are those of the uncut sequences."""
+def assert_shards_are(whole: LossInputs, objective: Objective, kind: str, num_shards: int) -> None:
+    """Gradients, metrics and values of the shards together are those of the uncut sequences."""
+    owner = owners(kind, len(whole.mask), num_shards)
     whole.logprobs.grad = whole.entropy.grad = None
     expected = objective(whole)
     expected.loss.backward()
     shards = run_shards(whole, owner, objective)
-    gradients = {"logprobs": whole.logprobs.grad, "entropy": whole.entropy.grad}
+    gradients = {"logprobs": whole.logprobs.grad}
+    if whole.entropy.grad is not None:
+        gradients["entropy"] = whole.entropy.grad
     found = {key: torch.zeros_like(whole.logprobs) for key in gradients}
     for shard, (inputs, outputs) in enumerate(shards):
-        outputs.loss.backward()
-        for key, gradient in gradients.items():
-            if gradient is not None:
-                found[key][owner == shard] = getattr(inputs, key).grad
+        assert torch.isfinite(outputs.loss)
+        outputs.loss.backward()  # on a shard without tokens too
+        for key in gradients:
+            found[key][owner == shard] = getattr(inputs, key).grad
     for key, gradient in gradients.items():
-        if gradient is not None:
-            torch.testing.assert_close(found[key], gradient, **EXACT)
+        torch.testing.assert_close(found[key], gradient, **EXACT)
     for key, pair in expected.means.items():
         total = sum(outputs.means[key] for _, outputs in shards)
         torch.testing.assert_close(total, pair, **EXACT, msg=lambda text, key=key: f"{key}: {text}")
@@ -64,42 +67,37 @@ def assert_shards_are(
 
 
 @pytest.mark.parametrize(("kind", "num_shards"), KINDS)
-def test_shards_add_up_to_the_whole(
-    kind, num_shards, name_and_spread, make_inputs, make_objective, run_shards
-):
-    name, spread = name_and_spread
-    whole = make_inputs(7, spread=spread)
-    owner = owners(kind, len(whole.mask), num_shards)
-    assert_shards_are(whole, make_objective(name), owner, run_shards)
+@EVERY_OBJECTIVE
+def test_shards_add_up_to_the_whole(kind, num_shards, name):
+    whole = inputs_of(name, 7)
+    assert_shards_are(whole, make_objective(name), kind, num_shards)
 
 
 @pytest.mark.parametrize(("name", "correction"), legal())
-def test_shards_of_corrected_objectives(name, correction, make_inputs, make_objective, run_shards):
-    whole = make_inputs(8, spread=SPREADS[name], mismatch=BOUNDS[correction][1])
+def test_shards_of_corrected_objectives(name, correction):
+    whole = inputs_of(name, 8, mismatch=BOUNDS[correction][1])
     objective = make_objective(name, **section(correction))
     for kind, num_shards in KINDS:
-        owner = owners(kind, len(whole.mask), num_shards)
-        assert_shards_are(whole, objective, owner, run_shards)
+        assert_shards_are(whole, objective, kind, num_shards)
 
 
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
-def test_shards_with_every_addition(kl, name_and_spread, make_inputs, make_objective, run_shards):
-    name, spread = name_and_spread
-    whole = make_inputs(9, spread=spread, mismatch=0.03, with_reference=True)
+@EVERY_OBJECTIVE
+def test_shards_with_every_addition(kl, name):
+    whole = inputs_of(name, 9, mismatch=0.03, with_reference=True)
     objective = make_objective(
         name,
         kl=kl,
         kl_coefficient=0.3,
         entropy_coefficient=0.2,
-        off_policy_mask=0.3 * spread,
+        off_policy_mask=0.3 * SPREADS[name],
         correction="k3_mask",
     )
     for kind, num_shards in KINDS:
-        owner = owners(kind, len(whole.mask), num_shards)
-        assert_shards_are(whole, objective, owner, run_shards)
+        assert_shards_are(whole, objective, kind, num_shards)
 
 
-def sent_by(objective: Callable[[LossInputs], LossOutputs], inputs: LossInputs) -> list[Tensor]:
+def sent_by(objective: Objective, inputs: LossInputs) -> list[Tensor]:
     """What one call hands to the collective, call by call."""
     sent = []
 
@@ -112,76 +110,43 @@ def sent_by(objective: Callable[[LossInputs], LossOutputs], inputs: LossInputs) 
     return sent
 
 
-def test_sequence_objectives_send_one_message_a_micro_batch(make_inputs, make_objective):
-    for name in OF_SEQUENCES:
-        for correction in ("none", "sequence_mask", "k3_mask"):
-            inputs = make_inputs(1, dtype=torch.float32, with_reference=True)
-            additions = {"kl": "k3", "kl_coefficient": 0.1, "entropy_coefficient": 0.1}
-            objective = make_objective(
-                name, correction=correction, off_policy_mask=0.1, **additions
-            )
-            assert len(sent_by(objective, inputs)) == 1, (name, correction)
+@pytest.mark.parametrize(
+    ("correction", "sums"), [("none", 1), ("sequence_mask", 2), ("k3_mask", 2)]
+)
+@EVERY_OBJECTIVE
+def test_bytes_a_sequence_whatever_its_length_and_the_additions(name, correction, sums):
+    inputs = make_inputs(1, lengths=(50, 3, 20), dtype=torch.float32, with_reference=True)
+    additions = {"kl": "k3", "kl_coefficient": 0.1, "entropy_coefficient": 0.1}
+    objective = make_objective(name, correction=correction, off_policy_mask=0.1, **additions)
+    sums += name == "gmpo"  # whose mean has limited log-ratios
+    # one message of all sums; then outside, low and high where tokens have clip flags
+    expected = [sums * 4] if name in OF_SEQUENCES else [sums * 4, 12]
+    sent = sent_by(objective, inputs)
+    assert [each.numel() * each.element_size() / 3 for each in sent] == expected
 
 
-def test_gspo_sends_no_more_than_eight_bytes_a_sequence(make_inputs, make_objective):
-    inputs = make_inputs(1, lengths=(50, 3, 20), dtype=torch.float32)
-    for correction in ("none", "sequence_tis"):
-        (message,) = sent_by(make_objective("gspo", correction=correction), inputs)
-        assert message.numel() * message.element_size() <= 8 * len(inputs.advantages)
-
-
-def test_objectives_of_tokens_send_their_clip_flags_besides(make_inputs, make_objective):
-    for name in set(SPREADS) - set(OF_SEQUENCES):
-        inputs = make_inputs(1, spread=SPREADS[name])
-        assert len(sent_by(make_objective(name, correction="k3_mask"), inputs)) == 2, name
-
-
-def test_shards_without_tokens_send_as_often_as_the_others(
-    name_and_spread, make_inputs, make_objective, choose
-):
-    name, spread = name_and_spread
-    inputs = make_inputs(1, spread=spread, with_reference=True)
+@EVERY_OBJECTIVE
+def test_shards_without_tokens_send_as_often_as_the_others(name):
+    inputs = inputs_of(name, 1, with_reference=True)
     empty = choose(inputs, torch.zeros(len(inputs.mask), dtype=torch.bool))
     objective = make_objective(name, kl="k3", kl_coefficient=0.1, off_policy_mask=0.1)
     assert len(sent_by(objective, empty)) == len(sent_by(objective, inputs))
 
 
-@pytest.mark.parametrize("name", ["gspo", "luspo", "gmpo", "reinforce_leave_one_out"])
-def test_sequence_terms_have_the_value_of_the_whole_loss_on_every_shard(
-    name, make_inputs, make_objective, run_shards
-):
-    whole, objective = make_inputs(8, spread=SPREADS[name]), make_objective(name)
-    expected = objective(whole).loss
-    owner = owners("zigzag", len(whole.mask), 3)
-    for _, outputs in run_shards(whole, owner, objective):
-        torch.testing.assert_close(outputs.loss, expected, **EXACT)
-
-
-@pytest.mark.parametrize("name", ["gspo_token", "grpo", "dapo", "minirl"])
-def test_losses_of_tokens_are_parts_that_add_up(name, make_inputs, make_objective, run_shards):
-    whole, objective = make_inputs(8, spread=SPREADS[name]), make_objective(name)
-    owner = owners("zigzag", len(whole.mask), 3)
-    total = sum(outputs.loss.detach() for _, outputs in run_shards(whole, owner, objective))
-    torch.testing.assert_close(total, objective(whole).loss.detach(), **EXACT)
-
-
-def test_a_shard_without_tokens_still_joins_the_backward(
-    name_and_spread, make_inputs, make_objective, run_shards
-):
-    name, spread = name_and_spread
-    whole = make_inputs(9, spread=spread)
-    owner = owners("one_shard_has_all", len(whole.mask), 2)
-    inputs, outputs = run_shards(whole, owner, make_objective(name))[0]
-    assert len(inputs.logprobs) == 0
-    assert outputs.loss.requires_grad and torch.isfinite(outputs.loss)
-    outputs.loss.backward()
-    assert inputs.logprobs.grad.shape == (0,)
+@EVERY_OBJECTIVE
+def test_a_shards_loss_is_the_whole_or_a_part_of_it(name):
+    whole, objective = inputs_of(name, 8), make_objective(name)
+    shards = run_shards(whole, owners("zigzag", len(whole.mask), 3), objective)
+    found = torch.stack([outputs.loss.detach() for _, outputs in shards])
+    expected = objective(whole).loss.detach()
+    if name in (*OF_SEQUENCES, "gmpo"):
+        torch.testing.assert_close(found, expected.expand(3), **EXACT)
+    else:
+        torch.testing.assert_close(found.sum(), expected, **EXACT)
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo", "gmpo", "sapo"])
-def test_length_of_the_mean_is_that_of_the_whole_sequence(
-    name, make_inputs, make_objective, run_shards
-):
+def test_length_of_the_mean_is_that_of_the_whole_sequence(name):
     # Even with an advantage and ratio of 1 everywhere, a shard-local length would weight the
     # shards of a sequence equally instead of its tokens.
     whole = make_inputs(10, lengths=(12,), spread=0.0)
@@ -192,6 +157,5 @@ def test_length_of_the_mean_is_that_of_the_whole_sequence(
     owner = torch.tensor([0] * 3 + [1] * 9)
     for inputs, outputs in run_shards(whole, owner, make_objective(name)):
         outputs.loss.backward()
-        torch.testing.assert_close(
-            inputs.logprobs.grad, torch.full_like(inputs.logprobs, -1 / 12), **EXACT
-        )
+        expected = torch.full_like(inputs.logprobs, -1 / 12)
+        torch.testing.assert_close(inputs.logprobs.grad, expected, **EXACT)

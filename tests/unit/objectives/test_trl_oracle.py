@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.types import LossInputs, LossOutputs
+from tests.unit.objectives.batches import as_mini_batch, inputs_of, make_objective
 from tests.unit.objectives.papers import SPREADS
 from tests.unit.objectives.trl_side import TrlResult, trl_loss
 
@@ -59,27 +59,18 @@ EXACT = {"rtol": 1e-11, "atol": 1e-14}
 # TRL counts with float32 flags.
 FRACTION = 1e-6
 
-MakeInputs = Callable[..., LossInputs]
+
+def our_loss(name: str, inputs: LossInputs, **keys: Any) -> LossOutputs:
+    if name == "sapo":
+        keys["tau_negative"] = 1.0625  # see trl_side.py
+    return make_objective(name, **keys)(inputs)
 
 
-@pytest.fixture
-def our_loss(make_objective) -> Callable[..., LossOutputs]:
-    def loss(name: str, inputs: LossInputs, **keys: Any) -> LossOutputs:
-        if name == "sapo":
-            keys["tau_negative"] = 1.0625  # see trl_side.py
-        return make_objective(name, **keys)(inputs)
-
-    return loss
-
-
-def ragged(make_inputs: MakeInputs, name: str, seed: int, **options: Any) -> LossInputs:
+def ragged(name: str, seed: int, **options: Any) -> LossInputs:
     """24 sequences of 1 to 40 tokens, with ratios to both sides of the objective's clip range."""
     rng = random.Random(seed)
     lengths = tuple(rng.randint(1, 40) for _ in range(24))
-    inputs = make_inputs(seed, lengths, spread=SPREADS[name], **options)
-    inputs.global_num_sequences = len(lengths)
-    inputs.global_num_tokens = int(inputs.mask.sum())
-    return inputs
+    return as_mini_batch(inputs_of(name, seed, lengths=lengths, **options))
 
 
 def assert_same_loss(ours: LossOutputs, theirs: TrlResult, inputs: LossInputs) -> None:
@@ -95,8 +86,8 @@ def mean(pair: Tensor) -> float:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_loss_and_gradient_are_those_of_trl(name, level, seed, make_inputs, our_loss):
-    inputs = ragged(make_inputs, name, seed)
+def test_loss_and_gradient_are_those_of_trl(name, level, seed):
+    inputs = ragged(name, seed)
     theirs = trl_loss(name, level, inputs)
     assert_same_loss(our_loss(name, inputs), theirs, inputs)
     if (name, level) in CLIPPED:
@@ -107,8 +98,8 @@ def test_loss_and_gradient_are_those_of_trl(name, level, seed, make_inputs, our_
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("name", "level"), CLIPPED)
-def test_clip_fractions_and_entropy_are_those_of_trl(name, level, seed, make_inputs, our_loss):
-    inputs = ragged(make_inputs, name, seed)
+def test_clip_fractions_and_entropy_are_those_of_trl(name, level, seed):
+    inputs = ragged(name, seed)
     theirs = trl_loss(name, level, inputs).metrics
     means = our_loss(name, inputs).means
     # TRL counts sequences where its ratio has one value a sequence, tokens elsewhere.
@@ -120,8 +111,8 @@ def test_clip_fractions_and_entropy_are_those_of_trl(name, level, seed, make_inp
     assert mean(means["policy/entropy"]) == pytest.approx(theirs["entropy"], rel=1e-12)
 
 
-def test_trl_counts_capped_tokens_of_positive_advantages_alone(make_inputs, our_loss):
-    inputs = ragged(make_inputs, "cispo", seed=1)
+def test_trl_counts_capped_tokens_of_positive_advantages_alone():
+    inputs = ragged("cispo", seed=1)
     theirs = trl_loss("cispo", "token", inputs).metrics["cispo_clip_ratio"]
     ours = mean(our_loss("cispo", inputs).means["clip/token/high"])
     assert 0 < theirs < ours
@@ -136,32 +127,28 @@ def test_trl_counts_capped_tokens_of_positive_advantages_alone(make_inputs, our_
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("name", "level"), OF_TOKENS)
-def test_advantages_of_single_tokens(name, level, seed, make_inputs, our_loss):
-    inputs = ragged(make_inputs, name, seed, with_token_advantages=True)
+def test_advantages_of_single_tokens(name, level, seed):
+    inputs = ragged(name, seed, with_token_advantages=True)
     assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs), inputs)
 
 
 @pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_one_micro_batch_of_several(name, level, make_inputs, our_loss):
+def test_a_micro_batch_of_several_and_a_sequence_without_tokens(name, level):
     # TRL divides by the number of equal micro-batches, we by the mini-batch's sequences or tokens.
-    inputs = ragged(make_inputs, name, seed=6)
+    inputs = ragged(name, seed=6)
     inputs.global_num_sequences *= 3
     inputs.global_num_tokens *= 3
     assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs, steps=3), inputs)
-
-
-@pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_a_sequence_without_tokens_counts_in_the_mean(name, level, make_inputs, our_loss):
-    inputs = ragged(make_inputs, name, seed=7)
+    inputs = ragged(name, seed=7)
     inputs.mask[inputs.sequence_index == 5] = 0.0
     inputs.sequence_lengths[5] = 0.0
-    inputs.global_num_tokens = int(inputs.mask.sum())
+    as_mini_batch(inputs)
     assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs), inputs)
 
 
 @pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_divergence_in_the_loss(name, level, make_inputs, our_loss):
-    inputs = ragged(make_inputs, name, seed=8, with_reference=True)
+def test_divergence_in_the_loss(name, level):
+    inputs = ragged(name, seed=8, with_reference=True)
     ours = our_loss(name, inputs, kl="k3", kl_coefficient=0.3)
     theirs = trl_loss(name, level, inputs, beta=0.3)
     assert_same_loss(ours, theirs, inputs)
@@ -173,8 +160,8 @@ def test_divergence_in_the_loss(name, level, make_inputs, our_loss):
 
 
 @pytest.mark.parametrize(("name", "level"), MAIN)
-def test_entropy_bonus(name, level, make_inputs, our_loss):
-    inputs = ragged(make_inputs, name, seed=9)
+def test_entropy_bonus(name, level):
+    inputs = ragged(name, seed=9)
     theirs = trl_loss(name, level, inputs, _entropy_bonus_enabled=True, entropy_coef=0.2)
     assert_same_loss(our_loss(name, inputs, entropy_coefficient=0.2), theirs, inputs)
     torch.testing.assert_close(inputs.entropy.grad, theirs.entropy_gradient, **EXACT)
@@ -182,10 +169,10 @@ def test_entropy_bonus(name, level, make_inputs, our_loss):
 
 @pytest.mark.parametrize("mode", ["token_tis", "icepop", "sequence_product_tis"])
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "cispo", "sapo"])
-def test_corrections_of_tokens_and_of_products(name, mode, make_inputs, our_loss):
+def test_corrections_of_tokens_and_of_products(name, mode):
     """TRL's token_truncate, token_mask and sequence_truncate; it computes the weights where it
     samples, by these formulas, and its loss multiplies them in."""
-    inputs = ragged(make_inputs, name, seed=10, mismatch=0.4, with_reference=True)
+    inputs = ragged(name, seed=10, mismatch=0.4, with_reference=True)
     logs = (inputs.old_logprobs - inputs.rollout_logprobs) * inputs.mask
     if mode == "sequence_product_tis":
         sums = torch.zeros_like(inputs.advantages).index_add(0, inputs.sequence_index, logs)
@@ -205,15 +192,15 @@ def test_corrections_of_tokens_and_of_products(name, mode, make_inputs, our_loss
     ("name", "level", "bound"),
     [("grpo", "token", 1.5), ("dapo", "token", 2.0), ("gspo", "sequence", 1.001)],
 )
-def test_two_sided_clip(name, level, bound, make_inputs, our_loss):
-    inputs = ragged(make_inputs, name, seed=11)
+def test_two_sided_clip(name, level, bound):
+    inputs = ragged(name, seed=11)
     theirs = trl_loss(name, level, inputs, delta=bound)
     assert_same_loss(our_loss(name, inputs, rule="dual_clip", dual_clip=bound), theirs, inputs)
     assert theirs.loss != trl_loss(name, level, inputs).loss, "the bound does not bind"
 
 
-def test_two_sided_clip_inside_the_range_is_another_thing_in_trl(make_inputs, our_loss):
-    inputs = ragged(make_inputs, "grpo", seed=11)
+def test_two_sided_clip_inside_the_range_is_another_thing_in_trl():
+    inputs = ragged("grpo", seed=11)
     inputs.advantages.abs_()
     theirs = trl_loss("grpo", "token", inputs, delta=1.1)
     ours = our_loss("grpo", inputs, rule="dual_clip", dual_clip=1.1)
@@ -228,9 +215,9 @@ def test_two_sided_clip_inside_the_range_is_another_thing_in_trl(make_inputs, ou
 
 
 @pytest.mark.parametrize(("name", "level"), MAIN)
-def test_off_policy_mask(name, level, make_inputs, our_loss):
+def test_off_policy_mask(name, level):
     bound = 0.2 * SPREADS[name]
-    inputs = ragged(make_inputs, name, seed=12, with_reference=True)
+    inputs = ragged(name, seed=12, with_reference=True)
     settings = {"off_policy_mask_threshold": bound, "beta": 0.3}
     keys = {"off_policy_mask": bound, "kl": "k3", "kl_coefficient": 0.3}
     theirs = trl_loss(name, level, inputs, **settings)
@@ -239,9 +226,9 @@ def test_off_policy_mask(name, level, make_inputs, our_loss):
     assert 0 < dropped < of / 2
 
 
-def test_off_policy_mask_of_trl_takes_the_mismatch_of_the_engines_for_drift(make_inputs, our_loss):
-    inputs = ragged(make_inputs, "grpo", seed=13, mismatch=0.3)
-    settings = {"off_policy_mask_threshold": 0.1, "sampled_for_mask": True}
+def test_off_policy_mask_of_trl_takes_the_mismatch_of_the_engines_for_drift():
+    inputs = ragged("grpo", seed=13, mismatch=0.3)
+    settings = {"off_policy_mask_threshold": 0.1, "rollout_for_mask": True}
     theirs = trl_loss("grpo", "token", inputs, **settings)
     assert theirs.loss != our_loss("grpo", inputs, off_policy_mask=0.1).loss
     # they agree where the rollout's log-probs are the old ones: objective.old_logprobs = rollout

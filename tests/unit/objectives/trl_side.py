@@ -44,7 +44,7 @@ def trl_loss(
     steps: int = 1,
     longest: int = 40,
     importance_sampling_ratio: Tensor | None = None,
-    sampled_for_mask: bool = False,
+    rollout_for_mask: bool = False,
     **settings: Any,
 ) -> TrlResult:
     """One micro-batch of `steps` through TRL.
@@ -77,7 +77,7 @@ def trl_loss(
         batch["advantages"] = padded(inputs.token_advantages, 5.0)
     if inputs.reference_logprobs is not None:
         batch["ref_per_token_logps"] = padded(inputs.reference_logprobs, -3.0)
-    if sampled_for_mask:
+    if rollout_for_mask:
         batch["sampling_per_token_logps"] = padded(inputs.rollout_logprobs, -2.0)
     if importance_sampling_ratio is not None:
         by_token = importance_sampling_ratio.shape == index.shape

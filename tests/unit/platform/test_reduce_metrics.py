@@ -1,8 +1,9 @@
-"""A step's figures against direct formulas."""
+"""A step's metrics against direct formulas."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,12 +22,18 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")
 
 
-def reduce(figures: StepMetrics) -> dict[str, float]:
-    return figures.reduce(dist.group.WORLD)
-
-
-def quantiles(metrics: dict[str, float], name: str) -> list[float]:
-    return [metrics[f"{name}/{label}"] for label in QUANTILES]
+def reduced(
+    *, means: Sequence = (), values: Sequence = (), maxima: Sequence = ()
+) -> dict[str, float]:
+    """The metrics of a step that collects these, one after the other."""
+    metrics = StepMetrics(torch.device("cpu"))
+    for each in means:
+        metrics.add_means(each)
+    for each in values:
+        metrics.add_values(each)
+    for name, value in maxima:
+        metrics.add_maximum(name, torch.tensor(value))
+    return metrics.reduce(dist.group.WORLD)
 
 
 def normal(size: int, seed: int = 0) -> Tensor:
@@ -34,51 +41,40 @@ def normal(size: int, seed: int = 0) -> Tensor:
 
 
 def test_means_add_numerators_and_denominators_over_micro_batches() -> None:
-    figures = StepMetrics(CPU)
     values = [normal(5, 1), normal(1, 2), normal(9, 3)]
-    for part in values:
-        pair = torch.stack([part.sum(), torch.tensor(float(len(part))).double()])
-        figures.add_means({"loss": pair.float(), "other": torch.tensor([2.0, 4.0])})
-    metrics = reduce(figures)
+    pairs = [torch.tensor([float(part.sum()), len(part)]) for part in values]
+    other = torch.tensor([2.0, 4.0])
+    metrics = reduced(means=[{"loss": pair, "other": other} for pair in pairs])
     assert metrics["loss"] == pytest.approx(float(torch.cat(values).mean()), abs=1e-6)
     assert metrics["other"] == 0.5
     assert set(metrics) == {"loss", "other"}
 
 
 def test_small_contributions_are_not_lost_beside_large_ones() -> None:
-    figures = StepMetrics(CPU)
-    figures.add_means({"x": torch.tensor([2.0**25, 1.0])})
-    for _ in range(8):
-        figures.add_means({"x": torch.tensor([1.0, 0.0])})  # each below fp32's resolution
-    assert reduce(figures)["x"] == 2.0**25 + 8
+    # each of the small ones is below fp32's resolution
+    pairs = [torch.tensor([2.0**25, 1.0])] + [torch.tensor([1.0, 0.0])] * 8
+    assert reduced(means=[{"x": pair} for pair in pairs])["x"] == 2.0**25 + 8
 
 
-def test_a_mean_over_nothing_is_nan() -> None:
-    figures = StepMetrics(CPU)
-    figures.add_means({"loss": torch.zeros(2)})
-    assert math.isnan(reduce(figures)["loss"])
-
-
-def test_nothing_collected_gives_nothing() -> None:
-    assert reduce(StepMetrics(CPU)) == {}
+def test_of_nothing_a_mean_is_nan_and_there_are_no_quantiles() -> None:
+    empty = {"ratio/token": torch.zeros(0), "ratio/sequence": torch.zeros(0)}
+    metrics = reduced(means=[{"loss": torch.zeros(2)}], values=[empty])
+    assert set(metrics) == {"loss"} and math.isnan(metrics["loss"])
+    assert reduced() == {}
 
 
 def test_the_largest_is_kept() -> None:
-    figures = StepMetrics(CPU)
-    for value in (-3.0, 2.5, 1.0):
-        figures.add_maximum("mismatch/max", torch.tensor(value))
-    assert reduce(figures) == {"mismatch/max": 2.5}
+    maxima = [("mismatch/max", value) for value in (-3.0, 2.5, 1.0)]
+    assert reduced(maxima=maxima) == {"mismatch/max": 2.5}
 
 
 @pytest.mark.parametrize("count", [1, 2, 101, 3000])
 def test_quantiles_of_sequences_are_exact(count: int) -> None:
     values = (0.01 * normal(count)).exp().float()
-    figures = StepMetrics(CPU)
-    for part in values.split(7):
-        figures.add_values({"ratio/sequence": part})
+    metrics = reduced(values=[{"ratio/sequence": part} for part in values.split(7)])
     shares = torch.tensor([0.0, 0.01, 0.5, 0.99, 1.0], dtype=torch.float64)
     expected = pytest.approx(values.double().quantile(shares).tolist(), rel=1e-12)
-    assert quantiles(reduce(figures), "ratio/sequence") == expected
+    assert [metrics[f"ratio/sequence/{label}"] for label in QUANTILES] == expected
 
 
 # One bin of 64 a decade is a factor of 10^(1/64); its middle is at most half of that away.
@@ -97,10 +93,8 @@ def quantile_of_logs(logs: Tensor, share: float) -> float:
 @pytest.mark.parametrize("shift", [-1.5, 0.0, 2.0])
 def test_quantiles_of_tokens_are_within_half_a_bin(spread: float, count: int, shift: float) -> None:
     logs = spread * (normal(count, seed=count) + shift)
-    figures = StepMetrics(CPU)
-    for part in logs.exp().split(1 + count // 3):
-        figures.add_values({"ratio/token": part})
-    metrics = reduce(figures)
+    parts = logs.exp().split(1 + count // 3)
+    metrics = reduced(values=[{"ratio/token": part} for part in parts])
     logs = logs.exp().log()  # a ratio near 1 cannot tell logs apart below 1e-16
     for label, share in QUANTILES.items():
         expected = quantile_of_logs(logs, share)
@@ -115,36 +109,26 @@ def test_quantiles_of_tokens_are_within_half_a_bin(spread: float, count: int, sh
 
 
 def test_ratios_of_exactly_one_and_beyond_the_bins() -> None:
-    figures = StepMetrics(CPU)
     ratios = [1.0] * 98 + [1.0 + 1e-12, math.exp(60.0)]
-    figures.add_values({"ratio/token": torch.tensor(ratios, dtype=torch.float64)})
-    metrics = reduce(figures)
+    metrics = reduced(values=[{"ratio/token": torch.tensor(ratios, dtype=torch.float64)}])
     assert [metrics[f"ratio/token/{label}"] for label in ("min", "p01", "p50")] == [1.0] * 3
     assert metrics["ratio/token/p99"] == pytest.approx(1.0, abs=1e-9)
     assert metrics["ratio/token/max"] == pytest.approx(math.exp(60.0))
 
 
 def test_a_ratio_that_underflowed_to_zero_is_the_minimum() -> None:
-    figures = StepMetrics(CPU)
-    figures.add_values({"ratio/token": torch.tensor([1.0, 0.0, 2.0])})
-    metrics = reduce(figures)
+    metrics = reduced(values=[{"ratio/token": torch.tensor([1.0, 0.0, 2.0])}])
     assert metrics["ratio/token/min"] == 0.0
     assert metrics["ratio/token/max"] == pytest.approx(2.0)
-
-
-def test_no_tokens_and_no_sequences_give_no_quantiles() -> None:
-    figures = StepMetrics(CPU)
-    figures.add_values({"ratio/token": torch.zeros(0), "ratio/sequence": torch.zeros(0)})
-    assert reduce(figures) == {}
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_mismatch_against_its_formulas(seed: int) -> None:
     trained = -normal(40, seed).abs().float()
-    sampled = trained + 0.8 * normal(40, seed + 10).float()
+    rollout = trained + 0.8 * normal(40, seed + 10).float()
     mask = (normal(40, seed + 20) > -0.5).float()
-    means, largest = mismatch_metrics(trained, sampled, mask)
-    differences = [float(t) - float(s) for t, s, m in zip(trained, sampled, mask, strict=True) if m]
+    means, largest = mismatch_metrics(trained, rollout, mask)
+    differences = [float(t) - float(s) for t, s, m in zip(trained, rollout, mask, strict=True) if m]
     formulas = {
         "mismatch/abs_mean": [abs(d) for d in differences],
         "mismatch/k1": [-d for d in differences],

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gspo_megatron.batching.redistribute import gather_index
 from gspo_megatron.config import Config, parse_config
 from gspo_megatron.errors import ConfigError, RewardError, UserError
-from gspo_megatron.objectives import build_objective
+from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.rewards import Reward
 from gspo_megatron.rl.evaluation import evaluate
@@ -31,7 +31,7 @@ SAMPLING = Sampling(max_tokens=LONGEST)
 class Tokenizer:
     """Token 65 is "A", and so on."""
 
-    eos_id = EOS
+    eos_ids = (0, EOS)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) for i in ids)
@@ -112,7 +112,7 @@ def collected(
 def token_advantages(experience: Experience, **sections: dict[str, Any]) -> torch.Tensor | None:
     section, group = config_of(**sections).objective, dist.group.WORLD
     index = gather_index(experience.batch, experience.scores.shaped, group)
-    return compute_advantages(section, build_objective(section, LONGEST), experience, index)[1]
+    return compute_advantages(build_advantages(section), experience, index)[1]
 
 
 DYNAMIC = {"dynamic_sampling": True, "max_refills": 2}

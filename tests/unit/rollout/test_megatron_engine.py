@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,10 @@ PROMPTS = [prompt for prompt, _ in random_sequences(8, [(3, 0), (9, 0), (1, 0), 
 def policy(one_rank: None) -> Policy:
     # Weights large enough for distributions that are far from uniform.
     return tiny_policy(model={"megatron": {"init_method_std": 0.15}})
+
+
+def letters(ids: Sequence[int]) -> str:
+    return "".join(chr(ord("A") + i) for i in ids)
 
 
 @dataclass
@@ -63,20 +67,23 @@ def generate(
     per_prompt: int = 1,
     max_tokens: int = 12,
     seed: int = 5,
-    eos_id: int = NEVER,
-    batch_size: int | None = None,
     groups: Sequence[int] | None = None,
+    eos_id: int | Sequence[int] = NEVER,
+    batch_size: int | None = None,
+    decode: Callable[[Sequence[int]], str] = letters,
+    symbol_id: Callable[[str], int | None] = lambda text: None,
     **sampling: Any,
 ) -> RolloutBatch:
     engine = MegatronEngine(
-        policy, pad_id=PAD, eos_id=eos_id, batch_size=batch_size, decode=letters
+        policy,
+        pad_id=PAD,
+        eos_id=eos_id,
+        batch_size=batch_size,
+        decode=decode,
+        symbol_id=symbol_id,
     )
     requests = Requests(prompts, groups or range(len(prompts)), per_prompt)
     return engine.generate(requests, Sampling(max_tokens, **sampling), seed)
-
-
-def letters(ids: Sequence[int]) -> str:
-    return "".join(chr(ord("A") + i) for i in ids)
 
 
 def test_greedy_decoding_is_the_argmax_of_the_full_forward_pass(policy: Policy) -> None:
@@ -93,23 +100,27 @@ def test_greedy_decoding_is_the_argmax_of_the_full_forward_pass(policy: Policy) 
             ids.append(token)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("per_prompt", [1, 3])
-def test_mu_is_the_trainers_logprob(policy: Policy, temperature: float, per_prompt: int) -> None:
-    batch = generate(policy, per_prompt=per_prompt, temperature=temperature, eos_id=11)
+def trainer_difference(policy: Policy, batch: RolloutBatch, temperature: float) -> Tensor:
+    """[tokens] of the trainer's log-probs, from two micro-batches out of order, to the engine's."""
     lengths = batch.response_lengths.tolist()
     tokens = list(batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist()))
     offsets = [sum(lengths[:n]) for n in range(len(lengths))]
     builder = MicroBatchBuilder(policy, PAD, temperature)
-    # two micro-batches, out of order
     members = [list(range(1, len(lengths), 2)), list(range(0, len(lengths), 2))]
     micro_batches = [builder.build(m, tokens, lengths, offsets) for m in members]
-    for micro_batch, (trained, _) in zip(
-        micro_batches, response_logprobs(policy, micro_batches), strict=True
-    ):
-        sampled = batch.logprobs[micro_batch.packed.response_index]
-        # both in fp32: what is left is the order of sums
-        torch.testing.assert_close(trained, sampled, atol=1e-5, rtol=0.0)
+    found = zip(micro_batches, response_logprobs(policy, micro_batches), strict=True)
+    return torch.cat([t - batch.logprobs[m.packed.response_index] for m, (t, _) in found]).abs()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("per_prompt", [1, 3])
+def test_rollout_logprobs_are_the_trainers(
+    policy: Policy, temperature: float, per_prompt: int
+) -> None:
+    batch = generate(policy, per_prompt=per_prompt, temperature=temperature, eos_id=11)
+    difference = trainer_difference(policy, batch, temperature)
+    # both in fp32: what is left is the order of sums
+    assert len(difference) == len(batch.logprobs) and float(difference.max()) <= 1e-5
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 100])
@@ -149,18 +160,37 @@ def test_prompts_are_numbered_by_their_group_index(policy: Policy) -> None:
     assert batch.sample_index.tolist() == [14, 15, 4, 5, 80, 81, 6, 7, 22, 23]
 
 
-@pytest.mark.parametrize("eos_id", [2, 11, 30])
-def test_the_end_of_sequence_ends_a_response_and_is_part_of_it(policy: Policy, eos_id: int) -> None:
-    options = {"per_prompt": 6, "max_tokens": 23}
-    endless = responses_of(generate(policy, **options))
-    ending = responses_of(generate(policy, eos_id=eos_id, **options))
+def without_end(ids: Sequence[int]) -> str:
+    """Token 11 is special: it has no text."""
+    return letters([i for i in ids if i != 11])
+
+
+SPECIAL = {"stop": ("<end>",), "symbol_id": {"<end>": 11}.get, "decode": without_end}
+
+
+@pytest.mark.parametrize(
+    ("options", "ends"),
+    [
+        ({"eos_id": 2}, [2]),
+        ({"eos_id": 11}, [11]),
+        ({"eos_id": (11, 30)}, [11, 30]),
+        (SPECIAL, [11]),
+        ({"eos_id": [2, 30], **SPECIAL}, [2, 11, 30]),
+    ],
+)
+def test_an_end_token_ends_a_response_and_is_part_of_it(
+    policy: Policy, options: dict[str, Any], ends: list[int]
+) -> None:
+    sizes = {"per_prompt": 6, "max_tokens": 23}
+    endless = responses_of(generate(policy, **sizes))
+    ending = responses_of(generate(policy, **options, **sizes))
     assert all(r.truncated and len(r.tokens) == 23 for r in endless)
     for whole, cut in zip(endless, ending, strict=True):
-        ends = eos_id in whole.tokens
-        length = whole.tokens.index(eos_id) + 1 if ends else 23
+        found = [n for n, token in enumerate(whole.tokens, 1) if token in ends]
+        length = min(found, default=23)
         assert cut.tokens == whole.tokens[:length]
         assert cut.logprobs == pytest.approx(whole.logprobs[:length], abs=1e-5)
-        assert cut.truncated is not ends
+        assert cut.truncated is not bool(found)
     lengths = {len(r.tokens) for r in ending}
     assert len(lengths) > 3 and 23 in lengths  # the case is not a trivial one
 
@@ -173,22 +203,62 @@ def test_an_end_at_the_last_position_is_no_truncation(policy: Policy) -> None:
     assert response.tokens == endless.tokens and response.truncated is False
 
 
-def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(policy: Policy) -> None:
-    options = {"per_prompt": 6, "max_tokens": 20}
-    endless = responses_of(generate(policy, **options))
-    pair = letters(endless[4].tokens[7:9])  # occurs at least there
-    single = letters(endless[9].tokens[3:4])
-    ended = 0
-    for stop in ((pair,), (pair, single)):
-        stopped = responses_of(generate(policy, stop=stop, **options))
-        for whole, cut in zip(endless, stopped, strict=True):
-            text = letters(whole.tokens)
-            ends = [text.index(s) + len(s) for s in stop if s in text]
-            length = min(ends, default=20)
-            assert cut.tokens == whole.tokens[:length]
-            assert cut.truncated is not bool(ends)
-            ended += bool(ends)
-    assert 2 <= ended < 60
+@pytest.mark.parametrize("max_tokens", [18, 20, 21])
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
+    policy: Policy, max_tokens: int
+) -> None:
+    options = {"per_prompt": 6, "max_tokens": max_tokens}
+    endless = [letters(r.tokens) for r in responses_of(generate(policy, **options))]
+    pair, single, last = endless[4][7:9], endless[9][3], endless[2][-3:]  # occur at least there
+    decoded = []
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded.append(ids)
+        return letters(ids)
+
+    for stop, eos in (((pair,), ""), ((last,), ""), ((pair, single), ""), (tuple("ABCDE"), "L")):
+        decoded.clear()
+        batch = generate(
+            policy,
+            stop=stop,
+            eos_id=ord(eos) - ord("A") if eos else NEVER,
+            decode=decode,
+            symbol_id=lambda text: 3,  # a token that has a text is found in the text
+            **options,
+        )
+        ends = [
+            min((text.index(s) + len(s) for s in (*stop, eos) if s and s in text), default=None)
+            for text in endless
+        ]
+        for text, end, response in zip(endless, ends, responses_of(batch), strict=True):
+            assert letters(response.tokens) == text[:end]
+            assert response.truncated is (end is None)
+        ended = sum(end is not None for end in ends)
+        assert 1 <= ended < len(ends)
+        # rows that have ended are not decoded: one call for each 4 tokens, and up to 4 at the end
+        checks = sum(-(-(end or max_tokens) // 4) for end in ends)
+        assert checks <= len(decoded) <= checks + 4 * ended + len(stop)
+
+
+def test_a_stop_string_of_many_bytes_ends_a_response(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token is one byte, and all rows draw the same ones."""
+    stop, before = "以上就是最终答案", "a終🙂"
+    content = f"{before}{stop}。b".encode()
+    script = iter(content)
+
+    def draw(self: Any, hidden: Any, sampling: Any, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.full((len(uniform),), next(script)), torch.zeros(len(uniform))
+
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    monkeypatch.setattr(MegatronEngine, "_draw", draw)
+    monkeypatch.setattr(MegatronEngine, "_forward", lambda self, ids, *args: (ids[..., None], None))
+    options = {"max_tokens": len(content), "stop": ("no such text", stop), "decode": decode}
+    for response in responses_of(generate(policy, **options)):
+        assert decode(response.tokens) == before + stop and not response.truncated
 
 
 def test_one_token(policy: Policy) -> None:
@@ -249,14 +319,6 @@ def test_bf16_rollouts_come_close_to_bf16_training(one_rank: None) -> None:
     policy = tiny_policy(
         model={"megatron": {"init_method_std": 0.15}}, training={"precision": "bf16"}
     )
-    batch = generate(policy, per_prompt=2)
-    lengths = batch.response_lengths.tolist()
-    tokens = list(batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist()))
-    offsets = [sum(lengths[:n]) for n in range(len(lengths))]
-    micro_batch = MicroBatchBuilder(policy, PAD, 1.0).build(
-        range(len(lengths)), tokens, lengths, offsets
-    )
-    ((trained, _),) = response_logprobs(policy, [micro_batch])
-    # 2^-8 of logits of size 5, give or take an expert that rounding exchanges for another
-    difference = (trained - batch.logprobs).abs()
+    # 2^-8 of logits of size 5; rounding exchanges an expert for another here and there
+    difference = trainer_difference(policy, generate(policy, per_prompt=2), 1.0)
     assert float(difference.median()) < 0.05

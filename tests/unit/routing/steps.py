@@ -152,7 +152,9 @@ def updater_for(
 def update(updater: PolicyUpdater, *, routes: bool = False) -> dict[str, float]:
     """One step's metrics."""
     step = a_step(routes=routes)
-    advantages = updater.objective.advantages(step.index.rewards, torch.tensor(step.index.groups))
+    advantages = updater.objective.advantages.of_sequences(
+        step.index.rewards, torch.tensor(step.index.groups)
+    )
     return update_policy(updater, step.sequences, step.index, step.plans, advantages)
 
 

@@ -17,7 +17,6 @@ from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import RouterHook, attach_hooks
 from gspo_megatron.routing.noise import RouterNoise, normal
-from gspo_megatron.routing.replay import recorded
 from gspo_megatron.types import RolloutBatch
 from tests.unit.models.one_rank import (
     PAD,
@@ -132,7 +131,7 @@ def generate(
         pad_id=PAD,
         eos_id=NEVER,
         batch_size=batch_size,
-        record_routes=recorded,
+        record_routes=True,
         router_noise=RouterNoise(std) if std else None,
     )
     requests = Requests(prompts, range(len(prompts)), 3)

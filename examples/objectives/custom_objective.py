@@ -1,11 +1,11 @@
-"""A loss, an advantage and a reward of one's own; custom_objective.yaml names them."""
+"""A custom loss, advantage and reward; custom_objective.yaml names them."""
 
 from torch import Tensor
 
 from gspo_megatron.objectives.advantages import group_mean
-from gspo_megatron.objectives.aggregation import aggregate_sequences
+from gspo_megatron.objectives.losses import aggregate_sequences
 from gspo_megatron.objectives.metrics import policy_metrics, ratio_values
-from gspo_megatron.objectives.ratios import exponentiate, sequence_log_ratio, token_log_ratio
+from gspo_megatron.objectives.parts import exponentiate, sequence_log_ratio, token_log_ratio
 from gspo_megatron.types import LossInputs, LossOutputs, Sample
 
 

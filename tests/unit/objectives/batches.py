@@ -12,28 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from gspo_megatron.config.objectives import objective_problems
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.objectives import Objective, build_objective
-from gspo_megatron.types import LossInputs
-from tests.unit.objectives.papers import SPREADS
+from gspo_megatron.objectives.parts import _PER_TOKEN
+from gspo_megatron.types import LossInputs, LossOutputs
+from tests.unit.objectives.papers import SPREADS, Expected
 
-PER_TOKEN = (
-    "logprobs",
-    "old_logprobs",
-    "mask",
-    "sequence_index",
-    "entropy",
-    "token_advantages",
-    "rollout_logprobs",
-    "reference_logprobs",
-)
+EVERY_OBJECTIVE = pytest.mark.parametrize("name", list(SPREADS))
+# Float64 on both sides: only the order of additions differs.
+EXACT = {"rtol": 1e-10, "atol": 1e-13}
 
 
-def _make_objective(name: str, **keys: Any) -> Objective:
+def make_objective(name: str, **keys: Any) -> Objective:
+    """An objective by name and the keys of its section; 40 response tokens at most."""
     return build_objective(ObjectiveSection(name=name, **keys), max_response_tokens=40)
 
 
-def _make_inputs(
+def make_inputs(
     seed: int,
     lengths: tuple[int, ...] = (7, 1, 13, 4, 9, 2),
     *,
@@ -45,8 +41,9 @@ def _make_inputs(
 ) -> LossInputs:
     """Ragged sequences with holes in the mask, ratios to both sides of 1 and an advantage of 0.
 
-    `spread` is the size of log pi - log pi_old, of which a part is common to a whole sequence so
-    that the sequence ratios leave the clip range too; `mismatch` that of log pi_old - log mu.
+    `spread` is the size of log pi - log pi_old, of which a part is common to a whole sequence, so
+    that the sequence ratios leave the clip range too. `mismatch` is the size of log pi_old - log
+    pi_rollout.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -64,7 +61,7 @@ def _make_inputs(
     lengths_in_mask = torch.zeros(sequences, dtype=dtype).index_add(0, index, mask)
     entropy = normal(tokens).abs().to(dtype)
     token_advantages = normal(tokens).to(dtype) if with_token_advantages else None
-    sampled = old - mismatch * (normal(tokens) + normal(sequences)[index])
+    rollout = old - mismatch * (normal(tokens) + normal(sequences)[index])
     reference = (new + 0.3 * normal(tokens)).to(dtype) if with_reference else None
     return LossInputs(
         logprobs=new.to(dtype).requires_grad_(),
@@ -79,15 +76,35 @@ def _make_inputs(
         is_primary_shard=True,
         entropy=entropy.requires_grad_(),
         token_advantages=token_advantages,
-        rollout_logprobs=sampled.to(dtype),
+        rollout_logprobs=rollout.to(dtype),
         reference_logprobs=reference,
     )
 
 
-def _choose(inputs: LossInputs, which: Tensor, **others: Any) -> LossInputs:
+def run(name: str, inputs: LossInputs, **keys: Any) -> tuple[LossOutputs, Tensor]:
+    """The outputs of an objective, and the gradient of `logprobs`."""
+    inputs.logprobs.grad = inputs.entropy.grad = None
+    outputs = make_objective(name, **keys)(inputs)
+    outputs.loss.backward()
+    return outputs, inputs.logprobs.grad
+
+
+def inputs_of(name: str, seed: int, **options: Any) -> LossInputs:
+    """`make_inputs` with the spread at which the clip of the objective `name` binds for a part."""
+    return make_inputs(seed, spread=SPREADS[name], **options)
+
+
+def as_mini_batch(inputs: LossInputs) -> LossInputs:
+    """The same with the counts of a mini-batch that is this micro-batch alone."""
+    inputs.global_num_sequences = len(inputs.advantages)
+    inputs.global_num_tokens = int(inputs.mask.sum())
+    return inputs
+
+
+def choose(inputs: LossInputs, which: Tensor, **others: Any) -> LossInputs:
     """The same with the tokens `which` alone (a mask or an order), as leaves of a new graph."""
     cut = {}
-    for name in PER_TOKEN:
+    for name in ("logprobs", *_PER_TOKEN):
         tensor = getattr(inputs, name)
         if tensor is not None:
             cut[name] = tensor[which].detach().clone()
@@ -97,7 +114,24 @@ def _choose(inputs: LossInputs, which: Tensor, **others: Any) -> LossInputs:
     return dataclasses.replace(inputs, **(cut | others))
 
 
-def _run_shards(
+def micro_batch(inputs: LossInputs, first: int, last: int) -> LossInputs:
+    """The sequences from `first` to before `last` of a mini-batch."""
+    part = choose(
+        inputs,
+        (inputs.sequence_index >= first) & (inputs.sequence_index < last),
+        advantages=inputs.advantages[first:last],
+        sequence_lengths=inputs.sequence_lengths[first:last],
+    )
+    part.sequence_index -= first
+    return part
+
+
+def problems(**keys: Any) -> list[str]:
+    """The error lines of a configuration with these keys."""
+    return list(objective_problems(ObjectiveSection(**keys)))
+
+
+def run_shards(
     inputs: LossInputs, owner: Tensor, function: Callable[[LossInputs], object]
 ) -> list[tuple[LossInputs, object]]:
     """Call `function` on every shard at the same time, as ranks of context parallelism would.
@@ -118,7 +152,7 @@ def _run_shards(
             barrier.wait()
             return vector.copy_(total)  # in place, as an all-reduce does it
 
-        return _choose(
+        return choose(
             inputs,
             owner == shard,
             sum_over_shards=sum_over_shards,
@@ -126,15 +160,12 @@ def _run_shards(
         )
 
     def work(shard: int) -> tuple[LossInputs, object]:
-        finished = False
         try:
             mine = shard_inputs(shard)
-            result = mine, function(mine)
-            finished = True
-            return result
-        finally:
-            if not finished:
-                barrier.abort()  # do not leave the others waiting
+            return mine, function(mine)
+        except BaseException:
+            barrier.abort()  # do not leave the others waiting
+            raise
 
     with ThreadPoolExecutor(num_shards) as pool:
         futures = [pool.submit(work, shard) for shard in range(num_shards)]
@@ -145,27 +176,9 @@ def _run_shards(
     return [future.result() for future in futures]
 
 
-@pytest.fixture
-def make_inputs() -> Callable[..., LossInputs]:
-    return _make_inputs
-
-
-@pytest.fixture
-def make_objective() -> Callable[..., Objective]:
-    """An objective by name and the keys of its section; 40 response tokens at most."""
-    return _make_objective
-
-
-@pytest.fixture
-def choose() -> Callable[..., LossInputs]:
-    return _choose
-
-
-@pytest.fixture
-def run_shards() -> Callable[..., list]:
-    return _run_shards
-
-
-@pytest.fixture(params=list(SPREADS))
-def name_and_spread(request: pytest.FixtureRequest) -> tuple[str, float]:
-    return request.param, SPREADS[request.param]
+def assert_is(outputs: LossOutputs, inputs: LossInputs, expected: Expected) -> None:
+    """Loss and gradient are those of the paper's loops, and not zeros."""
+    outputs.loss.backward()
+    torch.testing.assert_close(outputs.loss.detach(), expected.loss, **EXACT)
+    torch.testing.assert_close(inputs.logprobs.grad, expected.gradient, **EXACT)
+    assert float(expected.gradient.abs().max()) > 1e-4

@@ -1,0 +1,248 @@
+"""An objective put together from its parts: LossInputs in, LossOutputs out.
+
+`Surrogate.__call__` goes from log-probs to the loss, top to bottom; the parts that it names are in
+parts.py. GSPO is: mean log-ratios of sequences, exponentiated; min_clip; sequence_mean. Which
+objective is made of which parts, with which numbers: RECIPES in config/objectives.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from gspo_megatron.config.objectives import (
+    CORRECTIONS,
+    RULES,
+    TOKEN_CORRECTIONS,
+    Recipe,
+    resolve_objective,
+)
+from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.objectives import metrics, parts
+from gspo_megatron.objectives.advantages import AdvantageEstimator, build_advantages
+from gspo_megatron.objectives.custom import custom_objective
+from gspo_megatron.types import LossInputs, LossOutputs
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the trainer calls with each micro-batch, and what it has to provide for it."""
+
+    name: str
+    function: Callable[[LossInputs], LossOutputs]
+    advantages: AdvantageEstimator
+    complete: Callable[[dict[str, float]], dict[str, float]]  # of a step's reduced metrics
+    needs_reference: bool
+    needs_entropy_gradient: bool
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        return self.function(inputs)
+
+
+def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Objective:
+    """The objective of a checked configuration; a UserError where a custom one cannot be loaded."""
+    advantages = build_advantages(section)
+    if section.import_path is not None:
+        function, checked = custom_objective(section.import_path, section.options)
+        return Objective(
+            name=section.import_path,
+            function=checked,
+            advantages=advantages,
+            complete=dict,
+            # a divergence in the reward needs one, whatever the function declares
+            needs_reference=section.kl != "none" or getattr(function, "needs_reference", False),
+            needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
+        )
+    surrogate = Surrogate(section, resolve_objective(section), max_response_tokens)
+    return Objective(
+        name=section.name,
+        function=surrogate,
+        advantages=advantages,
+        complete=surrogate.complete,
+        needs_reference=section.kl != "none",
+        needs_entropy_gradient=section.entropy_coefficient > 0,
+    )
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """A recipe with its numbers, and what the section adds to it. Minimising the loss maximises
+
+        aggregation of  weight * rule(ratio, advantage) - kl_coefficient * divergence
+        + entropy_coefficient * mean entropy.
+
+    On one rank `loss` is the whole value or this shard's part of it, depending on the recipe; its
+    gradient is always that of this shard's tokens.
+    """
+
+    section: ObjectiveSection
+    recipe: Recipe
+    max_response_tokens: int
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        section, recipe, of_tokens = self.section, self.recipe, self.recipe.terms == "token"
+        parts.check_inputs(inputs, token_advantages=of_tokens)
+        numbers = {name: recipe.parameters[name] for name in RULES[recipe.rule][0]}
+        spread_advantages = inputs.advantages[inputs.sequence_index]  # [tokens]
+
+        # Log-ratios of tokens, and all sums over whole sequences in one collective.
+        log_ratio = parts.token_log_ratio(inputs)  # [tokens]
+        summed, limited, log_k = {"log_ratio": log_ratio}, None, None
+        if recipe.rule == "geometric_clip":  # limits the tokens' log-ratios before their mean
+            limited = parts.clip_log_ratio(log_ratio, spread_advantages, **numbers)
+            summed["limited"] = limited.surrogate
+        if recipe.correction != "none":
+            log_k = parts.log_mismatch(inputs)  # [tokens]
+            if recipe.correction not in TOKEN_CORRECTIONS:
+                summed["correction"] = parts.summed_by_correction(recipe.correction, log_k)
+        sums = dict(zip(summed, parts.sequence_sums(inputs, *summed.values()), strict=True))
+        log_ratio_means = sums["log_ratio"] / inputs.sequence_lengths.clamp_min(1)
+
+        # A term for each ratio: [tokens] or [num_sequences].
+        ratio = self._ratio(inputs, log_ratio, sums)
+        advantages = inputs.advantages
+        if of_tokens:
+            given = inputs.token_advantages
+            advantages = spread_advantages if given is None else given
+        clipped = parts.RULES[recipe.rule](inputs, ratio, advantages, **numbers)
+
+        # Weights of the terms.
+        terms, means = clipped.surrogate, metrics.policy_metrics(inputs, log_ratio)
+        if log_k is not None:
+            weights, level = self._correction(inputs, log_k, sums.get("correction"))
+            terms = self._weighted(terms, weights, level, inputs)
+            means |= metrics.weight_metrics("correction", level, weights, inputs)
+        if section.off_policy_mask is not None:
+            bound = section.off_policy_mask
+            kept = parts.kept_by_off_policy_mask(log_ratio_means, inputs.advantages, bound)
+            terms = self._weighted(terms, kept.to(terms.dtype), "sequence", inputs)
+            means["off_policy/dropped"] = metrics.share_of_sequences(~kept, inputs)
+
+        # One number.
+        if of_tokens:
+            loss, means["loss"] = self._aggregate_tokens(terms, inputs)
+        else:
+            loss, means["loss"] = aggregate_sequences(terms, inputs, recipe.aggregation)
+        if section.kl != "none" and section.kl_in == "loss":
+            # negative, because aggregation returns minus the mean of what is to grow
+            penalty, means["kl/penalty"] = self._aggregate_tokens(-self._divergence(inputs), inputs)
+            loss = loss + section.kl_coefficient * penalty
+        if section.entropy_coefficient:
+            loss = loss - section.entropy_coefficient * parts.mean_entropy(inputs)
+
+        means |= metrics.weight_metrics("ratio", recipe.terms, ratio, inputs)
+        if of_tokens or limited is not None:
+            means |= metrics.token_clip_metrics(limited or clipped, inputs)
+        else:
+            means |= metrics.sequence_clip_metrics(clipped, inputs)
+        if inputs.reference_logprobs is not None:
+            means |= metrics.reference_metrics(inputs)
+        return LossOutputs(loss, means, metrics.ratio_values(inputs, log_ratio, log_ratio_means))
+
+    def complete(self, reduced: dict[str, float]) -> dict[str, float]:
+        """A step's metrics from the reduced means: the whole loss, and effective sample sizes."""
+        found = dict(reduced)
+        if "kl/penalty" in found:
+            found["loss"] += self.section.kl_coefficient * found["kl/penalty"]
+        found["loss"] -= self.section.entropy_coefficient * found.get("policy/entropy", 0.0)
+        for name in ("ratio", "correction"):
+            squared = found.pop(f"{name}/squared_weight", None)
+            if squared is not None:
+                share = found[f"{name}/weight"] ** 2 / squared if squared else 0.0
+                found[f"{name}/effective_sample_share"] = share
+        return found
+
+    def _ratio(self, inputs: LossInputs, log_ratio: Tensor, sums: dict[str, Tensor]) -> Tensor:
+        """w_it or s_it [tokens], s_i or the product of w_it [num_sequences]."""
+        means = sums.get("limited", sums["log_ratio"]) / inputs.sequence_lengths.clamp_min(1)
+        log_ratios = {
+            "token": log_ratio,
+            "sequence": means,
+            "sequence_token": parts.sequence_token_log_ratio(inputs, log_ratio, means),
+            "sequence_product": sums["log_ratio"],
+        }
+        return parts.exponentiate(log_ratios[self.recipe.ratio])
+
+    def _correction(
+        self, inputs: LossInputs, log_k: Tensor, sums: Tensor | None
+    ) -> tuple[Tensor, Literal["token", "sequence"]]:
+        """The weights, [tokens] or [num_sequences], and which of the two."""
+        name = self.recipe.correction
+        bounds = {key: self.recipe.parameters[key] for key in CORRECTIONS[name]}
+        if sums is None:
+            return parts.token_weights(name, log_k, **bounds), "token"
+        return parts.sequence_weights(name, sums, inputs.sequence_lengths, **bounds), "sequence"
+
+    def _weighted(self, terms: Tensor, weights: Tensor, level: str, inputs: LossInputs) -> Tensor:
+        """Terms times weights; those of a sequence hold for each of its tokens."""
+        if level == self.recipe.terms:
+            return terms * weights
+        assert level == "sequence", "token weights of a sequence"
+        return terms * weights[inputs.sequence_index]
+
+    def _divergence(self, inputs: LossInputs) -> Tensor:
+        """[tokens]; 0 outside the mask, where a NaN would otherwise reach the gradient."""
+        assert inputs.reference_logprobs is not None, "no log-probs of the reference policy"
+        masked = inputs.mask > 0
+        reference = inputs.reference_logprobs.where(masked, 0.0)
+        return parts.divergence(self.section.kl, inputs.logprobs.where(masked, 0.0), reference)
+
+    def _aggregate_tokens(self, terms: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+        return aggregate_tokens(terms, inputs, self.recipe.aggregation, self.max_response_tokens)
+
+
+# --- From terms to one loss ----------------------------------------------------------------------
+#
+# The denominators are counts of the whole mini-batch. Each function returns the loss, to be
+# minimised, and the pair [numerator, denominator] of its mean: both summed over all ranks and
+# micro-batches of the mini-batch, their quotient is the loss to report.
+
+
+def aggregate_sequences(
+    terms: Tensor, inputs: LossInputs, aggregation: str
+) -> tuple[Tensor, Tensor]:
+    """`terms` [num_sequences], the same on every shard.
+
+    sequence_mean: -(1/N) sum_i terms_i; token_sum: -(1/N) sum_i |y_i| terms_i (LUSPO). A sequence
+    without masked tokens counts in N and adds nothing.
+    """
+    assert terms.shape == inputs.advantages.shape, f"terms {tuple(terms.shape)}"
+    assert aggregation in ("sequence_mean", "token_sum"), aggregation
+    if aggregation == "token_sum":
+        terms = terms * inputs.sequence_lengths
+    total = terms.where(inputs.sequence_lengths > 0, 0.0).sum()
+    # all shards hold the same value: only one of them may report it
+    numerator = -total if inputs.is_primary_shard else total.new_zeros(())
+    return -total / inputs.global_num_sequences, metrics.pair(numerator, _num_sequences(inputs))
+
+
+def aggregate_tokens(
+    terms: Tensor, inputs: LossInputs, aggregation: str, max_response_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """This shard's `terms` [tokens], with N sequences in the mini-batch and T tokens.
+
+    sequence_mean: -(1/N) sum_i (1/|y_i|) sum_t terms_it, with the length of the whole sequence, so
+    that the parts of its shards add up to its mean; token_mean: -(1/T) sum_it terms_it; token_sum:
+    -(1/N) sum_it terms_it; constant_length: that over max_response_tokens (Dr. GRPO).
+    """
+    assert terms.shape == inputs.mask.shape, f"terms {tuple(terms.shape)}"
+    if aggregation == "sequence_mean":
+        terms = terms / inputs.sequence_lengths.clamp_min(1)[inputs.sequence_index]
+    total = terms.where(inputs.mask > 0, 0.0).sum()
+    if aggregation == "token_mean":
+        # a mini-batch whose responses are all masked has a loss of 0, not of 0/0
+        return -total / max(inputs.global_num_tokens, 1), metrics.pair(
+            -total, (inputs.mask > 0).sum()
+        )
+    if aggregation == "constant_length":
+        total = total / max_response_tokens
+    else:
+        assert aggregation in ("sequence_mean", "token_sum"), aggregation
+    return -total / inputs.global_num_sequences, metrics.pair(-total, _num_sequences(inputs))
+
+
+def _num_sequences(inputs: LossInputs) -> int:
+    return len(inputs.advantages) if inputs.is_primary_shard else 0

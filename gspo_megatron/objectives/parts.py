@@ -1,0 +1,353 @@
+"""The parts of an objective: ratios, sums over sequences, rules, corrections, KL and entropy.
+
+losses.py puts them together. Ratios are kept as logarithms until the last moment. Log-ratios
+outside the mask are set to 0 first, so that whatever stands there, NaN included, reaches neither
+values nor gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.types import LossInputs
+
+# exp() of this is finite in float32, with room for sums and squares. Without the limit one token
+# with an infinite ratio would turn the gradient of the whole batch into NaN.
+MAX_LOG_RATIO = 40.0
+
+_PER_TOKEN = (
+    "old_logprobs",
+    "mask",
+    "sequence_index",
+    "entropy",
+    "token_advantages",
+    "rollout_logprobs",
+    "reference_logprobs",
+)
+
+
+def check_inputs(inputs: LossInputs, *, token_advantages: bool) -> None:
+    """Assert that no tensor would broadcast, and that `token_advantages` are read if given."""
+    tokens, sequences = inputs.logprobs.shape, inputs.advantages.shape
+    assert len(tokens) == 1, f"logprobs have shape {tuple(tokens)}, not [tokens]"
+    assert len(sequences) == 1, f"advantages have shape {tuple(sequences)}, not [num_sequences]"
+    for name in _PER_TOKEN:
+        tensor = getattr(inputs, name)
+        assert tensor is None or tensor.shape == tokens, (
+            f"{name} has shape {tuple(tensor.shape)}, logprobs {tuple(tokens)}"
+        )
+    assert inputs.sequence_lengths.shape == sequences, (
+        f"sequence_lengths have shape {tuple(inputs.sequence_lengths.shape)}, "
+        f"advantages {tuple(sequences)}"
+    )
+    assert inputs.global_num_sequences > 0, "a mini-batch without sequences"
+    assert token_advantages or inputs.token_advantages is None, (
+        "token_advantages are given to an objective with one advantage a sequence"
+    )
+
+
+# --- Sums over sequences -------------------------------------------------------------------------
+
+
+def segment_sum(values: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """Sum `values` [..., tokens] by `sequence_index` [tokens] into [..., num_sequences].
+
+    Differentiable, and the same bits at every call, on GPUs too (index_add adds in random order
+    there). Tokens may come in any order. Accumulates and returns float32, or float64 where `values`
+    is float64. A sequence without tokens has 0. An index outside [0, num_sequences) is an error.
+    """
+    assert sequence_index.dim() == 1, f"sequence_index has shape {tuple(sequence_index.shape)}"
+    assert values.shape[-1:] == sequence_index.shape, (
+        f"values {tuple(values.shape)} do not end in the tokens of {tuple(sequence_index.shape)}"
+    )
+    return _SegmentSum.apply(values, sequence_index, num_sequences)
+
+
+class _SegmentSum(torch.autograd.Function):
+    """Sorts the tokens by sequence; each sequence is then one run, summed in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+        ctx.save_for_backward(sequence_index)
+        ctx.dtype = values.dtype
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        shape = (*values.shape[:-1], num_sequences)
+        if values.numel() == 0:
+            return values.new_zeros(shape, dtype=dtype)
+        counts = torch.zeros(num_sequences, dtype=torch.long, device=values.device)
+        counts.scatter_add_(0, sequence_index, torch.ones_like(sequence_index))  # integers: exact
+        in_order = values.to(dtype)[..., sequence_index.argsort(stable=True)]
+        rows = in_order.numel() // len(sequence_index)
+        # one vector, in which CUDA sums a segment by a thread block; in a matrix by one thread
+        sums = torch.segment_reduce(
+            in_order.reshape(-1), "sum", lengths=counts.repeat(rows), unsafe=True, initial=0
+        )
+        return sums.reshape(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (sequence_index,) = ctx.saved_tensors
+        return gradient[..., sequence_index].to(ctx.dtype), None, None
+
+
+def sequence_sums(inputs: LossInputs, *values: Tensor) -> Tensor:
+    """Sums over whole sequences of `values` [tokens] each, [len(values), num_sequences].
+
+    The value is the sum over all shards of a sequence, the same on each of them; the gradient is
+    that of this rank's own tokens. Gradients added up over the shards are therefore those of the
+    whole sequence, and the backward pass needs no collective. One collective in all.
+    """
+    local = segment_sum(torch.stack(values), inputs.sequence_index, len(inputs.advantages))
+    total = inputs.sum_over_shards(local.detach().clone())  # may reduce in place
+    # exactly `total` in value: the bracket is zero, and carries the gradient
+    return total + (local - local.detach())
+
+
+# --- Ratios --------------------------------------------------------------------------------------
+
+
+def token_log_ratio(inputs: LossInputs) -> Tensor:
+    """log pi(y_t) - log pi_old(y_t), [tokens]; 0 outside the mask."""
+    return (inputs.logprobs - inputs.old_logprobs).where(inputs.mask > 0, 0.0)
+
+
+def sequence_log_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
+    """Mean of `log_ratio` [tokens] over whole sequences, [num_sequences] (GSPO paper, eq. 7); 0 for
+    a sequence without masked tokens. See `sequence_sums`."""
+    return sequence_sums(inputs, log_ratio)[0] / inputs.sequence_lengths.clamp_min(1)
+
+
+def sequence_token_log_ratio(
+    inputs: LossInputs, log_ratio: Tensor, sequence_log_ratio: Tensor
+) -> Tensor:
+    """Log of s_it = sg[s_i] pi(y_t) / sg[pi(y_t)], [tokens] (GSPO paper, eq. 14): the value of the
+    whole sequence, the gradient of the token alone."""
+    detached = sequence_log_ratio.detach()[inputs.sequence_index]
+    return detached + (log_ratio - log_ratio.detach())
+
+
+def exponentiate(log_ratio: Tensor) -> Tensor:
+    """exp of a log-ratio, limited so that it stays finite."""
+    return torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
+
+
+# --- Rules: what is done with a ratio far from 1 -------------------------------------------------
+#
+# ratio and advantages are both [tokens] or both [num_sequences]; log-probs of tokens are taken from
+# `inputs`. RULES, at the end, has the rules by the names of the configuration.
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """A surrogate, which carries the gradient, and what the rule did; all of the ratio's shape."""
+
+    surrogate: Tensor
+    low: Tensor  # bool: the lower bound binds, that is, it cuts the gradient off
+    high: Tensor  # bool: the upper bound binds
+    outside: Tensor  # bool: the ratio is out of the range, whether that changes anything or not
+
+
+def min_clip(
+    inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> Clipped:
+    """min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), the pessimistic clip of PPO.
+
+    The upper bound binds for positive advantages only, the lower one for negative ones only, and
+    neither for an advantage of 0.
+    """
+    _check_shapes(ratio, advantages)
+    lower, upper = 1.0 - clip_low, 1.0 + clip_high
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
+    below, above = ratio.detach() < lower, ratio.detach() > upper
+    return Clipped(surrogate, below & (advantages < 0), above & (advantages > 0), below | above)
+
+
+def dual_clip(
+    inputs: LossInputs,
+    ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+) -> Clipped:
+    """`min_clip`, and for negative advantages never less than dual_clip * A (arXiv 1912.09729).
+
+    Without it one token with a negative advantage that the new policy likes far better outweighs
+    the batch. `high` counts where this bound binds too, and `outside` what is beyond it.
+    """
+    inner = min_clip(inputs, ratio, advantages, clip_low, clip_high)
+    beyond = (advantages < 0) & (ratio.detach() > dual_clip)
+    surrogate = inner.surrogate.where(~beyond, dual_clip * advantages)
+    return Clipped(surrogate, inner.low, inner.high | beyond, inner.outside | beyond)
+
+
+def capped(inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_high: float) -> Clipped:
+    """sg[min(ratio, 1 + clip_high)] A log pi (CISPO, arXiv 2506.13585, eqs. 4-5).
+
+    The weight is cut and the gradient is not: every token keeps learning. `high` says where the cut
+    changes the loss, which it does for advantages of both signs.
+    """
+    _check_shapes(ratio, advantages)
+    above = ratio.detach() > 1.0 + clip_high
+    weights = ratio.detach().clamp(max=1.0 + clip_high)
+    surrogate = weights * advantages * inputs.logprobs.where(inputs.mask > 0, 0.0)
+    return Clipped(surrogate, torch.zeros_like(above), above & (advantages != 0), above)
+
+
+def soft_gate(
+    inputs: LossInputs,
+    ratio: Tensor,
+    advantages: Tensor,
+    tau_positive: float,
+    tau_negative: float,
+) -> Clipped:
+    """(4 / tau) sigmoid(tau (ratio - 1)) A (SAPO, arXiv 2511.20347): its slope at ratio 1 is 1 and
+    falls off to both sides, faster with a larger tau. Nothing is clipped."""
+    _check_shapes(ratio, advantages)
+    tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
+    return _unclipped(torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages)
+
+
+def masked(
+    inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> Clipped:
+    """M sg[pi / pi_rollout] A log pi with M = 0 where `min_clip` would bind (MiniRL, arXiv
+    2512.01374). The mask looks at the trainer's ratio pi / pi_old, the weight at what really
+    sampled."""
+    assert inputs.rollout_logprobs is not None, "rule masked needs the rollout's log-probs"
+    bounds = min_clip(inputs, ratio.detach(), advantages, clip_low, clip_high)
+    logprobs = inputs.logprobs.where(inputs.mask > 0, 0.0)
+    rollout_logprobs = inputs.rollout_logprobs.where(inputs.mask > 0, 0.0)
+    surrogate = exponentiate(logprobs.detach() - rollout_logprobs) * advantages * logprobs
+    surrogate = surrogate.where(~(bounds.low | bounds.high), 0.0)
+    return Clipped(surrogate, bounds.low, bounds.high, bounds.outside)
+
+
+def geometric_clip(
+    inputs: LossInputs, ratio: Tensor, advantages: Tensor, log_clip: float
+) -> Clipped:
+    """ratio A: `clip_log_ratio` has limited the tokens before their mean became the ratio."""
+    _check_shapes(ratio, advantages)
+    return _unclipped(ratio * advantages)
+
+
+def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, log_clip: float) -> Clipped:
+    """Token log-ratios limited, on the side that the advantage rewards, to +-log_clip (GMPO, arXiv
+    2507.20673, eq. 4). `surrogate` are the limited log-ratios, for a geometric mean."""
+    _check_shapes(log_ratio, advantages)
+    high = (log_ratio.detach() > log_clip) & (advantages > 0)
+    low = (log_ratio.detach() < -log_clip) & (advantages < 0)
+    limited = log_ratio.where(~high, log_clip).where(~low, -log_clip)
+    return Clipped(limited, low, high, log_ratio.detach().abs() > log_clip)
+
+
+def _unclipped(surrogate: Tensor) -> Clipped:
+    nothing = torch.zeros_like(surrogate, dtype=torch.bool)
+    return Clipped(surrogate, nothing, nothing, nothing)
+
+
+def _check_shapes(ratio: Tensor, advantages: Tensor) -> None:
+    assert ratio.shape == advantages.shape, (
+        f"ratio {tuple(ratio.shape)} and advantages {tuple(advantages.shape)} would broadcast"
+    )
+
+
+_RULES = (min_clip, dual_clip, capped, soft_gate, masked, geometric_clip)
+RULES: dict[str, Callable[..., Clipped]] = {rule.__name__: rule for rule in _RULES}
+
+
+# --- Weights of terms, detached ------------------------------------------------------------------
+#
+# Corrections weigh responses that another engine sampled than the one that computes the gradient,
+# with k = pi_old / pi_rollout of a token. Weights of a sequence are those of the geometric mean of
+# k, like GSPO's ratio; a product over hundreds of tokens is another thing, and is called so.
+
+
+def log_mismatch(inputs: LossInputs) -> Tensor:
+    """log k = log pi_old - log pi_rollout, [tokens]; 0 outside the mask."""
+    assert inputs.rollout_logprobs is not None, "a correction needs the rollout's log-probs"
+    return (inputs.old_logprobs - inputs.rollout_logprobs).where(inputs.mask > 0, 0.0)
+
+
+def token_weights(
+    correction: str, log_k: Tensor, correction_high: float, correction_low: float = 0.0
+) -> Tensor:
+    """[tokens]. token_tis: min(k, high), truncated importance sampling. icepop: k where low <= k <=
+    high, else 0 (IcePop of Ring-1T, arXiv 2510.18855)."""
+    k = exponentiate(log_k.detach())
+    if correction == "token_tis":
+        return k.clamp(max=correction_high)
+    assert correction == "icepop", correction
+    return k.where((k >= correction_low) & (k <= correction_high), 0.0)
+
+
+def summed_by_correction(correction: str, log_k: Tensor) -> Tensor:
+    """[tokens] whose sums over sequences `sequence_weights` needs."""
+    return k3(log_k) if correction == "k3_mask" else log_k
+
+
+def sequence_weights(
+    correction: str,
+    sums: Tensor,
+    lengths: Tensor,
+    correction_high: float,
+    correction_low: float = 0.0,
+) -> Tensor:
+    """[num_sequences] from `sums` of `summed_by_correction` over whole sequences.
+
+    With g the geometric mean of k over the sequence: sequence_tis: min(g, high); sequence_mask: 1
+    where low <= g <= high, else 0. sequence_product_tis: min(product of k, high). k3_mask: 1 where
+    the mean of k - 1 - log k is at most high, else 0.
+    """
+    sums = sums.detach()
+    means = sums / lengths.clamp_min(1)
+    if correction == "k3_mask":
+        return (means <= correction_high).to(sums.dtype)
+    if correction == "sequence_mask":
+        g = exponentiate(means)
+        return ((g >= correction_low) & (g <= correction_high)).to(sums.dtype)
+    assert correction in ("sequence_tis", "sequence_product_tis"), correction
+    log_weights = means if correction == "sequence_tis" else sums
+    return exponentiate(log_weights).clamp(max=correction_high)
+
+
+def kept_by_off_policy_mask(log_ratio_means: Tensor, advantages: Tensor, bound: float) -> Tensor:
+    """[num_sequences] bool: False where the advantage is negative and the policy has moved away, by
+    a mean of log(pi_old / pi) above `bound` (off-policy sequence masking, arXiv 2512.02556)."""
+    return (advantages >= 0) | (-log_ratio_means.detach() <= bound)
+
+
+# --- Divergence and entropy ----------------------------------------------------------------------
+
+
+def divergence(estimator: str, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Estimates of KL(pi, reference) from tokens sampled by pi, of any shape, with gradient.
+
+    With d = log reference - log pi: k1 = -d, unbiased and of both signs; k2 = d^2 / 2; k3 = e^d - 1
+    - d, unbiased and never negative (http://joschu.net/blog/kl-approx.html). As a term of the loss
+    the gradient of k2 is that of the divergence; that of k1 is zero in expectation.
+    """
+    difference = reference_logprobs - logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    assert estimator == "k3", estimator
+    return k3(difference)
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """ratio - 1 - log ratio: for samples of q, an estimate of KL(q, p) with ratio = p / q."""
+    return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio
+
+
+def mean_entropy(inputs: LossInputs) -> Tensor:
+    """This shard's part of the mean entropy of the mini-batch's response tokens, with gradient."""
+    assert inputs.entropy is not None
+    total = inputs.entropy.where(inputs.mask > 0, 0.0).sum()
+    return total / max(inputs.global_num_tokens, 1)

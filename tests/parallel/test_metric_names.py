@@ -1,0 +1,67 @@
+"""Ranks whose custom objective returns metrics of different names, with real gloo processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gspo_megatron.errors import UserError
+from gspo_megatron.platform.collectives import all_gather_objects
+from gspo_megatron.platform.reduce_metrics import StepMetrics
+from tests.parallel.pool import Pool
+
+
+def reduce_by_rank(means: list[list[str]], values: list[list[str]]) -> list[str]:
+    """What each rank's reduction ends with, where rank r collects means[r] and values[r]."""
+    rank = dist.get_rank()
+    metrics = StepMetrics(torch.device("cpu"))
+    metrics.add_means({name: torch.tensor([1.0 + rank, 2.0]) for name in means[rank]})
+    metrics.add_values({name: torch.ones(1 + rank) for name in values[rank]})
+    try:
+        found = str(metrics.reduce(dist.group.WORLD))
+    except UserError as error:
+        found = str(error)
+    return all_gather_objects(found)
+
+
+@pytest.mark.parametrize(
+    ("means", "values", "missing"),
+    [
+        # as many of other names, which would be added up
+        (
+            [["loss", "mine/a"], ["loss", "mine/b"]],
+            [[], []],
+            ["means['mine/a'] is missing on rank 1", "means['mine/b'] is missing on rank 0"],
+        ),
+        # fewer, which the collective would abort
+        ([["loss", "mine/a"], ["loss"]], [[], []], ["means['mine/a'] is missing on rank 1"]),
+        (
+            [["loss"], []],
+            [["x"], ["x", "y/sequence"]],
+            [
+                "means['loss'] is missing on rank 1",
+                "values['y/sequence'] is missing on rank 0",
+            ],
+        ),
+        ([["x"], []], [[], ["x"]], ["means['x'] is missing on rank 1", "values['x'] is missing"]),
+    ],
+)
+def test_names_that_differ_are_named_on_all_ranks(
+    pool: Pool, means: list[list[str]], values: list[list[str]], missing: list[str]
+) -> None:
+    errors = pool.run(2, reduce_by_rank, means=means, values=values)
+    assert errors[0] == errors[1]
+    assert "\n" not in errors[0]
+    for each in missing:
+        assert each in errors[0]
+    assert errors[0].count("is missing") == len(missing)
+
+
+def test_the_same_names_are_reduced_in_any_order_of_their_arrival(pool: Pool) -> None:
+    names = ["loss", "mine/a"]
+    results = pool.run(
+        2, reduce_by_rank, means=[names, names[::-1]], values=[["x/sequence"], ["x/sequence"]]
+    )
+    assert results[0] == results[1]
+    assert "'loss': 0.75, 'mine/a': 0.75, 'x/sequence/min': 1.0" in results[0]

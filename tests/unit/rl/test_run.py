@@ -1,0 +1,41 @@
+"""The parts of a run, put together from a configuration and its input files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.data.inputs import read_inputs
+from gspo_megatron.objectives import build_objective
+from gspo_megatron.platform.groups import stop_processes
+from gspo_megatron.rewards import get_reward
+from gspo_megatron.rl.run import assemble
+from tests.unit.data.corpora import make_tokenizer, write_jsonl
+from tests.unit.models.one_rank import tiny_config
+
+
+def test_the_engine_ends_responses_at_all_end_tokens_and_stops_of_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0" if name == "RANK" else "1")
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", ["kalo"] * 4, "prompt")
+    config = tiny_config(
+        data={"tokenizer": str(folder), "prompts": str(prompts), "answer_field": "prompt"},
+        logging={"dir": str(tmp_path / "run")},
+    )
+    reward = get_reward("exact_match", None, {})
+    try:
+        run = assemble(config, read_inputs(config), reward, build_objective(config.objective, 8))
+        run.logger.close()
+        tokenizer = run.inputs.tokenizer
+        end_ids, stop_strings = run.engine._split_stops(("<|doc|>", "<sep>"))
+    finally:
+        stop_processes()
+    # <|doc|> is special; <sep> is a token too, but one that stands in the text
+    assert end_ids.tolist() == [tokenizer.eos_id, 7, tokenizer.symbol_id("<|doc|>")]
+    separator = [tokenizer.symbol_id("<sep>")]
+    assert stop_strings is not None and stop_strings.end(separator, searched=0) == 1
