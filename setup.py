@@ -34,6 +34,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["gspo_megatron", "gspo_megatron.*"]),
+    package_data={"gspo_megatron.observe": ["templates/*.j2"]},
     install_requires=[
         "torch>=2.8,<3",
         # 0.16.1 is the newest release for Python 3.10 and 3.11; 0.17 and later need 3.12.
@@ -44,6 +45,8 @@ setup(
         "pyyaml>=6.0",
         "rich>=13.7",
         "matplotlib>=3.8",
+        "jinja2>=3.1",
+        "scipy>=1.11",
         "sentencepiece>=0.2.3",
         "safetensors>=0.4.3",
         "pyarrow>=15.0",
@@ -51,7 +54,6 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.3"],
-        "vllm": ["vllm>=0.11"],
         "trackers": ["tensorboard>=2.16", "wandb>=0.18", "mlflow>=2.16"],
         "math": ["math-verify>=0.8"],
         "dev": [

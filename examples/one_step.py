@@ -143,7 +143,7 @@ def run_step(parts: Parts, step: int) -> dict[str, float]:
     # 2. Roll out: GROUP responses for each prompt, with the log-prob of each sampled token.
     requests = Requests(prompts, group_index=range(PROMPTS), responses_per_prompt=GROUP)
     batch = parts.engine.generate(requests, Sampling(LONGEST), seed=step)
-    # batch.tokens: prompts and responses; batch.response_lengths: [B]; batch.logprobs: [T]
+    # batch.tokens: prompts and responses; batch.response_lengths: [B]; batch.rollout_logprobs: [T]
 
     # 3. Score.
     rewards = score(batch)  # [B]

@@ -1,7 +1,8 @@
-"""Writing files that are either whole or absent."""
+"""Writing files so that readers see all of a file or nothing, and hashes of their contents."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -39,3 +40,31 @@ def folder_lacks(folder: Path) -> str | None:
         read_only = os.statvfs(there).f_flag & os.ST_RDONLY
         return f"{there}: Read-only file system" if read_only else f"{there} may not be written"
     return None
+
+
+_BLOCK = 1 << 22  # bytes read at a time
+# The files that a Hugging Face tokenizer is read from; weights may be in the same folder.
+_TOKENIZER_FILES = ("*token*.json", "vocab*", "merges*", "*.model", "chat_template*", "config.json")
+
+
+def fingerprint(path: str | Path) -> str:
+    """SHA-256 of a file's contents, or of the tokenizer files of a folder. Raises DataError."""
+    path = Path(path)
+    digest = hashlib.sha256()
+    try:
+        if not path.is_dir():
+            _add(digest, path)
+            return digest.hexdigest()
+        files = {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)}
+        for file in sorted(files):
+            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            _add(digest, file)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
+def _add(digest: hashlib._Hash, path: Path) -> None:
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)

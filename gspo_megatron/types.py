@@ -21,7 +21,7 @@ class Prompt:
     answer: str
     source: str  # "file:line", for error messages
     fields: dict[str, Any] = field(default_factory=dict)  # all other fields of the line, kept
-    token_ids: tuple[int, ...] = ()  # filled in by data.encode
+    token_ids: tuple[int, ...] = ()  # filled in by data.prompts
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class TurnRewards:
 class RolloutBatch:
     """Responses with their prompts, flat; sequence i is prompt then response.
 
-    `logprobs` are those of the sampling distribution's policy as the engine evaluated it (mu), at
-    the rollout temperature, one for each response token.
+    `rollout_logprobs` are the log-probs of the sampled tokens as the rollout engine computed them,
+    at the rollout temperature (mu in the papers).
     """
 
     tokens: Tensor  # [sum(prompt_lengths + response_lengths)] int64
     prompt_lengths: Tensor  # [num_sequences] int64
     response_lengths: Tensor  # [num_sequences] int64
-    logprobs: Tensor  # [sum(response_lengths)] float32
+    rollout_logprobs: Tensor  # [sum(response_lengths)] float32
     truncated: Tensor  # [num_sequences] bool
     sample_index: Tensor  # [num_sequences] int64, unique in the step over all ranks
     group_index: Tensor  # [num_sequences] int64, the prompt's number in the step
@@ -87,7 +87,7 @@ class LossInputs:
     is_primary_shard: bool  # True on exactly one of the ranks that share these sequences
     entropy: Tensor | None = None  # [tokens] float32
     token_advantages: Tensor | None = None  # [tokens] float32, where they differ in a sequence
-    rollout_logprobs: Tensor | None = None  # [tokens] float32, mu, of the rollout engine
+    rollout_logprobs: Tensor | None = None  # [tokens] float32, of the rollout engine
     reference_logprobs: Tensor | None = None  # [tokens] float32, of the frozen reference policy
 
 

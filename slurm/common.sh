@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# What the batch scripts of this folder share: the set-up of a job, the check before it, its tasks,
-# and what becomes of the job when they end. README.md says what can be set from outside.
+# Shared by the batch scripts of this folder: setting up a job, checking its configuration, running its
+# tasks, and requeuing it when they were stopped. README.md lists the settings.
 #
-# A script that has GSPO_HOME, the folder of this repository, and sources this file, calls one of
+# A script sets GSPO_HOME, the folder of this repository, sources this file, and calls one of
 #
 #     gspo_main COMMAND CONFIG [section.key=value ...] [--check-only] [--fresh]
 #                                    # COMMAND: train, sft or pretrain
@@ -12,13 +12,13 @@ GSPO_STOPPED=75 # the program's exit code for "told to stop, and saved": cli/fai
 
 gspo_say() { echo "slurm: $*" >&2; }
 
-# A request to stop may come at any time, while the configuration is being checked too.
+# A request to stop may come at any time, even during the check of the configuration.
 gspo_told_to_stop=
 trap 'gspo_told_to_stop=1' USR1 TERM
 
 gspo_set_up() {
     local ranks_per_node end
-    # Of the cluster: modules, network interfaces, containers. No file: nothing to do.
+    # Settings of the cluster: modules, network interfaces, containers. The file is optional.
     local site=${GSPO_SITE:-$GSPO_HOME/slurm/site.sh}
     if [ -f "$site" ]; then
         # shellcheck source=/dev/null
@@ -39,15 +39,15 @@ gspo_set_up() {
     fi
     export PYTHONPATH=$GSPO_HOME${PYTHONPATH:+:$PYTHONPATH}
     export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
-    # Every task would take all cores for itself.
+    # Otherwise every task would use all cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
-    # sbatch's --cpus-per-task is not srun's since Slurm 22.05.
+    # Since Slurm 22.05 srun does not inherit sbatch's --cpus-per-task.
     if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
         export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-$SLURM_CPUS_PER_TASK}
     fi
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-    # For the watch over the time limit in a container, where there is no squeue; old versions of
-    # Slurm do not set it.
+    # The tasks need the end of the job, and a container has no squeue to ask. Old versions of Slurm
+    # do not set this variable.
     if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
         end=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*EndTime=\([0-9T:-]*\).*/\1/p')
         end=$(date -d "${end:-unknown}" +%s 2>/dev/null) && export SLURM_JOB_END_TIME=$end
@@ -57,8 +57,8 @@ gspo_set_up() {
         "$SLURM_JOB_NUM_NODES nodes, $SLURM_JOB_NODELIST"
 }
 
-# Sets what goes before a command that runs once (gspo_before_once), among srun's options
-# (gspo_srun_options) and before each task's command (gspo_before_task).
+# Sets the words before a command that runs once (gspo_before_once), the options of srun
+# (gspo_srun_options) and the words before the command of each task (gspo_before_task).
 gspo_container() {
     local mounts=$GSPO_HOME:$GSPO_HOME,$PWD:$PWD${GSPO_CONTAINER_MOUNTS:+,$GSPO_CONTAINER_MOUNTS}
     gspo_before_once=() gspo_before_task=()
@@ -69,14 +69,14 @@ gspo_container() {
         gspo_before_task=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$GSPO_CONTAINER")
         gspo_before_once=("${gspo_before_task[@]}")
         ;;
-    *) # enroot, by the options that pyxis gives to srun
+    *) # enroot, through the srun options of the pyxis plugin
         local image=(--container-image="$GSPO_CONTAINER" --container-mounts="$mounts"
             --container-workdir="$PWD")
         gspo_srun_options+=("${image[@]}")
         gspo_before_once=(srun --nodes=1 --ntasks=1 "${image[@]}")
         ;;
     esac
-    # Words, not a line: no option of srun's needs blanks.
+    # Split into words: no option of srun needs blanks.
     # shellcheck disable=SC2206
     gspo_srun_options+=(${GSPO_SRUN_OPTIONS:-})
 }
@@ -94,7 +94,7 @@ gspo_main() {
     for word in "$@"; do
         case $word in
         --check-only) check_only=1 ;;
-        # The folder of a run that is gone on with is not empty.
+        # Only for the first start: later ones continue in a folder that is not empty.
         --fresh) [ -e "$(gspo_checked)" ] || flags+=(--fresh) ;;
         -*)
             gspo_say "$word: not known; legal: --check-only, --fresh; options for Slurm come before the script"
@@ -108,10 +108,10 @@ gspo_main() {
         exit 2
     fi
     gspo_set_up
-    # Not again for a job that comes back with what was found sound.
+    # A requeued job was checked at its first start.
     if [ -n "$check_only" ] || [ ! -e "$(gspo_checked)" ]; then
         gspo_gpu_memory
-        # As the command will read it: the file of another stage is refused here.
+        # With the stage: the configuration of another stage is refused here.
         gspo_python check "${words[@]}" "${flags[@]}" --stage "${command/#train/rl}" \
             --world-size "$SLURM_NTASKS" "${gspo_memory_options[@]}"
         code=$?
@@ -129,14 +129,14 @@ gspo_main() {
     case $code in
     0 | 2 | "$GSPO_STOPPED") gspo_forget_kills ;;
     *)
-        # The other nodes' tasks fail at once where one node dies, but Slurm may take minutes to
-        # notice, and the job would be over by then.
+        # When a node dies, the tasks on the other nodes fail at once. Slurm may need minutes to notice
+        # the dead node, and the job would have ended before.
         if gspo_a_node_is_gone; then
-            gspo_say "a node of the job does not answer: the run goes on from its last checkpoint"
+            gspo_say "a node of the job does not answer: the run continues from its last checkpoint"
             gspo_end $GSPO_STOPPED
         fi
         if gspo_killed_by_an_earlier_start "$code"; then
-            gspo_say "killed from outside: the run goes on from its last checkpoint"
+            gspo_say "killed from outside: the run continues from its last checkpoint"
             gspo_end $GSPO_STOPPED
         fi
         ;;
@@ -144,13 +144,13 @@ gspo_main() {
     gspo_end "$code"
 }
 
-# Sets what tells the check how much memory a GPU has (gspo_memory_options), in GB: what
-# GSPO_GPU_MEMORY says, else the smallest GPU of this host. Nothing where there is none.
+# Sets the option of the check for a GPU's memory in GB (gspo_memory_options): GSPO_GPU_MEMORY, or the
+# smallest GPU of this host. Empty where there is no GPU.
 gspo_gpu_memory() {
     local gigabytes=${GSPO_GPU_MEMORY:-}
-    # Of a job that hides the GPUs, the tasks use none.
+    # If the job hides the GPUs, its tasks use none.
     if [ -z "$gigabytes" ] && [ -n "${CUDA_VISIBLE_DEVICES-all}" ] && command -v nvidia-smi >/dev/null; then
-        # A line a GPU, in MiB; or words, where one does not tell.
+        # One line for each GPU: a number in MiB, or words such as [N/A].
         gigabytes=$(timeout 30 nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits |
             awk '/^ *[0-9]+ *$/ && (!least || $1 < least) { least = $1 }
                 END { printf "%d", least * 1.048576 / 1000 }')
@@ -162,12 +162,12 @@ gspo_gpu_memory() {
     esac
 }
 
-# The file that says that the job was checked. A start may be over before: where its node dies, or
-# somebody requeues it.
+# The file that marks the job as checked. The restart count would not do: a first start may end before
+# the check, because its node dies or a user requeues it.
 gspo_checked() { echo "$PWD/.gspo-megatron-$SLURM_JOB_ID-checked"; }
 
-# Measure the nodes: one that is slow or broken ends the job, with its name in the log. Where nobody
-# says, on GPUs alone: cores that others use too are no measure.
+# Measure the nodes: a slow or broken one is named in the log and ends the job. By default only on GPUs,
+# because other programs may use the same CPU cores.
 gspo_preflight() {
     [ "${GSPO_PREFLIGHT:-${SLURM_GPUS_ON_NODE:+1}}" = 1 ] || return 0
     local options=()
@@ -175,20 +175,20 @@ gspo_preflight() {
     gspo_run_tasks "$GSPO_PYTHON" -m gspo_megatron preflight "$@" "${options[@]}"
 }
 
-# The job's state, as Slurm has it.
+# The job's state in Slurm.
 gspo_state() { scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p'; }
 
-# Whether not every node of the job can still start a process.
+# Whether some node of the job cannot start a process any more.
 gspo_a_node_is_gone() {
     [ "$SLURM_JOB_NUM_NODES" -gt 1 ] && [ "$(gspo_state)" = RUNNING ] || return 1
     ! timeout "${GSPO_PROBE_SECONDS:-60}" srun --overlap --nodes="$SLURM_JOB_NUM_NODES" \
         --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 true
 }
 
-# Whether the tasks may have died of a signal to those of an earlier start. What Slurm could not
-# deliver to a node that was gone it delivers when the node is back, and a job's steps have the same
-# numbers after a restart. A first start is killed by nothing of the kind (but by the kernel, where
-# memory runs out). More than a few in a row are no late signals.
+# Whether the tasks may have died of a signal meant for an earlier start. If a node is gone, Slurm keeps
+# its signals until the node is back; the steps of a restarted job have the same numbers, so the new
+# tasks get them. That cannot happen to a first start (there the kernel may have killed a task because
+# memory ran out), nor more than a few times in a row.
 gspo_killed_by_an_earlier_start() {
     local killed=137 terminated=143 most=5 # 128 + the signal's number; starts
     if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || { [ "$1" -ne $killed ] && [ "$1" -ne $terminated ]; }; then
@@ -199,19 +199,19 @@ gspo_killed_by_an_earlier_start() {
     [ "$(wc -l <"$(gspo_kills)")" -le $most ]
 }
 
-# The file with the starts that were killed, one after another.
+# The file that lists the starts that were killed in a row.
 gspo_kills() { echo "$PWD/.gspo-megatron-$SLURM_JOB_ID-kills"; }
 
 gspo_forget_kills() { rm -f "$(gspo_kills)"; }
 
-# In each task, below srun. Its exit code goes into a file where it is the first that is not 0: after
-# one, srun ends the other tasks, and returns their code. "Stopped and saved" ends no other task.
+# Runs in each task, below srun. The first exit code that is not 0 goes into a file, because srun then
+# ends the other tasks and may return their code. "Stopped and saved" does not end the other tasks.
 gspo_task() {
     local code
-    # Ignored signals stay ignored in the program: it must not die of one that comes before it has
-    # said what to do then. The batch script asks again.
+    # The program inherits that SIGUSR1 is ignored, so it does not die of one that comes before its
+    # own handler is set. The batch script sends it again.
     trap '' USR1
-    trap : TERM # the program's alone; this shell waits for it
+    trap : TERM # the program handles it; this shell waits for the program
     "$@"
     code=$?
     if [ $code -ne 0 ]; then
@@ -237,20 +237,20 @@ gspo_run_tasks() {
         task "${gspo_before_task[@]}" "$@" &
     tasks_pid=$!
     while kill -0 $tasks_pid 2>/dev/null; do
-        # Again and again: the program may not have been ready for it. Not in the first seconds, when
-        # the tasks' shells may not.
+        # Sent every ten seconds, because the program may not have been ready for it; not in the first
+        # seconds, when the tasks' shells may not be ready.
         if [ -n "$gspo_told_to_stop" ] && ((ticks >= 5 && ticks_told++ % 10 == 0)); then
             [ $ticks_told -gt 1 ] || gspo_say "told to stop: asking the tasks to save the run"
             kill -USR1 $tasks_pid # srun passes it on to all tasks
         fi
-        # The tasks that did not fail may be waiting for the one that did, without end.
+        # The other tasks may wait for the failed one for ever.
         if [ -s "$first" ] && ! grep -q "^$GSPO_STOPPED " "$first" &&
             ((ticks_failed++ >= ${GSPO_GRACE_SECONDS:-10})); then
             kill -TERM $tasks_pid # srun kills them
         fi
         ((ticks++))
         sleep 1 &
-        wait $! # unlike a command in the foreground it is left when a signal comes
+        wait $! # a signal interrupts wait, but not a command in the foreground
     done
     wait $tasks_pid
     code=$?
@@ -282,14 +282,14 @@ gspo_end() {
         rm -f "$(gspo_checked)"
     fi
     if [ "$state" != RUNNING ]; then
-        # Cancelled by its owner, or in the queue again by Slurm's own doing.
+        # Cancelled by its owner, or requeued by Slurm itself.
         gspo_say "the job is $state, and left as it is"
     elif [ "${GSPO_REQUEUE:-1}" = 0 ]; then
-        gspo_say "GSPO_REQUEUE = 0: submit the same command to go on"
+        gspo_say "GSPO_REQUEUE = 0: submit the same command to continue"
     elif scontrol requeue "$SLURM_JOB_ID"; then
         gspo_say "back in the queue"
     else
-        gspo_say "not put back into the queue: submit the same command to go on"
+        gspo_say "not put back into the queue: submit the same command to continue"
     fi
     exit "$1"
 }

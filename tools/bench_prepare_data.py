@@ -5,10 +5,10 @@
 
 Without --tokenizer and --input it makes up a corpus of words and trains a tokenizer on it. The loop
 reads the same file in one process, encodes document after document with AutoTokenizer and keeps the
-ids in memory; it writes nothing. prepare_data is timed from start to published and validated files,
-the start of its processes included; what each process imports once, Megatron-Core here and
-transformers there, is imported before. Both must give the same tokens. Megatron-LM's own
-preprocess_data.py is not part of the megatron-core wheel, so it is not measured here.
+ids in memory; it writes nothing. The time of prepare_data includes the start of its processes,
+publication and validation; imports of Megatron-Core and transformers are not timed. Both must give
+the same tokens. Megatron-LM's own preprocess_data.py is not part of the megatron-core wheel, so it
+is not measured here.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from gspo_megatron.data.corpus import Job, prepare
+from gspo_megatron.data.corpus import CorpusJob, prepare
 from gspo_megatron.data.indexed import read_index
-from gspo_megatron.data.tokenizer_training import Recipe, train_tokenizer
+from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer
 
 TEXT_FIELD = "text"
@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    # Not above: the worker processes import this file, and need neither.
+    # Not at the top: the worker processes import this file, and need neither.
     from transformers import AutoTokenizer
 
     importlib.import_module("gspo_megatron.data.corpus_files")
@@ -94,7 +94,7 @@ def main() -> int:
         if corpus is None:
             corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"
             make_corpus(corpus, options.megabytes)
-            recipe = Recipe(
+            recipe = TokenizerRecipe(
                 options.vocab_size, options.model_type, max_sentences=20_000, text_field=TEXT_FIELD
             )
             train_tokenizer([corpus], tokenizer, recipe)
@@ -105,7 +105,7 @@ def main() -> int:
         assert load_tokenizer(ours_from).eos_id == theirs.eos_token_id
         seconds: dict[str, list[float]] = {"prepare_data": [], "loop": []}
         for n in range(options.repeats):
-            job = Job([str(corpus)], str(ours_from), str(folder / f"run{n}"), TEXT_FIELD)
+            job = CorpusJob([str(corpus)], str(ours_from), str(folder / f"run{n}"), TEXT_FIELD)
             _, took = timed(lambda job=job: prepare(job, options.workers))
             seconds["prepare_data"].append(took)
             tokens, took = timed(lambda: plain_loop(theirs, corpus))

@@ -1,4 +1,4 @@
-"""Size limits of the code: 400 lines a file, 80 lines a function.
+"""Size limits of the code: 600 lines a file, 80 lines a function.
 
     python tools/lint_sizes.py [FOLDER …]
 
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 FOLDERS = ("gspo_megatron", "tools", "tests", "examples", "pretrain_scripts")
 

@@ -4,13 +4,13 @@
         [--text-field text] [--end-of-document SYMBOL] [--deduplicate]
 
 Reads JSON Lines, Parquet and text files (.txt, .md: a document a line, or --text-documents file).
-Every document ends with the tokenizer's end-of-sequence token or another symbol. PREFIX.json says
-what the files hold, with their checksums. An interrupted run continues where it was when it is
-started again; the result does not depend on that nor on the number of workers.
+Every document ends with the tokenizer's end-of-sequence token or another symbol. PREFIX.json
+describes the files and has their checksums. The same command continues an interrupted run; the
+result does not depend on interruptions or the number of workers.
 
     python tools/prepare_data.py --check PREFIX [--vocab-size N]
 
-reads a dataset and says whether its files belong together, and fit a model's vocabulary.
+reads a dataset and checks that its files belong together and fit the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
-from gspo_megatron.cli.failures import exit_code_of
-from gspo_megatron.cli.streams import make_streams_safe
-from gspo_megatron.data.corpus import Job, prepare
+from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
+from gspo_megatron.data.corpus import CorpusJob, prepare
 from gspo_megatron.data.documents import CHUNK_BYTES, TEXT_DOCUMENTS
 from gspo_megatron.data.indexed import Manifest, check_dataset, prefix_of, validate_tokens
 from gspo_megatron.errors import DataError
@@ -42,25 +42,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "-o",
         "--output",
         metavar="PREFIX",
-        help="of the files to write, PREFIX.bin, .idx and .json; such an ending of it is left out",
+        help="writes PREFIX.bin, .idx and .json; PREFIX may also be the path of one of them",
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--text-field", default="text", help="of JSON Lines and Parquet")
     parser.add_argument(
-        "--text-documents", choices=TEXT_DOCUMENTS, default="line", help="of text files"
+        "--text-documents", choices=TEXT_DOCUMENTS, default="line", help="what a document is"
     )
     parser.add_argument(
         "--end-of-document", metavar="SYMBOL", help="instead of the end-of-sequence token"
     )
     parser.add_argument(
-        "--deduplicate", action="store_true", help="leave out copies of earlier documents"
+        "--deduplicate", action="store_true", help="leave out duplicates of earlier documents"
     )
     parser.add_argument(
-        "--chunk-bytes", type=int, default=CHUNK_BYTES, help="of input that a worker takes at once"
+        "--chunk-bytes", type=int, default=CHUNK_BYTES, help="input that a worker reads at once"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset")
     parser.add_argument("--check", metavar="PREFIX", help="check a dataset instead")
-    parser.add_argument("--vocab-size", type=int, help="of the model, for --check")
+    parser.add_argument("--vocab-size", type=int, help="vocabulary of the model, for --check")
     options = parser.parse_args(arguments)
     wanted = (options.inputs, options.tokenizer, options.output)
     if options.check is None and not all(wanted):
@@ -89,14 +89,14 @@ def check(prefix: str, vocab_size: int | None) -> int:
     manifest = check_dataset(prefix, vocab_size)
     if manifest is not None:
         validate_tokens(prefix, manifest.vocab_size, manifest.eod_id)
-        print(figures(manifest))
+        print(summary(manifest))
     elif vocab_size is not None:
         validate_tokens(prefix, vocab_size)
         print(f"vocab_size={vocab_size}")
     return 0
 
 
-def figures(manifest: Manifest) -> str:
+def summary(manifest: Manifest) -> str:
     return (
         f"documents={manifest.documents} tokens={manifest.tokens} dtype={manifest.dtype} "
         f"vocab_size={manifest.vocab_size} largest_token={manifest.largest_token} "
@@ -105,7 +105,7 @@ def figures(manifest: Manifest) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    job = Job(
+    job = CorpusJob(
         inputs=options.inputs,
         tokenizer=options.tokenizer,
         prefix=options.output,
@@ -116,24 +116,21 @@ def run(options: argparse.Namespace) -> int:
         chunk_bytes=options.chunk_bytes,
     )
     start = time.perf_counter()
-    shown: list[Progress] = []
+    progress: Progress | None = None
+    with ExitStack() as stack:
 
-    def on_chunk(done: int, total: int) -> None:
-        if not shown:  # only now it is known how many there are, and how many were done before
-            shown.append(Progress(total, "tokenize", initial_step=done))
-            shown[0].__enter__()
+        def on_chunk(done: int, total: int) -> None:
+            nonlocal progress
+            if progress is not None:
+                progress.update(done, {})
+                return
+            progress = stack.enter_context(Progress(total, "tokenize", initial_step=done))
             if done:
-                shown[0].note(f"{done} of {total} chunks were done before")
-        else:
-            shown[0].update(done, {})
+                progress.note(f"{done} of {total} chunks were done before")
 
-    try:
         manifest = prepare(job, options.workers, options.overwrite, on_chunk)
-    finally:
-        for progress in shown:
-            progress.__exit__(None, None, None)
     seconds = time.perf_counter() - start
-    print(f"{figures(manifest)} seconds={seconds:.1f}")
+    print(f"{summary(manifest)} seconds={seconds:.1f}")
     return 0
 
 

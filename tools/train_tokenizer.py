@@ -1,13 +1,12 @@
-"""Trains a tokenizer for this stack and for transformers alike.
+"""Trains a tokenizer for this package and for transformers.
 
     python tools/train_tokenizer.py INPUT... -o FOLDER --vocab-size 32000
         [--model-type unigram|bpe|char] [--chat-template chatml|FILE.jinja]
         [--control-symbols '<|tool|>' ...] [--user-symbols ...]
 
 Reads text (.txt, .md), JSON Lines and Parquet files line by line. FOLDER/tokenizer.model is for
-data.tokenizer, and FOLDER for transformers' AutoTokenizer (and for data.tokenizer, too): both give
-the same ids, which is checked. Text is taken as it is unless --normalization says otherwise; then
-only the sentencepiece model is written.
+data.tokenizer; FOLDER is for transformers' AutoTokenizer, or also for data.tokenizer. Both give the
+same ids, which is checked. With --normalization, only the sentencepiece model is written.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo_megatron.cli.failures import exit_code_of
-from gspo_megatron.cli.streams import make_streams_safe
+from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
 from gspo_megatron.data.hugging_face import MODEL_TYPES
 from gspo_megatron.data.tokenizer_training import (
     MODEL_FILE,
     NORMALIZATIONS,
-    Recipe,
+    TokenizerRecipe,
     train_tokenizer,
     with_chatml,
 )
@@ -40,7 +38,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files of text")
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER")
-    parser.add_argument("--vocab-size", type=int, required=True, help="at most so many ids")
+    parser.add_argument("--vocab-size", type=int, required=True, help="the largest number of ids")
     parser.add_argument("--model-type", choices=MODEL_TYPES, default="unigram")
     parser.add_argument(
         "--byte-fallback",
@@ -48,13 +46,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=True,
         help="spell unknown characters in bytes",
     )
-    parser.add_argument(
-        "--user-symbols", nargs="+", default=[], help="one token each, wherever they stand"
-    )
+    parser.add_argument("--user-symbols", nargs="+", default=[], help="one token each, in any text")
     parser.add_argument(
         "--control-symbols", nargs="+", default=[], help="one token each, in chat templates only"
     )
-    parser.add_argument("--eos-symbol", default=Recipe.eos_symbol, help="ends a sequence")
+    parser.add_argument("--eos-symbol", default=TokenizerRecipe.eos_symbol, help="ends a sequence")
     parser.add_argument(
         "--chat-template", metavar="chatml|FILE", help="a Jinja file, or ChatML with its symbols"
     )
@@ -68,9 +64,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def recipe_of(options: argparse.Namespace) -> Recipe:
+def recipe_of(options: argparse.Namespace) -> TokenizerRecipe:
     template = options.chat_template
-    recipe = Recipe(
+    recipe = TokenizerRecipe(
         vocab_size=options.vocab_size,
         model_type=options.model_type,
         byte_fallback=options.byte_fallback,
@@ -100,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     for path in paths:
         print(path)
     if len(paths) < 3:
-        print("With normalisation there is no form for transformers.")
+        print("There is no form for transformers: text is normalised.")
     print(
         f"vocab_size={tokenizer.vocab_size} eos_id={tokenizer.eos_id} pad_id={tokenizer.pad_id} "
         f"seconds={time.perf_counter() - start:.1f}"

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Make the data, train all arms with three seeds, write runs/ablation/report.html. The same command
-# goes on where it was stopped. Arguments are passed on:
+# Make the data, fine-tune the model that all runs start from, train all variants with three seeds,
+# write runs/ablation/report.html. What is finished is not done again. Arguments are passed on:
 #   bash examples/ablation/run.sh --seeds 5
 #   bash examples/ablation/run.sh routing.rollout_noise=0.0 -o runs/ablation_without_noise
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python examples/ablation/make_data.py -o runs/sorting
+python -m gspo_megatron sft examples/ablation/sft.yaml
 exec python -m gspo_megatron ablate examples/ablation/config.yaml "$@"

@@ -1,8 +1,8 @@
-"""Greedy answers of exported models by plain transformers: what anybody can do with such a folder.
+"""Greedy answers of exported models by transformers alone.
 
     python answer.py MODEL_FOLDER... --prompts test.jsonl -o answers.json
 
-Nothing of gspo_megatron is needed to use an export.
+An exported folder needs nothing of gspo_megatron.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCH_SIZE = 128
 
 
 def answer(folder: str, prompts: list[str]) -> list[str]:
-    """What the model writes after each prompt, until it ends the sequence itself."""
+    """The model's response to each prompt, up to its end-of-sequence token."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     answers = []
@@ -39,7 +39,7 @@ def answer(folder: str, prompts: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="+", help="folders that transformers can load")
+    parser.add_argument("models", nargs="+", help="Hugging Face folders")
     parser.add_argument("--prompts", required=True, help="JSON Lines with prompt and answer")
     parser.add_argument("-o", "--output", required=True, help="JSON: the answers of each model")
     options = parser.parse_args()

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The demo, and the whole life of a tiny model: text, tokenizer, pre-training, fine-tuning, GSPO,
-# export, answers. What is done already is not done again. Arguments are overrides of the GSPO run,
-# which is named after them:
+# The demo: all stages of a tiny model: text, tokenizer, pre-training, fine-tuning, GSPO, export,
+# answers. Finished stages are not repeated. Arguments are overrides of the GSPO run, and its folder
+# is named after them:
 #   bash examples/tiny_cpu/run.sh                        # runs/tiny_cpu
-#   bash examples/tiny_cpu/run.sh training.seed=2        # runs/tiny_cpu-seed=2; a seed is of all stages
+#   bash examples/tiny_cpu/run.sh training.seed=2        # runs/tiny_cpu-seed=2; the seed of all stages
 #   bash examples/tiny_cpu/run.sh parallel.layout=tp=1   # runs/tiny_cpu-layout=tp=1
-# PRETRAIN and SFT, if set, are overrides of the stages before: PRETRAIN="training.steps=800".
-# Everything is written below runs/ in the folder where it is started.
+# The variables PRETRAIN and SFT are overrides of the earlier stages: PRETRAIN="training.steps=800".
+# Everything is written below runs/ in the current folder.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 tools=$here/../../tools
@@ -14,8 +14,8 @@ gspo="python -m gspo_megatron"
 read -ra pretrain <<<"${PRETRAIN:-}"
 read -ra sft <<<"${SFT:-}"
 
-# Four ranks, each of which would want a GPU of its own where there are any: a workstation has fewer.
-# CUDA_VISIBLE_DEVICES=0,1,2,3 in front of the command runs it on four.
+# Each of the four ranks would use a GPU, and a workstation has fewer: so all run on the CPU.
+# With CUDA_VISIBLE_DEVICES=0,1,2,3 before the command they run on four GPUs.
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-}
 
 seed=1 rl=runs/tiny_cpu folder=

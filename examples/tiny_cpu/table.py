@@ -1,4 +1,4 @@
-"""What each stage of run.sh did to the model; fails where transformers and the run disagree.
+"""A table of losses and accuracies by stage; fails if transformers and the run disagree.
 
     python table.py PRETRAIN_RUN SFT_RUN RL_RUN
 
@@ -27,7 +27,7 @@ def values(records: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def write(rows: list[tuple[str, ...]]) -> None:
-    """Columns as wide as they must be, the first to the left and the others to the right."""
+    """Prints aligned columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
@@ -39,7 +39,7 @@ def main(runs: list[Path]) -> int:
     answers = json.loads((runs[-1] / "answers.json").read_text())
     models = list(answers["models"].values())
     reported = values(records[-1], "evaluation/accuracy")
-    # the GSPO run looks at the model before its first step, which is the fine-tuned one
+    # Before its first step, the GSPO run evaluates the fine-tuned model.
     of_runs = (None, reported[0], reported[-1])
     rows: list[tuple[str, ...]] = [HEADINGS]
     for stage, found, model, accuracy in zip(STAGES, records, models, of_runs, strict=True):
@@ -54,9 +54,9 @@ def main(runs: list[Path]) -> int:
                 "-" if accuracy is None else f"{accuracy:.1%}",
             )
         )
-    print("\nThe right column and the one before: held-out prompts answered exactly right.\n")
+    print("\nThe last two columns: share of held-out prompts with exactly the right answer.\n")
     write(rows)
-    print("\nWhat transformers gives:\n")
+    print("\nAnswers by transformers:\n")
     shown = [(row["prompt"], row["answer"]) for row in answers["prompts"][:EXAMPLES]]
     given = zip(*(model["answers"] for model in models), strict=True)
     write([("prompt", "right", *STAGES), *(a + b for a, b in zip(shown, given, strict=False))])

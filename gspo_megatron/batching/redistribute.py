@@ -119,7 +119,7 @@ def redistribute(
 
     numbers, splits = received.tolist(), lengths[received].tolist()
     tokens = move_tokens(batch.tokens).cpu().split(splits)
-    rollout_logprobs = move_responses(batch.logprobs)
+    rollout_logprobs = move_responses(batch.rollout_logprobs)
     if token_advantages is not None:
         token_advantages = move_responses(token_advantages)
     routes = None

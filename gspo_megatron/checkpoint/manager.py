@@ -46,7 +46,7 @@ from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
-from gspo_megatron.observe.records import RL
+from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import any_rank, on_main
 from gspo_megatron.platform.stop import StopRun, StopSignals

@@ -17,9 +17,9 @@ import gspo_megatron
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.config import Config
 from gspo_megatron.config.stages import StageConfig
-from gspo_megatron.data.fingerprints import fingerprint
 from gspo_megatron.data.inputs import prompt_files
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import fingerprint
 
 STATE_FILE = "run.json"
 CONFIG_FILE = "config.yaml"

@@ -33,7 +33,7 @@ from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.files import write_atomically
 from gspo_megatron.models.build import Policy
-from gspo_megatron.observe.records import METRICS_FILE
+from gspo_megatron.observe.metrics_files import METRICS_FILE
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import all_gather_objects, on_main
 from gspo_megatron.platform.groups import (
@@ -43,8 +43,7 @@ from gspo_megatron.platform.groups import (
     stop_processes,
 )
 from gspo_megatron.platform.slurm import SlurmJob
-from gspo_megatron.platform.stop import StopRun, StopSignals
-from gspo_megatron.platform.watch import watched
+from gspo_megatron.platform.stop import StopRun, StopSignals, watched
 
 if TYPE_CHECKING:
     from gspo_megatron.checkpoint.manager import Checkpoints

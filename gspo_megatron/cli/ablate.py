@@ -1,39 +1,49 @@
-"""`gspo-megatron ablate`: named settings of one configuration, with several seeds, compared."""
+"""`gspo-megatron ablate`: variants of one configuration, with several seeds, compared.
+
+The runs are made here one after another, or by Slurm as an array; then the report is written.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
+import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import gspo_megatron
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
-from gspo_megatron.cli.arms import (
+from gspo_megatron.cli.failures import STOPPED
+from gspo_megatron.cli.variants import (
     OBJECTIVES,
     REPLAYS,
-    Arm,
-    ArmProblems,
     PlannedRun,
+    Variant,
     baselines,
-    choose_arms,
+    choose_variants,
+    for_each_variant,
     plan_runs,
 )
-from gspo_megatron.cli.failures import STOPPED
 from gspo_megatron.errors import UserError
 
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
 
-MAX_SEEDS = 1000  # a slip otherwise: every run is planned before the first one starts
-_SEEDS_END = 2**31  # as the schema has it
-# What the launcher returns when it was told to end: by Ctrl-C, by a closed terminal, by kill; and
-# by either of the signals that ask a run to save itself.
-_TOLD_TO_END = (130, 129, 143, STOPPED)
+MAX_SEEDS = 1000  # more is a typing error: every run is planned before the first one starts
+_SEEDS_END = 2**31  # as in the schema
+# Exit codes of a launcher that was stopped: by Ctrl-C, a closed terminal or SIGTERM, or by one of
+# the signals after which a run saves itself.
+_STOPPED_BY_SIGNAL = (130, 129, 143, STOPPED)
+_SLURM_FOLDER = ".slurm"  # in the ablation's folder; no variant can have such a name
+_SBATCH_TIMEOUT_SECONDS = 300
+_NTASKS = re.compile(r"-n\d*|--ntasks(-per-\w+)?(=.*)?")
 
 
 def add_parser(commands: Commands) -> None:
@@ -46,27 +56,29 @@ def add_parser(commands: Commands) -> None:
         list_name="overrides",
     )
     add_config(parser)
-    usual = ", ".join(f"{o}" if r == "off" else f"{o}+{r}" for o in OBJECTIVES for r in REPLAYS)
+    usual = ", ".join(o if r == "off" else f"{o}+{r}" for o in OBJECTIVES for r in REPLAYS)
     parser.add_argument(
-        "--arms",
+        "--variants",
+        "--arms",  # the name in earlier versions
         nargs="+",
         default=[],
-        metavar="ARM",
-        help=f"which settings, by name (default: {usual}); a .yaml file among them replaces these "
-        "by its own, a mapping from names to mappings from section.key to a value",
+        metavar="VARIANT",
+        help=f"the variants by name (default: {usual}); a .yaml file among them replaces these by "
+        "its own: a mapping from names to mappings from section.key to a value",
     )
     parser.add_argument(
         "--seeds",
-        type=_seed_count,
+        type=positive,
         default=3,
         metavar="K",
-        help=f"runs of each arm, from training.seed on (default: %(default)s, at most {MAX_SEEDS})",
+        help="runs of each variant, with seeds from training.seed on (default: %(default)s, at "
+        f"most {MAX_SEEDS})",
     )
     parser.add_argument(
         "-o",
         "--output",
         metavar="DIR",
-        help="where the runs go, as DIR/ARM/seed_N, and the report; logging.dir unless given",
+        help="for the report and the runs, which are DIR/VARIANT/seed_N (default: logging.dir)",
     )
     parser.add_argument(
         "--nproc", type=positive, metavar="N", help="ranks of each run, as for `train`"
@@ -75,120 +87,109 @@ def add_parser(commands: Commands) -> None:
     instead.add_argument(
         "--print-commands",
         action="store_true",
-        help="run nothing; print the command of each run still to be made, one a line, as for the "
-        "tasks of a Slurm array",
+        help="run nothing; print the command of each unfinished run, one a line",
     )
     instead.add_argument(
         "--slurm",
         metavar="OPTIONS",
-        help="submit the runs still to be made as a Slurm array, one a task, and the report as a "
-        "job after it, with these options for sbatch: --slurm='--nodes=1 --gpus-per-node=8'",
+        help="submit the unfinished runs as a Slurm array, one a task, and the report as a job "
+        "after it, with these options for sbatch: --slurm='--nodes=1 --gpus-per-node=8'",
     )
     instead.add_argument(
-        "--report-only", action="store_true", help="run nothing; write the report of what is there"
+        "--report-only", action="store_true", help="run nothing; write the report of finished runs"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the runs that are not there yet, one after another, then the report.
+    """Make the unfinished runs, one after another, then the report.
 
     Exit code 1 where a run failed; 128 + n after signal n, where the same command goes on later.
     """
     from gspo_megatron.config import load_config
 
-    _refuse_to_be_a_rank()
+    if ranks.world_size_of_rank(os.environ) is not None or ranks.is_slurm_task(os.environ):
+        raise UserError(
+            "ablate starts the ranks of its runs itself: start it once, outside torchrun and srun; "
+            "--print-commands prints the commands of the runs for the tasks of a job"
+        )
     config = load_config(arguments.config, arguments.overrides)
-    arms = choose_arms(arguments.arms, config)
+    variants = choose_variants(arguments.variants, config)
     out = Path(arguments.output or str(config.logging.dir))
     seeds = _seeds(config.training.seed, arguments.seeds)
-    runs = plan_runs(arguments.config, arguments.overrides, arms, seeds, out)
+    runs = plan_runs(arguments.config, arguments.overrides, variants, seeds, out)
     if arguments.report_only:
-        return _report(arms, runs, out)
+        return _report(variants, runs, out)
     here = not arguments.print_commands and arguments.slurm is None
-    world_sizes = _check(arms, runs, arguments.nproc, here=here)
+    world_sizes = _check(variants, runs, arguments.nproc, here=here)
     todo = _unfinished(runs)
     if arguments.slurm is not None:
-        return _submit(arguments, arms, todo, out, world_sizes)
-    if not here:
+        return _submit(arguments, todo, out, world_sizes)
+    if arguments.print_commands:
         nproc = [] if arguments.nproc is None else ["--nproc", str(arguments.nproc)]
         for planned in todo:
             words = ["gspo-megatron", "train", arguments.config, *planned.overrides, *nproc]
             print(shlex.join(words))
         return 0
-    say(f"{len(arms)} arms x {len(seeds)} seeds = {len(runs)} runs into {out}")
+    _say(f"{len(variants)} variants x {len(seeds)} seeds = {len(runs)} runs in {out}")
     if len(todo) < len(runs):
-        say(f"{len(runs) - len(todo)} are finished and stay as they are")
-    outcome = _make(arguments.config, todo, world_sizes)
-    if outcome.told_to_end:
-        say("ended before all runs were made; the same command goes on from here")
-        return outcome.told_to_end
+        _say(f"{len(runs) - len(todo)} are finished and stay as they are")
+    failed, stopped = _train(arguments.config, todo, world_sizes)
+    if stopped:
+        _say("stopped before all runs were made; the same command goes on from here")
+        return stopped
     if len(_unfinished(runs)) < len(runs):
-        _report(arms, runs, out)
-    for name in outcome.failed:
-        say(f"failed: {name}")
-    return 1 if outcome.failed else 0
+        _report(variants, runs, out)
+    for name in failed:
+        _say(f"failed: {name}")
+    return 1 if failed else 0
 
 
-def _seed_count(text: str) -> int:
-    """`positive`, up to MAX_SEEDS."""
-    count = positive(text)
-    if count > MAX_SEEDS:
-        raise argparse.ArgumentTypeError(f"{text}: legal: 1 to {MAX_SEEDS}")
-    return count
+def _say(text: str) -> None:
+    """Print a line before the output of the next run."""
+    print(text, flush=True)
 
 
 def _seeds(first: int, count: int) -> range:
-    """Raises UserError where the last ones would be no seeds."""
+    """Raises UserError for too many seeds, or seeds above the legal ones."""
+    if count > MAX_SEEDS:
+        raise UserError(f"--seeds {count}: legal: 1 to {MAX_SEEDS}")
     if first + count > _SEEDS_END:
         raise UserError(
-            f"--seeds {count}: from training.seed = {first} on they reach {first + count - 1}; "
-            f"legal: seeds below 2^31, so begin with {_SEEDS_END - count} at most"
+            f"--seeds {count}: starting at training.seed = {first}, the last is "
+            f"{first + count - 1}; seeds must be below 2^31, so start at {_SEEDS_END - count} or "
+            "lower"
         )
     return range(first, first + count)
 
 
-def say(text: str) -> None:
-    """A line of the command's own, in order with what the runs print."""
-    print(text, flush=True)
-
-
-def _refuse_to_be_a_rank() -> None:
-    if ranks.world_size_of_rank(os.environ) is not None or ranks.is_slurm_task(os.environ):
-        raise UserError(
-            "ablate starts the ranks of its runs itself: start it once, outside torchrun and srun; "
-            "--print-commands gives the runs' commands for tasks of a job"
-        )
-
-
 def _check(
-    arms: Sequence[Arm], runs: Sequence[PlannedRun], nproc: int | None, *, here: bool
+    variants: Sequence[Variant], runs: Sequence[PlannedRun], nproc: int | None, *, here: bool
 ) -> dict[str, int]:
-    """Every arm with all it names, as `train` would; the seed makes no difference. Returns the
-    number of ranks of each arm. Raises ConfigError with the problems of all arms."""
+    """Check the configuration and inputs of every variant, as `train` does. Returns the number of
+    ranks of each variant. Raises ConfigError with the problems of all variants."""
     from gspo_megatron.cli.check_inputs import check_all
-    from gspo_megatron.cli.train import decide_world_size
 
-    problems, world_sizes = ArmProblems(arms), {}
-    for planned in {run.arm.name: run for run in runs}.values():
-        config, arm = planned.config, planned.arm
-        with problems.of(arm):
-            size = decide_world_size(config, nproc, None) if here else config.world_size_hint()
-            world_sizes[arm.name] = nproc or size
-            check_all(config, world_sizes[arm.name])
-    problems.raise_if_any()
-    return world_sizes
+    configs = {run.variant.name: run.config for run in runs}  # the seed makes no difference
+
+    def check(variant: Variant) -> int:
+        config = configs[variant.name]
+        size = ranks.decide_world_size(config, nproc, None) if here else config.world_size_hint()
+        check_all(config, nproc or size)
+        return nproc or size
+
+    return for_each_variant(variants, check)
 
 
 def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """The runs still to be made. Raises UserError where a finished one is of another configuration,
-    which the report would compare as if it were of this."""
+    """The runs that are not finished. Raises UserError where a finished run has another
+    configuration: the report would compare it as if it had this one."""
     from gspo_megatron.observe.ablation import is_finished
 
     todo, foreign = [], []
     for planned in runs:
         if not is_finished(planned.folder, planned.config.training.steps):
             todo.append(planned)
-        elif (differing := _differences(planned)) != []:
+        elif differing := _differences(planned):
             foreign.append(
                 f"{planned.folder}: holds a finished run of another configuration "
                 f"({', '.join(differing[:3])}); move it away, or give another -o"
@@ -199,7 +200,7 @@ def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def _differences(planned: PlannedRun) -> list[str]:
-    """The keys in which a finished run's configuration is not the one planned."""
+    """The keys in which a finished run's configuration is not the planned one."""
     from gspo_megatron.config import load_config
 
     def values(config: Config) -> dict[str, object]:
@@ -214,75 +215,138 @@ def _differences(planned: PlannedRun) -> list[str]:
     return [f"{key}: {there[key]} there" for key in wanted if there[key] != wanted[key]]
 
 
-@dataclass
-class _Outcome:
-    failed: list[str]
-    told_to_end: int = 0  # the exit code, after a signal to this program
-
-
-def _make(config_path: str, todo: Sequence[PlannedRun], world_sizes: dict[str, int]) -> _Outcome:
-    """Each run by the ordinary `train` command, in processes of its own."""
+def _train(
+    config_path: str, todo: Sequence[PlannedRun], world_sizes: dict[str, int]
+) -> tuple[list[str], int]:
+    """Make each run by the ordinary `train` command, in processes of its own. Returns the runs that
+    failed, and the exit code where a signal stopped them (else 0)."""
     from gspo_megatron.cli.launch import launch
 
-    outcome = _Outcome([])
+    failed: list[str] = []
     for number, planned in enumerate(todo, start=1):
-        name = f"{planned.arm.name}, seed {planned.seed}"
-        say(f"\nrun {number} of {len(todo)}: {name}")
+        _say(f"\nrun {number} of {len(todo)}: {planned.name}")
         command = [sys.executable, "-m", "gspo_megatron", "train", config_path, *planned.overrides]
-        code = launch(command, world_sizes[planned.arm.name])
-        if code in _TOLD_TO_END:
-            outcome.told_to_end = code
-            return outcome
+        code = launch(command, world_sizes[planned.variant.name])
+        if code in _STOPPED_BY_SIGNAL:
+            return failed, code
         if code != 0:
-            outcome.failed.append(f"{name} (exit code {code}); {planned.folder}")
-            say(f"{name} failed with exit code {code}; the others go on")
-    return outcome
+            failed.append(f"{planned.name} (exit code {code}); {planned.folder}")
+            _say(f"{planned.name} failed with exit code {code}; the other runs go on")
+    return failed, 0
+
+
+def _report(variants: Sequence[Variant], runs: Sequence[PlannedRun], out: Path) -> int:
+    from gspo_megatron.observe.ablation import VariantRuns, write_ablation_report
+
+    without_replay = baselines(runs)
+    reported = []
+    for variant in variants:
+        own = [planned for planned in runs if planned.variant == variant]
+        folders = {planned.seed: planned.folder for planned in own}
+        steps, baseline = own[0].config.training.steps, without_replay.get(variant.name)
+        reported.append(VariantRuns(variant.name, variant.overrides, steps, folders, baseline))
+    measured = runs[0].config.routing.volatility
+    paths, findings = write_ablation_report(reported, out, volatility_switched_on=measured)
+    for line in findings:
+        _say(f"- {line}")
+    for path in paths:
+        _say(f"report  {path}")
+    return 0
+
+
+# --- Slurm ----------------------------------------------------------------------------------------
 
 
 def _submit(
     arguments: argparse.Namespace,
-    arms: Sequence[Arm],
     todo: Sequence[PlannedRun],
     out: Path,
     world_sizes: dict[str, int],
 ) -> int:
-    from gspo_megatron.cli.slurm_array import submit
-
     if not todo:
-        say("all runs are finished; --report-only writes the report")
+        _say("all runs are finished; --report-only writes the report")
         return 0
     runs = [[arguments.config, *planned.overrides] for planned in todo]
-    named = ["--arms", *arguments.arms] if arguments.arms else []
+    named = ["--variants", *arguments.variants] if arguments.variants else []
     report = [arguments.config, *arguments.overrides, *named, "--seeds", str(arguments.seeds)]
     report += ["-o", str(out), "--report-only"]
-    sizes = [world_sizes[planned.arm.name] for planned in todo]
-    jobs = submit(out, runs, report, arguments.slurm, sizes)
-    say(f"job {jobs.array}: {len(todo)} runs, one a task of the array; logs in {jobs.folder}")
-    say(f"job {jobs.report}: the report, after them")
+    sizes = [world_sizes[planned.variant.name] for planned in todo]
+    array, report_job, folder = submit(out, runs, report, arguments.slurm, sizes)
+    _say(f"job {array}: {len(todo)} runs, one a task of the array; logs in {folder}")
+    _say(f"job {report_job}: the report, after them")
     return 0
 
 
-def _report(arms: Sequence[Arm], runs: Sequence[PlannedRun], out: Path) -> int:
-    from gspo_megatron.observe import ablation
-    from gspo_megatron.observe.ablation_report import write_ablation_report
+def submit(
+    out: Path,
+    runs: Sequence[Sequence[str]],
+    report: Sequence[str],
+    options: str,
+    world_sizes: Sequence[int],
+) -> tuple[str, str, Path]:
+    """Submit the runs as an array, with the user's `options`, and the report as a job after it.
 
-    without_replay = baselines(runs)
-    reported = []
-    for arm in arms:
-        own = [planned for planned in runs if planned.arm == arm]
-        reported.append(
-            ablation.Arm(
-                name=arm.name,
-                settings=arm.overrides,
-                steps=own[0].config.training.steps,
-                folders={planned.seed: planned.folder for planned in own},
-                baseline=without_replay.get(arm.name),
-            )
+    The arguments of `train` for each run and of `ablate` for the report are written, one a line,
+    into a new folder. Returns the numbers of both jobs and that folder. Raises UserError where
+    sbatch is missing or refuses, and where the number of tasks of a run is not clear.
+    """
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise UserError(f"--slurm {options!r}: {error}") from error
+    script = Path(gspo_megatron.__file__).parents[1] / "slurm" / "ablation.sbatch"
+    if not script.is_file():
+        raise UserError(f"--slurm: no {script}; run `ablate` from a checkout of the repository")
+    array_options = ["--array", f"0-{len(runs) - 1}", *_tasks(words, world_sizes), *words]
+    folder = _new_folder(out / _SLURM_FOLDER)
+    for name, lines in [*((str(i), run) for i, run in enumerate(runs)), ("report", report)]:
+        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    array = _sbatch([f"--output={folder}/%a.log", *array_options, str(script), str(folder)])
+    # The report is one process without a GPU: of the options it needs those about accounting.
+    kept = [word for word in words if re.match(r"--(account|partition|qos|chdir)=", word)]
+    after = [f"--dependency=afterany:{array}", "--ntasks=1", f"--output={folder}/report.log"]
+    try:
+        report_job = _sbatch([*after, *kept, str(script), str(folder), "report"])
+    except UserError as error:
+        raise UserError(
+            f"{error}\nthe runs are already submitted, as job {array}: do not submit them again; "
+            "--report-only writes their report when it has ended"
+        ) from error
+    return array, report_job, folder
+
+
+def _tasks(words: Sequence[str], world_sizes: Sequence[int]) -> list[str]:
+    if any(_NTASKS.fullmatch(word) for word in words):
+        return []
+    sizes = sorted(set(world_sizes))
+    if len(sizes) > 1:
+        raise UserError(
+            f"--slurm: the variants' layouts take {', '.join(map(str, sizes))} ranks, but the "
+            "tasks of an array have one size; submit the variants one by one with --variants, or "
+            "give --ntasks=N where their dp is open"
         )
-    measured = runs[0].config.routing.volatility
-    written = write_ablation_report(reported, out, volatility_switched_on=measured)
-    for line in written.findings:
-        say(f"- {line}")
-    for path in written.paths:
-        say(f"report  {path}")
-    return 0
+    return [f"--ntasks={sizes[0]}"]
+
+
+def _new_folder(parent: Path) -> Path:
+    """One of its own for each array: tasks of an earlier one may still have to read theirs."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            (parent / str(number)).mkdir()
+            return parent / str(number)
+    raise AssertionError("unreachable")
+
+
+def _sbatch(arguments: Sequence[str]) -> str:
+    """The number of the submitted job."""
+    command = ["sbatch", "--parsable", *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SBATCH_TIMEOUT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"--slurm: `{shlex.join(command)}`: {error}") from error
+    if done.returncode != 0:
+        raise UserError(f"--slurm: `{shlex.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]  # the name of a cluster may follow

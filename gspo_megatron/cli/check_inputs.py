@@ -14,8 +14,7 @@ from gspo_megatron.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
     from gspo_megatron.config.any_stage import AnyConfig
-    from gspo_megatron.data.inputs import Inputs
-    from gspo_megatron.data.stage_inputs import FineTuningInputs, PretrainingInputs
+    from gspo_megatron.data.inputs import FineTuningInputs, Inputs, PretrainingInputs
 
     AnyInputs = Inputs | FineTuningInputs | PretrainingInputs
 
@@ -139,12 +138,12 @@ def _check_beginning(config: AnyConfig, inputs: AnyInputs | None, fresh: bool) -
             with gathered_in(problems):
                 check_given(config, vocab_size)  # type: ignore[arg-type]
         if model.hf_path is not None:
-            from gspo_megatron.checkpoint.hf.checked import checked_folder
+            from gspo_megatron.checkpoint.hf.files import checked_folder
 
             with gathered_in(problems):
-                checked_folder(model.hf_path, config.resolved_model(), vocab_size)[0].close()
+                checked_folder(model.hf_path, config.resolved_model(), vocab_size)
     if isinstance(config, StageConfig) and config.export.hf_path is not None:
-        from gspo_megatron.checkpoint.hf.writer_folder import check_destination
+        from gspo_megatron.checkpoint.hf.writer import check_destination
 
         path = Path(config.export.hf_path)
         with gathered_in(problems):

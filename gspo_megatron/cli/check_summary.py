@@ -33,8 +33,7 @@ def summary(checked: Checked, world_size: int) -> Rows:
 
 def longest_of(inputs: AnyInputs | None) -> int | None:
     """Tokens of the longest prompt or example; None where that is not known, or not asked."""
-    from gspo_megatron.data.inputs import Inputs
-    from gspo_megatron.data.stage_inputs import FineTuningInputs
+    from gspo_megatron.data.inputs import FineTuningInputs, Inputs
 
     if isinstance(inputs, Inputs):
         return max(len(p.token_ids) for prompts in inputs.files.values() for p in prompts)
@@ -119,7 +118,7 @@ def _of_fine_tuning(config: Any, inputs: Any) -> Rows:
 
 
 def _of_pretraining(config: Any, inputs: Any) -> Rows:
-    from gspo_megatron.data.stage_inputs import corpus_tokens
+    from gspo_megatron.data.inputs import corpus_tokens
 
     rows = []
     length, training = config.sequence_length(), config.training

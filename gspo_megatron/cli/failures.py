@@ -1,17 +1,18 @@
-"""What ends a command, and how a failure travels from the rank that had it to the person who reads
-about it.
+"""How a command ends: its exit code, and what it prints about an error.
 
-A rank that our launcher started hands its message to the launcher instead of printing it: when
-one rank fails all others fail of broken connections, and only the launcher can tell which message
-is worth reading.
+A rank that our launcher started gives its error to the launcher instead of printing it. When one
+rank fails, all others lose their connections to it; only the launcher can tell which error is the
+cause.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
+import select
 import signal
 import sys
 import traceback
@@ -19,20 +20,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from gspo_megatron.cli import ranks
-from gspo_megatron.cli.streams import drop_unread_output
 from gspo_megatron.errors import UserError
 
 USER_ERROR = 2
 DEFECT = 1
 INTERRUPTED = 128 + signal.SIGINT
 UNREAD = 128 + signal.SIGPIPE
-# A run that was told to stop, and is saved: sysexits.h's EX_TEMPFAIL, "try again". Whoever started
-# it, a batch script for one, starts it again with the same command.
+# A run that was told to stop, and is saved: sysexits.h's EX_TEMPFAIL, "try again". A batch script
+# that sees it starts the same command again.
 STOPPED = 75
 # Nodes on which nothing should be trained: sysexits.h's EX_UNAVAILABLE.
 UNFIT = 69
 
-# What torch's stores and collectives say when a peer is gone: gloo, c10d's TCPStore, NCCL.
+# The user may not read or write a file: a traceback would explain nothing.
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+# Messages of gloo, c10d's TCPStore and NCCL when another rank is gone.
 _LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted|lost)|broken pipe|gloo/transport"
     r"|timed out|(wait|socket) ?timeout|failed to (recv|send)|(recv|send)(Value|Bytes|Vector)"
@@ -44,7 +46,7 @@ _LOST_CONNECTION = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank tells of its end: `text` is all of it, `summary` one line."""
+    """A rank's report of its error: `text` is all of it, `summary` one line."""
 
     is_user_error: bool
     text: str
@@ -52,15 +54,15 @@ class Failure:
 
 
 def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> int:
-    """Run a command; returns its exit code, or that of what ended it, which is told: an error, or
-    a reader that left in the middle. `interrupted` is said where the user ended it."""
+    """Run a command. Returns its exit code, or that of an error, which is printed, of an interrupt
+    by the user (prints `interrupted`), or of a reader that closed the pipe."""
     try:
         code = command()
     except KeyboardInterrupt:
         if interrupted is not None:
             print(interrupted, file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:  # told whole, or by its message
+    except Exception as error:
         if isinstance(error, BrokenPipeError) and drop_unread_output():
             return UNREAD
         return tell_failure(error)
@@ -72,12 +74,13 @@ def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> 
 
 
 def tell_failure(error: Exception) -> int:
-    """Print an error, or hand it to the launcher of this rank; returns the exit code."""
+    """Print an error, or give it to the launcher of this rank; returns the exit code."""
+    text = None
     if isinstance(error, UserError):
-        failure = Failure(True, str(error), str(error))
-    elif _is_forbidden(error):
-        assert isinstance(error, OSError)
+        text = str(error)
+    elif isinstance(error, OSError) and error.filename is not None and error.errno in _FORBIDDEN:
         text = f"{error.filename}: {error.strerror}"
+    if text is not None:
         failure = Failure(True, text, text)
     else:
         text = "".join(traceback.format_exception(error)).rstrip("\n")
@@ -92,13 +95,6 @@ def tell_failure(error: Exception) -> int:
     return USER_ERROR if failure.is_user_error else DEFECT
 
 
-def _is_forbidden(error: Exception) -> bool:
-    """Whether the user may not read or write a file: nothing that a traceback could explain."""
-    if not isinstance(error, OSError) or error.filename is None:
-        return False
-    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-
-
 def parse_failure(text: str) -> Failure | None:
     """What `tell_failure` wrote; None where the rank died before it had written it all."""
     try:
@@ -110,6 +106,34 @@ def parse_failure(text: str) -> Failure | None:
 def is_lost_connection(output: str) -> bool:
     """Whether a traceback ends in the kind of error that another rank's death causes."""
     _, _, last_traceback = output.rpartition("Traceback (most recent call last)")
-    # Indented lines quote code, which may well speak of connections.
+    # Indented lines quote code, which may mention connections.
     told = [line for line in last_traceback.splitlines() if not line[:1].isspace()]
     return _LOST_CONNECTION.search("\n".join(told)) is not None
+
+
+def make_streams_safe() -> None:
+    """Let no print raise because stdout or stderr is closed or lacks a character. To be called
+    before files are opened, because a file would get the number of a closed stream."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def drop_unread_output() -> bool:
+    """Whether stdout is a pipe without a reader, as in `check a.yaml | head -1`; the rest of the
+    output is then dropped."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except OSError:
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)  # or the interpreter complains when it flushes at its end
+    os.close(nowhere)
+    return True

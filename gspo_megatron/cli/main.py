@@ -1,7 +1,7 @@
 """The entry point: parses the command line, runs one command, turns errors into exit codes.
 
-0: done. 2: something the user can mend, told by its message alone. 1: anything else, with its
-traceback. 130: interrupted. 141: whoever read the output left in the middle.
+0: done. 2: an error that the user can correct; only its message is printed. 1: any other error,
+with its traceback. 130: interrupted. 141: the reader of the output closed the pipe.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from gspo_megatron.cli import (
     train,
     verify,
 )
-from gspo_megatron.cli.failures import exit_code_of
+from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
 from gspo_megatron.cli.ranks import join_launcher
-from gspo_megatron.cli.streams import make_streams_safe
 
 COMMANDS = (train, stages, check, preflight, verify, convert, report, ablate, doctor)
 
@@ -49,8 +48,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for command in COMMANDS:
         command.add_parser(commands)
     arguments, extra = parser.parse_known_args(argv)
-    # argparse fills a list of positionals once: `train a.yaml --nproc 2 training.steps=5` leaves
-    # the last one over, where anybody would expect it to be an override like any other.
+    # argparse fills a list of positionals only once: in `train a.yaml --nproc 2 training.steps=5`
+    # it does not take the last word, which is an override like any other.
     unknown = [text for text in extra if text.startswith("-") or arguments.list_name is None]
     if unknown:
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
 from gspo_megatron.cli.failures import UNFIT
-from gspo_megatron.cli.train import decide_world_size
 
 if TYPE_CHECKING:
-    from gspo_megatron.platform.preflight.judge import Verdict
+    from gspo_megatron.platform.preflight import Verdict
 
 DEFAULT_SHARE = 0.7
-# The keys of --minimum; those of judge.MAIN_OPERATION, which cannot be imported without torch.
+# The keys of preflight.MAIN_OPERATION, which cannot be imported without torch.
 MEASURES = ("matmul", "tp", "pp", "cp", "ep", "dp")
 
 
@@ -31,9 +30,9 @@ def add_parser(commands: Commands) -> None:
     )
     parser.description += (
         ". Every rank looks at its device and multiplies matrices; then each kind of group of the "
-        "layout exchanges messages. A host that has no device, another device or driver than most, "
-        "or is much slower than its peers or than such a device should be, is named, and the exit "
-        f"code is {UNFIT}. Run it as the training: by srun, by torchrun, or alone."
+        "layout exchanges messages. A host is named if it has no device, has another device or "
+        f"driver than most, or is much slower than its peers; the exit code is then {UNFIT}. "
+        "Start it as you start the training: by srun, by torchrun, or alone."
     )
     add_config(parser)
     parser.add_argument(
@@ -44,7 +43,7 @@ def add_parser(commands: Commands) -> None:
         type=_share,
         default=DEFAULT_SHARE,
         metavar="X",
-        help="smallest share of the median of its peers that a host may reach (default: "
+        help="a host is slow below this share of the median of its peers (default: "
         f"{DEFAULT_SHARE:g})",
     )
     parser.add_argument(
@@ -52,24 +51,23 @@ def add_parser(commands: Commands) -> None:
         type=_minima,
         default={},
         metavar="NAME=NUMBER,...",
-        help="smallest figures besides: matmul in TFLOP/s; tp, cp, dp (all-reduce), ep "
-        "(all-to-all) and pp (send/recv) in GB/s, as in matmul=600,dp=40; unless given, low ones "
-        "for A100, H100, H200 and B200 (the table has them), and none for other devices; 0: none",
+        help="smallest values besides: matmul in TFLOP/s; tp, cp, dp (all-reduce), ep "
+        "(all-to-all) and pp (send/recv) in GB/s, as in matmul=600,dp=40",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Be a rank where the environment says so, else be the only one, or launch them all here.
 
-    Returns the exit code, that of an unfit host on the main rank alone. Raises UserError for what
-    is wrong with the configuration or the environment.
+    Returns the exit code; only rank 0 returns that of an unfit host. Raises UserError for what is
+    wrong with the configuration or the environment.
     """
     from gspo_megatron.config.any_stage import check_any_config, load_any_config
 
     ranks.adopt_slurm_task(os.environ)
     rank_of = ranks.world_size_of_rank(os.environ)
     config = load_any_config(arguments.config, arguments.overrides)
-    world_size = decide_world_size(config, arguments.nproc, rank_of)
+    world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
     check_any_config(config, world_size)
     if rank_of is None and world_size > 1:
         from gspo_megatron.cli.launch import launch
@@ -81,22 +79,20 @@ def run(arguments: argparse.Namespace) -> int:
             command.append(f"--minimum={pairs}")
         return launch(command, world_size)
     from gspo_megatron.config import resolve_parallel
-    from gspo_megatron.platform.preflight.run import Limits, run_preflight
+    from gspo_megatron.platform.preflight import run_preflight
 
-    limits = Limits(arguments.share, arguments.minimum)
-    parallel = resolve_parallel(config, world_size)
-    outcome = run_preflight(parallel, config.training.precision, limits, show)
-    is_main = os.environ.get("RANK", "0") == "0"
-    code = 0 if outcome.is_fit or not is_main else UNFIT
-    if outcome.is_stuck:
+    parallel, precision = resolve_parallel(config, world_size), config.training.precision
+    is_fit, is_stuck = run_preflight(parallel, precision, arguments.share, arguments.minimum, show)
+    code = 0 if is_fit or os.environ.get("RANK", "0") != "0" else UNFIT
+    if is_stuck:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # the thread that hangs would keep the interpreter from ending
+        os._exit(code)
     return code
 
 
 def show(verdict: Verdict) -> None:
-    """The table, and a line for each thing that is wrong."""
+    """Print the table, and a line for each problem."""
     from rich import box
     from rich.table import Table
 
@@ -105,29 +101,28 @@ def show(verdict: Verdict) -> None:
     if verdict.rows:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="preflight", title_justify="left")
         table.add_column("measure")
-        for name in ("median", "slowest", "share", "expected at least"):
+        for name in ("median", "slowest", "share"):
             table.add_column(name, justify="right")
         table.add_column("unit")
         table.add_column("slowest is", overflow="fold")
         for row in verdict.rows:
             share = row.slowest.value / row.median if row.median else 1.0
-            least = "-" if row.slowest.least is None else f"{row.slowest.least:,.4g}"
-            figures = (f"{row.median:,.4g}", f"{row.slowest.value:,.4g}", f"{share:.0%}", least)
-            table.add_row(row.measure, *figures, row.unit, str(row.slowest))
+            values = (f"{row.median:,.4g}", f"{row.slowest.value:,.4g}", f"{share:.0%}")
+            table.add_row(row.measure, *values, row.unit, str(row.slowest))
         console().print(table, markup=False)
     if not verdict.problems:
         print("preflight: all hosts are fit", flush=True)
+        return
     for host, problems in sorted(verdict.problems.items()):
         for line in problems:
             print(f"{host}: {line}", file=sys.stderr)
-    if verdict.problems:
-        names = ", ".join(sorted(verdict.problems))
-        print(f"preflight: unfit to train on: {names}", file=sys.stderr, flush=True)
+    names = ", ".join(sorted(verdict.problems))
+    print(f"preflight: unfit to train on: {names}", file=sys.stderr, flush=True)
 
 
 def _share(text: str) -> float:
     number = _number(text)
-    if not 0 <= number <= 1:
+    if number > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
     return number
 

@@ -1,4 +1,4 @@
-"""What the environment says about this process's place among the ranks of a run."""
+"""This process's place among the ranks of a run, as the environment tells it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING
 
 from gspo_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from gspo_megatron.config import Config
+    from gspo_megatron.config.stages import StageConfig
 
 # Set by our launcher for the ranks that it starts.
 LAUNCHER_PID = "GSPO_PARENT_PID"
 FAILURE_DESCRIPTOR = "GSPO_FAILURE_FD"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+# A layout for a cluster, started by mistake on a laptop or a login node, is refused instead of
+# becoming hundreds of processes. This many are fine on any machine: small models share cores.
+RANKS_WITHOUT_ASKING = 16
 
 # Of a Slurm node list: the comma after its first element, and brackets with their first number.
 _END_OF_FIRST = re.compile(r",(?![^\[]*\])")
@@ -25,13 +34,14 @@ _failure_descriptor: int | None = None
 
 
 def join_launcher() -> None:
-    """In a rank that our launcher started: die with it, and keep its line for failures.
+    """In a rank that our launcher started: end when the launcher is killed, and keep the file that
+    takes this rank's failure.
 
-    To be called early. A launcher that is killed outright cannot end its ranks, so Linux is asked
+    To be called early. A launcher that is killed by SIGKILL cannot end its ranks, so the kernel has
     to. Harmless in any other process. Raises SystemExit where the launcher is gone already.
     """
     global _failure_descriptor
-    # Removed, because what this process starts itself is no rank of that launcher.
+    # Removed, because processes that this one starts are no ranks of that launcher.
     launcher = os.environ.pop(LAUNCHER_PID, None)
     descriptor = os.environ.pop(FAILURE_DESCRIPTOR, None)
     if descriptor is not None:
@@ -41,21 +51,21 @@ def join_launcher() -> None:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before the request was in place
+    if os.getppid() != int(launcher):  # it died before the call above
         raise SystemExit("the launcher of this rank is gone")
 
 
 def failure_descriptor() -> int | None:
-    """The file descriptor on which the launcher takes this rank's failure, once; else None."""
+    """Where to write this rank's failure for the launcher, at the first call; else None."""
     global _failure_descriptor
     descriptor, _failure_descriptor = _failure_descriptor, None
     return descriptor
 
 
 def world_size_of_rank(environ: Mapping[str, str]) -> int | None:
-    """The number of ranks where this process is one of them by torchrun's variables, else None.
+    """The number of ranks if torchrun's variables make this process one of them, else None.
 
-    Raises UserError where the variables are incomplete or make no sense.
+    Raises UserError where the variables are incomplete or contradict each other.
     """
     given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if not given:
@@ -80,8 +90,8 @@ def world_size_of_rank(environ: Mapping[str, str]) -> int | None:
 def is_slurm_task(environ: Mapping[str, str]) -> bool:
     """Whether this process is one of several tasks that srun started.
 
-    A batch script, too, has SLURM_PROCID and the job's SLURM_NTASKS, but runs once, whatever the
-    number of tasks; only srun's processes have a step number.
+    A batch script has SLURM_PROCID and SLURM_NTASKS too, but runs once; only srun's processes have
+    a step number.
     """
     needed = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID")
     return all(name in environ for name in needed) and _integer(environ, "SLURM_NTASKS") > 1
@@ -90,8 +100,8 @@ def is_slurm_task(environ: Mapping[str, str]) -> bool:
 def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
     """Give a task of srun torchrun's variables, where RANK is not set already.
 
-    The ranks meet on the first node of the step unless MASTER_ADDR is set, at a port that follows
-    from the job's number unless MASTER_PORT is set.
+    The ranks meet on the first node of the step, at a port computed from the job's number, unless
+    MASTER_ADDR and MASTER_PORT are set.
 
     Raises UserError where the node list cannot be read.
     """
@@ -105,8 +115,8 @@ def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
         environ["MASTER_ADDR"] = first_host(nodes)
     if not environ.get("MASTER_PORT"):
-        # Every rank must find the same port by itself, and two jobs on a node different ones; Linux
-        # gives the ports from 32768 on to whoever asks for any.
+        # All ranks must compute the same port, and two jobs on a node different ones. Linux gives
+        # the ports from 32768 on to programs that ask for any port.
         environ["MASTER_PORT"] = str(20000 + _integer(environ, "SLURM_JOB_ID") % 12000)
 
 
@@ -123,6 +133,29 @@ def first_host(nodes: str) -> str:
             "set MASTER_ADDR to the first node of the job"
         )
     return host
+
+
+def decide_world_size(config: Config | StageConfig, nproc: int | None, rank_of: int | None) -> int:
+    """How many ranks the run has; `rank_of` is their number where they are started already.
+
+    Raises UserError where `nproc` contradicts it, or nobody asked for that many on one machine.
+    """
+    if rank_of is not None:
+        if nproc not in (None, rank_of):
+            raise UserError(
+                f"--nproc {nproc}: this process is already one of {rank_of} ranks (WORLD_SIZE in "
+                "the environment); leave --nproc out under torchrun and srun"
+            )
+        return rank_of
+    if nproc is not None:
+        return nproc
+    world_size = config.world_size_hint()
+    if world_size > max(RANKS_WITHOUT_ASKING, os.cpu_count() or 1):
+        raise UserError(
+            f"layout {config.layout()}: takes {world_size} ranks, which is much for one machine; "
+            f"start them with srun or torchrun, or say --nproc {world_size} to have them all here"
+        )
+    return world_size
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

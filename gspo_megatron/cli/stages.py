@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_config, add_launching, new_parser
 from gspo_megatron.cli.failures import STOPPED
-from gspo_megatron.cli.train import decide_world_size
 
 if TYPE_CHECKING:
     from gspo_megatron.config.stages import StageConfig
@@ -45,7 +44,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     rank_of = ranks.world_size_of_rank(os.environ)
     schema = PretrainingConfig if name == "pretrain" else FineTuningConfig
     config: Any = load_config(arguments.config, arguments.overrides, schema)
-    world_size = decide_world_size(config, arguments.nproc, rank_of)
+    world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
     check_stage(config, world_size)
     config, inputs = read_stage(config)
     check_stage(config, world_size)  # the number of steps is known now
@@ -65,7 +64,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 def read_stage(config: StageConfig) -> tuple[StageConfig, Any]:
     """The configuration with its number of steps, and what its files hold. Raises ConfigError."""
     from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
-    from gspo_megatron.data.stage_inputs import read_fine_tuning, read_pretraining
+    from gspo_megatron.data.inputs import read_fine_tuning, read_pretraining
 
     if isinstance(config, FineTuningConfig):
         inputs = read_fine_tuning(config)

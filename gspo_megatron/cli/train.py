@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from gspo_megatron.config import Config
     from gspo_megatron.data.inputs import Inputs
 
-# A layout for a cluster, started by mistake on a laptop or a login node, is refused rather than
-# turned into hundreds of processes. So many are fine on any machine: small models share cores.
-RANKS_WITHOUT_ASKING = 16
-
 
 def add_parser(commands: Commands) -> None:
     """Add the command to the parser."""
@@ -55,7 +51,7 @@ def train(
     ranks.adopt_slurm_task(os.environ)
     rank_of = ranks.world_size_of_rank(os.environ)
     config = load_config(config_path, overrides)
-    world_size = decide_world_size(config, nproc, rank_of)
+    world_size = ranks.decide_world_size(config, nproc, rank_of)
     if rank_of is None:
         try:
             inputs = check_all(config, world_size)  # torch is not even imported yet
@@ -111,26 +107,3 @@ def _advice(config: Config, config_path: str) -> str:
     if not script.is_file() or all(path is None or Path(path).exists() for path in needed):
         return ""
     return f"\n{script}: makes what this configuration needs; run it first"
-
-
-def decide_world_size(config: Config, nproc: int | None, rank_of: int | None) -> int:
-    """How many ranks the run has; `rank_of` is their number where they are started already.
-
-    Raises UserError where `nproc` contradicts it, or nobody asked for that many on one machine.
-    """
-    if rank_of is not None:
-        if nproc not in (None, rank_of):
-            raise UserError(
-                f"--nproc {nproc}: this process is already one of {rank_of} ranks (WORLD_SIZE in "
-                "the environment); leave --nproc out under torchrun and srun"
-            )
-        return rank_of
-    if nproc is not None:
-        return nproc
-    world_size = config.world_size_hint()
-    if world_size > max(RANKS_WITHOUT_ASKING, os.cpu_count() or 1):
-        raise UserError(
-            f"layout {config.layout()}: takes {world_size} ranks, which is much for one machine; "
-            f"start them with srun or torchrun, or say --nproc {world_size} to have them all here"
-        )
-    return world_size

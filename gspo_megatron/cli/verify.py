@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_config, new_parser
-from gspo_megatron.cli.train import RANKS_WITHOUT_ASKING
 from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.layouts:
         layouts = [Layout.parse(text) for text in arguments.layouts]
     else:
-        layouts = usual_layouts(config, RANKS_WITHOUT_ASKING)
+        layouts = usual_layouts(config, ranks.RANKS_WITHOUT_ASKING)
     every = [reference, *layouts]
     check_layouts(config, every)
     if arguments.checkpoint is not None and arguments.from_dump is None:

@@ -1,58 +1,71 @@
 """Files of text to one indexed dataset, in worker processes, resumable.
 
-Every chunk of the input becomes a file of tokens in PREFIX.partial; then one process joins them in
-order, leaving out copies, and publishes the result. What an interrupted run has finished is used
-again; the files are the same bytes whatever was interrupted and however many workers there were.
+Workers write the tokens of each chunk of the input to a file in PREFIX.partial. Then one process
+joins these files in order, leaves out duplicates and publishes the result. A later run uses the
+files of an interrupted one. The result does not depend on interruptions or the number of workers.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
+import itertools
 import json
+import multiprocessing
 import os
 import shutil
+import signal
+import threading
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
-from gspo_megatron.data.documents import CHUNK_BYTES, TEXT_DOCUMENTS, Chunk, plan_chunks
-from gspo_megatron.data.fingerprints import fingerprint
+from gspo_megatron.data.documents import (
+    CHUNK_BYTES,
+    TEXT_DOCUMENTS,
+    Chunk,
+    plan_chunks,
+    read_chunk,
+)
 from gspo_megatron.data.indexed import Manifest, data_files, validate_tokens
-from gspo_megatron.data.tokenized import ChunkWorker, Settings, unpack
+from gspo_megatron.data.rows import Problems
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import write_atomically
+from gspo_megatron.files import fingerprint, write_atomically
 
-EndedChunk = Callable[[int, int], None]  # how many chunks are done, and of how many
+OnChunk = Callable[[int, int], None]  # called with the number of finished chunks, and of all
+
+DIGEST_BYTES = 16
+_DOCUMENTS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class Job:
-    """What to prepare."""
+class CorpusJob:
+    """The input files, and how they become a dataset."""
 
     inputs: Sequence[str]
     tokenizer: str
     prefix: str  # of the files to write
     text_field: str = "text"
-    text_documents: str = "line"
-    end_of_document: str | None = None  # a symbol; the tokenizer's end of sequence where None
+    text_documents: str = "line"  # documents.TEXT_DOCUMENTS
+    end_of_document: str | None = None  # a symbol; None: the tokenizer's end-of-sequence token
     deduplicate: bool = False
     chunk_bytes: int = CHUNK_BYTES
 
 
 def prepare(
-    job: Job,
+    job: CorpusJob,
     workers: int,
     overwrite: bool = False,
-    on_chunk: EndedChunk = lambda done, total: None,
+    on_chunk: OnChunk = lambda done, total: None,
 ) -> Manifest:
-    """Writes PREFIX.bin, .idx and .json, and validates them; returns what the last says.
+    """Writes PREFIX.bin, .idx and .json, and validates them; returns the content of the last.
 
     Raises DataError for bad input (file and line), a tokenizer that lacks the end-of-document
     symbol, a folder that cannot be written, or files that exist already (unless `overwrite`).
@@ -68,7 +81,7 @@ def prepare(
         if symbol_id is None:
             raise DataError(
                 f"{job.tokenizer}: has no symbol {job.end_of_document!r} (--end-of-document); "
-                "name one that it has, or train it with --control-symbols"
+                "name one of its symbols, or train it with --control-symbols"
             )
         eod_id = symbol_id
     settings = Settings(
@@ -91,7 +104,7 @@ def prepare(
 
 @contextmanager
 def _work_folder(prefix: str) -> Iterator[Path]:
-    """PREFIX.partial, for this process alone; removed when all went well."""
+    """PREFIX.partial, locked by this process; removed at the end if nothing failed."""
     folder = Path(f"{prefix}.partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,12 +121,9 @@ def _work_folder(prefix: str) -> Iterator[Path]:
 
 
 def _file_states(paths: Sequence[str]) -> dict[str, tuple[str, int, int]]:
-    """By path: where it leads, size and time of the last change."""
+    """The real path of each file, its size and the time of its last change."""
     stats = {path: Path(path).stat() for path in paths}
-    return {
-        path: (str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns)
-        for path, stat in stats.items()
-    }
+    return {p: (os.path.realpath(p), s.st_size, s.st_mtime_ns) for p, s in stats.items()}
 
 
 def _part_files(
@@ -122,10 +132,10 @@ def _part_files(
     settings: Settings,
     states: Mapping[str, tuple[str, int, int]],
 ) -> list[Path]:
-    """A file for each chunk, named by all that its tokens depend on.
+    """A file for each chunk, named by a hash of everything that its tokens depend on.
 
-    A file that is there is therefore the right one: after a fault in one input has been mended, the
-    chunks of the others need not be done again.
+    So an existing file is always right: after the user has corrected one input, the chunks of the
+    others are not done again.
     """
     common = [fingerprint(settings.tokenizer), {**asdict(settings), "tokenizer": None}]
     files = []
@@ -141,7 +151,7 @@ def _tokenize(
     parts: Sequence[Path],
     settings: Settings,
     workers: int,
-    on_chunk: EndedChunk,
+    on_chunk: OnChunk,
 ) -> None:
     missing = [n for n, part in enumerate(parts) if not part.exists()]
     done = len(chunks) - len(missing)
@@ -155,44 +165,139 @@ def _tokenize(
             done += 1
             on_chunk(done, len(chunks))
         return
-    # Fresh processes: a fork would take over whatever threads and locks this one has.
+    # New processes: a fork would copy the locks of this one's threads.
     pool = ProcessPoolExecutor(
         min(workers, len(missing)),
-        mp_context=get_context("spawn"),
+        mp_context=multiprocessing.get_context("spawn"),
         initializer=ChunkWorker.start,
         initargs=(settings,),
     )
-    waiting = iter(missing)
-    running: dict[Future[None], int] = {}
-    failures: dict[int, DataError] = {}
+    failures: dict[int, BaseException] = {}
     try:
-        while True:
-            # After a failure nothing new begins. What runs may still find an earlier fault.
-            while not failures and len(running) < 2 * workers:
-                number = next(waiting, None)
-                if number is None:
-                    break
-                future = pool.submit(ChunkWorker.run, chunks[number], parts[number])
-                running[future] = number
-            if not running:
-                break
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                number = running.pop(future)
-                try:
-                    future.result()
-                except DataError as error:
-                    failures[number] = error
-                else:
-                    done += 1
-                    on_chunk(done, len(chunks))
+        futures = {pool.submit(ChunkWorker.run, chunks[n], parts[n]): n for n in missing}
+        for future in as_completed(futures):
+            if future.cancelled():
+                continue
+            if (error := future.exception()) is None:
+                done += 1
+                on_chunk(done, len(chunks))
+                continue
+            failures[futures[future]] = error
+            for other in futures:  # those that run may still find an earlier fault
+                other.cancel()
     finally:
         pool.shutdown(cancel_futures=True)
     if failures:
         raise failures[min(failures)]
 
 
-class _Joined:
-    """The documents of all chunks in order, without copies; counts on the way."""
+@dataclass(frozen=True)
+class Settings:
+    """How text becomes tokens."""
+
+    tokenizer: str
+    text_field: str
+    text_documents: str
+    eod_id: int  # put after each document
+    digests: bool  # hash the texts, to find duplicates
+
+
+@dataclass(frozen=True)
+class ChunkTokens:
+    """The documents of a chunk, flat."""
+
+    tokens: np.ndarray  # [sum(lengths)] int32
+    lengths: np.ndarray  # [documents] int64, EOD included
+    digests: np.ndarray  # [documents, DIGEST_BYTES] uint8, or no rows
+    empty: int  # documents without text, left out
+
+    def documents(self) -> Iterator[np.ndarray]:
+        """The tokens of each document."""
+        ends = np.cumsum(self.lengths)
+        for start, end in zip(ends - self.lengths, ends):
+            yield self.tokens[start:end]
+
+
+class ChunkWorker:
+    """Tokenizes one chunk after the other, in a process pool or alone."""
+
+    _current: ChunkWorker | None = None
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.tokenizer = load_tokenizer(settings.tokenizer)
+
+    @classmethod
+    def start(cls, settings: Settings) -> None:
+        """The initializer of a process pool."""
+        # The processes are the parallelism; threads would compete for the same cores.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        # Ctrl-C reaches every process of a terminal; the parent ends the workers.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        cls._current = cls(settings)
+
+    @classmethod
+    def run(cls, chunk: Chunk, path: Path) -> None:
+        """A task of a process pool."""
+        assert cls._current is not None
+        cls._current.write(chunk, path)
+
+    def write(self, chunk: Chunk, path: Path) -> None:
+        """Tokenizes a chunk into the file `path`. Raises DataError as `tokenize` does."""
+        tokens = self.tokenize(chunk)
+        content = io.BytesIO()
+        np.savez(content, **{name: np.array(value) for name, value in vars(tokens).items()})
+        write_atomically(path, content.getvalue())
+
+    def tokenize(self, chunk: Chunk) -> ChunkTokens:
+        """Raises DataError that names the bad lines of the chunk."""
+        settings = self.settings
+        problems = Problems()
+        documents = read_chunk(chunk, settings.text_field, problems, settings.text_documents)
+        blocks: list[np.ndarray] = [np.empty(0, np.int32)]
+        lengths: list[int] = []
+        digests: list[bytes] = []
+        empty = 0
+        while batch := list(itertools.islice(documents, _DOCUMENTS_AT_ONCE)):
+            texts = [text for _, text in batch if text.strip()]
+            empty += len(batch) - len(texts)
+            for ids in self.tokenizer.encode_all(texts):
+                blocks.append(np.array([*ids, settings.eod_id], np.int32))
+                lengths.append(len(ids) + 1)
+            if settings.digests:
+                digests += [
+                    hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+                    for text in texts
+                ]
+        problems.raise_if_any()
+        return ChunkTokens(
+            np.concatenate(blocks),
+            np.array(lengths, np.int64),
+            np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES),
+            empty,
+        )
+
+
+def _end_with_parent() -> None:
+    """Ends a worker whose parent was killed; it would wait for its next task forever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def read_part(path: Path) -> ChunkTokens:
+    """Reads a file that `ChunkWorker` wrote. Raises DataError if it is damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as file:  # a zip file with checksums
+            return ChunkTokens(file["tokens"], file["lengths"], file["digests"], int(file["empty"]))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: damaged: {error}; remove it and run again") from error
+
+
+class _JoinedDocuments:
+    """The documents of all chunks in order, without duplicates; counts them as they are read."""
 
     def __init__(self, parts: Sequence[Path], deduplicate: bool) -> None:
         self._parts = parts
@@ -202,7 +307,7 @@ class _Joined:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         for path in self._parts:
-            part = unpack(path)
+            part = read_part(path)
             self.empty += part.empty
             for number, tokens in enumerate(part.documents()):
                 if self._seen is not None:
@@ -218,12 +323,12 @@ class _Joined:
 
 
 def _publish(
-    job: Job, parts: Sequence[Path], settings: Settings, folder: Path, vocab_size: int
+    job: CorpusJob, parts: Sequence[Path], settings: Settings, folder: Path, vocab_size: int
 ) -> Manifest:
-    # Here and not above: the workers import this module's neighbours, and need no Megatron.
+    # Not at the top: the workers import this module, and need no Megatron-Core.
     from gspo_megatron.data.corpus_files import token_dtype, write_indexed
 
-    joined = _Joined(parts, job.deduplicate)
+    joined = _JoinedDocuments(parts, job.deduplicate)
     made = data_files(folder / "joined")
     write_indexed(joined, made[0], made[1], vocab_size)
     if not joined.documents:
@@ -252,7 +357,8 @@ def _publish(
 
 
 def _replace(made: Sequence[Path], wanted: Sequence[Path]) -> None:
-    # The index goes first and comes last: at no time does one stand beside another's tokens.
+    # The old index is removed first and the new one published last: an index never stands beside
+    # the tokens of another dataset.
     wanted[1].unlink(missing_ok=True)
     for number in (0, 2, 1):
         os.replace(made[number], wanted[number])

@@ -1,4 +1,4 @@
-"""Tokens on disk in Megatron-Core's own format, by its own builder."""
+"""Indexed datasets written by Megatron-Core's own builder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-# Here and not in the package's __init__: the worker processes import that, and need no Megatron.
 from gspo_megatron.platform.quiet import quiet_imports
 
 with quiet_imports():
@@ -16,14 +15,14 @@ with quiet_imports():
 
 
 def token_dtype(vocab_size: int) -> type[np.number]:
-    """The smallest type that Megatron-Core uses for so many ids."""
+    """The smallest type that Megatron-Core uses for `vocab_size` ids."""
     return DType.optimal_dtype(vocab_size)
 
 
 def write_indexed(
     documents: Iterable[np.ndarray], bin_path: Path, idx_path: Path, vocab_size: int
 ) -> None:
-    """Writes documents, each a sequence [tokens] of whole numbers, to both files."""
+    """Writes documents, each [tokens] of integers, to both files."""
     builder = IndexedDatasetBuilder(bin_path=str(bin_path), dtype=token_dtype(vocab_size))
     for tokens in documents:
         builder.add_item(tensor=torch.from_numpy(tokens))

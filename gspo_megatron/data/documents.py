@@ -1,23 +1,23 @@
-"""The documents of large files, cut into chunks that can be read apart from each other.
+"""The documents of large files, cut into chunks that are read independently of each other.
 
-A chunk is a range of bytes of a JSON Lines or text file, which owns the lines that begin in it, or
-a row group of a Parquet file. The cut depends on the files and the chunk size alone, so that any
-number of processes may read chunks in any order and the result be the same.
+A chunk is a range of bytes of a JSON Lines or text file, with the lines that begin in it, or a row
+group of a Parquet file. The chunks depend only on the files and the chunk size: the result is the
+same for any number of processes that read them in any order.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from gspo_megatron.data.problems import Problems
 from gspo_megatron.data.rows import (
-    UTF8_BYTE_ORDER_MARK,
+    Problems,
     decode_line,
     file_kind,
-    first_line,
+    open_parquet,
     parse_json_lines,
     read_parquet,
     string_fault,
@@ -25,7 +25,7 @@ from gspo_megatron.data.rows import (
 from gspo_megatron.errors import DataError
 
 CHUNK_BYTES = 4 << 20
-TEXT_DOCUMENTS = ("line", "file")  # what a document of a text file is
+TEXT_DOCUMENTS = ("line", "file")  # a text file is a document a line, or one document
 FIELD_SETTING = "--text-field"
 _COUNTED_AT_ONCE = 1 << 20
 
@@ -38,9 +38,9 @@ class Chunk:
 
     path: str
     kind: str  # jsonl, text or parquet
-    start: int  # in bytes; of Parquet, the row group
+    start: int  # in bytes; for Parquet, the row group
     end: int
-    rows_before: int = 0  # of Parquet
+    rows_before: int = 0  # for Parquet
 
 
 def plan_chunks(
@@ -48,9 +48,9 @@ def plan_chunks(
 ) -> list[Chunk]:
     """All chunks of the files, in order.
 
-    Raises DataError that names every file that is missing, unreadable or empty.
+    Raises DataError that names the files that are missing, unreadable or empty.
     """
-    problems = Problems()
+    problems = Problems(shown=20)
     chunks: list[Chunk] = []
     for path in map(Path, paths):
         try:
@@ -75,23 +75,23 @@ def plan_chunks(
 def read_chunk(
     chunk: Chunk, text_field: str, problems: Problems, text_documents: str = "line"
 ) -> Iterator[Document]:
-    """The documents of a chunk in order, those without any text included.
+    """The documents of a chunk in order, also those without any text.
 
-    Faults go to `problems`; their line numbers are of the file.
+    Faults go to `problems`, with the line numbers of the file.
     """
     attempt = Problems()
     yield from _read_chunk(chunk, text_field, attempt, text_documents, 0)
     if attempt:
-        # Only now is it worth to count the lines before the chunk.
+        # Lines before the chunk are counted only if there is a fault to name.
         before = _lines_before(chunk)
         for _ in _read_chunk(chunk, text_field, problems, text_documents, before):
             pass
 
 
 def read_documents(paths: Sequence[str | Path], text_field: str) -> Iterator[Document]:
-    """The documents of all files one by one; of text files, their lines.
+    """The documents of all files one by one; each line of a text file is one.
 
-    Raises DataError at the first chunk with a fault, naming all in it by file and line.
+    Raises DataError at the first chunk with faults, which names them by file and line.
     """
     for chunk in plan_chunks(paths):
         problems = Problems()
@@ -100,10 +100,10 @@ def read_documents(paths: Sequence[str | Path], text_field: str) -> Iterator[Doc
 
 
 def sentences(documents: Iterable[Document], longest: int = 1000) -> Iterator[str]:
-    """Documents as lines that a tokenizer's trainer takes: no line ends, none too long.
+    """Documents as lines for a tokenizer's trainer, without line ends and not too long.
 
-    A line of more than `longest` characters is cut before a space, where there is one: the trainer
-    cuts there anyway.
+    A line of more than `longest` characters is cut before a space if it has one: no piece of the
+    vocabulary reaches over that place.
     """
     for _, text in documents:
         for line in text.split("\n"):
@@ -118,17 +118,9 @@ def sentences(documents: Iterable[Document], longest: int = 1000) -> Iterator[st
 
 
 def _row_groups(path: Path) -> list[Chunk]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
-    try:
-        with parquet.ParquetFile(path) as file:
-            metadata = file.metadata
-            sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
+    with open_parquet(path) as file:
+        metadata = file.metadata
+        sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
     if not sum(sizes):
         raise DataError(f"{path}: has no rows")
     return [
@@ -180,13 +172,13 @@ def _numbered_lines(chunk: Chunk, lines_before: int) -> Iterator[tuple[str, byte
             number += 1
             yield (
                 f"{chunk.path}:{number}",
-                line if position else line.removeprefix(UTF8_BYTE_ORDER_MARK),
+                line if position else line.removeprefix(codecs.BOM_UTF8),
             )
             position += len(line)
 
 
 def _first_line_start(file: BinaryIO, position: int) -> int:
-    """Where the first line at or after `position` begins; the file is left there."""
+    """Where the first line at or after `position` begins; the file is then at that place."""
     if position == 0:
         return 0
     file.seek(position - 1)  # the line before the chunk may end with its last byte

@@ -1,18 +1,20 @@
-"""A sentencepiece model as a folder that transformers loads without code of ours.
+"""A sentencepiece model as a folder that transformers loads without our code, with the same ids.
 
-Transformers' own conversion wants protobuf and gives other ids than the model in corners: it lets
-text spell byte and control pieces, and orders merges otherwise. What it needs to know is in
-sentencepiece's public interface, so the `tokenizers` library is filled from there.
+Transformers' own conversion needs protobuf, and its ids differ from the model's in rare cases: text
+can spell byte and control pieces there, and merges are in another order. So the tokenizer is built
+with the `tokenizers` library, from what sentencepiece's public interface says about the model.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo_megatron.data.tokenizers import load_tokenizer, special_pieces
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
 
@@ -21,10 +23,69 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPACE = "▁"  # how pieces spell a space
-# Spelling out one of these pieces in characters must always beat the piece, which is for nothing
-# but its meaning: their characters are made part of the vocabulary.
+# Text such as "<0x41>" must become characters, never the piece for that byte: so these characters
+# must all be in the vocabulary.
 BYTE_PIECE_CHARACTERS = "<0x123456789ABCDEF>"
 MODEL_TYPES = ("unigram", "bpe", "char")
+
+STEP = 64  # exact scores are multiples of 1 / STEP: float32 sums are exact up to 2**24 / STEP
+# The score of a user symbol, which beats every other path. Sentencepiece's own bonus for symbols is
+# no multiple of 1 / STEP, and too small if another piece holds the symbol's beginning.
+SYMBOL_SCORE = 64.0
+_PIECES, _PIECE, _SCORE, _TYPE = 1, 1, 2, 3  # field numbers of the protocol buffer
+_NORMAL = 1  # a type of pieces
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+
+
+def with_exact_scores(model: bytes, user_symbols: Collection[str]) -> bytes:
+    """A unigram model with rounded scores, in which `user_symbols` always win.
+
+    A unigram tokenizer takes the path of pieces with the greatest sum of scores. In a run of one
+    character ("-----" of "--" and "---") many paths have equal sums, and rounding decides between
+    them: sentencepiece adds in float32, transformers in float64, and their ids differ. Multiples of
+    1 / STEP are added without rounding in both.
+
+    The model file is a protocol buffer; scores and types are changed in place.
+    """
+    changed = bytearray(model)
+    for number, start, end in _fields(model, 0, len(model)):
+        if number != _PIECES:
+            continue
+        places = {field: (first, last) for field, first, last in _fields(model, start, end)}
+        text = model[slice(*places[_PIECE])].decode()
+        (score,) = struct.unpack("<f", model[slice(*places[_SCORE])])
+        if text in user_symbols:
+            score = SYMBOL_SCORE
+            changed[slice(*places[_TYPE])] = bytes([_NORMAL])
+        changed[slice(*places[_SCORE])] = struct.pack("<f", round(score * STEP) / STEP)
+    assert len(changed) == len(model)
+    return bytes(changed)
+
+
+def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The fields in message[at:end]: the number of each, and where its value starts and ends."""
+    while at < end:
+        key, at = _varint(message, at)
+        wire_type, start = key & 7, at
+        if wire_type == _VARINT:
+            _, at = _varint(message, at)
+        elif wire_type == _BYTES:
+            length, start = _varint(message, at)
+            at = start + length
+        else:
+            at += {_FIXED64: 8, _FIXED32: 4}[wire_type]
+        yield key >> 3, start, at
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and where it ends."""
+    value = shift = 0
+    while True:
+        value |= (message[at] & 0x7F) << shift
+        shift += 7
+        at += 1
+        if message[at - 1] < 0x80:
+            return value, at
 
 
 def save_hugging_face(
@@ -33,13 +94,12 @@ def save_hugging_face(
     model_type: str,
     user_symbols: Sequence[str] = (),
 ) -> list[Path]:
-    """Writes tokenizer.json and tokenizer_config.json; a chat_template.jinja may be beside them.
+    """Writes tokenizer.json and tokenizer_config.json to `folder`; returns their paths.
 
-    `model`: a sentencepiece model without normalisation, with these `user_symbols` and with the
-    characters of all its symbols among its pieces; a unigram model with exact scores. Returns the
-    paths.
+    `model`: a sentencepiece model without normalisation and with these `user_symbols`, whose pieces
+    include the characters of all its symbols; a unigram model must have exact scores.
 
-    Raises DataError where a file cannot be written.
+    Raises DataError if a file cannot be written.
     """
     import sentencepiece
 
@@ -49,16 +109,7 @@ def save_hugging_face(
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **{
-            f"{name}_token": processor.id_to_piece(token_id)
-            for name, token_id in (
-                ("unk", processor.unk_id()),
-                ("bos", processor.bos_id()),
-                ("eos", processor.eos_id()),
-                ("pad", processor.pad_id()),
-            )
-            if token_id >= 0
-        },
+        **special_pieces(processor),
     }
     files = {
         "tokenizer.json": tokenizer.to_str(pretty=True),
@@ -92,7 +143,7 @@ def convert(
     tokenizer.add_special_tokens(
         [AddedToken(pieces[n], special=True, normalized=False) for n in special]
     )
-    if model_type != "unigram":  # a unigram model weighs them in its lattice
+    if model_type != "unigram":  # a unigram model has them among its pieces
         tokenizer.add_tokens([AddedToken(text, normalized=False) for text in user_symbols])
     assert tokenizer.get_vocab_size() == size
     return tokenizer
@@ -123,7 +174,7 @@ def _bpe(
     merges = []
     if model_type == "bpe":
         for n in sorted(normal, key=lambda n: (-processor.get_score(n), n)):
-            # sentencepiece joins any two neighbours that make up a piece.
+            # Sentencepiece joins any two neighbours that make up a piece.
             for cut in range(len(pieces[n]) - 1, 0, -1):
                 left, right = pieces[n][:cut], pieces[n][cut:]
                 if left in known and right in known:
@@ -142,26 +193,24 @@ def _spells_bytes(processor: SentencePieceProcessor) -> bool:
 
 
 def check_conversion(model: str | Path, folder: str | Path, texts: Iterable[str]) -> int:
-    """Holds both forms against each other on `texts`; returns how many there were.
+    """Compares both forms on `texts`, which may hold control symbols; returns their number.
 
-    Text counts as text and as what a chat template wrote, with control symbols. Raises DataError
-    that shows the first text on which they differ.
+    Raises DataError that shows the first text with different ids.
     """
-    from gspo_megatron.data.tokenizers import load_tokenizer
-
     ours, theirs = load_tokenizer(model), load_tokenizer(folder)
     count = 0
     for text in texts:
         if ours.encode_rendered(text).ids != theirs.encode_rendered(text).ids:
             raise DataError(
-                f"{folder}: transformers' form gives other ids than {model} for {text[:200]!r}"
+                f"{folder}: the form for transformers gives other ids than {model} for "
+                f"{text[:200]!r}"
             )
         count += 1
     return count
 
 
 def random_texts(symbols: Sequence[str], sample: Sequence[str], count: int) -> Iterable[str]:
-    """Seeded texts that join words of `sample`, symbols, spaces and characters of all kinds."""
+    """Random texts of words of `sample`, symbols, spaces and characters of all kinds, seeded."""
     source = random.Random(count)
     words = [word for line in sample[:100] for word in line.split()[:20]] or ["a"]
     kinds = (

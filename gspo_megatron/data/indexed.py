@@ -1,8 +1,8 @@
-"""Megatron-Core's indexed datasets, checked without Megatron-Core.
+"""Checks of Megatron-Core's indexed datasets, without Megatron-Core.
 
-PREFIX.bin holds the tokens of all documents one after the other, PREFIX.idx where each begins.
-Megatron trusts both; a pair that does not belong together trains on garbage. PREFIX.json, which
-prepare_data writes beside them, says what they are and has their checksums.
+PREFIX.bin holds the tokens of all documents, PREFIX.idx where each begins. Megatron-Core does not
+check that both belong together. PREFIX.json, which prepare_data writes beside them, describes them
+and has their checksums.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from gspo_megatron.data.fingerprints import fingerprint
-from gspo_megatron.data.problems import Problems
+from gspo_megatron.data.rows import Problems
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import fingerprint
 
 # The file format: magic, version, type code, number of sequences, number of document ends.
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -29,7 +29,7 @@ _TOKENS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Manifest:
-    """What PREFIX.json says."""
+    """The content of PREFIX.json."""
 
     documents: int
     tokens: int
@@ -51,7 +51,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Index:
-    """What an .idx file says."""
+    """The content of an .idx file."""
 
     dtype: np.dtype[Any]
     lengths: np.ndarray  # [sequences] int32, in tokens
@@ -65,20 +65,20 @@ def data_files(prefix: str | Path) -> tuple[Path, Path, Path]:
 
 
 def prefix_of(path: str) -> str:
-    """The prefix that names a dataset, where one of its files may have been named instead.
+    """The prefix of a dataset, from the prefix or the path of one of its files.
 
-    Raises DataError where no file name is left.
+    Raises DataError if no file name is left.
     """
     ending = next((file.name for file in data_files("") if path.endswith(file.name)), "")
     prefix = path.removesuffix(ending)
     if os.path.basename(prefix) in ("", ".", ".."):
         example = os.path.join(prefix or ".", "corpus")
-        raise DataError(f"{path}: names a folder and no file in it; write {example}, for one")
+        raise DataError(f"{path}: names a folder and no file in it; write for example {example}")
     return prefix
 
 
 def read_index(path: str | Path) -> Index:
-    """Reads an .idx file. Raises DataError where it is missing or no index."""
+    """Reads an .idx file. Raises DataError if it is missing or is no index."""
     path = Path(path)
     try:
         content = path.read_bytes()
@@ -105,7 +105,7 @@ def read_index(path: str | Path) -> Index:
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """What PREFIX.json says; None without one. Raises DataError where it cannot be read."""
+    """The content of PREFIX.json; None without that file. Raises DataError if it is no manifest."""
     path = data_files(prefix)[2]
     try:
         return Manifest(**json.loads(path.read_bytes()))
@@ -116,11 +116,11 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
 
 
 def check_dataset(prefix: str | Path, model_vocab_size: int | None = None) -> Manifest | None:
-    """Whether the files belong together and the model's vocabulary holds the tokens.
+    """Checks that the files belong together and that their ids are in the model's vocabulary.
 
-    Cheap: reads the index and the sizes. `validate_tokens` reads the rest. Returns the manifest.
+    Reads only the index, the manifest and the sizes. Returns the manifest.
 
-    Raises DataError with all that is wrong.
+    Raises DataError with all problems.
     """
     bin_path, idx_path, _ = data_files(prefix)
     index = read_index(idx_path)
@@ -150,9 +150,9 @@ def check_dataset(prefix: str | Path, model_vocab_size: int | None = None) -> Ma
 
 
 def validate_tokens(prefix: str | Path, vocab_size: int, eod_id: int | None = None) -> None:
-    """Reads everything: checksums against the manifest, the range of tokens, document ends.
+    """As `check_dataset`, and reads the tokens: checksums, range of ids, ends of documents.
 
-    Raises DataError with all that is wrong.
+    Raises DataError with all problems.
     """
     manifest = check_dataset(prefix)
     bin_path, idx_path, _ = data_files(prefix)
@@ -161,7 +161,7 @@ def validate_tokens(prefix: str | Path, vocab_size: int, eod_id: int | None = No
     if manifest is not None:
         for path in (bin_path, idx_path):
             if fingerprint(path) != manifest.sha256.get(path.suffix[1:]):
-                problems.add(f"{path}", "its checksum is not the one noted when it was written")
+                problems.add(f"{path}", "its checksum is not the one in the manifest")
     tokens = np.memmap(bin_path, index.dtype, mode="r") if len(index.lengths) else np.empty(0)
     bad = 0
     for start in range(0, len(tokens), _TOKENS_AT_ONCE):
@@ -170,7 +170,7 @@ def validate_tokens(prefix: str | Path, vocab_size: int, eod_id: int | None = No
     if bad:
         problems.add(f"{bin_path}", f"{bad} tokens are outside the vocabulary of {vocab_size}")
     if eod_id is not None and len(tokens) and not problems:
-        last = index.document_ends[1:] - 1  # a document's last sequence
+        last = index.document_ends[1:] - 1  # the last sequence of each document
         ends = index.pointers[last] // index.dtype.itemsize + index.lengths[last] - 1
         missing = int(np.count_nonzero(tokens[ends] != eod_id))
         if missing:

@@ -1,29 +1,28 @@
-"""The input files of a run, read and held against the configuration: tokenizer and prompts."""
+"""The input files of a run of any stage, read and checked against the configuration before any
+process group exists."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gspo_megatron.config import Config
-from gspo_megatron.data.encode import encode_prompts
-from gspo_megatron.data.problems import Problems
-from gspo_megatron.data.prompts import load_prompts
+from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
+from gspo_megatron.data.examples import Format, SupervisedData, load_supervised
+from gspo_megatron.data.indexed import check_dataset, read_index
+from gspo_megatron.data.prompts import UnknownCharacters, encode_prompts, load_prompts
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
-from gspo_megatron.data.unknown import Unknown
-from gspo_megatron.errors import ConfigError, UserError
+from gspo_megatron.errors import ConfigError, DataError, UserError
+from gspo_megatron.files import fingerprint
 from gspo_megatron.types import Prompt
-
-SUPERVISED = "training.warm_start.prompts"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the input files hold."""
+    """The input of reinforcement learning."""
 
     tokenizer: Tokenizer
     files: dict[str, list[Prompt]]  # encoded prompts by the key that names their file
-    warnings: tuple[str, ...] = ()  # a line each: what is no mistake for certain
+    warnings: tuple[str, ...] = ()  # one line each
 
     @property
     def train(self) -> list[Prompt]:
@@ -33,33 +32,48 @@ class Inputs:
     def evaluation(self) -> list[Prompt]:
         return self.files.get("data.eval_prompts", [])
 
-    @property
-    def supervised(self) -> list[Prompt]:
-        """Of the warm start; the training prompts unless it has its own."""
-        return self.files.get(SUPERVISED, self.train)
+
+@dataclass(frozen=True)
+class FineTuningInputs:
+    """The input of supervised fine-tuning."""
+
+    tokenizer: Tokenizer
+    train: SupervisedData
+    evaluation: SupervisedData | None
+    warnings: tuple[str, ...] = ()  # one line each
+
+
+@dataclass(frozen=True)
+class PretrainingInputs:
+    """The input of pre-training, but for the corpora, which are read during the run."""
+
+    tokenizer: Tokenizer
+    eod_id: int  # ends every document
 
 
 def read_inputs(config: Config) -> Inputs:
-    """Read everything that a run needs, before any process group exists.
+    """Reads tokenizer and prompt files.
 
-    Raises ConfigError with the problems of all files, each named by file and line: what cannot be
-    read or decoded, prompts and answers that the model cannot hold, a tokenizer with ids beyond the
-    model's vocabulary.
+    Raises ConfigError with the problems of all files, by file and line: a file or row that cannot
+    be read, prompts that are too long, a tokenizer with ids beyond the model's vocabulary.
     """
-    problems: list[str] = []
-    tokenizer = None
-    try:
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        problems += vocabulary_problems(config, tokenizer)
-    except UserError as error:
-        problems += str(error).splitlines()
-    files = {}
+    tokenizer, problems = _load_tokenizer(config)
+    files: dict[str, list[Prompt]] = {}
     warnings: list[str] = []
+    data, longest = config.data, config.max_prompt_tokens()
     for key, path in prompt_files(config).items():
         try:
-            files[key] = _read_prompts(config, key, path, tokenizer, warnings)
+            prompts = load_prompts(path, data.prompt_field, data.answer_field)
+            if tokenizer is None or longest < 1:
+                continue  # that problem is reported already
+            files[key] = encode_prompts(prompts, tokenizer, longest, data.chat_template)
         except UserError as error:
             problems += str(error).splitlines()
+            continue
+        unknown = UnknownCharacters()
+        for prompt in files[key]:
+            unknown.add(tokenizer, prompt.source, prompt.token_ids, prompt.text)
+        warnings += unknown.warnings(key, len(prompts))
     if problems:
         raise ConfigError(problems)
     assert tokenizer is not None
@@ -67,73 +81,124 @@ def read_inputs(config: Config) -> Inputs:
 
 
 def prompt_files(config: Config) -> dict[str, str]:
-    """The prompt files that a run reads, by the key that names them."""
-    files = {
-        "data.prompts": config.data.prompts,
-        "data.eval_prompts": config.data.eval_prompts,
-        SUPERVISED: config.training.warm_start.prompts,
-    }
+    """The prompt files of a run, by the key that names them."""
+    files = {"data.prompts": config.data.prompts, "data.eval_prompts": config.data.eval_prompts}
     return {key: path for key, path in files.items() if path is not None}
 
 
-def model_vocab_size(config: Config, tokenizer: Tokenizer) -> int:
-    """The configured vocabulary, or the tokenizer's."""
+def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
+    """Reads tokenizer and examples.
+
+    Raises ConfigError with the problems of all files, by file and line.
+    """
+    tokenizer, problems = _load_tokenizer(config)
+    data = config.data
+    form = Format(
+        max_tokens=config.max_tokens(),
+        messages_field=data.messages_field,
+        prompt_field=data.prompt_field,
+        answer_field=data.answer_field,
+        chat_template=data.chat_template,
+        too_long=data.too_long,
+    )
+    found: dict[str, SupervisedData] = {}
+    for key, paths in config.input_files().items() if tokenizer is not None else ():
+        try:
+            found[key] = load_supervised(paths[0], tokenizer, form)
+        except UserError as error:
+            problems += str(error).splitlines()
+    if problems:
+        raise ConfigError(problems)
+    assert tokenizer is not None
+    warnings = [
+        line
+        for key, examples in found.items()
+        for line in examples.counts.unknown.warnings(key, len(examples))
+    ]
+    evaluation = found.get("data.eval_examples")
+    return FineTuningInputs(tokenizer, found["data.examples"], evaluation, tuple(warnings))
+
+
+def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
+    """Reads the tokenizer, and of every corpus the index, the sizes and which tokenizer made it.
+
+    Raises ConfigError with all problems.
+    """
+    tokenizer, problems = _load_tokenizer(config)
+    ends: dict[int, str] = {}  # the id that ends documents -> the first corpus with it
+    for prefix in (*config.data.train, *config.data.evaluation):
+        try:
+            end = _check_corpus(config, prefix, tokenizer)
+        except UserError as error:
+            problems += str(error).splitlines()
+        else:
+            if end is not None:
+                ends.setdefault(end, prefix)
+    if len(ends) > 1:
+        found = ", ".join(f"{end} in {prefix}" for end, prefix in ends.items())
+        problems.append(f"data.train: documents end in different tokens: {found}; make them alike")
+    share = config.data.evaluation_share
+    shares = (evaluation_documents(config, prefix) for prefix in config.data.train)
+    if not problems and share and not any(shares):
+        problems.append(f"data.evaluation_share = {share}: no document of any corpus; raise it")
+    if problems:
+        raise ConfigError(problems)
+    assert tokenizer is not None
+    return PretrainingInputs(tokenizer, next(iter(ends), tokenizer.eos_id))
+
+
+def evaluation_documents(config: PretrainingConfig, prefix: str) -> int:
+    """How many documents at the end of a corpus Megatron-Core keeps for the evaluation."""
+    count = len(read_index(f"{prefix}.idx").lengths)
+    return count - round((1.0 - config.data.evaluation_share) * count)
+
+
+def corpus_tokens(prefix: str) -> int:
+    """The number of tokens of a corpus."""
+    return int(read_index(f"{prefix}.idx").lengths.sum(dtype="int64"))
+
+
+def model_vocab_size(config: Config | StageConfig, tokenizer: Tokenizer) -> int:
+    """The configured size of the model's vocabulary, or the tokenizer's."""
     wanted = config.resolved_model().vocab_size
     return tokenizer.vocab_size if wanted is None else wanted
 
 
-def _read_prompts(
-    config: Config, key: str, path: str, tokenizer: Tokenizer | None, warnings: list[str]
-) -> list[Prompt]:
-    data = config.data
-    prompts = load_prompts(path, data.prompt_field, data.answer_field)
-    longest_allowed = config.max_prompt_tokens()
-    if tokenizer is None or longest_allowed < 1:
-        return prompts  # a problem that was found before, and not one of every prompt
-    encoded = encode_prompts(prompts, tokenizer, longest_allowed, data.chat_template)
-    warm_start = config.training.warm_start
-    learned = warm_start.steps and key == (SUPERVISED if warm_start.prompts else "data.prompts")
-    unknown = Unknown()
-    if learned:
-        _check_answers(config, encoded, tokenizer, unknown)
-    else:
-        for prompt in encoded:
-            unknown.note(tokenizer, prompt.source, prompt.token_ids, prompt.text)
-    warnings += unknown.warnings(key, len(encoded))
-    return encoded
+def _load_tokenizer(config: Config | StageConfig) -> tuple[Tokenizer | None, list[str]]:
+    """The tokenizer of the configuration, and what is wrong with it."""
+    name, folder = config.data.tokenizer, config.model.hf_path  # type: ignore[union-attr]
+    try:
+        tokenizer = load_tokenizer(name)
+        wanted = model_vocab_size(config, tokenizer)
+    except UserError as error:
+        return None, str(error).splitlines()
+    problems = []
+    if wanted < tokenizer.vocab_size and folder is not None:
+        problems.append(
+            f"data.tokenizer = {name}: it has {tokenizer.vocab_size} ids, the model in "
+            f"model.hf_path = {folder} {wanted}; legal: at most {wanted}"
+        )
+    elif wanted < tokenizer.vocab_size:
+        problems.append(
+            f"model.vocab_size = {wanted}: the tokenizer {name} has {tokenizer.vocab_size} ids; "
+            f"legal: {tokenizer.vocab_size} or more"
+        )
+    return tokenizer, problems
 
 
-def _check_answers(
-    config: Config, prompts: Sequence[Prompt], tokenizer: Tokenizer, unknown: Unknown
-) -> None:
-    """The warm start trains on prompt, answer and end of sequence."""
-    problems = Problems()
-    longest = config.resolved_model().max_sequence_length
-    for prompt in prompts:
-        token_ids = [*prompt.token_ids, *tokenizer.encode(prompt.answer)]
-        unknown.note(tokenizer, prompt.source, token_ids, prompt.text + prompt.answer)
-        length = len(token_ids) + 1
-        if length > longest:
-            problems.add(
-                prompt.source,
-                f"prompt and answer have {length} tokens; the model holds {longest} "
-                "(model.max_sequence_length)",
-            )
-    problems.raise_if_any()
-
-
-def vocabulary_problems(config: Config, tokenizer: Tokenizer) -> list[str]:
-    """What is wrong where the tokenizer has ids that the model has no room for."""
-    wanted = model_vocab_size(config, tokenizer)
-    if wanted >= tokenizer.vocab_size:
-        return []
-    folder = config.model.hf_path
-    if folder is not None:
-        return [
-            f"data.tokenizer = {config.data.tokenizer}: it has {tokenizer.vocab_size} ids, the "
-            f"model in model.hf_path = {folder} {wanted}; legal: at most {wanted}"
-        ]
-    return [
-        f"model.vocab_size = {wanted}: the tokenizer {config.data.tokenizer} has "
-        f"{tokenizer.vocab_size} ids; legal: {tokenizer.vocab_size} or more"
-    ]
+def _check_corpus(
+    config: PretrainingConfig, prefix: str, tokenizer: Tokenizer | None
+) -> int | None:
+    """The id that ends its documents, if its manifest says so."""
+    manifest = check_dataset(prefix, tokenizer and model_vocab_size(config, tokenizer))
+    if corpus_tokens(prefix) < 2:
+        raise DataError(f"{prefix}.idx: holds no text to learn")
+    if manifest is None:
+        return None
+    path = config.data.tokenizer
+    if tokenizer is not None and manifest.tokenizer["sha256"] != fingerprint(path):
+        raise DataError(
+            f"{prefix}.json: made with another tokenizer ({manifest.tokenizer['name']}) than "
+            f"data.tokenizer = {path}"
+        )
+    return manifest.eod_id

@@ -13,10 +13,10 @@ class PromptLoader:
     """Draws the indices of `prompts_per_step` prompts for each step, epoch after epoch.
 
     The order of an epoch is a permutation that depends on `seed` and the epoch's number only (or
-    the file's order without `shuffle`). Where a step takes the end of one epoch and the beginning
-    of the next, a prompt that it holds already is put off to the following step, so that no step
-    holds a prompt twice unless it is larger than the whole file; each epoch still draws every
-    prompt once. Nothing depends on ranks: every rank that asks gets the same indices.
+    the file's order without `shuffle`). If a step takes the end of one epoch and the beginning of
+    the next and would hold a prompt twice, the second one is deferred to the following step: no
+    step holds a prompt twice unless it is larger than the file, and each epoch still draws every
+    prompt once. All ranks get the same indices.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class PromptLoader:
         self._shuffle = shuffle
         self._epoch = 0
         self._position = 0  # in the order of this epoch
-        self._deferred: list[int] = []  # of this epoch, put off to the next step
+        self._deferred: list[int] = []  # prompts of this epoch, for the next step
         self._order = self._epoch_order()
 
     @property
@@ -58,7 +58,7 @@ class PromptLoader:
         return step
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and a short list, fit for JSON."""
+        """Numbers and a short list, which JSON can hold."""
         return {
             "num_prompts": self._num_prompts,
             "seed": self._seed,
@@ -69,10 +69,9 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken. `prompts_per_step` may differ from then.
+        """Continues from `state`, even with another `prompts_per_step`.
 
-        Raises DataError where the state belongs to another file, seed or order: its position would
-        point at other prompts.
+        Raises DataError if the state is of another file, seed or order.
         """
         for key, mine in (
             ("num_prompts", self._num_prompts),
@@ -92,7 +91,7 @@ class PromptLoader:
     def _epoch_order(self) -> np.ndarray:  # [num_prompts]
         if not self._shuffle:
             return np.arange(self._num_prompts)
-        # RandomState's streams are frozen by NumPy's compatibility policy, Generator's are not: a
-        # run must resume in the same order under another NumPy. It takes words of 32 bits.
+        # A run must resume in the same order under another version of NumPy: RandomState's streams
+        # never change, Generator's may. The seed is given in words of 32 bits.
         words = [self._seed % 2**32, self._seed // 2**32 % 2**32, self._epoch]
         return np.random.RandomState(words).permutation(self._num_prompts)

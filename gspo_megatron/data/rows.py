@@ -1,30 +1,57 @@
-"""Rows of input files, one after the other: JSON Lines, Parquet and plain text.
+"""Rows of input files: JSON Lines, Parquet and plain text, read one after the other.
 
-Nothing is read whole: a line or a batch of Parquet rows at a time. Faults of single rows go into a
-`Problems`; what makes a file unusable raises DataError at once.
+No file is read whole: a line, or a batch of Parquet rows, at a time. Faults of single rows are
+gathered in a `Problems`; a file that cannot be used at all raises DataError at once.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.data.problems import Problems
 from gspo_megatron.errors import DataError
 
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
 PARQUET_MAGIC = b"PAR1"
-UTF8_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 TEXT_SUFFIXES = (".txt", ".text", ".md")
+SHOWN_ROWS = 5  # a file of the wrong kind is wrong on every line
 
 Row = tuple[str, dict[str, Any]]  # "path:line" (Parquet: row), counted from 1, and the fields
 
 
-def file_kind(path: Path, what: str = "file") -> str:
-    """One of parquet, text, jsonl: by the name's ending or Parquet's magic bytes.
+class Problems:
+    """A list of problems: the first `shown` of them, and how many more there are."""
 
-    Raises DataError where there is no such file (`what` is the word for it) or it cannot be read.
+    def __init__(self, shown: int = SHOWN_ROWS) -> None:
+        self._shown = shown
+        self._lines: list[str] = []
+        self._count = 0
+
+    def add(self, where: str, what: str) -> None:
+        """`where` is a file, "file:line" or a setting."""
+        self._count += 1
+        if self._count <= self._shown:
+            self._lines.append(f"{where}: {what}")
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+    def raise_if_any(self) -> None:
+        """Raises one DataError with a line for each problem shown, and the number of the others."""
+        hidden = self._count - len(self._lines)
+        if self._count:
+            raise DataError("\n".join(self._lines + ([f"… and {hidden} more"] if hidden else [])))
+
+
+def file_kind(path: Path, what: str = "file") -> str:
+    """parquet, text or jsonl: by the ending of the name, or by Parquet's magic bytes.
+
+    Raises DataError if there is no such file (`what` is the word for it) or it cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -42,36 +69,31 @@ def read_rows(
 ) -> Iterator[Row]:
     """The rows of a Parquet file, or of a JSON Lines file in UTF-8 (blank lines are skipped).
 
-    `columns`: the columns that a Parquet file must have, by the name of the setting that chooses
-    each. The fields of JSON rows are for the caller to check, who knows their types.
+    `columns`: setting -> the column that it chooses; a Parquet file must have all of them. The
+    caller checks the fields of JSON rows.
     """
     if file_kind(path, what) == "parquet":
-        return read_parquet(path, columns, problems)
-    return parse_json_lines(numbered_lines(path), problems)
-
-
-def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """("path:line", line with its end) of each line, without a byte-order mark."""
+        yield from read_parquet(path, columns, problems)
+        return
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            yield (
-                f"{path}:{number}",
-                line.removeprefix(UTF8_BYTE_ORDER_MARK) if number == 1 else line,
-            )
+        lines = ((f"{path}:{number}", line) for number, line in enumerate(file, start=1))
+        yield from parse_json_lines(lines, problems)
 
 
 def parse_json_lines(lines: Iterable[tuple[str, bytes]], problems: Problems) -> Iterator[Row]:
-    """JSON objects, one a line; blank lines are skipped."""
+    """The JSON objects of ("path:line", line) pairs; blank lines are skipped."""
     for where, line in lines:
-        if not line.strip():
-            continue
-        text = decode_line(where, line, problems)
-        if text is None:
+        # Without the line's end: an error there would be counted as column 1 of the next line.
+        text = decode_line(where, line.rstrip(), problems)
+        text = text and text.removeprefix("\ufeff")  # a byte-order mark
+        if not text:
             continue
         try:
             row = _DECODER.decode(text)
         except json.JSONDecodeError as error:
-            problems.add(where, f"not JSON: {error.msg} at column {error.colno}")
+            problems.add(
+                where, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+            )
         except _KeyTwiceError as error:
             problems.add(where, f"key {error} is there twice; leave one of them")
         except (ValueError, RecursionError) as error:  # a number or nesting beyond Python's
@@ -84,25 +106,23 @@ def parse_json_lines(lines: Iterable[tuple[str, bytes]], problems: Problems) -> 
 
 
 class _KeyTwiceError(ValueError):
-    """An object names a value twice, of which Python would take the last without a word."""
+    """A JSON object has a key twice. Python's parser would take the last value in silence."""
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        keys: set[str] = set()
-        for key, _ in pairs:
-            if key in keys:
-                raise _KeyTwiceError(f"{key!r:.60}")
-            keys.add(key)
-    return made
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for n, key in enumerate(keys) if key in keys[:n])
+        raise _KeyTwiceError(f"{twice!r:.60}")
+    return unique
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
 def decode_line(where: str, line: bytes, problems: Problems) -> str | None:
-    """The line as text; None, and a problem, where it is not UTF-8."""
+    """The line as text; None, and a problem, if it is not UTF-8."""
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -118,18 +138,13 @@ def read_parquet(
     first_row: int = 1,
     only_columns: bool = False,
 ) -> Iterator[Row]:
-    """Rows of a Parquet file, or of some row groups of it, the first of which is row `first_row`.
+    """Rows of a Parquet file, or of some of its row groups, which begin with row `first_row`.
 
-    With `only_columns` nothing else is read from the file.
+    With `only_columns` no other columns are read.
     """
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
     number = first_row - 1
     try:
-        with parquet.ParquetFile(path) as file:
+        with open_parquet(path) as file:
             present = file.schema_arrow.names
             for key, name in columns.items():
                 if name not in present:
@@ -137,7 +152,7 @@ def read_parquet(
                     what = f"no column {name!r}; the columns are: {names} ({key} chooses one)"
                     problems.add(f"{path}", what)
             if not set(columns.values()) <= set(present):
-                return  # one line a column rather than one a row
+                return  # one problem for each column, not for each row
             wanted = list(columns.values()) if only_columns else None
             for batch in file.iter_batches(row_groups=row_groups, columns=wanted):
                 for row in batch.to_pylist():
@@ -145,40 +160,58 @@ def read_parquet(
                     yield f"{path}:{number}", row
     except UnicodeDecodeError:
         problems.add(f"{path}:{number + 1}", "not valid UTF-8 in this row or shortly after")
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[ParquetFile]:
+    """Raises DataError if the file is damaged, also in the middle of reading it."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            yield file
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: not a readable Parquet file: {reason}") from error
 
 
 def string_fault(row: Mapping[str, Any], name: str, key: str) -> str | None:
-    """What keeps `row[name]` from being a string of Unicode text; `key` is its setting."""
+    """Why `row[name]` is not a string of valid Unicode, or None; `key` is the setting of `name`."""
     if name not in row:
-        present = ", ".join(map(repr, row)) or "none"
-        return f"no field {name!r}; the fields are: {present} ({key} chooses one)"
-    value = row[name]
+        return missing_field(row, name, key)
+    fault = text_fault(row[name])
+    return fault and f"field {name!r} {fault}"
+
+
+def missing_field(row: Mapping[str, Any], name: str, key: str) -> str:
+    """The message for a row without the field `name`."""
+    present = ", ".join(map(repr, row)) or "none"
+    return f"no field {name!r}; the fields are: {present} ({key} chooses one)"
+
+
+def text_fault(value: object) -> str | None:
+    """Why a value is not a string of valid Unicode, after its name; None: it is."""
     if not isinstance(value, str):
-        return f"field {name!r} is {json_type(value)}; a string is wanted"
+        return f"is {json_type(value)}; a string is wanted"
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, UTF-8 cannot
-        return f"field {name!r} holds half a surrogate pair at character {error.start + 1}"
+        return f"holds half a surrogate pair at character {error.start + 1}"
     return None
 
 
 def json_type(value: object) -> str:
-    """A value's type in the words of JSON."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, (int, float)):
-        return "a number"
-    if isinstance(value, str):
-        return "a string"
-    if isinstance(value, list):
-        return "an array"
-    return "an object" if isinstance(value, dict) else f"of type {type(value).__name__}"
+    """The name that JSON has for a value's type."""
+    return _JSON_TYPES.get(type(value), f"of type {type(value).__name__}")
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+_JSON_TYPES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}

@@ -9,12 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gspo_megatron.data.chat_templates import (
-    CHATML,
-    TEMPLATE_FILE,
-    template_fault,
-    written_symbols,
-)
+from gspo_megatron.data.chat import CHATML, TEMPLATE_FILE, template_fault, written_symbols
 from gspo_megatron.data.documents import read_documents, sentences
 from gspo_megatron.data.hugging_face import (
     BYTE_PIECE_CHARACTERS,
@@ -23,40 +18,40 @@ from gspo_megatron.data.hugging_face import (
     check_conversion,
     random_texts,
     save_hugging_face,
+    with_exact_scores,
 )
-from gspo_megatron.data.problems import Problems
-from gspo_megatron.data.sentencepiece_model import with_exact_scores
+from gspo_megatron.data.rows import Problems
 from gspo_megatron.data.tokenizers import HUGGING_FACE_FILES, load_tokenizer, train_sentencepiece
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
 
 MODEL_FILE = "tokenizer.model"
 NORMALIZATIONS = ("identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf")
-CHATML_SYMBOLS = ("<|im_start|>", "<|im_end|>")  # of its template; the second ends a sequence
+CHATML_SYMBOLS = ("<|im_start|>", "<|im_end|>")  # the second one ends a sequence
 _UNKNOWN, _PADDING = "<unk>", "<pad>"
 _CHECKED_TEXTS = 400
 _SAMPLED_LINES = 200
-_LARGEST_NUMBER = 2**31 - 1  # that sentencepiece takes
+_LARGEST_NUMBER = 2**31 - 1  # of sentencepiece
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything about a tokenizer but its text."""
+class TokenizerRecipe:
+    """How to train a tokenizer."""
 
     vocab_size: int  # at most, symbols and bytes included
     model_type: str = "unigram"
     byte_fallback: bool = True  # characters outside the vocabulary are spelled in bytes
-    user_symbols: Sequence[str] = ()  # one token each wherever they stand
-    control_symbols: Sequence[str] = ()  # one token each where a chat template writes them
+    user_symbols: Sequence[str] = ()  # one token each, in any text
+    control_symbols: Sequence[str] = ()  # one token each, only where a chat template writes them
     eos_symbol: str = "</s>"
     chat_template: str | None = None  # Jinja
     normalization: str = "identity"
     character_coverage: float = 1.0  # share of the text's characters that get pieces
-    max_sentences: int = 0  # drawn at random; 0: all, which are held in memory
+    max_sentences: int = 0  # drawn at random for training; 0: all. They are held in memory.
     text_field: str = "text"
 
 
-def with_chatml(recipe: Recipe) -> Recipe:
+def with_chatml(recipe: TokenizerRecipe) -> TokenizerRecipe:
     """The recipe with the ChatML template and its symbols."""
     start, end = CHATML_SYMBOLS
     control = (*recipe.control_symbols, start)
@@ -64,20 +59,23 @@ def with_chatml(recipe: Recipe) -> Recipe:
 
 
 def train_tokenizer(
-    inputs: Sequence[str | Path], folder: str | Path, recipe: Recipe, overwrite: bool = False
+    inputs: Sequence[str | Path],
+    folder: str | Path,
+    recipe: TokenizerRecipe,
+    overwrite: bool = False,
 ) -> list[Path]:
-    """Trains on text, JSON Lines and Parquet files; returns the paths of what was written.
+    """Trains on text, JSON Lines and Parquet files; returns the paths of the files written.
 
-    `folder` then holds tokenizer.model for sentencepiece and, unless text is normalised, what
-    transformers loads, and the chat template where there is one; both give the same ids, which is
-    checked on text from the files and on random text.
+    They are tokenizer.model for sentencepiece; unless text is normalised, tokenizer.json and
+    tokenizer_config.json for transformers; and the chat template if there is one. Both forms give
+    the same ids, which is checked on text from the files and on random text.
 
-    Raises DataError for bad input (file and line), a recipe that cannot be followed, a folder that
-    cannot be written or that has a tokenizer (unless `overwrite`).
+    Raises DataError for bad input (file and line), wrong settings of the recipe, a folder that
+    cannot be written or already has a tokenizer (unless `overwrite`).
     """
     check_recipe(recipe)
     folder = Path(folder)
-    if folder.name in ("", ".."):  # `.`, which has no name to make another of
+    if folder.name in ("", ".."):  # Path(".") has no name, and the staging folder needs one
         folder = folder.resolve()
     if (folder / MODEL_FILE).exists() and not overwrite:
         raise DataError(f"{folder / MODEL_FILE}: exists already; --overwrite replaces it")
@@ -92,10 +90,10 @@ def train_tokenizer(
         if recipe.normalization == "identity":
             try:
                 made += _convert(staging, recipe, lines)
-            except DataError as error:  # hours of training are not thrown away for that
+            except DataError as error:  # training may have taken hours: the model is kept
                 difference = error
         folder.mkdir(exist_ok=True)
-        for name in (TEMPLATE_FILE, *HUGGING_FACE_FILES):  # of the tokenizer that this replaces
+        for name in (TEMPLATE_FILE, *HUGGING_FACE_FILES):  # of a tokenizer that this one replaces
             (folder / name).unlink(missing_ok=True)
         for path in made:
             os.replace(path, folder / path.name)
@@ -106,14 +104,14 @@ def train_tokenizer(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     if difference is not None:
-        told = str(difference).replace(str(staging), str(folder))
-        raise DataError(f"{told}; only the sentencepiece model was written")
+        text = str(difference).replace(str(staging), str(folder))
+        raise DataError(f"{text}; only the sentencepiece model was written")
     return [folder / path.name for path in made]
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Raises DataError with all that is wrong with a recipe."""
-    problems = Problems()
+def check_recipe(recipe: TokenizerRecipe) -> None:
+    """Raises DataError with all problems of a recipe."""
+    problems = Problems(shown=20)
     if not 4 <= recipe.vocab_size <= _LARGEST_NUMBER:
         problems.add(f"vocab_size = {recipe.vocab_size}", "legal: 4 or more, in 32 bits")
     if not 0 <= recipe.max_sentences <= _LARGEST_NUMBER:
@@ -132,27 +130,27 @@ def check_recipe(recipe: Recipe) -> None:
         if count > 1:
             problems.add(f"symbol {symbol!r}", "is there twice")
         if not symbol or " " in symbol or SPACE in symbol:
-            problems.add(f"symbol {symbol!r}", "a symbol has some characters, and no space")
+            problems.add(f"symbol {symbol!r}", "a symbol is not empty and has no space")
         if len(symbol) == 1 and symbol in reserved:
             problems.add(f"symbol {symbol!r}", "a control symbol has 2 characters or more")
     fault = template_fault(recipe.chat_template or "")
     if fault is not None:
-        problems.add("chat_template", f"no valid Jinja: {fault}")
+        problems.add("chat_template", f"not valid Jinja: {fault}")
     for symbol in written_symbols(recipe.chat_template or ""):
         if symbol not in symbols:
             problems.add(
-                "chat_template", f"writes {symbol}, which is none of the symbols: add it to them"
+                "chat_template", f"writes {symbol}, which is not one of the symbols: add it to them"
             )
     problems.raise_if_any()
 
 
 def _train_into(
-    folder: Path, inputs: Sequence[str | Path], recipe: Recipe
+    folder: Path, inputs: Sequence[str | Path], recipe: TokenizerRecipe
 ) -> tuple[list[Path], list[str]]:
-    """Paths of the sentencepiece model and the chat template; some lines of the text."""
+    """Paths of the sentencepiece model and the chat template, and some lines of the text."""
     import sentencepiece
 
-    sentencepiece.set_random_generator_seed(1)  # of the draw of sentences
+    sentencepiece.set_random_generator_seed(1)  # for the draw of sentences
     sample: list[str] = []
     lines = _sampled(sentences(read_documents(inputs, recipe.text_field)), sample)
     symbols = [*_control_symbols(recipe), *recipe.user_symbols]
@@ -188,8 +186,8 @@ def _train_into(
     return [model, template], sample
 
 
-def _convert(folder: Path, recipe: Recipe, lines: Sequence[str]) -> list[Path]:
-    """The form of transformers, held against the model on `lines` and on random text."""
+def _convert(folder: Path, recipe: TokenizerRecipe, lines: Sequence[str]) -> list[Path]:
+    """Writes the form for transformers and compares both on `lines` and on random text."""
     model = folder / MODEL_FILE
     made = save_hugging_face(model, folder, recipe.model_type, recipe.user_symbols)
     symbols = [*_control_symbols(recipe), *recipe.user_symbols]
@@ -197,12 +195,12 @@ def _convert(folder: Path, recipe: Recipe, lines: Sequence[str]) -> list[Path]:
     return made
 
 
-def _control_symbols(recipe: Recipe) -> list[str]:
+def _control_symbols(recipe: TokenizerRecipe) -> list[str]:
     return [_UNKNOWN, _PADDING, recipe.eos_symbol, *recipe.control_symbols]
 
 
 def _check_symbols(model: Path, symbols: Sequence[str]) -> None:
-    """Each must be one token where a chat template writes it."""
+    """Checks that each is one token where a chat template writes it."""
     tokenizer = load_tokenizer(model)
     for symbol in symbols:
         ids = tokenizer.encode_rendered(symbol).ids
@@ -211,7 +209,7 @@ def _check_symbols(model: Path, symbols: Sequence[str]) -> None:
 
 
 def _sampled(lines: Iterator[str], sample: list[str]) -> Iterator[str]:
-    """The lines, the first of which are kept in `sample`."""
+    """Passes the lines on, and keeps the first of them in `sample`."""
     for line in lines:
         if len(sample) < _SAMPLED_LINES:
             sample.append(line)

@@ -1,4 +1,4 @@
-"""One face for the two kinds of tokenizers: sentencepiece models and Hugging Face folders."""
+"""One interface to both kinds of tokenizers: sentencepiece models and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from gspo_megatron.data.chat_templates import TEMPLATE_FILE, Rendered, read_template, render
+from gspo_megatron.data.chat import TEMPLATE_FILE, Rendered, read_template, render
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
 HELP = (
     "give a sentencepiece .model file or a Hugging Face tokenizer folder "
@@ -24,68 +27,65 @@ GENERATION_FILE = "generation_config.json"
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids, and which characters of the text each came from."""
+    """Token ids, and the range of characters [start, end) that each stands for.
+
+    Where a character is spelled in bytes, all its tokens may have its range, or only the last.
+    """
 
     ids: list[int]
-    starts: list[int]  # the tokens of a character that is spelled in bytes may share it, or have
-    ends: list[int]  # no character each but the last
+    starts: list[int]
+    ends: list[int]
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer.
-
-    `vocab_size` is one more than the largest id. `bos_id` is None unless the tokenizer's models
-    expect such a token before plain text, `unk_id` where no id stands for unknown characters alone.
-    `encode` adds no special tokens; `decode` drops them.
-    """
+    """What the rest of the package needs of a tokenizer."""
 
     name: str  # the path it was loaded from
-    vocab_size: int
+    vocab_size: int  # the largest id + 1
     eos_id: int
-    eos_ids: tuple[int, ...]  # all that end an answer: eos_id, and those of GENERATION_FILE
+    eos_ids: tuple[int, ...]  # each ends a response: eos_id, and the ids of GENERATION_FILE
     pad_id: int
-    bos_id: int | None
-    unk_id: int | None
-    chat_template: str | None  # Jinja, as transformers has it
+    bos_id: int | None  # None unless the tokenizer's models expect it before plain text
+    unk_id: int | None  # None if no id stands for unknown characters alone
+    chat_template: str | None  # Jinja, as transformers uses it
 
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """What `encode` makes of each, in one call of the library."""
+    def encode(self, text: str) -> list[int]:
+        """Token ids, without special tokens."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, in one call of the library."""
+        ...
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as one text that ends where the assistant's answer begins.
-
-        Raises DataError where the tokenizer has no template or the template refuses the messages.
-        """
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text; special tokens are left out."""
         ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool = False) -> Rendered:
-        """The conversation as text, with where the answers are if the template marks them.
+        """The conversation as text, and where its answers are if the template marks them.
 
-        `open_answer` lets it end where the assistant's next answer begins. Raises DataError as
-        `apply_chat_template` does.
+        With `open_answer` the text ends where the assistant's next answer begins.
+
+        Raises DataError if the tokenizer has no template or the template refuses the messages.
         """
         ...
 
     def encode_rendered(self, text: str) -> Encoded:
-        """Tokens of what a chat template wrote: control symbols in it become their ids."""
+        """Tokens of a chat template's output: control symbols in it become their ids."""
         ...
 
     def symbol_id(self, symbol: str) -> int | None:
-        """The id of a piece or special token; None where there is none."""
+        """The id of a piece or special token; None if the tokenizer lacks it."""
         ...
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Loads a sentencepiece model (a file) or a Hugging Face tokenizer (a folder).
 
-    Only local files are read, and no code that comes with a tokenizer is run. Raises DataError,
-    naming the path and what to do, where it is missing, damaged or without an end-of-sequence
-    token.
+    Reads local files only, and runs no code that comes with a tokenizer.
+
+    Raises DataError, with the path and what to do, if the tokenizer is missing or damaged or has no
+    end-of-sequence token.
     """
     path = Path(path)
     if path.is_dir():
@@ -96,7 +96,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece `.model` file. Padding falls back on end-of-sequence, as in Llama's."""
+    """A sentencepiece `.model` file. Without a padding token, end-of-sequence serves as one."""
 
     def __init__(self, path: Path) -> None:
         import sentencepiece
@@ -107,7 +107,7 @@ class SentencePieceTokenizer:
             raise DataError(f"{path}: no such tokenizer; {HELP}") from None
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-        if not content:  # sentencepiece takes nothing for an empty model and fails later
+        if not content:  # sentencepiece accepts an empty file and fails later
             raise DataError(f"{path}: an empty file, not a tokenizer; {HELP}")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -124,24 +124,13 @@ class SentencePieceTokenizer:
         bos_id: int = self._processor.bos_id()
         self.bos_id = bos_id if bos_id >= 0 else None
         self.unk_id: int | None = self._processor.unk_id()
-        # Control symbols stand in no text; a chat template writes them, as in transformers' eyes
-        # it writes <unk>.
+        # Plain text cannot spell these symbols; the output of a chat template can.
         self._control_symbols = {
             self._processor.id_to_piece(token_id): token_id
             for token_id in range(self.vocab_size)
             if self._processor.is_control(token_id) or self._processor.is_unknown(token_id)
         }
-        symbols = {
-            "unk": self.unk_id,
-            "bos": bos_id,
-            "eos": self.eos_id,
-            "pad": pad_id,
-        }
-        self._template_symbols = {
-            f"{name}_token": self._processor.id_to_piece(token_id)
-            for name, token_id in symbols.items()
-            if token_id >= 0
-        }
+        self._template_symbols = special_pieces(self._processor)
         self.chat_template = read_template(path.parent)
         self._adds_space = self._processor.normalize("a") != "a"
 
@@ -152,24 +141,21 @@ class SentencePieceTokenizer:
         return self._processor.encode(list(texts), num_threads=1)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        # a model may have more ids than its tokenizer, and draw one of them
+        # A model may have more ids than its tokenizer, and sample one of them.
         known = [int(token_id) for token_id in token_ids if token_id < self.vocab_size]
         return self._processor.decode(known)
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        return self.render(messages, open_answer=True).text
 
     def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool = False) -> Rendered:
         if self.chat_template is None:
             raise DataError(
-                f"{self.name}: a sentencepiece model has no chat template of its own, and there is "
-                f"no {TEMPLATE_FILE} beside it; set data.chat_template to false, add that file or "
+                f"{self.name}: a sentencepiece model has no chat template, and there is no "
+                f"{TEMPLATE_FILE} beside it; set data.chat_template to false, add that file or "
                 "use a Hugging Face tokenizer folder"
             )
         if self._adds_space:
             raise DataError(
-                f"{self.name}: puts a space before every text, so what a chat template writes "
-                "between symbols cannot be encoded; use a Hugging Face tokenizer folder"
+                f"{self.name}: puts a space before every text, so it cannot encode what a chat "
+                "template writes between symbols; use a Hugging Face tokenizer folder"
             )
         return render(self.name, self.chat_template, messages, open_answer, self._template_symbols)
 
@@ -187,7 +173,7 @@ class SentencePieceTokenizer:
         return encoded
 
     def _split_at_control_symbols(self, text: str) -> Iterator[tuple[int, str]]:
-        """Offset and text of each part; a part is a control symbol or holds none."""
+        """Offset and text of each part: a control symbol, or text without one."""
         longest_first = sorted(self._control_symbols, key=len, reverse=True)
         position = 0
         for part in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
@@ -196,17 +182,28 @@ class SentencePieceTokenizer:
             position += len(part)
 
     def symbol_id(self, symbol: str) -> int | None:
-        token_id: int = self._processor.piece_to_id(symbol)  # that of <unk> for what it lacks
+        token_id: int = self._processor.piece_to_id(symbol)  # <unk> if it lacks the symbol
         return token_id if self._processor.id_to_piece(token_id) == symbol else None
 
 
+def special_pieces(processor: SentencePieceProcessor) -> dict[str, str]:
+    """The special pieces of a sentencepiece model by the names of transformers."""
+    ids = {
+        "unk_token": processor.unk_id(),
+        "bos_token": processor.bos_id(),
+        "eos_token": processor.eos_id(),
+        "pad_token": processor.pad_id(),
+    }
+    return {name: processor.id_to_piece(n) for name, n in ids.items() if n >= 0}
+
+
 class HuggingFaceTokenizer:
-    """A folder written by `save_pretrained`. Padding falls back on end-of-sequence."""
+    """A folder written by `save_pretrained`. Without a padding token, end-of-sequence serves."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = _load_hugging_face(path)
         self.name = str(path)
-        # Not len(): a vocabulary may have gaps, and the model's table must reach the last id.
+        # Not len(): a vocabulary may have gaps, and the model's embedding must hold the last id.
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if not self.vocab_size:
             raise DataError(f"{path}: the tokenizer has an empty vocabulary")
@@ -218,12 +215,12 @@ class HuggingFaceTokenizer:
         self.eos_ids = _eos_ids(path, self.eos_id)
         pad_id = self._tokenizer.pad_token_id
         self.pad_id: int = self.eos_id if pad_id is None else pad_id
-        # Many folders name a BOS token that their models never saw before a text (GPT-2): ask the
-        # tokenizer what it does, not what it has.
+        # Many folders name a BOS token that their models do not expect before a text (GPT-2): see
+        # what the tokenizer does.
         bos_id = self._tokenizer.bos_token_id
         first = self._tokenizer("", verbose=False)["input_ids"][:1]
         self.bos_id: int | None = bos_id if bos_id is not None and first == [bos_id] else None
-        # GPT-2's folder names the end of a text as its unknown token, and knows every character.
+        # GPT-2 names its end-of-text token as the unknown one, although it knows every character.
         unk_id = self._tokenizer.unk_token_id
         self.unk_id: int | None = None if unk_id in (self.eos_id, bos_id) else unk_id
         template = self._tokenizer.chat_template
@@ -235,7 +232,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        if not texts:  # which transformers refuses
+        if not texts:  # transformers refuses an empty list
             return []
         return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -243,11 +240,8 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(
             [int(token_id) for token_id in token_ids],
             skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,  # it would alter what the model wrote
+            clean_up_tokenization_spaces=False,  # it would change the model's text
         )
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        return self.render(messages, open_answer=True).text
 
     def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool = False) -> Rendered:
         if self.chat_template is None:
@@ -290,20 +284,16 @@ def _load_hugging_face(path: Path) -> Any:
         advice = f"name the file {inside}" if inside.is_file() else HELP
         wanted = " or ".join(HUGGING_FACE_FILES)
         raise DataError(f"{path}: a folder without {wanted}; {advice}")
-    try:
-        import transformers
-        from transformers.utils import logging
-    except ImportError as error:
-        raise DataError(
-            f"{path}: a tokenizer folder needs transformers: pip install transformers"
-        ) from error
+    import transformers
+    from transformers.utils import logging
+
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its warnings speak of models and libraries not in use here
+    logging.set_verbosity_error()  # its warnings are about models and libraries not used here
     try:
         return transformers.AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # every library below it raises its own on a damaged file
+    except Exception as error:  # the libraries below raise errors of many kinds
         reason = " ".join(str(error).split())
         raise DataError(
             f"{path}: not a tokenizer that transformers can load, or damaged: {reason}; {HELP}"
@@ -321,28 +311,36 @@ def train_sentencepiece(
 ) -> Path:
     """Trains a sentencepiece model of at most `vocab_size` pieces; returns `out_prefix`.model.
 
-    Text is taken as it is (no normalisation, no added or removed spaces), so that decoding gives
-    back exactly what was encoded as long as its characters were in `lines`. Ids: 0 unknown,
-    1 padding, 2 end of sequence; no beginning of sequence. `model_type`: unigram, bpe, char.
-    `options` are further settings of sentencepiece's trainer, by its own names.
+    There is no normalisation, and no spaces are added or removed: decoding gives back the encoded
+    text if `lines` had its characters. Ids: 0 unknown, 1 padding, 2 end of sequence; there is no
+    beginning-of-sequence token. `model_type`: unigram, bpe, char. `options` are further settings of
+    sentencepiece's trainer.
 
-    Raises DataError where sentencepiece cannot train on these lines, or what reading them raised.
+    Raises DataError if sentencepiece cannot train on these lines, or the error of reading them.
     """
     import sentencepiece
 
     model = io.BytesIO()
-    source = _Remembering(lines)
+    failure: list[BaseException] = []  # of reading the lines; sentencepiece repeats its text only
+
+    def remembering() -> Iterator[str]:
+        try:
+            yield from lines
+        except BaseException as error:
+            failure.append(error)
+            raise
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(source),
+            sentence_iterator=remembering(),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
             **{**_TRAINING_DEFAULTS, **options},
         )
     except (RuntimeError, OSError) as error:
-        if source.error is not None:  # sentencepiece repeats its message alone
-            raise source.error from None
+        if failure:
+            raise failure[0] from None
         raise DataError(f"{out_prefix}.model: sentencepiece could not train: {error}") from error
     return write_atomically(f"{out_prefix}.model", model.getvalue())
 
@@ -359,18 +357,3 @@ _TRAINING_DEFAULTS = {
     "bos_id": -1,
     "minloglevel": 2,  # errors only
 }
-
-
-class _Remembering:
-    """Passes lines on, and keeps what ended them: an error, or a key that was pressed."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._lines = lines
-        self.error: BaseException | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            yield from self._lines
-        except BaseException as error:
-            self.error = error
-            raise

@@ -7,8 +7,8 @@
     mixed     reversal and addition, 3 to 1
 
 One character is one token, so a prompt has 4 to 6 tokens and an answer 2 to 4.
-`python -m gspo_megatron.data.toy --help` writes a data set with its tokenizer, or with text to
-pre-train on, of which a tokenizer can be trained.
+`python -m gspo_megatron.data.toy -o DIR` writes a data set with its tokenizer; with --documents, it
+writes text to train a tokenizer and to pre-train on instead of the tokenizer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gspo_megatron.files import write_atomically
 LETTERS = "abcdefgh"
 LENGTHS = range(3, 5)
 NUMBERS = range(10, 50)
-# With the unknown, padding and end-of-sequence tokens these make 48: divisible by every
-# tensor-parallel size that a small run uses.
+# With the unknown, padding and end-of-sequence tokens there are 48 ids: divisible by every
+# tensor-parallel size of a small run.
 CHARACTERS = string.ascii_lowercase + string.digits + " +-*=<>?."
 VOCAB_SIZE = len(CHARACTERS) + 3
 
@@ -42,15 +42,15 @@ LETTER_TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
     "sort": ("<", lambda letters: "".join(sorted(letters))),
 }
 MIXTURES: dict[str, dict[str, int]] = {"mixed": {"reversal": 3, "addition": 1}}
-# A tiny model learns to reverse long before it learns to add. In the supervised rows of `mixed`,
-# addition has the first share, so that both stand at 30 to 40% when reinforcement learning takes
-# over; where there is text about these rows, the second: who has read it can add, and knows so few
-# strings by heart, so that there is something left to learn.
+# A tiny model learns to reverse long before it learns to add. With the first share of additions in
+# the supervised rows of `mixed`, 30 to 40% of the answers to both are right when reinforcement
+# learning begins. The second share is for models pre-trained on text about these rows: they can
+# add, and few strings are left that they know by heart.
 SUPERVISED_ADDITION_SHARE = 0.85
 TEXT_ADDITION_SHARE = 0.89
 TASKS = (*LETTER_TASKS, "addition", *MIXTURES)
 
-# What a third of all sentences of a text say of a row; the others are its prompt with its answer.
+# A third of the sentences of a text say a row in words; the others are its prompt and answer.
 IN_WORDS = {
     "reversal": "{question} backwards is {answer}",
     "copy": "{question} again is {answer}",
@@ -64,10 +64,10 @@ Row = dict[str, str]  # prompt, answer, task; or a document's text
 
 
 def generate(task: str, train: int, test: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Train and test rows of `task`; no prompt occurs twice, in either or across both.
+    """Train and test rows of `task`; all prompts are different.
 
-    Letter strings come in equal numbers of each length as far as there are enough of them. The
-    result depends on the arguments only.
+    There are equally many letter strings of each length, if there are enough of them. The result
+    depends on the arguments only.
 
     Raises DataError for an unknown task, a count below 1, or more rows than the task has prompts.
     """
@@ -96,24 +96,19 @@ def generate(task: str, train: int, test: int, seed: int) -> tuple[list[Row], li
 def supervised_rows(
     train_rows: Sequence[Row], addition_share: float = SUPERVISED_ADDITION_SHARE
 ) -> list[Row]:
-    """The training rows for a supervised warm start, in their order: all additions, and of the
-    other tasks only what leaves additions their share. All rows where there is but one task."""
-    additions = sum(row["task"] == "addition" for row in train_rows)
-    if additions in (0, len(train_rows)):
+    """The training rows for supervised fine-tuning, in their order: all additions, and the first
+    rows of the other tasks, so that additions have their share. With one task, all rows."""
+    others = [row for row in train_rows if row["task"] != "addition"]
+    additions = len(train_rows) - len(others)
+    if not additions:
         return list(train_rows)
-    room = round(additions * (1 / addition_share - 1))
-    rows = []
-    for row in train_rows:
-        if row["task"] == "addition":
-            rows.append(row)
-        elif room > 0:
-            rows.append(row)
-            room -= 1
-    return rows
+    left_out = others[round(additions * (1 / addition_share - 1)) :]
+    prompts = {row["prompt"] for row in left_out}
+    return [row for row in train_rows if row["prompt"] not in prompts]
 
 
 def corpus(rows: Sequence[Row], documents: int, seed: int) -> list[Row]:
-    """Text to pre-train on: true sentences about `rows` and nothing else, some to a document."""
+    """Text to pre-train on: documents of true sentences about `rows` and nothing else."""
     source = random.Random(f"{seed}/corpus")
     return [{"text": _document(rows, source)} for _ in range(documents)]
 
@@ -147,9 +142,11 @@ def write_toy_dataset(
 ) -> list[Path]:
     """Writes train.jsonl, supervised.jsonl, test.jsonl and tokenizer.model; returns their paths.
 
-    With `documents` there is corpus.jsonl, of so many, in the place of the tokenizer. It speaks of
-    the supervised rows only. The same arguments give the same bytes. Raises DataError as `generate`
-    does, for a negative number of documents, or where the folder cannot be written.
+    With `documents`, corpus.jsonl with that many documents about the supervised rows replaces the
+    tokenizer. The same arguments give the same bytes.
+
+    Raises DataError as `generate`, for a negative number of documents, or if the folder cannot be
+    written.
     """
     if documents < 0:
         raise DataError(f"documents = {documents}: legal: 0 or more")
@@ -165,7 +162,7 @@ def write_toy_dataset(
 
 
 def _shares(total: int, weights: Sequence[int]) -> list[int]:
-    """`total` in whole numbers as `weights`, each within one of its share."""
+    """`total` divided in proportion to `weights`, in whole numbers."""
     ends = [total * sum(weights[: n + 1]) // sum(weights) for n in range(len(weights))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -194,7 +191,7 @@ def _letter_strings(task: str, count: int, generator: random.Random) -> list[str
     _check_supply(task, count, sum(len(LETTERS) ** length for length in LENGTHS))
     strings: list[str] = []
     for index, length in enumerate(LENGTHS):
-        # What a short length cannot supply is left to the longer ones.
+        # If there are too few short strings, the longer ones make up for them.
         share = -(-(count - len(strings)) // (len(LENGTHS) - index))
         available = len(LETTERS) ** length
         for code in generator.sample(range(available), min(share, available)):
@@ -215,8 +212,8 @@ def _letters(code: int, length: int) -> str:
 def _check_supply(task: str, count: int, available: int) -> None:
     if count > available:
         raise DataError(
-            f"task {task!r} has {available} different prompts; {count} were asked for (train and "
-            "test together)"
+            f"task {task!r} has {available} different prompts; train and test together ask for "
+            f"{count}"
         )
 
 
@@ -234,10 +231,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--task", choices=TASKS, default="mixed", help="which task")
     parser.add_argument("--train", type=int, default=4000, help="training prompts")
-    parser.add_argument("--test", type=int, default=200, help="test prompts, none of them trained")
+    parser.add_argument("--test", type=int, default=200, help="test prompts, not trained on")
     parser.add_argument("--seed", type=int, default=1, help="other seeds give other prompts")
     parser.add_argument(
-        "--documents", type=int, default=0, help="of text to pre-train on, instead of a tokenizer"
+        "--documents", type=int, default=0, help="text to pre-train on instead of a tokenizer"
     )
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write")
     options = parser.parse_args(arguments)
@@ -258,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # nobody reads the paths; the files are written all the same
+    except BrokenPipeError:  # nobody reads the paths; the files are written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -37,7 +37,16 @@ class AdvantageEstimator:
     def of_turns(
         self, rewards: Tensor, turns: Tensor, tokens: Tensor, group_index: Tensor
     ) -> Tensor:
-        """Token advantages from rewards of turns, see `turn_advantages`.
+        """Token advantages, [response tokens] float32, sequence after sequence.
+
+        Every turn is one observation of its group: its advantage is its reward relative to all
+        turns of all responses to the same prompt, and each of its tokens has it.
+
+        Args:
+            rewards: [turns of all sequences] float64, sequence after sequence.
+            turns: [num_sequences] int64, how many turns each has.
+            tokens: [turns of all sequences] int64, how many response tokens each has.
+            group_index: [num_sequences] int64; whole groups, in any order.
 
         Raises ConfigError, with all its lines, where the objective cannot use rewards of turns. A
         custom objective is taken to read `LossInputs.token_advantages`.
@@ -45,7 +54,12 @@ class AdvantageEstimator:
         problems = list(_turn_problems(self.section))
         if problems:
             raise ConfigError(problems)
-        return turn_advantages(rewards, turns, tokens, group_index, of_turns=self.of_sequences)
+        assert rewards.shape == tokens.shape and turns.shape == group_index.shape, (
+            f"turns {tuple(rewards.shape)}, {tuple(tokens.shape)}; "
+            f"sequences {tuple(turns.shape)}, {tuple(group_index.shape)}"
+        )
+        advantages = self.of_sequences(rewards, group_index.repeat_interleave(turns))
+        return advantages.repeat_interleave(tokens)
 
 
 def build_advantages(section: ObjectiveSection) -> AdvantageEstimator:
@@ -65,39 +79,6 @@ def build_advantages(section: ObjectiveSection) -> AdvantageEstimator:
             "leave_one_out": leave_one_out,
         }[resolve_objective(section).advantage],
     )
-
-
-def build_turn_advantages(section: ObjectiveSection) -> Callable[..., Tensor]:
-    """`AdvantageEstimator.of_turns` of the configuration."""
-    return build_advantages(section).of_turns
-
-
-def turn_advantages(
-    rewards: Tensor,
-    turns: Tensor,
-    tokens: Tensor,
-    group_index: Tensor,
-    *,
-    of_turns: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """[response tokens] float32, sequence after sequence.
-
-    Every turn is one observation of its group: its advantage is its reward relative to all turns of
-    all responses to the same prompt, and each of its tokens has it.
-
-    Args:
-        rewards: [turns of all sequences] float64, sequence after sequence.
-        turns: [num_sequences] int64, how many turns each has.
-        tokens: [turns of all sequences] int64, how many response tokens each has.
-        group_index: [num_sequences] int64; whole groups, in any order.
-        of_turns: advantages of (rewards, group_index), as if each turn were a response.
-    """
-    assert rewards.shape == tokens.shape and turns.shape == group_index.shape, (
-        f"turns {tuple(rewards.shape)}, {tuple(tokens.shape)}; "
-        f"sequences {tuple(turns.shape)}, {tuple(group_index.shape)}"
-    )
-    advantages = of_turns(rewards, group_index.repeat_interleave(turns))
-    return advantages.repeat_interleave(tokens)
 
 
 def _turn_problems(section: ObjectiveSection) -> Iterator[str]:

@@ -1,93 +1,78 @@
-"""The figures of an ablation: arms, each run with several seeds; from metrics.jsonl alone.
+"""The report of an ablation: variants of one configuration, each run with several seeds.
 
-Nothing here decides by eye: what counts as a collapse, and when two arms are told apart, is a rule
-that the report states.
+report.html, report.md and plots/*.png, from the runs' metrics.jsonl alone. The report states its
+rules: when a run counts as collapsed, and when a difference counts as significant.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.observe.records import METRICS_FILE, RL, read_metrics
-from gspo_megatron.observe.runs import Run
-from gspo_megatron.observe.summary import steps_done
+from gspo_megatron.observe.metrics_files import METRICS_FILE, Run, read_metrics, steps_done
+from gspo_megatron.observe.plots import ABLATION, Page, Panel, plot_comparison
+from gspo_megatron.observe.progress import MISSING, duration, fixed, number, percent, points
+from gspo_megatron.observe.report import Picture, Section, Table, mean_and_spread, render_html
 
-# A window is a tenth of the run, but no less than so many steps: rewards are noisy.
+# A window is a tenth of the run, but at least so many steps: rewards are noisy.
 SMALLEST_WINDOW = 5
 COLLAPSED_BELOW = 0.5  # of the best
 
-COLLAPSE_RULE = (
+_COLLAPSE_RULE = (
     "A run has collapsed when a reward, loss or gradient norm of its RL steps is not finite, or "
-    "when the mean reward of its last window of steps is below half of the best mean reward that "
-    f"any window of it had. A window is a tenth of the steps, at least {SMALLEST_WINDOW}; a run of "
-    "fewer than two windows, or whose best window is not above 0, is judged by finiteness alone."
+    "when the mean reward of its last window of steps is below half of the best mean reward of "
+    f"any window. A window is a tenth of the steps, at least {SMALLEST_WINDOW}. In a run of fewer "
+    "than two windows, or whose best window is not above 0, only values that are not finite count."
 )
-APART_RULE = (
-    "Two arms are compared seed by seed: runs of one seed start from the same weights and draw the "
-    "same prompts. They are told apart when the 95% interval of the mean difference (Student's t "
-    "over the seeds that both have) leaves out 0. This is done for each pair listed, without a "
-    "correction for their number: of twenty pairs without any difference, one is told apart."
+_SIGNIFICANCE_RULE = (
+    "Two variants are compared seed by seed: runs of one seed start from the same weights and draw "
+    "the same prompts. A cell is the mean difference ± half of its 95% interval (Student's t over "
+    "the seeds that both have); the difference is significant when this interval does not include "
+    "0. There is no correction for the number of comparisons: of twenty without any true "
+    "difference, one is significant on average."
 )
+_MIB = 2**20
+_LAYER_KEY = re.compile(r"routing/layer_(\d+)/volatility")
 
-# 97.5% quantiles of Student's t, by degrees of freedom from 1.
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-_STUDENT_BEYOND = 2.228  # a little too wide for more than eleven seeds, never too narrow
-
-Measure = Callable[[Run], "float | None"]
+Writer = Callable[["float | None"], str]
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One setting and where its runs are."""
+class VariantRuns:
+    """One variant and where its runs are."""
 
     name: str
-    settings: Sequence[str]  # what it changes in the configuration
-    steps: int  # of RL in a run that has come to its end
+    overrides: Sequence[str]  # what it changes in the configuration
+    steps: int  # of RL in a finished run
     folders: Mapping[int, Path]  # by seed
-    baseline: str | None = None  # the arm that differs from it by having no replay
-
-
-@dataclass(frozen=True)
-class LoadedArm:
-    """An arm with the metrics of its finished runs."""
-
-    arm: Arm
-    runs: dict[int, Run] = field(default_factory=dict)  # by seed
+    baseline: str | None = None  # the variant that differs only by having no replay
+    runs: dict[int, Run] = field(default_factory=dict)  # the finished ones, by seed
     unfinished: dict[int, str] = field(default_factory=dict)  # by seed: how far it got
 
-    @property
-    def name(self) -> str:
-        return self.arm.name
+    def load(self) -> None:
+        """Read the finished runs. A shorter run would make the comparison one of lengths.
 
-    def values(self, measure: Measure) -> dict[int, float]:
-        """A figure of each run that has it, by seed."""
-        found = {seed: measure(run) for seed, run in self.runs.items()}
-        return {seed: value for seed, value in found.items() if value is not None}
-
-
-def load_arms(arms: Sequence[Arm]) -> list[LoadedArm]:
-    """Read all runs. Only those that reached their last step count: half a run against whole ones
-    would be a comparison of lengths. Raises DataError for a damaged file."""
-    loaded = []
-    for arm in arms:
-        result = LoadedArm(arm)
-        for seed, folder in arm.folders.items():
+        Raises DataError for a damaged file.
+        """
+        for seed, folder in self.folders.items():
             if not (folder / METRICS_FILE).is_file():
-                result.unfinished[seed] = "no run"
+                self.unfinished[seed] = "no run"
                 continue
-            run = Run(folder, f"{arm.name}, seed {seed}", arm.name, tuple(read_metrics(folder)))
+            run = Run(folder, f"{self.name}/{seed}", self.name, tuple(read_metrics(folder)))
             done = steps_done(run.records)
-            if done < arm.steps:
-                result.unfinished[seed] = f"ends at step {done} of {arm.steps}"
+            if done < self.steps:
+                self.unfinished[seed] = f"ends at step {done} of {self.steps}"
             else:
-                result.runs[seed] = run
-        loaded.append(result)
-    return loaded
+                self.runs[seed] = run
 
 
 def is_finished(folder: Path, steps: int) -> bool:
@@ -98,79 +83,59 @@ def is_finished(folder: Path, steps: int) -> bool:
         return False
 
 
-def last(key: str) -> Measure:
-    """A figure's last value."""
-
-    def measure(run: Run) -> float | None:
-        values = run.series(key)[1]
-        return values[-1] if values else None
-
-    return measure
+# --- measures of a run ----------------------------------------------------------------------------
 
 
-def first(key: str) -> Measure:
-    """A figure's first value."""
+class Measure(NamedTuple):
+    """One number of each run: a metric reduced over the steps."""
 
-    def measure(run: Run) -> float | None:
-        values = run.series(key)[1]
-        return values[0] if values else None
+    name: str
+    key: str
+    reduce: Callable[[Sequence[float]], float]  # of at least one value
+    write: Writer
+    write_difference: Writer | None = None  # `write` unless given
 
-    return measure
-
-
-def mean(key: str) -> Measure:
-    """A figure's mean over the steps at which it is finite."""
-    return _of_finite(key, statistics.fmean)
-
-
-def median(key: str) -> Measure:
-    """A figure's median, likewise."""
-    return _of_finite(key, statistics.median)
+    def of(self, variant: VariantRuns) -> dict[int, float]:
+        """The values of the runs that have the metric, by seed."""
+        series = {seed: run.series(self.key)[1] for seed, run in variant.runs.items()}
+        return {seed: self.reduce(values) for seed, values in series.items() if values}
 
 
-def largest(key: str) -> Measure:
-    """A figure's largest value."""
-    return _of_finite(key, max)
+def _of_finite(reduce: Callable[[list[float]], float]) -> Callable[[Sequence[float]], float]:
+    def reduce_finite(values: Sequence[float]) -> float:
+        finite = [value for value in values if math.isfinite(value)]
+        return reduce(finite) if finite else math.nan
+
+    return reduce_finite
 
 
-def smallest(key: str) -> Measure:
-    """A figure's smallest value."""
-    return _of_finite(key, min)
+_mean, _median, _largest = map(_of_finite, (statistics.fmean, statistics.median, max))
+_first, _last = itemgetter(0), itemgetter(-1)
 
 
-def _of_finite(key: str, reduce: Callable[[list[float]], float]) -> Measure:
-    def measure(run: Run) -> float | None:
-        finite = [value for value in run.series(key)[1] if math.isfinite(value)]
-        return reduce(finite) if finite else None
-
-    return measure
+def _last_window(values: Sequence[float]) -> float:
+    return running_means(values)[-1]
 
 
-def last_window(key: str) -> Measure:
-    """A figure's mean over the last window of the run."""
-
-    def measure(run: Run) -> float | None:
-        means = running_means(run.series(key)[1])
-        return means[-1] if means else None
-
-    return measure
+def largest_fall(rewards: Sequence[float]) -> float:
+    """The largest distance of the windowed mean reward below its best value so far."""
+    means = np.array(running_means(rewards))
+    return float(np.max(np.maximum.accumulate(means) - means))
 
 
 def window(steps: int) -> int:
-    """How many steps make a window of a run of `steps`."""
+    """The number of steps in a window of a run of `steps`."""
     return max(SMALLEST_WINDOW, math.ceil(steps / 10))
 
 
 def running_means(values: Sequence[float]) -> list[float]:
     """The means of all windows in order; of a run shorter than one, the mean of all of it."""
     size = min(window(len(values)), len(values))
-    if size == 0:
-        return []
     return [statistics.fmean(values[end - size : end]) for end in range(size, len(values) + 1)]
 
 
 def collapse(run: Run) -> str | None:
-    """Why a run counts as collapsed by COLLAPSE_RULE; None: it does not."""
+    """Why a run counts as collapsed, by the rule in the report; None: it does not."""
     for key in ("reward/mean", "loss", "grad_norm"):
         for step, value in zip(*run.series(key), strict=True):
             if not math.isfinite(value) and step > 0:
@@ -185,126 +150,303 @@ def collapse(run: Run) -> str | None:
     return None
 
 
-def largest_fall(run: Run) -> float | None:
-    """How far the windowed mean reward ever fell below the best that it had had before."""
-    fall, best = 0.0, -math.inf
-    means = running_means(run.series("reward/mean")[1])
-    for value in means:
-        best = max(best, value)
-        fall = max(fall, best - value)
-    return fall if means else None
+_ACCURACY = Measure("held-out accuracy at the end", "evaluation/accuracy", _last, percent, points)
+_REWARD = Measure("reward at the end", "reward/mean", _last_window, fixed)
+_RATIOS = tuple(
+    Measure(f"{unit} ratio {name}", f"ratio/{unit}/{name}", _mean, fixed)
+    for unit in ("token", "sequence")
+    for name in ("p01", "p99")
+)
+_MISMATCH = Measure("log-prob mismatch", "mismatch/abs_mean", _mean, number)
+_OUTCOME = (
+    Measure("held-out accuracy at the start", "evaluation/accuracy", _first, percent),
+    _ACCURACY,
+    Measure("best held-out accuracy", "evaluation/accuracy", _largest, percent),
+    _REWARD,
+    Measure("largest fall of reward", "reward/mean", largest_fall, fixed),
+)
+_UPDATES = (
+    Measure("tokens clipped", "clip/token/binding", _mean, percent),
+    Measure("sequences clipped", "clip/sequence/binding", _mean, percent),
+    *_RATIOS,
+    Measure("largest token ratio", "ratio/token/max", _largest, number),
+    _MISMATCH,
+    Measure("volatility", "routing/volatility", _mean, percent),
+    Measure("tokens changed", "routing/tokens_changed", _mean, percent),
+    Measure("gradient norm, median", "grad_norm", _median, number),
+    Measure("gradient norm, largest", "grad_norm", _largest, number),
+    Measure("entropy at the end", "policy/entropy", _last_window, fixed),
+)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A figure over seeds."""
-
-    mean: float
-    deviation: float | None  # sample standard deviation; None with one seed
-    count: int
-
-
-def spread(values: Sequence[float]) -> Spread | None:
-    """Mean and sample standard deviation of what there is; None of nothing."""
-    if not values:
-        return None
-    deviation = _deviation(values) if len(values) > 1 else None
-    return Spread(statistics.fmean(values), deviation, len(values))
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """Sample standard deviation; NaN of NaN, of which `statistics` makes a crash."""
-    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+# --- comparisons ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one arm's figure to another's, seed by seed."""
+    """One variant's measure minus another's."""
 
-    arm: str
-    other: str
     mean: float
     half_width: float | None  # of the 95% interval; None with one seed
     seeds: int
 
     @property
-    def told_apart(self) -> bool:
+    def significant(self) -> bool:
         return self.half_width is not None and abs(self.mean) > self.half_width
 
 
-def difference(arm: LoadedArm, other: LoadedArm, measure: Measure) -> Difference | None:
-    """`arm` less `other` over the seeds that both have; None where they share none."""
-    of_arm, of_other = arm.values(measure), other.values(measure)
-    differences = [of_arm[seed] - of_other[seed] for seed in sorted(of_arm.keys() & of_other)]
-    found = spread(differences)
-    if found is None or not math.isfinite(found.mean):
+def difference(variant: VariantRuns, other: VariantRuns, measure: Measure) -> Difference | None:
+    """Over the seeds that both have; None where they share none, or a value is not finite."""
+    from scipy import stats  # slow to import, and needed by this report only
+
+    ours, theirs = measure.of(variant), measure.of(other)
+    differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs)]
+    count = len(differences)
+    if not differences or not all(map(math.isfinite, differences)):
         return None
     half_width = None
-    if found.deviation is not None:
-        freedom = found.count - 1
-        student = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _STUDENT_BEYOND
-        half_width = student * found.deviation / math.sqrt(found.count)
-    return Difference(arm.name, other.name, found.mean, half_width, found.count)
+    if count > 1:
+        half_width = float(stats.t.ppf(0.975, count - 1) * stats.sem(differences))
+    return Difference(statistics.fmean(differences), half_width, count)
 
 
-def pairs(arms: Sequence[LoadedArm]) -> list[tuple[LoadedArm, LoadedArm]]:
-    """What is compared: every arm to the first one, and replay to the arm without it."""
-    by_name = {arm.name: arm for arm in arms}
-    found = [(arm, arms[0]) for arm in arms[1:]]
-    for arm in arms:
-        baseline = by_name.get(arm.arm.baseline or "")
-        if baseline is not None and baseline is not arms[0]:
-            found.append((arm, baseline))
+Pair = tuple[VariantRuns, VariantRuns]
+
+
+def pairs(variants: Sequence[VariantRuns]) -> list[Pair]:
+    """What is compared: every variant to the first one, and replay to its baseline without it."""
+    found = [(variant, variants[0]) for variant in variants[1:]]
+    return found + [pair for pair in _replay_pairs(variants) if pair[1] is not variants[0]]
+
+
+def _replay_pairs(variants: Sequence[VariantRuns]) -> list[Pair]:
+    by_name = {variant.name: variant for variant in variants}
+    return [(v, by_name[v.baseline]) for v in variants if v.baseline in by_name]
+
+
+def _compared_measures(variants: Sequence[VariantRuns]) -> list[Measure]:
+    """The outcome, then what replay is meant to improve, as far as the runs have it."""
+    measures = [_outcome_measure(variants), *_RATIOS[:2], _MISMATCH]
+    return [measure for measure in measures if any(map(measure.of, variants))]
+
+
+def _outcome_measure(variants: Sequence[VariantRuns]) -> Measure:
+    return _ACCURACY if any(map(_ACCURACY.of, variants)) else _REWARD
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def write_ablation_report(
+    variants: Sequence[VariantRuns], out: Path, *, volatility_switched_on: bool
+) -> tuple[list[Path], list[str]]:
+    """Write OUT/report.html, OUT/report.md and OUT/plots; returns both reports and the findings.
+
+    Raises DataError when no run is finished, or a metrics file is damaged.
+    """
+    for variant in variants:
+        variant.load()
+    present = [variant for variant in variants if variant.runs]
+    runs = [run for variant in present for run in variant.runs.values()]
+    if not runs:
+        raise DataError(f"{out}: no run of any variant is finished; there is nothing to report")
+    layers = _layer_keys(runs)
+    volatility_page = Page(
+        "volatility",
+        "Volatility by layer",
+        tuple(Panel(f"Layer {n}", "share changed", (layers[n],), percent=True) for n in layers),
+    )
+    by_layer = [Measure(f"layer {n}", layers[n], _mean, percent) for n in layers]
+    pictures = [
+        plot_comparison(runs, out / "plots" / "variants.png", ABLATION),
+        plot_comparison(runs, out / "plots" / "volatility.png", volatility_page),
+    ]
+    sentences = findings(variants)
+    sections = [
+        Section("Findings", [*sentences]),
+        Section("Outcome", [_outcome_table(present)]),
+        Section("Differences", [_SIGNIFICANCE_RULE, _difference_table(present)]),
+        Section("Plots", [Picture(path, path.stem) for path in pictures if path]),
+        Section("Metrics of the updates", [_table(present, _UPDATES)]),
+        Section("Volatility by layer", [_table(present, by_layer)]),
+        Section("Cost of replay", _cost(present, volatility_switched_on)),
+        Section("Rules and settings", _rules(variants, volatility_switched_on)),
+    ]
+    # Without metrics for it, a section has only its explanation, or a table without cells.
+    sections = [section for section in sections if not _is_empty(section)]
+    title = f"Ablation: {len(variants)} variants, {len(runs)} runs"
+    html, markdown = out / "report.html", out / "report.md"
+    html.write_text(render_html(title, str(out), sections), encoding="utf-8")
+    text = "\n\n".join([f"# {title}", *(_as_markdown(section, out) for section in sections)])
+    markdown.write_text(text + "\n", encoding="utf-8")
+    return [html, markdown], sentences
+
+
+def findings(variants: Sequence[VariantRuns]) -> list[str]:
+    """The main results as sentences: only what the metrics show by the stated rules."""
+    found = []
+    left_out = [
+        f"{v.name}, seed {seed} ({why})" for v in variants for seed, why in v.unfinished.items()
+    ]
+    if left_out:
+        found.append(f"Left out, because not finished: {'; '.join(left_out)}.")
+    present = [variant for variant in variants if variant.runs]
+    outcome = _outcome_measure(present)
+    values = {v.name: list(outcome.of(v).values()) for v in present}
+    means = {name: statistics.fmean(v) for name, v in values.items() if v}
+    means = {name: mean for name, mean in means.items() if math.isfinite(mean)}
+    if means:
+        worst, best = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+        low, high = outcome.write(means[worst]), outcome.write(means[best])
+        span = f"{low} ({worst}) to {high} ({best})" if low != high else low
+        found.append(f"{outcome.name.capitalize()}, mean over seeds: {span}.")
+    found += _significant_differences(present)
+    collapses = [
+        f"{v.name}, seed {seed} ({why})"
+        for v in present
+        for seed, run in v.runs.items()
+        if (why := collapse(run))
+    ]
+    total = sum(len(variant.runs) for variant in present)
+    if collapses:
+        found.append(f"Collapsed, {len(collapses)} of {total} runs: {'; '.join(collapses)}.")
+    else:
+        found.append(f"None of the {total} runs collapsed.")
     return found
 
 
-@dataclass(frozen=True)
-class Cost:
+def _significant_differences(variants: Sequence[VariantRuns]) -> list[str]:
+    significant, others, judged = [], [], False
+    for measure in _compared_measures(variants):
+        texts = []
+        for one, other in pairs(variants):
+            found = difference(one, other, measure)
+            judged = judged or (found is not None and found.half_width is not None)
+            if found is not None and found.significant:
+                side = "above" if found.mean > 0 else "below"
+                size = _interval(
+                    Difference(abs(found.mean), found.half_width, found.seeds), measure
+                )
+                texts.append(f"{one.name} is {side} {other.name} by {size}")
+        if texts:
+            significant.append(f"Significant differences in {measure.name}: {'; '.join(texts)}.")
+        else:
+            others.append(measure.name)
+    if len(variants) < 2:
+        return []
+    if not judged:
+        return ["With one seed nothing can be said about differences."]
+    if others:
+        significant.append(
+            f"No significant differences in {', '.join(others)}. This does not show that the "
+            "variants are equal."
+        )
+    return significant
+
+
+def _interval(found: Difference, measure: Measure) -> str:
+    write = measure.write_difference or measure.write
+    unit = " points" if write is points else ""
+    width = "" if found.half_width is None else f" ± {write(found.half_width)}"
+    return f"{write(found.mean)}{width}{unit}"
+
+
+def _table(variants: Sequence[VariantRuns], measures: Sequence[Measure]) -> Table:
+    """A row for each variant; measures that no run has are left out."""
+    shown = [measure for measure in measures if any(map(measure.of, variants))]
+    rows = [
+        [v.name, *(mean_and_spread(list(m.of(v).values()), m.write) for m in shown)]
+        for v in variants
+    ]
+    return Table(["variant", *(measure.name for measure in shown)], rows)
+
+
+def _outcome_table(variants: Sequence[VariantRuns]) -> Table:
+    table = _table(variants, _OUTCOME)
+    rows = []
+    for row, variant in zip(table.rows, variants, strict=True):
+        collapsed = sum(collapse(run) is not None for run in variant.runs.values())
+        rows.append([*row, f"{collapsed} of {len(variant.runs)}"])
+    return Table([*table.head, "collapsed"], rows)
+
+
+def _difference_table(variants: Sequence[VariantRuns]) -> Table:
+    measures = _compared_measures(variants)
+    rows = []
+    for one, other in pairs(variants):
+        found = [difference(one, other, measure) for measure in measures]
+        seeds = max((d.seeds for d in found if d), default=0)
+        cells = [
+            MISSING if d is None else _interval(d, m) + (", significant" if d.significant else "")
+            for d, m in zip(found, measures, strict=True)
+        ]
+        if seeds:
+            rows.append([f"{one.name} − {other.name}", str(seeds), *cells])
+    return Table(["difference of", "seeds", *(measure.name for measure in measures)], rows)
+
+
+def _layer_keys(runs: Sequence[Run]) -> dict[int, str]:
+    keys = {key for run in runs for record in run.records for key in record}
+    layers = {int(match[1]): match[0] for match in map(_LAYER_KEY.fullmatch, keys) if match}
+    return dict(sorted(layers.items()))
+
+
+def _cost(variants: Sequence[VariantRuns], volatility: bool) -> list[str | Table]:
     """What replay adds to a run, against the run of the same seed without it."""
-
-    arm: str
-    baseline: str
-    step_seconds: float  # median of a step, mean over seeds
-    time: list[float]  # by seed: by which share the median step is longer
-    memory: list[float]  # by seed: by how many bytes the peak memory is larger
-    bytes_stored: float | None  # of routes a step
-
-
-def cost(arm: LoadedArm, baseline: LoadedArm) -> Cost | None:
-    """None where no seed has both arms, or the runs did not time their steps."""
-    seconds = median("perf/step_seconds")
-    ours, theirs = arm.values(seconds), baseline.values(seconds)
-    shared = sorted(ours.keys() & theirs)
-    if not shared:
-        return None
-    peak = largest("perf/peak_memory_bytes")
-    our_peaks, their_peaks = arm.values(peak), baseline.values(peak)
-    stored = spread(list(arm.values(mean("replay/bytes")).values()))
-    return Cost(
-        arm.name,
-        baseline.name,
-        statistics.fmean(ours[seed] for seed in shared),
-        [ours[seed] / theirs[seed] - 1.0 for seed in shared],
-        [our_peaks[s] - their_peaks[s] for s in shared if s in our_peaks and s in their_peaks],
-        None if stored is None else stored.mean,
-    )
-
-
-@dataclass(frozen=True)
-class Band:
-    """A figure over steps: mean and standard deviation over seeds."""
-
-    steps: list[int]
-    means: list[float]
-    deviations: list[float]  # 0 with one seed
+    seconds = Measure("median step", "perf/step_seconds", _median, duration)
+    peak = Measure("peak memory", "perf/peak_memory_bytes", _largest, number)
+    stored = Measure("routes", "replay/bytes", _mean, number)
+    rows = []
+    for variant, baseline in _replay_pairs(variants):
+        ours, theirs = seconds.of(variant), seconds.of(baseline)
+        longer = [100 * (ours[s] / theirs[s] - 1) for s in ours if s in theirs]
+        our_peaks, their_peaks = peak.of(variant), peak.of(baseline)
+        memory = [our_peaks[s] - their_peaks[s] for s in our_peaks if s in their_peaks]
+        routes = list(stored.of(variant).values())
+        if longer:
+            rows.append(
+                [
+                    f"{variant.name} over {baseline.name}",
+                    duration(statistics.fmean(ours.values())),
+                    f"{statistics.fmean(longer):+.1f}%",
+                    f"{min(longer):+.1f}% to {max(longer):+.1f}%",
+                    f"{statistics.fmean(memory) / _MIB:+.1f} MiB" if memory else MISSING,
+                    f"{statistics.fmean(routes):,.0f} B" if routes else MISSING,
+                ]
+            )
+    note = "The time of a step includes rollout, log-probs and updates."
+    if volatility:
+        note += " Volatility is measured in every variant; both sides include its time."
+    head = ["", "median step", "longer by", "over seeds", "peak memory", "stored routes per step"]
+    return [note, Table(head, rows)]
 
 
-def band(arm: LoadedArm, key: str) -> Band | None:
-    """At the steps that all runs of the arm have; None where they do not have the figure."""
-    tables = [dict(zip(*run.series(key, RL), strict=True)) for run in arm.runs.values()]
-    if not tables or not all(tables):
-        return None
-    steps = sorted(set.intersection(*(set(table) for table in tables)))
-    columns = [[table[step] for table in tables] for step in steps]
-    deviations = [_deviation(c) if len(c) > 1 else 0.0 for c in columns]
-    return Band(steps, [statistics.fmean(c) for c in columns], deviations)
+def _rules(variants: Sequence[VariantRuns], volatility: bool) -> list[str | Table]:
+    rules: list[str | Table] = [_COLLAPSE_RULE]
+    if volatility:
+        rules.append("`routing.volatility` was switched on in every variant, to compare it.")
+    rules.append("Each value is the mean over seeds ± the sample standard deviation.")
+    rows = []
+    for variant in variants:
+        runs = [f"seed {seed}" for seed in variant.runs]
+        runs += [f"seed {seed}: {why}, left out" for seed, why in variant.unfinished.items()]
+        rows.append([variant.name, " ".join(variant.overrides), "; ".join(runs)])
+    return [*rules, Table(["variant", "settings", "runs"], rows)]
+
+
+def _is_empty(section: Section) -> bool:
+    tables = [item for item in section.items if isinstance(item, Table)]
+    return not section.items or any(not t.rows or len(t.head) == 1 for t in tables)
+
+
+def _as_markdown(section: Section, out: Path) -> str:
+    parts = [f"## {section.title}"]
+    for item in section.items:
+        if isinstance(item, Table):
+            lines = [item.head, ["---"] * len(item.head), *item.rows]
+            parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        elif isinstance(item, Picture):
+            parts.append(f"![{item.description}]({item.path.relative_to(out).as_posix()})")
+        else:
+            parts.append(str(item))
+    return "\n\n".join(parts)

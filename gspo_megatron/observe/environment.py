@@ -1,4 +1,4 @@
-"""What a run ran on: versions, processors, commit, job. Written once as environment.json."""
+"""environment.json: versions, processors, commit and Slurm job of a run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,8 @@ from typing import Any
 import gspo_megatron
 
 _PACKAGES = (
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "numpy",
-    "transformers",
-    "sentencepiece",
-    "vllm",
-    "flash-attn",
+    *("torch", "megatron-core", "transformer-engine", "flash-attn"),
+    *("numpy", "transformers", "sentencepiece", "vllm"),
 )
 _SLURM_VARIABLES = {
     "job_id": "SLURM_JOB_ID",
@@ -37,7 +31,7 @@ _GIT_TIMEOUT_SECONDS = 10
 def describe_environment() -> dict[str, Any]:
     """Versions, processors, commit, world size and Slurm job of this process.
 
-    What does not apply is None: no GPU, no git checkout, no Slurm job, a package not installed.
+    A value is None where there is no GPU, git checkout, Slurm job, or package of that name.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -89,12 +83,10 @@ def _gpus() -> dict[str, Any] | None:
         return None
     if not torch.cuda.is_available():
         return None
-    count = torch.cuda.device_count()
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
-        "names": [torch.cuda.get_device_name(index) for index in range(count)],
-        "memory_bytes": [
-            torch.cuda.get_device_properties(index).total_memory for index in range(count)
-        ],
+        "names": [gpu.name for gpu in gpus],
+        "memory_bytes": [gpu.total_memory for gpu in gpus],
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
@@ -102,8 +94,8 @@ def _gpus() -> dict[str, Any] | None:
 
 def _git_state(source: Path) -> dict[str, Any] | None:
     """Commit of the checkout that `source` belongs to; None when it is an installed copy."""
-    # An installed copy may lie in a virtual environment inside some other repository, whose
-    # commit says nothing about this code: so the file itself must be tracked.
+    # An installed copy may be in a virtual environment inside another repository, whose commit has
+    # nothing to do with this code: therefore git must track the file itself.
     if _git(source, "ls-files", "--error-unmatch", source.name) is None:
         return None
     commit = _git(source, "rev-parse", "HEAD")
@@ -136,9 +128,5 @@ def _world_size() -> int:
 
 
 def _slurm_job() -> dict[str, str] | None:
-    job = {
-        name: os.environ[variable]
-        for name, variable in _SLURM_VARIABLES.items()
-        if variable in os.environ
-    }
-    return job or None
+    found = {name: os.environ.get(variable) for name, variable in _SLURM_VARIABLES.items()}
+    return {name: value for name, value in found.items() if value is not None} or None

@@ -1,6 +1,6 @@
-"""Signs of life: work that may take long says how it gets on, and whoever watches hears it.
+"""Heartbeats: long work reports its progress, and the hang watch listens.
 
-It stands below all that works and all that watches, so that neither has to know the other.
+This module is below both, so that neither has to import the other.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ _listeners: list[Callable[[], None]] = []
 
 
 def heartbeat() -> None:
-    """This process has got a piece of its work done: a tensor written or read, a response scored.
+    """This process has finished a piece of work: a tensor written or read, a response scored.
 
-    For work that runs no forward pass, from any thread, at almost no cost. A piece is to take less
+    For work without forward passes; from any thread, at almost no cost. Each piece must take less
     than half of training.hang_timeout_seconds.
     """
     for listener in tuple(_listeners):
@@ -23,7 +23,7 @@ def heartbeat() -> None:
 
 @contextlib.contextmanager
 def heard_by(listener: Callable[[], None]) -> Iterator[None]:
-    """Inside the context, `listener` is called at each sign of life."""
+    """Inside the context, `listener` is called at each heartbeat."""
     _listeners.append(listener)
     try:
         yield

@@ -1,132 +1,318 @@
-"""Pictures of one run and of several runs laid over each other, from metrics.jsonl alone."""
+"""Pictures of one run and of several runs together, from metrics.jsonl alone.
+
+First the panels (which metrics are plotted, and how), then the drawing. pyplot is not used: it
+would keep figures in memory and change matplotlib's global state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
+from typing import Literal
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from gspo_megatron.observe.panels import COMPARISONS, PAGES, QUANTILES, Page, Panel
-from gspo_megatron.observe.records import RL, phase_of
-from gspo_megatron.observe.runs import Run, groups, load_runs
-from gspo_megatron.observe.style import (
-    INK,
-    MUTED,
-    PALETTE,
-    as_percent,
-    draw_curve,
-    dress,
-    log_scale_if_wide,
-    panel_grid,
-    save,
-    small_unit,
-    smoothed,
-    styled,
+from gspo_megatron.observe.metrics_files import (
+    FINE_TUNING,
+    PRETRAINING,
+    RL,
+    Run,
+    groups,
+    load_runs,
+    phase_of,
 )
+
+# Colours that stay distinct with common colour vision deficiencies and in grey print.
+_PALETTE = ("#2563a8", "#e07b28", "#2a9d77", "#c2415c", "#7a5bb0", "#5f6b7a", "#b8922a", "#3aa6c4")
+_INK = "#22303c"
+_MUTED = "#66727f"
+_RED = "#b3261e"
+
+_PANEL_WIDTH = 4.2  # inches
+_PANEL_HEIGHT = 2.75
+_DPI = 140
+_SMOOTH_FROM = 40  # curves of fewer points are drawn as they are
+
+_STYLE = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so pictures are the same everywhere
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.edgecolor": "#c5ccd3",
+    "axes.labelcolor": _MUTED,
+    "axes.labelsize": 8.5,
+    "axes.linewidth": 0.8,
+    "axes.formatter.useoffset": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlecolor": _INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e9ed",
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.7,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+
+
+# --- panels ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small plot.
+
+    A key that ends in "/" stands for every metric below it. Where several runs are compared, only
+    the first key present is drawn. kind "fan" shows the quantiles below its single key, minus one,
+    as bands around the median; "stack" shows its keys as layers, under the line of their `total`.
+    """
+
+    title: str
+    ylabel: str
+    keys: tuple[str, ...]
+    kind: Literal["lines", "fan", "stack"] = "lines"
+    total: str = ""
+    floor: str = ""  # a metric whose ± range around zero is noise; drawn as dashed lines
+    percent: bool = False
+    log: bool = False
+    noisy: bool = True  # drawn with a moving average
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Page:
+    """One picture: panels of one subject and phase."""
+
+    name: str  # of the file, without .png
+    title: str
+    panels: tuple[Panel, ...]
+    phase: str = RL
+
+
+def _clip_panel(unit: str) -> Panel:
+    keys = tuple(f"clip/{unit}/{kind}" for kind in ("binding", "outside", "low", "high"))
+    return Panel(f"Clipped {unit}s", f"share of {unit}s", keys, percent=True)
+
+
+_CROSS_ENTROPY = "cross-entropy, nats per token"
+_REWARD = Panel("Reward", "mean reward", ("reward/mean",))
+_ACCURACY = Panel("Held-out accuracy", "share right", ("evaluation/accuracy",), percent=True)
+_ENTROPY = Panel("Entropy", "nats per token", ("policy/entropy",))
+_GRAD_NORM = Panel("Gradient norm", "norm before clipping", ("grad_norm",), log=True)
+_LEARNING_RATE = Panel("Learning rate", "learning rate", ("lr",), noisy=False)
+_LENGTH = Panel("Response length", "mean tokens", ("response/length_mean",))
+_THROUGHPUT = Panel("Throughput", "tokens per second", ("perf/tokens_per_second",))
+_TIME = Panel("Time of a step", "seconds", ("perf/step_seconds",))
+_VOLATILITY = Panel(
+    "Routing volatility",
+    "share changed",
+    ("routing/volatility", "routing/tokens_changed"),
+    percent=True,
+)
+_MISMATCH = Panel(
+    "Rollout against training",
+    "log-prob difference",
+    ("mismatch/abs_mean", "mismatch/k1", "mismatch/k3"),
+)
+
+_LEARNING = (
+    _REWARD,
+    _ACCURACY,
+    Panel("Reward spread", "standard deviation", ("reward/std",)),
+    Panel(
+        "Wasted responses",
+        "share",
+        ("reward/zero_spread_groups", "response/truncated"),
+        percent=True,
+    ),
+    _LENGTH,
+    _ENTROPY,
+)
+_RATIOS = (
+    Panel(
+        "Sequence ratio", "ratio − 1", ("ratio/sequence/",), kind="fan", floor="ratio/noise_floor"
+    ),
+    _clip_panel("sequence"),
+    Panel("Token ratio", "ratio − 1", ("ratio/token/",), kind="fan"),
+    _clip_panel("token"),
+)
+_OPTIMIZER = (
+    Panel("Loss", "loss", ("loss",)),
+    _GRAD_NORM,
+    _LEARNING_RATE,
+    Panel("Divergence", "nats", ("kl/",)),
+    _MISMATCH,
+)
+_ROUTING = (
+    _VOLATILITY,
+    Panel("Load imbalance", "max violation", ("routing/max_violation",)),
+    Panel("Dead experts", "experts", ("routing/dead_experts",)),
+)
+_TIMING = (
+    Panel(
+        "Time of a step",
+        "seconds",
+        tuple(f"perf/{part}_seconds" for part in ("rollout", "logprob", "train", "sync")),
+        kind="stack",
+        total="perf/step_seconds",
+    ),
+    _THROUGHPUT,
+    Panel("Peak memory", "GiB", ("perf/peak_memory_bytes",), scale=1 / 2**30),
+)
+_SUPERVISED = (
+    Panel("Loss", _CROSS_ENTROPY, ("loss", "evaluation/loss")),
+    _GRAD_NORM,
+    _LEARNING_RATE,
+    _THROUGHPUT,
+)
+_PAGES = (
+    Page("learning", "Learning", _LEARNING),
+    Page("ratios", "Importance ratios and clipping", _RATIOS),
+    Page("optimizer", "Optimizer", _OPTIMIZER),
+    Page("routing", "Expert routing", _ROUTING),
+    Page("timing", "Time and memory", _TIMING),
+    Page(PRETRAINING, "Pre-training", _SUPERVISED, PRETRAINING),
+    Page(FINE_TUNING, "Supervised fine-tuning", _SUPERVISED, FINE_TUNING),
+)
+
+_COMPARED_RL = (
+    _REWARD,
+    _ACCURACY,
+    _ENTROPY,
+    _clip_panel("sequence"),
+    _clip_panel("token"),
+    _GRAD_NORM,
+    _LENGTH,
+    _VOLATILITY,
+    _TIME,
+)
+_COMPARED_SUPERVISED = (
+    Panel("Held-out loss", _CROSS_ENTROPY, ("evaluation/loss",)),
+    Panel("Loss", _CROSS_ENTROPY, ("loss",)),
+    _GRAD_NORM,
+    _LEARNING_RATE,
+    _THROUGHPUT,
+    _TIME,
+)
+# What is drawn when runs are compared, by the phase of the runs.
+COMPARISONS = {
+    RL: Page("comparison", "Comparison", _COMPARED_RL),
+    PRETRAINING: Page("comparison", "Comparison: pre-training", _COMPARED_SUPERVISED, PRETRAINING),
+    FINE_TUNING: Page(
+        "comparison", "Comparison: supervised fine-tuning", _COMPARED_SUPERVISED, FINE_TUNING
+    ),
+}
+ABLATION = Page(
+    "variants",
+    "Variants: each seed, and the mean over seeds",
+    (
+        *_COMPARED_RL,
+        *(
+            Panel(f"{unit.title()} ratio, {text}", "ratio", (f"ratio/{unit}/{name}",))
+            for unit in ("token", "sequence")
+            for name, text in (("p01", "1st percentile"), ("p99", "99th percentile"))
+        ),
+        Panel("Token ratio, largest", "ratio", ("ratio/token/max",), log=True),
+        _MISMATCH,
+        Panel("Tokens with a changed expert", "share", ("routing/tokens_changed",), percent=True),
+    ),
+)
+
+
+# --- pictures -------------------------------------------------------------------------------------
 
 
 def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Path]:
     """Write plots/*.png, one picture a subject, into the run's folder or `out_dir`.
 
-    Returns their paths. Subjects and panels of which the run has no figures are left out.
-    Raises DataError when the folder holds no run or a damaged one.
+    Returns their paths. Subjects and panels without metrics in this run are left out. Raises
+    DataError when the folder holds no run or a damaged one.
     """
     run = load_runs([run_dir])[0]
-    plots = Path(run_dir if out_dir is None else out_dir) / "plots"
     written = []
-    with styled():
-        for page in PAGES:
-            figure = _draw_page(run, page)
-            if figure is not None:
-                written.append(save(figure, plots / f"{page.name}.png"))
+    with matplotlib.rc_context(_STYLE):
+        for page in _PAGES:
+            panels = [panel for panel in page.panels if _present_keys(run, panel, page.phase)]
+            if not panels:
+                continue
+            columns = 2 if len(panels) in (2, 4) else 3
+            figure, all_axes = _panel_grid(len(panels), f"{page.title}: {run.name}", columns)
+            for axes, panel in zip(all_axes, panels):
+                draw = {"lines": _draw_lines, "fan": _draw_fan, "stack": _draw_stack}[panel.kind]
+                _finish_axes(axes, panel.title, draw(axes, run, panel, page.phase))
+            path = Path(run_dir if out_dir is None else out_dir) / "plots" / f"{page.name}.png"
+            written.append(_save(figure, path))
     return written
 
 
-def plot_comparison(runs: Sequence[Run], path: Path, phase: str = RL) -> Path | None:
-    """Write one picture with the main figures of a phase of several runs laid over each other.
+def plot_comparison(runs: Sequence[Run], path: Path, page: Page) -> Path | None:
+    """Write one picture with the panels of `page`, each with the curves of all runs.
 
-    Runs of one group share a colour: their mean is drawn strong and each of them faint. Returns
-    None when the runs have no figure to compare.
+    Runs of one group share a colour: their mean is drawn as a strong line, each of them as a faint
+    one. Panels without metrics are left out; returns None when no panel is left.
     """
-    page = COMPARISONS[phase]
-    panels = [
-        panel for panel in page.panels if any(_present_curves(run, panel, phase) for run in runs)
-    ]
+    panels = [p for p in page.panels if any(_present_keys(run, p, page.phase) for run in runs)]
     if not panels:
         return None
-    with styled():
-        figure, all_axes = panel_grid(len(panels), page.title)
+    with matplotlib.rc_context(_STYLE):
+        figure, all_axes = _panel_grid(len(panels), page.title)
         for axes, panel in zip(all_axes, panels):
-            _overlay(axes, runs, panel, phase)
-        share_legend(figure, all_axes)
-        return save(figure, path)
+            _draw_runs(axes, runs, panel, page.phase)
+        _share_legend(figure, all_axes)
+        return _save(figure, path)
 
 
-def _draw_page(run: Run, page: Page) -> Figure | None:
-    panels = [panel for panel in page.panels if _present_curves(run, panel, page.phase)]
-    if not panels:
-        return None
-    columns = 2 if len(panels) in (2, 4) else 3
-    figure, all_axes = panel_grid(len(panels), f"{page.title}: {run.name}", columns)
-    for axes, panel in zip(all_axes, panels):
-        ylabel = panel.ylabel
-        if panel.kind == "fan":
-            ylabel = _draw_fan(axes, run, panel, page.phase)
-        elif panel.kind == "stack":
-            _draw_stack(axes, run, panel, page.phase)
-        else:
-            ylabel = _draw_lines(axes, run, panel, page.phase)
-        dress(axes, panel.title, ylabel)
-    return figure
+def _present_keys(run: Run, panel: Panel, phase: str) -> list[str]:
+    """The panel's keys for which the run has finite values, with those below a "/" listed."""
+    names = {name for record in run.records if phase_of(record) == phase for name in record}
+    present: list[str] = []
+    for key in panel.keys:
+        below = sorted(name for name in names if name.startswith(key))
+        present += below if key.endswith("/") else [key] * (key in names)
+    return [key for key in present if np.isfinite(run.series(key, phase)[1]).any()]
 
 
-def _present_curves(run: Run, panel: Panel, phase: str) -> list[tuple[str, str]]:
-    """The panel's (key, label) pairs of which the run has values, those below a "/" spelt out."""
-    names = {key for record in run.records if phase_of(record) == phase for key in record}
-    present = []
-    for key, label in panel.curves:
-        if key.endswith("/"):
-            below = sorted(name for name in names if name.startswith(key))
-            present.extend((name, name[len(key) :]) for name in below)
-        elif key in names:
-            present.append((key, label))
-    return [curve for curve in present if np.isfinite(run.series(curve[0], phase)[1]).any()]
+def _label(key: str) -> str:
+    name = key.rpartition("/")[2].removesuffix("_seconds").replace("_", " ")
+    return f"held-out {name}" if key.startswith("evaluation/") else name
 
 
 def _draw_lines(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
-    """Plain curves; returns the axis label."""
-    present = [
-        (label, *run.series(key, phase)) for key, label in _present_curves(run, panel, phase)
-    ]
-    shown = [value * panel.scale for _, _, values in present for value in values]
+    """Plain curves; returns the label of the vertical axis, as all of these functions."""
+    series = {key: run.series(key, phase) for key in _present_keys(run, panel, phase)}
+    shown = [value * panel.scale for _, values in series.values() for value in values]
     factor, unit = (1.0, "") if panel.percent or panel.log else small_unit(shown)
-    for index, (label, steps, values) in enumerate(present):
+    for (key, (steps, values)), color in zip(series.items(), cycle(_PALETTE)):
         scaled = [value * panel.scale * factor for value in values]
-        color = PALETTE[index % len(PALETTE)]
-        draw_curve(axes, steps, scaled, color, label, panel.noisy)
-    if panel.percent:
-        as_percent(axes, shown)
-    if panel.log:
-        log_scale_if_wide(axes, shown)
+        _draw_curve(axes, steps, scaled, color, _label(key), panel.noisy)
+    _set_scale(axes, panel, shown)
     return panel.ylabel + unit
 
 
 def _draw_fan(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
-    """Median with the bands p01 to p99 and min to max, less one; returns the axis label."""
-    prefix = panel.curves[0][0]
-    curves = {}
-    steps: list[int] = []
-    for name in QUANTILES:
-        name_steps, values = run.series(prefix + name, phase)
-        if len(name_steps) >= len(steps):
-            steps = name_steps
-        curves[name] = np.asarray(values) - 1.0
-    curves = {name: values for name, values in curves.items() if len(values) == len(steps)}
-    scale, unit = small_unit(np.concatenate(list(curves.values())).tolist())
-    color = PALETTE[0]
+    """Median with the bands p01 to p99 and min to max, minus one."""
+    names = [f"{panel.keys[0]}{name}" for name in ("min", "p01", "p50", "p99", "max")]
+    present = [key for key in names if key in _present_keys(run, panel, phase)]
+    steps, values = _aligned([run.series(key, phase) for key in present])
+    curves = {_label(key): row - 1.0 for key, row in zip(present, values)}
+    scale, unit = small_unit((values - 1.0).ravel().tolist())
+    color = _PALETTE[0]
     for low, high, alpha in (("min", "max", 0.12), ("p01", "p99", 0.28)):
         if low in curves and high in curves:
             bottom, top = curves[low] * scale, curves[high] * scale
@@ -134,86 +320,111 @@ def _draw_fan(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
             axes.fill_between(steps, bottom, top, color=color, alpha=alpha, lw=0, label=label)
     if "p50" in curves:
         axes.plot(steps, curves["p50"] * scale, color=color, label="median")
-    if panel.floor is not None:
-        floor_steps, floor = run.series(panel.floor, phase)
-        for sign in (-1, 1):
-            axes.plot(
-                floor_steps,
-                sign * np.asarray(floor) * scale,
-                color=MUTED,
-                linewidth=1,
-                linestyle=(0, (3, 2)),
-                label="noise floor" if sign > 0 and floor_steps else None,
-            )
+    floor_steps, floor = run.series(panel.floor, phase)
+    for sign, label in ((1, "noise floor"), (-1, None)):
+        if floor_steps:
+            heights = sign * np.asarray(floor) * scale
+            axes.plot(floor_steps, heights, color=_MUTED, lw=1, ls=(0, (3, 2)), label=label)
     return panel.ylabel + unit
 
 
-def _draw_stack(axes: Axes, run: Run, panel: Panel, phase: str) -> None:
-    present = _present_curves(run, panel, phase)
-    tables = [dict(zip(*run.series(key, phase))) for key, _ in present]
-    steps = sorted(set.intersection(*(set(table) for table in tables)))
-    layers = [np.nan_to_num([table[step] for step in steps]) for table in tables]
+def _draw_stack(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
+    present = _present_keys(run, panel, phase)
+    steps, values = _aligned([run.series(key, phase) for key in present])
+    layers = np.nan_to_num(values)
     means = [float(np.mean(layer)) if steps else 0.0 for layer in layers]
-    labels = [f"{label} {mean:.2g} s" for (_, label), mean in zip(present, means)]
-    colors = PALETTE[: len(layers)]
+    labels = [f"{_label(key)} {mean:.2g} s" for key, mean in zip(present, means)]
     if len(steps) > 1:
+        colors = _PALETTE[: len(layers)]
         axes.stackplot(steps, layers, labels=labels, colors=colors, alpha=0.85, linewidth=0)
     else:  # areas need two points; the only step is shown as a bar
         bottom = 0.0
-        for layer, label, color in zip(layers, labels, colors):
+        for layer, label, color in zip(layers, labels, _PALETTE):
             axes.bar(steps, layer, bottom=bottom, label=label, color=color, width=0.5)
             bottom += float(np.sum(layer))
-    if panel.total is not None:
-        total_steps, total = run.series(panel.total, phase)
-        axes.plot(total_steps, total, color=INK, linewidth=0.8, label="whole step")
+    axes.plot(*run.series(panel.total, phase), color=_INK, linewidth=0.8, label="whole step")
     axes.set_ylim(bottom=0)
+    return panel.ylabel
 
 
-def _overlay(axes: Axes, runs: Sequence[Run], panel: Panel, phase: str) -> None:
+def _draw_runs(axes: Axes, runs: Sequence[Run], panel: Panel, phase: str) -> None:
     shown: list[float] = []
     title = panel.title
     for index, (name, members) in enumerate(groups(runs).items()):
-        color = PALETTE[index % len(PALETTE)]
-        tables = []
+        color = _PALETTE[index % len(_PALETTE)]
+        curves = []
         for run in members:
-            present = _present_curves(run, panel, phase)
+            present = _present_keys(run, panel, phase)
             if present:
-                steps, values = run.series(present[0][0], phase)
-                tables.append(dict(zip(steps, [value * panel.scale for value in values])))
-                if len(panel.curves) > 1:
-                    title = f"{panel.title}: {present[0][1]}"
-        if len(tables) == 1:
-            draw_curve(axes, list(tables[0]), list(tables[0].values()), color, name)
-        elif tables:
-            for table in tables:
-                values = list(table.values())
-                smooth = smoothed(values)
-                axes.plot(
-                    list(table),
-                    values if smooth is None else smooth,
-                    color=color,
-                    linewidth=0.9,
-                    alpha=0.35,
-                )
-            steps, mean = _mean_curve(tables)
-            smooth = smoothed(mean)
-            label = f"{name} (mean of {len(tables)})"
-            axes.plot(steps, mean if smooth is None else smooth, color=color, label=label, lw=2.1)
-        shown.extend(value for table in tables for value in table.values())
-    if panel.percent:
-        as_percent(axes, shown)
-    if panel.log:
-        log_scale_if_wide(axes, shown)
-    dress(axes, title, panel.ylabel)
+                steps, values = run.series(present[0], phase)
+                curves.append((steps, [value * panel.scale for value in values]))
+                label = _label(present[0])
+                if len(panel.keys) > 1 and label not in title.lower():
+                    title = f"{panel.title}: {label}"
+        if len(curves) == 1:
+            _draw_curve(axes, *curves[0], color, name)
+        elif curves:
+            for steps, values in curves:
+                axes.plot(steps, smoothed(values), color=color, linewidth=0.9, alpha=0.35)
+            steps, values = _aligned(curves)
+            label = f"{name} (mean of {len(curves)})"
+            axes.plot(steps, smoothed(values.mean(axis=0)), color=color, label=label, linewidth=2.1)
+        shown.extend(value for _, values in curves for value in values)
+    _set_scale(axes, panel, shown)
+    _finish_axes(axes, title, panel.ylabel)
 
 
-def _mean_curve(tables: Sequence[dict[int, float]]) -> tuple[list[int], list[float]]:
-    """The mean at the steps that all the runs have."""
-    steps = sorted(set.intersection(*(set(table) for table in tables)))
-    return steps, [float(np.mean([table[step] for table in tables])) for step in steps]
+Curve = tuple[list[int], list[float]]  # steps, values
 
 
-def share_legend(figure: Figure, all_axes: Sequence[Axes]) -> None:
+def _aligned(curves: Sequence[Curve]) -> tuple[list[int], np.ndarray]:
+    """The steps that all curves have, and [num_curves, num_steps] values at them."""
+    tables: list[Mapping[int, float]] = [dict(zip(*curve)) for curve in curves]
+    steps = sorted(set.intersection(*map(set, tables)))
+    return steps, np.array([[table[step] for step in steps] for table in tables])
+
+
+# --- axes and curves ------------------------------------------------------------------------------
+
+
+def _panel_grid(count: int, title: str, columns: int = 3) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` small panels; to be called inside `matplotlib.rc_context(_STYLE)`."""
+    columns = min(columns, count)
+    rows = math.ceil(count / columns)
+    width = max(1.25, columns) * _PANEL_WIDTH
+    figure = Figure(figsize=(width, rows * _PANEL_HEIGHT + 0.45), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.02, hspace=0.04)  # type: ignore[union-attr]
+    figure.suptitle(title, x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=_INK)
+    return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
+
+
+def _finish_axes(axes: Axes, title: str, ylabel: str) -> None:
+    """Title, labels, ticks and, above the panel, the legend where there is more than one label."""
+    handles, labels = axes.get_legend_handles_labels()
+    rows = 0
+    if len(labels) > 1:
+        columns = 4 if sum(map(len, labels)) <= 40 else 3  # so many fit over a panel
+        rows = math.ceil(len(labels) / columns)
+        axes.legend(
+            handles,
+            labels,
+            loc="lower left",
+            bbox_to_anchor=(-0.01, 0.985),
+            ncols=min(len(labels), columns),
+            borderaxespad=0.1,
+            handlelength=1.3,
+            handletextpad=0.5,
+            columnspacing=1.2,
+        )
+    axes.set_title(title, pad=6 + 14 * rows)
+    axes.set_ylabel(ylabel)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.margins(x=0.015)
+
+
+def _share_legend(figure: Figure, all_axes: Sequence[Axes]) -> None:
     """One legend for all panels, which show the same runs in the same colours."""
     entries: dict[str, object] = {}
     for axes in all_axes:
@@ -224,10 +435,79 @@ def share_legend(figure: Figure, all_axes: Sequence[Axes]) -> None:
         if legend is not None:
             legend.remove()
         axes.set_title(axes.get_title(loc="left"), pad=6)
+    columns = min(len(entries), 4)
     figure.legend(
-        list(entries.values()),
-        list(entries),
-        loc="outside lower left",
-        ncols=min(len(entries), 4),
-        fontsize=9,
+        list(entries.values()), list(entries), loc="outside lower left", ncols=columns, fontsize=9
     )
+
+
+def _set_scale(axes: Axes, panel: Panel, values: Sequence[float]) -> None:
+    """Percent: an axis of shares from 0 to the largest one. Log: a logarithmic axis where the
+    values are positive and span a decade or more."""
+    finite = [value for value in values if math.isfinite(value)]
+    if panel.percent:
+        top = max(finite, default=0.0)
+        axes.set_ylim(0, min(1.03, 1.12 * top) if top > 0 else 0.01)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g}%"))
+    elif panel.log and finite and 0 < 10 * min(finite) <= max(finite):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def small_unit(values: Sequence[float]) -> tuple[float, str]:
+    """A factor that brings small values to order one, and the text for it in the axis label."""
+    largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+    if largest == 0 or largest >= 0.01:
+        return 1.0, ""
+    exponent = math.floor(math.log10(largest))
+    return 10.0**-exponent, f"  ($\\times 10^{{{exponent}}}$)"
+
+
+def smoothed(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """A centred moving average of the finite values over a fifteenth of the curve.
+
+    A short curve is returned as it is. NaN where no value within the window is finite.
+    """
+    data = np.asarray(values, dtype=float)
+    if len(values) < _SMOOTH_FROM:
+        return data
+    finite = np.isfinite(data)
+    window = np.ones(2 * max(1, len(values) // 30) + 1)
+    # Dividing by the number of values shortens the window at both ends instead of padding it.
+    counts = np.convolve(finite, window, "same")
+    sums = np.convolve(np.where(finite, data, 0.0), window, "same")
+    return np.where(counts > 0.5, sums / np.maximum(counts, 1.0), np.nan)
+
+
+def _draw_curve(
+    axes: Axes,
+    steps: Sequence[int],
+    values: Sequence[float],
+    color: str,
+    label: str,
+    noisy: bool = True,
+) -> None:
+    """A line; a noisy one of many points is drawn faint with its moving average over it.
+
+    Steps whose value was not finite are marked at the bottom of the panel.
+    """
+    if noisy and len(values) >= _SMOOTH_FROM:
+        axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
+        axes.plot(steps, smoothed(values), color=color, label=label)
+    else:
+        marker = "o" if len(steps) <= 20 else None
+        axes.plot(steps, values, color=color, label=label, marker=marker, markersize=3.5)
+    broken = [step for step, value in zip(steps, values) if not math.isfinite(value)]
+    if broken:
+        bottom = axes.get_xaxis_transform()
+        heights = [0.03] * len(broken)
+        axes.plot(broken, heights, "x", transform=bottom, color=_RED, ms=5, label="not finite")
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    """Write a PNG and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DPI)
+    return path

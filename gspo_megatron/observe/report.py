@@ -1,4 +1,4 @@
-"""report.html: one run in full, or several compared; and what a run does at its end."""
+"""report.html: one run in full, or several compared; and the summary at the end of a run."""
 
 from __future__ import annotations
 
@@ -7,244 +7,377 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
+import yaml
+from jinja2 import Environment, PackageLoader
+from rich import box
+from rich import table as rich_table
 from rich.console import Console
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.observe import formats, html
-from gspo_megatron.observe.plots import plot_comparison, plot_run
-from gspo_megatron.observe.records import (
+from gspo_megatron.observe.metrics_files import (
     FINE_TUNING,
     PRETRAINING,
     RL,
-    WARM_START,
     Record,
+    Run,
+    groups,
+    load_runs,
+    phase_of,
+    read_metrics,
     read_samples,
-)
-from gspo_megatron.observe.runs import Run, groups, load_runs
-from gspo_megatron.observe.streams import SafeStream
-from gspo_megatron.observe.summary import (
-    Row,
-    main_phase,
+    run_names,
+    series,
     steps_done,
-    summarize,
-    summary_renderable,
-    summary_table,
-    wall_seconds,
 )
-
-__all__ = ["finish_run", "summary_table", "write_report"]
+from gspo_megatron.observe.plots import COMPARISONS, plot_comparison, plot_run
+from gspo_megatron.observe.progress import MISSING, SafeStream, duration, fixed, number, percent
 
 _logger = logging.getLogger(__name__)
 
 _SAMPLES_SHOWN = 12
+_CONFIG_FILE = "config.resolved.yaml"
+
+
+# --- documents ------------------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    is_text: bool = False  # not numbers: aligned to the left, line breaks are kept
+
+
+class Picture(NamedTuple):
+    path: Path  # of a PNG
+    description: str
+
+    def base64(self) -> str:
+        return b64encode(self.path.read_bytes()).decode("ascii")
+
+
+class Folded(NamedTuple):
+    """Text that is shown when its title is clicked."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    items: list[str | Table | Picture | Folded]  # a string is a paragraph
+
+
+def render_html(
+    title: str, subtitle: str, sections: Sequence[Section], tiles: Sequence[tuple[str, str]] = ()
+) -> str:
+    """A whole document that needs no other file; `tiles` are names and values shown large."""
+    environment = Environment(
+        loader=PackageLoader("gspo_megatron.observe"), autoescape=True, trim_blocks=True
+    )
+    template = environment.get_template("report.html.j2")
+    return template.render(title=title, subtitle=subtitle, sections=sections, tiles=tiles)
+
+
+# --- the main metrics of a run --------------------------------------------------------------------
+
+
+class _Metric(NamedTuple):
+    name: str
+    keys: tuple[str, ...]  # the first one that the run has
+    best: Callable[[Sequence[float]], float] | None  # None: neither high nor low is better
+    write: Callable[[float | None], str]
+
+
+_REWARD = _Metric("reward", ("reward/mean",), max, fixed)
+_ACCURACY = _Metric("held-out accuracy", ("evaluation/accuracy",), max, percent)
+_HELD_OUT_LOSS = _Metric("held-out loss", ("evaluation/loss",), min, number)
+_CLIPPED = _Metric("clip fraction", ("clip/sequence/binding", "clip/token/binding"), None, percent)
+_LOSS = _Metric("loss", ("loss",), None, number)
+_GRAD_NORM = _Metric("gradient norm", ("grad_norm",), None, number)
+_THROUGHPUT = _Metric("tokens/s", ("perf/tokens_per_second",), max, number)
+_STEP_TIME = _Metric("step time", ("perf/step_seconds",), min, duration)
+_RL_METRICS = (_REWARD, _ACCURACY, _LOSS, _GRAD_NORM, _CLIPPED, _THROUGHPUT, _STEP_TIME)
+_SUPERVISED_METRICS = (_HELD_OUT_LOSS, _LOSS, _GRAD_NORM, _THROUGHPUT, _STEP_TIME)
+
+# The columns of a comparison: which value of which metric.
+_RL_COLUMNS = (
+    ("last", _REWARD),
+    ("best", _REWARD),
+    ("last", _ACCURACY),
+    ("best", _ACCURACY),
+    ("last", _GRAD_NORM),
+    ("last", _CLIPPED),
+    ("last", _THROUGHPUT),
+)
+_SUPERVISED_COLUMNS = (
+    ("last", _HELD_OUT_LOSS),
+    ("best", _HELD_OUT_LOSS),
+    ("last", _LOSS),
+    ("last", _GRAD_NORM),
+    ("last", _THROUGHPUT),
+)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A metric over a run; None where there is no value, or no value is the best."""
+
+    metric: _Metric
+    first: float | None
+    last: float | None
+    best: float | None  # of the finite values
+    best_step: int | None
+    not_finite: int  # number of steps at which the metric was NaN or infinite
+
+
+def main_phase(records: Sequence[Record]) -> str:
+    """The phase that a run is about."""
+    phases = {phase_of(record) for record in records}
+    return next((phase for phase in (PRETRAINING, FINE_TUNING) if phase in phases), RL)
+
+
+def summarize(records: Sequence[Record], phase: str = RL) -> list[Summary]:
+    """The main metrics of a phase, in a fixed order; one entry each, present or not."""
+    metrics = _RL_METRICS if phase == RL else _SUPERVISED_METRICS
+    return [_summarize(records, metric, phase) for metric in metrics]
+
+
+def _summarize(records: Sequence[Record], metric: _Metric, phase: str) -> Summary:
+    found = (series(records, key, phase) for key in metric.keys)
+    steps, values = next((curve for curve in found if curve[0]), ([], []))
+    finite = {step: value for step, value in zip(steps, values) if math.isfinite(value)}
+    best = best_step = None
+    if metric.best is not None and finite:
+        best = metric.best(list(finite.values()))
+        best_step = next(step for step, value in finite.items() if value == best)
+    first, last = (values[0], values[-1]) if values else (None, None)
+    return Summary(metric, first, last, best, best_step, len(values) - len(finite))
+
+
+def wall_seconds(records: Sequence[Record]) -> float | None:
+    """Seconds spent in the steps of all phases; None when the run did not time them."""
+    seconds = [
+        value
+        for phase in {phase_of(record) for record in records}
+        for value in series(records, "perf/step_seconds", phase)[1]
+        if math.isfinite(value)
+    ]
+    return sum(seconds) if seconds else None
+
+
+def _summary_table(records: Sequence[Record]) -> Table:
+    rows = []
+    for entry in summarize(records, main_phase(records)):
+        name, write = entry.metric.name, entry.metric.write
+        if entry.not_finite:
+            name += f" (not finite at {entry.not_finite} steps)"
+        step = MISSING if entry.best_step is None else str(entry.best_step)
+        rows.append([name, write(entry.first), write(entry.last), write(entry.best), step])
+    return Table(["", "first", "last", "best", "at step"], rows)
+
+
+def _terminal_table(run_dir: str | Path) -> rich_table.Table:
+    records = read_metrics(run_dir)
+    steps = steps_done(records, main_phase(records))
+    summary = _summary_table(records)
+    table = rich_table.Table(
+        title=f"{run_names([Path(run_dir).resolve()])[0]}: {steps} steps",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for name in summary.head:
+        justify = "right" if name else "left"
+        table.add_column(name, justify=justify, style="bold" if name == "last" else None)
+    for row in summary.rows:
+        table.add_row(*row)
+    table.add_row("wall time", "", duration(wall_seconds(records)), "", "")
+    return table
+
+
+# --- report.html ----------------------------------------------------------------------------------
 
 
 def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     """Write OUT/report.html, a single file with its pictures inside, and return its path.
 
-    One run is shown in full, with its pictures also in OUT/plots. Several runs are laid over each
-    other with a table of their figures; runs whose names differ only by their seed are shown as
-    mean and standard deviation.
+    One run is shown in full, with its pictures also in OUT/plots. Several runs are compared: their
+    curves in one picture, and a table of their metrics; runs whose names differ only by their seed
+    are shown as mean and standard deviation.
 
     Raises DataError when a folder holds no run or a damaged one, UserError when `out_dir` cannot be
     written.
     """
     assert run_dirs, "a report of no run"
     runs = load_runs(run_dirs)
-    out = Path(out_dir)
+    path = Path(out_dir) / "report.html"
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{out}: cannot be a folder: {error.strerror}") from error
-    title, body = _single(runs[0], out) if len(runs) == 1 else _several(runs)
-    path = out / "report.html"
+        raise UserError(f"{out_dir}: cannot be a folder: {error.strerror}") from error
+    page = _report_one(runs[0], Path(out_dir)) if len(runs) == 1 else _report_several(runs)
     # Sampled text may hold lone surrogates.
-    path.write_text(html.page(title, body), encoding="utf-8", errors="replace")
+    path.write_text(page, encoding="utf-8", errors="replace")
     return path
 
 
 def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool = True) -> None:
-    """Write the run's plots and report, then print its summary and where to find it.
+    """Write the run's plots and report, then print its summary and the paths.
 
-    `stream` is stdout unless given; with plots=False only the summary is printed. A run that has
-    come to its end is not made to fail by a plot: what went wrong is printed instead.
+    `stream` is stdout unless given; with plots=False only the summary is printed. A plot or report
+    that fails does not make a finished run fail: the error is printed instead.
     """
     run_dir = Path(run_dir)
     safe = SafeStream(sys.stdout if stream is None else stream)
     console = Console(file=safe, force_terminal=safe.isatty(), highlight=False)  # type: ignore[arg-type]
-    where = [f"run     {run_dir}"]
+    lines = [f"run     {run_dir}"]
     if plots:
         try:
-            where.append(f"report  {write_report([run_dir], run_dir)}")
+            lines.append(f"report  {write_report([run_dir], run_dir)}")
         except Exception as error:
             _logger.debug("the report was not written", exc_info=True)
-            where.append(f"report  not written: {type(error).__name__}: {error}")
-    console.print(summary_renderable(run_dir))
-    for line in where:
-        # A path that is cut into lines by the console could not be copied.
+            lines.append(f"report  not written: {type(error).__name__}: {error}")
+    console.print(_terminal_table(run_dir))
+    for line in lines:
+        # A path that the console breaks into lines could not be copied.
         console.print(line, soft_wrap=True, markup=False)
 
 
-def _single(run: Run, out: Path) -> tuple[str, list[str]]:
-    pictures = plot_run(run.path, out)
-    rows = summarize(run.records, main_phase(run.records))
-    body = [html.heading(run.name, str(run.path)), html.tiles(_tiles(run, rows))]
-    body.append(html.section("Figures", html.card(_single_table(rows))))
+def _report_one(run: Run, out: Path) -> str:
+    records, phase = run.records, main_phase(run.records)
+    tiles = [
+        (
+            f"{entry.metric.name}, first to last",
+            f"{entry.metric.write(entry.first)} → {entry.metric.write(entry.last)}",
+        )
+        for entry in summarize(records, phase)[:2]
+        if entry.last is not None
+    ]
+    tiles.append(("steps", f"{steps_done(records, phase):,}"))
+    tiles.append(("wall time", duration(wall_seconds(records))))
+    sections = [Section("Metrics", [_summary_table(records)])]
+    pictures = [Picture(path, path.stem) for path in plot_run(run.path, out)]
     if pictures:
-        cards = [html.card(html.image(path, path.stem)) for path in pictures]
-        body.append(html.section("Plots", *cards))
-    body.extend(_samples(read_samples(run.path)))
-    body.append(html.section("Details", *_details(run)))
-    return run.name, body
+        sections.append(Section("Plots", [*pictures]))
+    samples = read_samples(run.path)
+    if samples:
+        sections.append(Section("Samples", [_sample_table(samples)]))
+    sections.append(Section("Details", _details(run)))
+    return render_html(run.name, str(run.path), sections, tiles)
 
 
-def _several(runs: Sequence[Run]) -> tuple[str, list[str]]:
-    title = f"{len(runs)} runs compared"
-    body = [html.heading(title, ", ".join(run.name for run in runs))]
+def _report_several(runs: Sequence[Run]) -> str:
     by_phase: dict[str, list[Run]] = {}
     for run in runs:
         by_phase.setdefault(main_phase(run.records), []).append(run)
-    for phase, members in by_phase.items():
-        body.extend(_compared(members, phase, f" ({phase})" if len(by_phase) > 1 else ""))
-    for run in runs:
-        body.append(html.section(run.name, *_details(run)))
-    return title, body
-
-
-def _compared(runs: Sequence[Run], phase: str, suffix: str) -> list[str]:
-    """Runs that are about the same phase; `suffix` tells which in the headings."""
-    by_group, body = groups(runs), []
+    sections = []
     with tempfile.TemporaryDirectory() as scratch:
-        picture = plot_comparison(runs, Path(scratch) / "comparison.png", phase)
-        if picture is not None:
-            body.append(html.card(html.image(picture, f"curves of all runs{suffix}")))
-    if any(len(members) > 1 for members in by_group.values()):
-        table = html.card(_group_table(by_group, phase))
-        body.append(html.section(f"Over seeds{suffix}", table))
-    body.append(html.section(f"Each run{suffix}", html.card(_run_table(runs, phase))))
-    return body
+        for phase, members in by_phase.items():
+            path = Path(scratch) / f"{phase}.png"
+            suffix = f" ({phase})" if len(by_phase) > 1 else ""
+            sections += _compare(members, phase, suffix, path)
+        settings = _differing_settings(runs)
+        if settings.rows:
+            sections.append(Section("Settings that differ", [settings]))
+        sections += [Section(run.name, _details(run)) for run in runs]
+        names = ", ".join(run.name for run in runs)
+        return render_html(f"{len(runs)} runs compared", names, sections)
 
 
-def _tiles(run: Run, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    tiles = [
-        (f"{row.name}, first to last", f"{row.write(row.first)} → {row.write(row.last)}")
-        for row in rows[:2]
-        if row.last is not None
-    ]
-    tiles.append(("steps", f"{steps_done(run.records, main_phase(run.records)):,}"))
-    warm = steps_done(run.records, WARM_START)
-    if warm:
-        tiles.append(("warm start steps", f"{warm:,}"))
-    tiles.append(("wall time", formats.duration(wall_seconds(run.records))))
-    return tiles
-
-
-def _single_table(rows: Sequence[Row]) -> str:
-    return html.table(
-        ["", "first", "last", "best", "at step", "steps not finite"],
-        [
-            [
-                row.name,
-                *(row.write(value) for value in (row.first, row.last, row.best)),
-                formats.MISSING if row.best_step is None else str(row.best_step),
-                str(row.not_finite) if row.not_finite else "",
-            ]
-            for row in rows
-        ],
-    )
-
-
-_SUPERVISED = (
-    ("last held-out loss", 0, "last"),
-    ("best held-out loss", 0, "best"),
-    ("last loss", 1, "last"),
-    ("grad norm", 2, "last"),
-    ("tokens/s", 3, "last"),
-)
-# Of each phase: heading, number of the summary row, and which of its values a comparison shows.
-_COLUMNS = {
-    RL: (
-        ("last reward", 0, "last"),
-        ("best reward", 0, "best"),
-        ("last accuracy", 1, "last"),
-        ("best accuracy", 1, "best"),
-        ("grad norm", 3, "last"),
-        ("clip fraction", 4, "last"),
-        ("tokens/s", 5, "last"),
-    ),
-    PRETRAINING: _SUPERVISED,
-    FINE_TUNING: _SUPERVISED,
-}
-
-
-def _run_table(runs: Sequence[Run], phase: str) -> str:
-    columns, cells = _COLUMNS[phase], []
+def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[Section]:
+    """Runs of one phase; `suffix` names the phase in the headings, `path` is for the picture."""
+    by_group, sections = groups(runs), []
+    if plot_comparison(runs, path, COMPARISONS[phase]) is not None:
+        sections.append(Section(f"Curves{suffix}", [Picture(path, f"curves{suffix}")]))
+    columns = _RL_COLUMNS if phase == RL else _SUPERVISED_COLUMNS
+    names = [f"{kind} {metric.name}" for kind, metric in columns]
+    values = {
+        run.name: [getattr(_summarize(run.records, m, phase), kind) for kind, m in columns]
+        for run in runs
+    }
+    if len(by_group) < len(runs):
+        rows = []
+        for name, members in by_group.items():
+            by_column = zip(*(values[run.name] for run in members))
+            cells = [mean_and_spread(v, m.write) for v, (_, m) in zip(by_column, columns)]
+            rows.append([name, str(len(members)), *cells])
+        sections.append(Section(f"Over seeds{suffix}", [Table(["runs", "seeds", *names], rows)]))
+    rows = []
     for run in runs:
-        rows = summarize(run.records, phase)
-        values = [rows[index].write(getattr(rows[index], kind)) for _, index, kind in columns]
-        wall = formats.duration(wall_seconds(run.records))
-        cells.append([run.name, str(steps_done(run.records, phase)), *values, wall])
-    return html.table(["run", "steps", *(name for name, _, _ in columns), "wall time"], cells)
+        cells = [metric.write(v) for v, (_, metric) in zip(values[run.name], columns)]
+        steps, wall = str(steps_done(run.records, phase)), duration(wall_seconds(run.records))
+        rows.append([run.name, steps, *cells, wall])
+    table = Table(["run", "steps", *names, "wall time"], rows)
+    return [*sections, Section(f"Each run{suffix}", [table])]
 
 
-def _group_table(by_group: dict[str, list[Run]], phase: str) -> str:
-    columns, cells = _COLUMNS[phase], []
-    for name, members in by_group.items():
-        tables = [summarize(run.records, phase) for run in members]
-        row = [name, str(len(members))]
-        for _, index, kind in columns:
-            values = [getattr(rows[index], kind) for rows in tables]
-            row.append(_mean_and_spread(values, tables[0][index]))
-        cells.append(row)
-    return html.table(["runs", "seeds", *(name for name, _, _ in columns)], cells)
-
-
-def _mean_and_spread(values: Sequence[float | None], row: Row) -> str:
-    """Mean and sample standard deviation; a run without the figure is told, not left out."""
+def mean_and_spread(values: Sequence[float | None], write: Callable[[float | None], str]) -> str:
+    """Mean and sample standard deviation; a value that some runs lack is not averaged."""
     present = [value for value in values if value is not None]
     if not present:
-        return formats.MISSING
-    if len(present) < len(values) or not all(map(math.isfinite, present)):
+        return MISSING
+    if len(present) < len(values):
         return "not in all runs"
-    text = row.write(statistics.fmean(present))
-    return f"{text} ± {row.write(statistics.stdev(present))}" if len(present) > 1 else text
+    if len(present) < 2 or not all(map(math.isfinite, present)):
+        return write(statistics.fmean(present))
+    return f"{write(statistics.fmean(present))} ± {write(statistics.stdev(present))}"
 
 
-def _samples(samples: Sequence[Record]) -> list[str]:
+def _differing_settings(runs: Sequence[Run]) -> Table:
+    """The keys of the configuration, but logging, that the runs that kept one do not share."""
+    configs: dict[str, dict[str, str]] = {}
+    for run in runs:
+        path = run.path / _CONFIG_FILE
+        if path.is_file():
+            sections = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+            configs[run.name] = {
+                f"{section}.{key}": str(value)
+                for section, keys in sections.items()
+                if section != "logging"
+                for key, value in keys.items()
+            }
+    keys = dict.fromkeys(key for config in configs.values() for key in config)
+    rows = []
+    for key in keys:
+        values = [config.get(key, MISSING) for config in configs.values()]
+        if len(set(values)) > 1:
+            rows.append([key, *values])
+    return Table(["key", *configs], rows, is_text=True)
+
+
+def _sample_table(samples: Sequence[Record]) -> Table:
     """The first and the last responses that were kept, by step."""
-    if not samples:
-        return []
     half = _SAMPLES_SHOWN // 2
     shown = samples if len(samples) <= _SAMPLES_SHOWN else [*samples[:half], *samples[-half:]]
     rows = []
     for sample in shown:
-        response = str(sample.get("response", ""))
         held_out = " held out" if sample.get("split") == "evaluation" else ""
+        truncated = " [truncated]" if sample.get("truncated") else ""
         rows.append(
             [
-                str(sample.get("step", "")) + held_out,
+                f"{sample.get('step', '')}{held_out}",
                 str(sample.get("prompt", "")),
-                response + (" [truncated]" if sample.get("truncated") else ""),
+                f"{sample.get('response', '')}{truncated}",
                 str(sample.get("answer", "")),
-                formats.fixed(sample.get("reward")),
+                fixed(sample.get("reward")),
             ]
         )
-    head = ["step", "prompt", "response", "answer", "reward"]
-    return [html.section("Samples", html.card(html.table(head, rows, text=True)))]
+    return Table(["step", "prompt", "response", "answer", "reward"], rows, is_text=True)
 
 
-def _details(run: Run) -> list[str]:
-    """Configuration and environment, folded, as the run wrote them."""
-    folds = []
-    for title, name in (
-        ("Configuration", "config.resolved.yaml"),
-        ("Environment", "environment.json"),
-    ):
-        path = run.path / name
-        if path.is_file():
-            folds.append(html.fold(title, path.read_text(encoding="utf-8", errors="replace")))
-    return folds or [html.card("No configuration was kept with this run.")]
+def _details(run: Run) -> list[str | Table | Picture | Folded]:
+    """Configuration and environment as the run wrote them."""
+    files = (("Configuration", _CONFIG_FILE), ("Environment", "environment.json"))
+    return [
+        Folded(title, (run.path / name).read_text(encoding="utf-8", errors="replace"))
+        for title, name in files
+        if (run.path / name).is_file()
+    ] or ["No configuration was kept with this run."]

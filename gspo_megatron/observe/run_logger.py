@@ -1,4 +1,4 @@
-"""The run folder: what a run writes down, on its main rank only."""
+"""The run folder: metrics, samples and reports, written by the main rank only."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from gspo_megatron.config import Config, to_yaml
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.environment import write_environment
+from gspo_megatron.observe.metrics_files import METRICS_FILE, MetricsWriter, SampleWriter
 from gspo_megatron.observe.progress import Progress
-from gspo_megatron.observe.records import METRICS_FILE
 from gspo_megatron.observe.report import finish_run
-from gspo_megatron.observe.sinks import MetricsWriter, SampleWriter
 from gspo_megatron.observe.trackers import note_sent, open_trackers
 from gspo_megatron.types import Sample
 
 
 class RunLogger:
-    """Metrics, samples, trackers and the progress display; inert on all ranks but the main one."""
+    """Metrics, samples, trackers and the progress display; does nothing on the other ranks."""
 
     def __init__(
         self, config: Config, is_main: bool, resumed_at: tuple[str, int] | None = None
     ) -> None:
-        """`resumed_at`: phase and step that the run goes on from. What was written down after them
-        is dropped. Without them the folder holds no earlier run: see `move_earlier_run`.
+        """`resumed_at`: phase and step at which the run resumes; later records are dropped. Without
+        it the folder must hold no earlier run: see `move_earlier_run`.
 
-        Raises UserError where the folder or its files cannot be made, or the metrics of the earlier
+        Raises UserError where the folder or its files cannot be made, or the metrics of the resumed
         run are damaged.
         """
         self.is_main = is_main
@@ -58,46 +57,46 @@ class RunLogger:
         )
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:
-        """A progress display of one phase, of which `done` steps were finished before."""
+        """A progress display of one phase, of which `done` steps were finished earlier."""
         self._progress = Progress(total, title, enabled=self.is_main, initial_step=done)
         return self._progress
 
     def note(self, text: str) -> None:
-        """Show a line that stays; on the main rank."""
+        """Show a line of text that stays."""
         if self._progress is not None:
             self._progress.note(text)
         elif self.is_main:
             print(text, file=sys.stderr, flush=True)
 
     def sync(self) -> None:
-        """Wait until what was written so far is on the disk: a checkpoint must not outlive it.
+        """Wait until everything written so far is on the disk: a checkpoint must not be newer.
 
-        Raises UserError on the main rank where the disk refuses; the others end with it.
+        Raises UserError on the main rank where the disk refuses it; the launcher stops the others.
         """
         if self.is_main:
             self._metrics.sync()
             self._samples.sync()
 
     def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """One step's figures. Raises UserError as `sync` does."""
+        """Write one step's metrics. Raises UserError as `sync` does."""
         if self.is_main:
             self._metrics.write({"phase": phase, "step": step, **metrics})
             self._trackers.log(step, {"phase": phase, **metrics})
 
     def write_samples(self, step: int, samples: Sequence[Sample], rewards: Sequence[float]) -> None:
-        """Some responses with their rewards."""
+        """Write some responses with their rewards."""
         if self.is_main:
             self._samples.write(step, samples, rewards)
 
     def finish(self) -> None:
-        """Close the files; draw the plots and print the table and the run's path."""
+        """Close the files; write the plots and the report, print the summary."""
         if not self.is_main:
             return
         self.close()
         finish_run(self.folder, plots=self.plots)
 
     def close(self) -> None:
-        """Close the files, whatever happened."""
+        """Close the files; also after an error."""
         if self.is_main:
             self._metrics.close()
             self._samples.close()

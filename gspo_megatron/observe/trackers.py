@@ -1,11 +1,10 @@
 """Experiment trackers behind one small interface: TensorBoard, Weights & Biases, MLflow.
 
-They are copies for convenience; metrics.jsonl is the record. So a tracker that fails in the middle
-of a run is dropped with a logged warning, and the run goes on.
+Trackers hold copies; metrics.jsonl is the record. A tracker that fails during a run is dropped with
+a logged warning, and the run goes on.
 
-What a tracker was sent cannot be taken back. A run that goes on from a checkpoint repeats the steps
-after it, and those are not sent again: trackers keep the figures of the first time, metrics.jsonl
-has those of the last. What a killed process had not delivered yet is missing.
+A resumed run repeats the steps after its checkpoint. A tracker cannot delete what it was sent, so
+these steps are not sent again: it keeps their first metrics, while metrics.jsonl has the last.
 """
 
 from __future__ import annotations
@@ -20,8 +19,14 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.observe.records import RL, parse_record, phase_of, read_metrics
-from gspo_megatron.observe.sinks import jsonable, position_of
+from gspo_megatron.observe.metrics_files import (
+    RL,
+    jsonable,
+    parse_record,
+    phase_of,
+    position_of,
+    read_metrics,
+)
 
 SENT_FILE = "trackers.json"  # in the run folder: phase and step of the last record that was sent
 
@@ -29,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Where the figures of a run are shown besides its own folder."""
+    """A service or file that shows the metrics of a run."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
@@ -63,9 +68,8 @@ class WandbTracker:
             dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow", config=dict(config)
         )
         remembered.write_text(f"{self._run.id}\n")
-        # wandb's own step can only grow, while each phase counts from its own start.
+        # wandb's internal step must grow with every call; "step" is the step of the run.
         self._run.define_metric("*", step_metric="step")
-        self._run.define_metric("warm_start/*", step_metric="warm_start/step")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log(tracked_numbers({**metrics, "step": step}, keep_step=True))
@@ -105,12 +109,12 @@ class TrackerSet:
     def __init__(
         self, trackers: Mapping[str, Tracker], sent: Mapping[str, Any] | None = None
     ) -> None:
-        """`sent`: the last record, phase and step, that trackers have from an earlier start."""
+        """`sent`: phase and step of the last record that an earlier start has sent."""
         self._trackers = dict(trackers)
         self._sent = None if sent is None else position_of(sent)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send one step's figures to every tracker that does not have the step already."""
+        """Send one step's metrics to every tracker, unless an earlier start has sent them."""
         if self._sent is not None and position_of({**metrics, "step": step}) <= self._sent:
             return
         metrics = jsonable(metrics)
@@ -138,9 +142,11 @@ _TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
 
 
 def note_sent(run_dir: str | Path) -> None:
-    """Write down how far the trackers of a run have come; before its metrics.jsonl, which tells it,
-    is cut back to where the run goes on. Raises UserError where that cannot be written or is
-    damaged."""
+    """Save the last step that the trackers of a run were sent: the last one of metrics.jsonl. To be
+    called before a resumed run truncates that file.
+
+    Raises UserError where this cannot be written, DataError where metrics.jsonl is damaged.
+    """
     path = Path(run_dir) / SENT_FILE
     records = [*read_metrics(run_dir), *filter(None, [_sent(run_dir)])]
     if not records:
@@ -154,7 +160,7 @@ def note_sent(run_dir: str | Path) -> None:
 
 
 def _sent(run_dir: Path | str) -> Mapping[str, Any] | None:
-    """What `note_sent` wrote; nothing where it was killed doing so."""
+    """What `note_sent` wrote; None where it was killed while writing."""
     try:
         found = parse_record((Path(run_dir) / SENT_FILE).read_bytes())
     except OSError:
@@ -165,11 +171,10 @@ def _sent(run_dir: Path | str) -> Mapping[str, Any] | None:
 def open_trackers(
     names: Sequence[str], run_dir: str | Path, config: Mapping[str, Any] | None = None
 ) -> TrackerSet:
-    """Open the named trackers ("tensorboard", "wandb", "mlflow") for a run; for one that goes on,
-    after `note_sent`.
+    """Open the named trackers ("tensorboard", "wandb", "mlflow"); on resume, after `note_sent`.
 
-    `config` is the run's configuration as plain data, shown by the trackers that show one.
-    Raises UserError for an unknown name and for one whose package is not installed.
+    `config` is the run's configuration as plain data. Raises UserError for an unknown name and for
+    one whose package is not installed.
     """
     unknown = [name for name in names if name not in _TRACKERS]
     if unknown:
@@ -183,7 +188,7 @@ def open_trackers(
 
 
 def tracked_numbers(metrics: Mapping[str, Any], keep_step: bool = False) -> dict[str, float]:
-    """The finite numbers of a record; names of another phase than RL begin with the phase."""
+    """The finite numbers of a record; outside RL their names begin with the phase."""
     phase = phase_of(metrics)
     prefix = "" if phase == RL else f"{phase}/"
     numbers = {}

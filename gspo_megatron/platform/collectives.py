@@ -1,4 +1,4 @@
-"""What all ranks have to know of each other between steps: a few numbers or lines of text."""
+"""Small collectives between steps: a few numbers or lines of text that all ranks must know."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ T = TypeVar("T")
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0; every rank returns what it returned, or raises its UserError, which an
-    error about a named file is too: the others wait here, and would never hear of another."""
+    """Do `work` on rank 0; every rank returns its result, or raises its UserError.
+
+    An OSError that names a file becomes a UserError, so that all ranks end with it. Any other error
+    is raised on rank 0 alone, and the launcher ends the others, which wait here.
+    """
     if dist.get_world_size() == 1:
-        return _telling_files(work)
-    told: list[Any] = [None, None]
+        return _naming_files(work)
+    outcome: list[Any] = [None, None]  # the result, and the text of the error
     if dist.get_rank() == 0:
         try:
-            told[0] = _telling_files(work)
+            outcome[0] = _naming_files(work)
         except UserError as error:
-            told[1] = str(error)
-    dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise UserError(told[1])
-    return told[0]
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise UserError(outcome[1])
+    return outcome[0]
 
 
-def _telling_files(work: Callable[[], T]) -> T:
+def _naming_files(work: Callable[[], T]) -> T:
     try:
         return work()
     except OSError as error:
@@ -40,7 +43,7 @@ def _telling_files(work: Callable[[], T]) -> T:
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """What every rank passes, by rank."""
+    """The values of all ranks, by rank."""
     if dist.get_world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -49,7 +52,7 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def gather_objects(value: T) -> list[T] | None:
-    """What every rank passes, by rank, on rank 0; None on the others."""
+    """The values of all ranks, by rank, on rank 0; None on the others."""
     if dist.get_world_size() == 1:
         return [value]
     is_main = dist.get_rank() == 0

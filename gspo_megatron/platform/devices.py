@@ -23,11 +23,11 @@ def local_rank() -> int:
 def select_device() -> torch.device:
     """The CUDA device of this process, or the CPU where there is none.
 
-    Raises UserError where another rank of the host would have to share it.
+    Raises UserError where two ranks of the host would share a device.
     """
     if torch.cuda.is_available():
-        # Megatron-Core's sequence parallelism relies on kernels starting in the order of their
-        # launch; the driver reads this when the first context is made.
+        # Megatron-Core's sequence parallelism needs kernels to start in the order of their launch.
+        # The driver reads this variable when it creates the first context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         device = torch.device("cuda", _own_gpu())
         torch.cuda.set_device(device)
@@ -36,8 +36,8 @@ def select_device() -> torch.device:
 
 
 def _own_gpu() -> int:
-    """The number of this rank's GPU among those that the process sees: its own on the node, but
-    for tasks that are shown one GPU each, as by srun --gpus-per-task=1, which they call 0."""
+    """The number of this rank's GPU among those that the process sees: the local rank; 0 where each
+    task sees only its own GPU, as with srun --gpus-per-task=1."""
     rank, count = local_rank(), torch.cuda.device_count()
     if rank < count:
         return rank
@@ -46,12 +46,12 @@ def _own_gpu() -> int:
     raise UserError(
         f"local rank {rank} (LOCAL_RANK, or SLURM_LOCALID): has no GPU of its own, the process "
         f"sees {count} GPU{'s' * (count != 1)}; start at most {count} ranks on this node, or let "
-        "CUDA_VISIBLE_DEVICES show each as many GPUs as there are ranks, or its one"
+        "CUDA_VISIBLE_DEVICES show every rank all GPUs of the node, or only its own"
     )
 
 
 def built_for_cuda() -> tuple[int, int] | None:
-    """The version of CUDA that torch was built for; None: without."""
+    """The version of CUDA that torch was built for; None where it was built without."""
     if torch.version.cuda is None:
         return None
     major, minor, *_ = torch.version.cuda.split(".")
@@ -64,8 +64,8 @@ def collective_backend(device: torch.device) -> str:
 
 
 def set_seeds(seed: int) -> None:
-    """Seed every generator of the process alike; what must differ by rank or sample derives its
-    randomness from (seed, index) instead, so that it does not depend on the layout."""
+    """Seed all generators of the process, with the same seed on every rank. Draws that must differ
+    by rank or sample are seeded by (seed, index) instead, so they do not depend on the layout."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

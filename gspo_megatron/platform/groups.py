@@ -31,8 +31,8 @@ class Ranks:
 
 
 def model_replica() -> tuple[dist.ProcessGroup, int]:
-    """The ranks that hold one copy of the model and one batch between them (TP x PP), and the rank
-    among them whose word counts: the last stage's first TP rank."""
+    """The ranks that share one copy of the model and one batch (TP x PP), and the rank that decides
+    for them: the first TP rank of the last stage."""
     group = parallel_state.get_model_parallel_group()
     tp = parallel_state.get_tensor_model_parallel_world_size()
     return group, dist.get_process_group_ranks(group)[-tp]
@@ -49,23 +49,23 @@ _FOR_EVER_MINUTES = 30.0 * 24 * 60
 
 
 def patience_minutes(hang_timeout_seconds: float) -> float:
-    """How long a collective may wait for a rank: longer than the heartbeat (train.heartbeat), which
-    tells who stands still and where; 0 seconds there are for ever."""
+    """The time-out of collectives: longer than that of the heartbeat (platform.heartbeat), which
+    names the rank that hangs. A heartbeat of 0 seconds never ends a run, so neither do these."""
     if not hang_timeout_seconds:
         return _FOR_EVER_MINUTES
     return max(_PATIENCE_MINUTES, 1.5 * hang_timeout_seconds / 60)
 
 
 def start_processes(timeout_minutes: float = _PATIENCE_MINUTES) -> Ranks:
-    """Join torch.distributed with the rendezvous in the environment (RANK, WORLD_SIZE,
-    MASTER_ADDR, MASTER_PORT), as torchrun and our own launcher set it; alone without it."""
+    """Join torch.distributed by the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as
+    torchrun and our launcher set them; without them this process is the only rank."""
     device = select_device()
     if not dist.is_initialized():
         os.environ.setdefault("RANK", "0")
         os.environ.setdefault("WORLD_SIZE", "1")
-        alone = os.environ["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in os.environ
+        is_alone = os.environ["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in os.environ
         # A single process needs no port: two runs on one machine cannot collide.
-        store = dist.HashStore() if alone else None
+        store = dist.HashStore() if is_alone else None
         dist.init_process_group(
             backend=collective_backend(device),
             store=store,
@@ -92,8 +92,8 @@ def set_up_model_parallel(
 def tear_down_model_parallel() -> None:
     """Destroy Megatron's groups, so that the same processes can build another layout."""
     parallel_state.destroy_model_parallel()
-    # Megatron-Core caches rotary angles with the module that made them as the key, and so keeps 32
-    # dead models with their process groups alive, each group with a thread or two.
+    # Megatron-Core's cache of rotary angles has the module as its key. It would keep up to 32 dead
+    # models alive, with their process groups and the threads of these.
     RotaryEmbedding.forward.cache_clear()
     gc.collect()
 
@@ -101,9 +101,9 @@ def tear_down_model_parallel() -> None:
 def stop_processes() -> None:
     """Leave torch.distributed; harmless when it never started.
 
-    While an error is on its way out, NCCL's groups of several ranks stay: all of them take a group
-    down together, and those that wait for this rank elsewhere would keep it, and what it has to
-    tell, for ever. The end of the process aborts them.
+    While an error is being raised, NCCL's groups of several ranks stay. Destroying a group needs
+    all of its ranks, and those that wait for this rank in another collective never come: the error
+    would never be printed. The end of the process aborts the groups.
     """
     if parallel_state.is_initialized():
         tear_down_model_parallel()

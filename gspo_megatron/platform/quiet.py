@@ -1,8 +1,8 @@
 """Keep start-up quiet.
 
 Megatron-Core and torch warn about each optional accelerator that is absent (Transformer Engine,
-NVIDIA's apex, the CUDA driver). On a machine without a GPU none of it is news, and `doctor` tells
-it to those who ask; four ranks times twelve warnings would bury the first line that matters.
+NVIDIA's apex, the CUDA driver). Four ranks with twelve warnings each would hide the first line that
+matters; `doctor` lists what is absent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOISE = (
     r".*Transformer ?Engine.*not.*install.*",
     r".*CUDA initialization.*",
     r".*CUDA_DEVICE_MAX_CONNECTIONS.*",
-    r".*full scope is deprecated.*",  # cuda graphs, which nobody asked for
+    r".*full scope is deprecated.*",  # of CUDA graphs, which are not used
     r".*\.grad attribute of a Tensor that is not a leaf.*",  # the distributed optimizer's shards
     r".*torch\.distributed\.\w+ is deprecated.*|.*`torch\.distributed\.\w+` is deprecated.*",
     r".*GPTModel.*deprecated.*",
@@ -29,7 +29,7 @@ _NOISE = (
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Hold back every warning while Megatron-Core is imported, then only the known noise."""
+    """Ignore every warning while Megatron-Core is imported, afterwards only the known ones."""
     for name in ("megatron", "torch.distributed.distributed_c10d", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():

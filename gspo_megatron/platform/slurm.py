@@ -1,4 +1,4 @@
-"""What a process can learn of the Slurm job that it is in: its number, its restarts, its end."""
+"""The Slurm job of this process: its number, its restarts, its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SlurmJob:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> SlurmJob | None:
-        """The job that the environment tells of, None outside a job."""
+        """The job of the environment's variables; None outside a job."""
         number = environ.get("SLURM_JOB_ID")
         if not number:
             return None
@@ -32,8 +32,8 @@ class SlurmJob:
         return cls(number, restarts, end)
 
     def seconds_left(self) -> float | None:
-        """Until the job's time limit, which may change while it runs; None without a limit, and
-        where neither squeue nor the environment tells it."""
+        """Seconds until the job's time limit, which may change while it runs; None without a limit,
+        or where neither squeue nor the environment has it."""
         command = ["squeue", "--noheader", "--jobs", self.number, "--format", "%L"]
         try:
             done = subprocess.run(

@@ -1,17 +1,33 @@
-"""Being told to stop: SIGTERM and SIGUSR1 ask for a checkpoint and an orderly end.
+"""How a run ends early: a signal, or a Slurm job whose time is over, asks for a checkpoint and an
+orderly end; a hang ends the run at once.
 
-A scheduler sends one of them some time before it ends a job. The ranks notice it at different
-moments, so they agree on when to stop: at the end of a step, or after the rollouts of one.
+A scheduler sends SIGTERM or SIGUSR1 some time before it ends a job. The ranks notice the signal at
+different moments, so they agree on when to stop: at the end of a step, or after its rollouts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 import threading
 import time
-from types import FrameType, TracebackType
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from gspo_megatron.config import Config
+from gspo_megatron.config.stages import StageConfig
+from gspo_megatron.platform.collectives import on_main
+from gspo_megatron.platform.groups import Ranks
+from gspo_megatron.platform.heartbeat import Heartbeat
+from gspo_megatron.platform.slurm import SlurmJob
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_LONGEST_WAIT = 60.0  # seconds between two looks at the time left
 
 
 class StopRun(Exception):  # noqa: N818 (no error: the orderly end of a run that was told to stop)
@@ -25,7 +41,7 @@ class StopSignals:
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        # Python takes signals in the main thread only; elsewhere nobody sends any to a thread.
+        # Python takes signals in the main thread only.
         self._enabled = enabled and threading.current_thread() is threading.main_thread()
         self._before: dict[signal.Signals, object] = {}
         self.is_requested = False
@@ -33,8 +49,8 @@ class StopSignals:
         self._last_boundary: float | None = None
 
     def boundary(self) -> None:
-        """The end of a step, before it is saved: from one to the next is as long as a stop may take
-        that is requested at any time."""
+        """The end of a step, before the step is saved. A stop that is requested at any time takes
+        at most the time between two of these calls."""
         now = time.monotonic()
         if self._last_boundary is not None:
             self.longest_step = max(self.longest_step, now - self._last_boundary)
@@ -45,14 +61,67 @@ class StopSignals:
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
+
+
+class TimeWatch:
+    """Inside the context, requests a stop in time for the run to be saved before its job ends.
+
+    A thread looks at the time left. It requests the stop once the time is below `margin` seconds
+    plus the longest step so far (with its evaluation and checkpoint): a stop may take that long.
+    Without a `job` it does nothing.
+    """
+
+    def __init__(self, stop: StopSignals, margin: float, job: SlurmJob | None) -> None:
+        self._stop, self._margin, self._job = stop, margin, job
+        self._ended = threading.Event()
+
+    def __enter__(self) -> TimeWatch:
+        if self._job is not None:
+            threading.Thread(target=self._watch, args=(self._job,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _watch(self, job: SlurmJob) -> None:
+        while not self._stop.is_requested:
+            left = job.seconds_left()
+            needed = self._margin + self._stop.longest_step
+            if left is not None and left <= needed:
+                text = f"{job}: {left:.0f} s left, and a stop may take {needed:.0f} s: stopping"
+                print(text, file=sys.stderr, flush=True)
+                self._stop.is_requested = True
+                return
+            wait = _LONGEST_WAIT if left is None else (left - needed) / 2
+            if self._ended.wait(min(_LONGEST_WAIT, max(1.0, wait))):
+                return
+
+
+@contextlib.contextmanager
+def watched(
+    config: Config | StageConfig, models: Sequence[torch.nn.Module], ranks: Ranks, stop: StopSignals
+) -> Iterator[None]:
+    """Train inside the context, which every rank enters: a hang ends the run, and the end of a
+    Slurm job requests a stop. Each forward pass of the models is a heartbeat."""
+    job = SlurmJob.of(os.environ)
+    if job is not None and ranks.is_main:
+        print(f"{job}", file=sys.stderr, flush=True)
+    timeout = config.training.hang_timeout_seconds
+    heartbeat = Heartbeat(Path(str(config.logging.dir)), ranks.rank, ranks.world_size, timeout)
+    on_main(heartbeat.forget_earlier)
+    hooks = [model.register_forward_pre_hook(heartbeat.beat) for model in models]
+    # A run that cannot be saved gains nothing by stopping early.
+    watches = ranks.is_main and config.checkpoint.interval > 0
+    margin = config.training.stop_margin_seconds
+    try:
+        with TimeWatch(stop, margin, job if watches else None), heartbeat:
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,4 +1,4 @@
-"""1 for the right answer and 0 for any other."""
+"""A reward of 1 for the exact answer and 0 for any other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gspo_megatron.types import Sample
 def exact_match(sample: Sample, strip: bool = True, ignore_case: bool = False) -> float:
     """1.0 if the response is the answer, else 0.0.
 
-    `strip` leaves out white space around both; `ignore_case` takes "A" for "a".
+    `strip` ignores white space around both, `ignore_case` the difference of "A" and "a".
     """
     response, answer = sample.response, sample.answer
     if strip:

@@ -1,7 +1,8 @@
-"""Mathematical answers compared by value, through the math-verify package."""
+"""Mathematical answers compared by value, with the math-verify package."""
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -9,10 +10,13 @@ from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards.registry import register
 from gspo_megatron.types import Sample
 
+_NUMBER = re.compile(r"-?\d+(,\d{3})*(\.\d+)?")
+_COMMAND = re.compile(r"\\(?!boxed|text)[A-Za-z]")
+
 
 def answer_fault(answer: str) -> str | None:
-    """What keeps `math` from comparing with an answer; None: nothing. Cheap for most answers."""
-    if _parses_surely(answer) or _parse_answer(answer):
+    """Why `math` cannot compare with an answer; None: it can. Cheap for most answers."""
+    if _is_surely_readable(answer) or _parse_answer(answer):
         return None
     return "is not a mathematical expression"
 
@@ -22,10 +26,11 @@ def math(sample: Sample) -> float:
     r"""1.0 if the response's final expression equals the answer, else 0.0.
 
     math-verify finds the expression (\boxed{...} first, then other LaTeX, then plain numbers) and
-    compares by value: 1/2, 0.5 and \frac{1}{2} are the same. The answer may be plain, or LaTeX
-    with or without $...$ or \boxed{...}. A response without any expression is worth 0.0.
+    compares by value: 1/2, 0.5 and \frac{1}{2} are the same. If there are several \boxed{...}, all
+    of them together may be the answer (a set), or the last one. The answer may be plain text, or
+    LaTeX with or without $...$ or \boxed{...}. A response without any expression scores 0.0.
 
-    Raises RewardError where the answer itself is not an expression.
+    Raises RewardError if the answer is not a mathematical expression.
     """
     from math_verify import parse, verify
 
@@ -35,26 +40,41 @@ def math(sample: Sample) -> float:
             f"reward 'math': the answer {sample.answer!r} of prompt {sample.prompt!r} is not a "
             "mathematical expression"
         )
-    return float(verify(answer, parse(sample.response)))
+    response, last_box = sample.response, sample.response.rfind(r"\boxed")
+    is_right = verify(answer, parse(response))
+    if not is_right and last_box > 0:
+        is_right = verify(answer, parse(response[last_box:]))
+    return float(is_right)
 
 
-def _parses_surely(answer: str) -> bool:
-    """Whether math-verify, at milliseconds an answer, need not be asked: of what stands in a frame
-    it takes at least the text, unless the text is none or ends the frame."""
+def _is_surely_readable(answer: str) -> bool:
+    """Whether an answer is readable without asking math-verify, which takes milliseconds: a number,
+    or LaTeX of which math-verify keeps at least the text."""
+    if _NUMBER.fullmatch(answer):
+        return True
+    if not _COMMAND.search(answer):
+        return False
     if any(mark in answer for mark in ("$", r"\boxed", r"\text")):
         return False
     depth = 0
     for character in answer:
         depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth < 0:
+        if depth < 0:  # would end the \boxed{...} of _parse_answer
             return False
-    return any(character.isalnum() for character in answer)
+    return True
 
 
-@lru_cache(maxsize=1024)  # every response of a group has the same answer
+@lru_cache(maxsize=1024)  # all responses of a group have the same answer
 def _parse_answer(answer: str) -> list[Any]:
+    r"""math-verify's forms of an answer, empty if it cannot be read.
+
+    LaTeX that math-verify cannot evaluate (A \cup B) is compared as text. Other text that it cannot
+    evaluate is no expression.
+    """
     from math_verify import parse
 
-    # Bare LaTeX is not recognised as such: x^2+1 would not parse without a frame.
-    framed = "$" in answer or r"\boxed" in answer
-    return parse(answer if framed else rf"\boxed{{{answer}}}")
+    # math-verify does not recognise bare LaTeX: x^2+1 must be enclosed.
+    is_enclosed = "$" in answer or r"\boxed" in answer
+    forms = parse(answer if is_enclosed else rf"\boxed{{{answer}}}")
+    is_evaluated = any(not isinstance(form, str) for form in forms)
+    return forms if is_evaluated or _COMMAND.search(answer) else []

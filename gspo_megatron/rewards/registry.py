@@ -1,12 +1,12 @@
-"""Rewards by name, or from a user's own module, with options checked before any training.
+"""Reward functions by name or from a user's module; their options are checked before training.
 
-A reward is a function `reward(sample: Sample, **options) -> float`, or `-> TurnRewards` where the
-turns of a response, or its tokens, have rewards of their own.
+A reward is a function `reward(sample: Sample, **options) -> float`. If the turns or tokens of a
+response have different rewards, it returns `TurnRewards`.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,6 @@ from gspo_megatron.plugins import load_function, option_problems, origin
 from gspo_megatron.types import Prompt, Sample, TurnRewards
 
 RewardFunction = Callable[..., float | TurnRewards]
-
 AnswerFault = Callable[[str], "str | None"]
 
 SHOWN_CHARACTERS = 200  # of a prompt or response in an error message
@@ -30,7 +29,7 @@ SHOWN_ANSWERS = 5  # a file of the wrong kind is wrong on every line
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function with its options bound, callable with a sample."""
+    """A reward function with its options, called with a sample."""
 
     name: str
     function: RewardFunction
@@ -55,8 +54,8 @@ def register(
 ) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator that makes a function the reward `name`.
 
-    `requires` is an optional package it imports, by the name one installs it under. `answer_fault`
-    says what keeps it from holding any response against an answer; None: nothing.
+    `requires` is an optional package that the function imports, as pip names it. `answer_fault`
+    says why the reward cannot compare any response with an answer; None: it can.
     """
 
     def decorate(function: RewardFunction) -> RewardFunction:
@@ -75,19 +74,28 @@ def reward_names() -> list[str]:
 def get_reward(
     name: str, import_path: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Reward:
-    """The reward `name`, or the user's own at `import_path`, "package.module:function".
+    """The reward `name`, or the user's function at `import_path`, "package.module:function".
 
     The current directory is searched for the module after the installed packages. `options` become
     keyword arguments.
 
-    Raises RewardError where there is no such reward, its module cannot be imported, a package that
-    it needs is missing, or the options do not fit the function's signature (all of them at once).
+    Raises RewardError if there is no such reward, its module cannot be imported, a package that it
+    needs is missing, or options do not fit the function's signature (all of them at once).
     """
     if import_path:
         name = import_path
         function = load_function("reward.import_path", import_path, RewardError)
+    elif name in _REGISTRY:
+        function, requires = _REGISTRY[name].function, _REGISTRY[name].requires
+        if requires and importlib.util.find_spec(requires.replace("-", "_")) is None:
+            raise RewardError(
+                f"reward.name = {name}: needs the package {requires}: pip install {requires}"
+            )
     else:
-        function = _find_reward(name)
+        raise RewardError(
+            f"reward.name = {name}: no such reward; legal: {', '.join(reward_names())}, or give "
+            "your own with reward.import_path"
+        )
     options = dict(options or {})
     problems = option_problems("reward", name, function, options)
     if problems:
@@ -96,40 +104,34 @@ def get_reward(
 
 
 def check_answers(reward: Reward, prompts: Iterable[Prompt]) -> None:
-    """Hold the prompts' answers against the reward, before it is to score a response to one.
+    """Checks that the reward can compare responses with the prompts' answers.
 
-    Raises RewardError that names the prompts, by file and line, whose answers it has no use for:
-    the first few, and how many more.
+    Raises RewardError that names the first prompts, by file and line, with answers that it cannot
+    use, and says how many more there are.
     """
     entry = _REGISTRY.get(reward.name)
     if entry is None or entry.answer_fault is None:
         return
-    known: dict[str, str | None] = {}
-    lines, count = [], 0
-    for prompt in prompts:
-        if prompt.answer not in known:
-            known[prompt.answer] = entry.answer_fault(prompt.answer)
-        fault = known[prompt.answer]
-        if fault is not None:
-            count += 1
-            if count <= SHOWN_ANSWERS:
-                shown = _shorten(prompt.answer)
-                lines.append(
-                    f"{prompt.source}: the answer {shown} {fault} (reward {reward.name!r})"
-                )
-    if count > len(lines):
-        lines.append(f"… and {count - len(lines)} more answers")
+    fault_of = functools.cache(entry.answer_fault)
+    bad = [prompt for prompt in prompts if fault_of(prompt.answer) is not None]
+    lines = [
+        f"{prompt.source}: the answer {_shorten(prompt.answer)} {fault_of(prompt.answer)} "
+        f"(reward {reward.name!r})"
+        for prompt in bad[:SHOWN_ANSWERS]
+    ]
+    if len(bad) > len(lines):
+        lines.append(f"… and {len(bad) - len(lines)} more answers")
     if lines:
         raise RewardError("\n".join(lines))
 
 
 def score(reward: Callable[[Sample], Any], sample: Sample) -> float | TurnRewards:
-    """The reward of one sample as a float, where a boolean counts as 0 or 1; or, checked, the
-    rewards of its turns, with arrays [turns] of float64 and int64.
+    """The reward of one sample: a float (of a boolean, 0 or 1), or the rewards of its turns, as
+    arrays [turns] of float64 and int64.
 
-    Raises RewardError, with the reward's name, the prompt and the response, where the function
-    raises, or returns anything but a finite number or turns that fit the response. A UserError from
-    the function passes unchanged.
+    Raises RewardError, with the reward's name, the prompt and the response, if the function raises
+    an error, or returns anything but a finite number or turns that fit the response. A UserError
+    of the function is raised unchanged.
     """
     try:
         value = reward(sample)
@@ -158,7 +160,7 @@ def score(reward: Callable[[Sample], Any], sample: Sample) -> float | TurnReward
 
 
 def name_of(reward: Callable[[Sample], Any]) -> str:
-    """What messages call it."""
+    """The name of a reward in messages."""
     for attribute in ("name", "__qualname__"):
         if isinstance(name := getattr(reward, attribute, None), str):
             return name
@@ -171,7 +173,7 @@ def _checked_turns(
     rewards = _numbers("rewards", turns.rewards, "biuf", refuse).astype(np.float64)
     ends = _numbers("ends", turns.ends, "iu", refuse).astype(np.int64)
     if len(rewards) != len(ends):
-        refuse(f"turns with {len(rewards)} rewards and {len(ends)} ends; one of each is wanted")
+        refuse(f"{len(rewards)} rewards and {len(ends)} ends of turns; each turn has one of both")
     bad = ~np.isfinite(rewards)
     if bad.any():
         place = int(bad.argmax())
@@ -184,17 +186,17 @@ def _checked_turns(
     if (rises <= 0).any():
         place = int((rises <= 0).argmax())
         before = ends[place - 1] if place else 0
-        refuse(f"end {ends[place]} for turn {place}; above {before}, where it starts, is wanted")
+        refuse(f"end {ends[place]} for turn {place}; it must be above its start, {before}")
     if len(ends) == 0 or ends[-1] != num_tokens:
         last = f"{ends[-1]} as the last end" if len(ends) else "no turns"
-        refuse(f"{last}; turns up to the end of the response's {num_tokens} tokens are wanted")
+        refuse(f"{last}; the last turn must end at the response's {num_tokens} tokens")
     return TurnRewards(rewards, ends)
 
 
 def _numbers(
     field: str, values: object, kinds: str, refuse: Callable[[str], NoReturn]
 ) -> np.ndarray:
-    """[turns]; `kinds` are those of numpy's types."""
+    """An array [turns]; `kinds`: the kinds of numpy types that are legal."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError):  # a ragged list, a tensor with a gradient
@@ -203,21 +205,6 @@ def _numbers(
         wanted = "integers" if kinds == "iu" else "numbers"
         refuse(f"{_shorten(values)} as {field} of turns; a list of {wanted} is wanted")
     return array
-
-
-def _find_reward(name: str) -> RewardFunction:
-    if name not in _REGISTRY:
-        raise RewardError(
-            f"reward.name = {name}: no such reward; legal: {', '.join(reward_names())}, or give "
-            "your own with reward.import_path"
-        )
-    entry = _REGISTRY[name]
-    if entry.requires and importlib.util.find_spec(entry.requires.replace("-", "_")) is None:
-        raise RewardError(
-            f"reward.name = {name}: needs the package {entry.requires}: "
-            f"pip install {entry.requires}"
-        )
-    return entry.function
 
 
 def _show(sample: Sample) -> str:

@@ -1,4 +1,4 @@
-"""What a configuration makes of a reward before it is trained on."""
+"""Reward shaping: scale, clip and the penalty of overlong responses."""
 
 from __future__ import annotations
 
@@ -12,40 +12,36 @@ from gspo_megatron.types import Sample
 
 @dataclass(frozen=True)
 class Shaping:
-    """Rewards are scaled, then clipped, and lose at last what an overlong response costs."""
+    """Scales rewards, then clips them, then subtracts the penalty of an overlong response."""
 
     section: RewardSection
     max_response_tokens: int
 
     @property
     def is_on(self) -> bool:
-        """Whether any reward can come out another."""
+        """Whether any reward can change."""
         section = self.section
-        return section.scale != 1.0 or section.clip is not None or self._has_buffer
-
-    @property
-    def _has_buffer(self) -> bool:
-        return self.section.overlong_buffer is not None
+        changes = section.scale != 1.0 or section.clip is not None
+        return changes or section.overlong_buffer is not None
 
     def __call__(self, rewards: np.ndarray, sample: Sample) -> np.ndarray:
-        """`rewards` [turns] float64 of one response, or [1] of all of it; likewise the result.
+        """The shaped rewards of one response. `rewards` and the result: [turns] float64, or [1].
 
-        Turns are scaled and clipped one by one. The last one pays for an overlong response: its
-        tokens are the ones too many.
+        Each turn is scaled and clipped. The penalty is the last turn's: its tokens exceed the
+        length.
         """
         rewards = rewards * self.section.scale
         if self.section.clip is not None:
             rewards = rewards.clip(-self.section.clip, self.section.clip)
-        if self._has_buffer:
-            rewards[-1] -= self.overlong_cost(sample.num_tokens, sample.truncated)
+        if self.section.overlong_buffer is not None:
+            rewards[-1] -= self.overlong_penalty(sample.num_tokens, sample.truncated)
         return rewards
 
-    def overlong_cost(self, num_tokens: int, truncated: bool) -> float:
-        """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), as what is taken off.
+    def overlong_penalty(self, num_tokens: int, truncated: bool) -> float:
+        """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13) as a number to subtract.
 
-        Nothing up to `max_response_tokens - overlong_buffer` tokens; from there on a part of
-        `overlong_penalty` that grows to all of it over the buffer. A truncated response has no end,
-        and pays in full.
+        It is 0 up to `max_response_tokens - overlong_buffer` tokens and grows over the buffer to
+        `overlong_penalty`, which is also that of a truncated response.
         """
         buffer = self.section.overlong_buffer
         assert buffer is not None

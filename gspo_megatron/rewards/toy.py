@@ -1,4 +1,4 @@
-"""A denser reward for the toy tasks, so that a model which is nearly right learns from it."""
+"""A dense reward for the toy tasks: nearly right answers get most of it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from gspo_megatron.types import Sample
 
 @register("per_character")
 def per_character(sample: Sample) -> float:
-    """The share of positions at which response and answer hold the same character, in [0, 1].
+    """The share of positions with the same character in response and answer, in [0, 1].
 
-    Counted over the longer of the two, so that a missing or surplus character costs as much as a
-    wrong one and only the exact answer is worth 1.0.
+    It is the share of the longer of the two: a missing or surplus character counts as a wrong one,
+    and only the exact answer scores 1.0.
     """
     positions = max(len(sample.answer), len(sample.response))
     if not positions:
         return 1.0
-    # zip stops at the shorter one: what is left over counts as wrong.
+    # zip stops at the end of the shorter one; the rest counts as wrong.
     right = sum(a == b for a, b in zip(sample.answer, sample.response, strict=False))
     return right / positions

@@ -41,7 +41,7 @@ from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.objectives import build_objective
-from gspo_megatron.observe.records import RL, read_metrics, series
+from gspo_megatron.observe.metrics_files import RL, read_metrics, series
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import gather_objects, on_main
 from gspo_megatron.rl.rollout_store import write_rollouts

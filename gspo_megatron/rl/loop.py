@@ -30,7 +30,7 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import build_trainer
 from gspo_megatron.objectives import Objective
 from gspo_megatron.objectives.advantages import AdvantageEstimator
-from gspo_megatron.observe.records import RL
+from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.reduce_metrics import StepMetrics

@@ -110,7 +110,9 @@ def read_share(
             tokens = _runs(lengths, mine)
             pieces.setdefault("tokens", []).append(_cut(file, "tokens", tokens))
             responses = _runs(columns["response_lengths"], mine)
-            pieces.setdefault("logprobs", []).append(_cut(file, "logprobs", responses))
+            pieces.setdefault("rollout_logprobs", []).append(
+                _cut(file, "rollout_logprobs", responses)
+            )
             for name in _OF_TURNS:
                 pieces.setdefault(name, []).append(_cut(file, name, _runs(columns["turns"], mine)))
         if "routes" in names:

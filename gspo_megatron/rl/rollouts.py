@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from gspo_megatron.config import Config
-from gspo_megatron.data.tokenizers import Tokenizer
+from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import RewardError
 from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
 from gspo_megatron.platform.reduce_metrics import StepMetrics
@@ -67,7 +67,7 @@ def select_sequences(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
     """The sequences that `rows` [num_sequences] bool marks."""
     responses = rows.repeat_interleave(batch.response_lengths)
     tokens = rows.repeat_interleave(batch.prompt_lengths + batch.response_lengths)
-    of_tokens = {"tokens": tokens, "logprobs": responses, "routes": tokens}
+    of_tokens = {"tokens": tokens, "rollout_logprobs": responses, "routes": tokens}
     return RolloutBatch(
         **{
             name: None if value is None else value[of_tokens.get(name, rows)]
@@ -90,11 +90,11 @@ class Collector:
         self,
         config: Config,
         engine: RolloutEngine,
-        tokenizer: Tokenizer,
+        environment: SingleTurn,
         reward: Reward,
         device: torch.device,
     ) -> None:
-        self.config, self.engine, self.tokenizer = config, engine, tokenizer
+        self.config, self.engine, self.environment = config, engine, environment
         self.device = device
         self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.shaping = Shaping(config.reward, config.rollout.max_response_tokens)
@@ -116,7 +116,15 @@ class Collector:
 
     def score(self, batch: RolloutBatch, prompts: Sequence[Prompt], first: int) -> Experience:
         """The responses with what the reward function gives for them."""
-        samples = self._samples(batch, prompts, first) if self.scorer.calls_reward else []
+        samples = []
+        if self.scorer.calls_reward:
+            columns = (batch.prompt_lengths, batch.response_lengths, batch.truncated)
+            samples = self.environment.samples(
+                batch.tokens.cpu(),
+                *(column.cpu() for column in (*columns, batch.group_index)),
+                prompts,
+                first,
+            )
         scores = self.scorer(samples, len(batch.sample_index))
         return Experience(batch, scores, samples, scores.rewards.tolist())
 
@@ -159,23 +167,6 @@ class Collector:
         found[groups[differs] - first] = 1
         dist.all_reduce(found, group=self.data_group)
         return [bool(has) for has in found.tolist()]
-
-    def _samples(self, batch: RolloutBatch, prompts: Sequence[Prompt], first: int) -> list[Sample]:
-        """The responses as a reward function sees them."""
-        tokens = batch.tokens.tolist()
-        samples, start = [], 0
-        columns = (batch.prompt_lengths, batch.response_lengths, batch.group_index, batch.truncated)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        for prompt_length, length, group, truncated in rows:
-            ids = tokens[start + prompt_length : start + prompt_length + length]
-            start += prompt_length + length
-            if ids and ids[-1] in self.tokenizer.eos_ids:
-                ids.pop()
-            prompt, text = prompts[group - first], self.tokenizer.decode(ids)
-            samples.append(
-                Sample(prompt.text, prompt.answer, text, truncated, prompt.fields, length)
-            )
-        return samples
 
 
 def mean_pair(values: Tensor) -> Tensor:

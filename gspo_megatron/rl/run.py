@@ -10,6 +10,7 @@ from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import load_starting_weights, open_logger, open_session
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
+from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.objectives import Objective, build_objective
 from gspo_megatron.platform.groups import patience_minutes, set_up_model_parallel, start_processes
@@ -88,7 +89,7 @@ def assemble(
         policy=policy,
         inputs=inputs,
         engine=engine,
-        collector=Collector(config, engine, tokenizer, reward, ranks.device),
+        collector=Collector(config, engine, SingleTurn(tokenizer), reward, ranks.device),
         builder=MicroBatchBuilder(
             policy,
             tokenizer.pad_id,

@@ -433,7 +433,7 @@ def _join(
         tokens=torch.cat([prompt_tokens, tokens], 1)[torch.cat([in_prompt, in_response], 1)],
         prompt_lengths=prompt_lengths,
         response_lengths=lengths,
-        logprobs=logprobs[in_response],
+        rollout_logprobs=logprobs[in_response],
         truncated=~ended,
         sample_index=samples,
         group_index=groups.repeat_interleave(per_prompt),

@@ -13,30 +13,75 @@ from megatron.core import parallel_state
 from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder, micro_batch_multiple
 from gspo_megatron.batching.plan import MiniBatch, plan_step
 from gspo_megatron.config.stages import FineTuningConfig
+from gspo_megatron.data.examples import Example, SupervisedData
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.data.supervised import Example, SupervisedData
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.supervised.loop import SupervisedBatch
 
 
-class SupervisedBatchBuilder:
-    """Makes batches of examples for this rank's layout."""
+class FineTuningBatches:
+    """The batches of a run (see loop.Batches), in an order that depends on seed and file only."""
 
-    def __init__(self, policy: Policy, builder: MicroBatchBuilder, token_budget: int) -> None:
-        """`token_budget`: of a micro-batch, on each rank that holds a part of its sequences."""
-        self.policy, self.builder = policy, builder
-        self.token_budget = token_budget * policy.config.context_parallel_size
+    def __init__(
+        self,
+        config: FineTuningConfig,
+        policy: Policy,
+        pad_id: int,
+        train: SupervisedData,
+        evaluation: SupervisedData | None = None,
+    ) -> None:
+        training = config.training
+        self.policy = policy
+        self.train, self.evaluation_data = train, evaluation
+        self.batch_size = training.batch_size
+        self.builder = MicroBatchBuilder(policy, pad_id, 1.0, padded=not training.packing)
+        # The budget is each rank's; a context-parallel group shares the tokens of a micro-batch.
+        self.token_budget = training.micro_batch_tokens * policy.config.context_parallel_size
+        self.seed, self.shuffle = training.seed, config.data.shuffle
+        self.loader = self._loader(self.batch_size)
+        self.num_examples = config.num_examples(len(train))  # of the whole run
+        self.drawn = 0
 
-    def build(self, examples: Sequence[Example]) -> SupervisedBatch:
-        """One batch of the examples, which every rank passes alike."""
+    def next(self) -> SupervisedBatch:
+        """The next `batch_size` examples, or fewer at the last step."""
+        return self.batch([self.train[number] for number in self._draw()])
+
+    def _draw(self) -> list[int]:
+        count = min(self.batch_size, self.num_examples - self.drawn)
+        assert count > 0, "all examples are drawn"
+        self.drawn += count
+        if count == self.batch_size:
+            return self.loader.next()
+        # If the run is continued with more steps, the examples that this step leaves out come next.
+        short = self._loader(count)
+        short.load_state_dict(self.loader.state_dict())
+        numbers = short.next()
+        self.loader.load_state_dict(short.state_dict())
+        return numbers
+
+    def _loader(self, size: int) -> PromptLoader:
+        return PromptLoader(len(self.train), size, self.seed, shuffle=self.shuffle)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.loader.state_dict(), "drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+        self.drawn = state["drawn"]
+
+    def evaluation(self) -> Iterator[SupervisedBatch]:
+        data = self.evaluation_data
+        for start in range(0, len(data), self.batch_size) if data is not None else ():
+            numbers = range(start, min(start + self.batch_size, len(data)))
+            yield self.batch([data[number] for number in numbers])
+
+    def batch(self, examples: Sequence[Example]) -> SupervisedBatch:
+        """One batch of the examples, which must be the same on every rank."""
         lengths = [len(example.token_ids) for example in examples]
-        learned = [
-            int(example.loss_mask[1:].sum()) for example in examples
-        ]  # none predicts the 1st
         plan = plan_step(
             lengths,
-            learned,
+            [int(example.loss_mask[1:].sum()) for example in examples],  # none predicts the first
             mini_batches=1,
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             token_budget=self.token_budget,
@@ -57,88 +102,26 @@ class SupervisedBatchBuilder:
         for numbers in plan.of_rank(parallel_state.get_data_parallel_rank()):
             members = [examples[n] for n in numbers]
             tokens = [torch.from_numpy(member.token_ids.astype(np.int64)) for member in members]
-            # From the first learned token on everything is predicted, then what is not learned
-            # is left out: answers of several turns have questions between them.
+            # The builder predicts every token from the first learned one on. Those that are not
+            # learned are removed: several answers have questions between them.
             tails = [member.loss_mask[_first_learned(member) :] for member in members]
             counts = [len(tail) for tail in tails]
             offsets = [sum(counts[:place]) for place in range(len(counts))]
             built = self.builder.build(range(len(members)), tokens, counts, offsets, shape)
             learned = np.concatenate([np.empty(0, bool), *tails])
-            yield built if learned.all() else _only(built, torch.from_numpy(learned))
-
-
-class FineTuningBatches:
-    """The batches of a run, in an order that seed and file alone decide; see supervised.Batches."""
-
-    def __init__(
-        self,
-        config: FineTuningConfig,
-        policy: Policy,
-        pad_id: int,
-        train: SupervisedData,
-        evaluation: SupervisedData | None = None,
-    ) -> None:
-        training = config.training
-        self.train, self.held_out = train, evaluation
-        self.batch_size = training.batch_size
-        builder = MicroBatchBuilder(policy, pad_id, 1.0, padded=not training.packing)
-        self.batch_builder = SupervisedBatchBuilder(policy, builder, training.micro_batch_tokens)
-        self.seed, self.shuffle = training.seed, config.data.shuffle
-        self.loader = self._loader(self.batch_size)
-        self.last = config.num_examples(len(train))  # examples, all in all
-        self.drawn = 0
-
-    def next(self) -> SupervisedBatch:
-        """The next examples: `batch_size` of them, or what is left for the last step."""
-        return self.batch([self.train[number] for number in self.draw()])
-
-    def draw(self) -> list[int]:
-        """Their numbers."""
-        count = min(self.batch_size, self.last - self.drawn)
-        assert count > 0, "all examples are drawn"
-        self.drawn += count
-        if count == self.batch_size:
-            return self.loader.next()
-        # What a short step does not learn must come first where the run is prolonged.
-        short = self._loader(count)
-        short.load_state_dict(self.loader.state_dict())
-        numbers = short.next()
-        self.loader.load_state_dict(short.state_dict())
-        return numbers
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self.loader.state_dict(), "drawn": self.drawn}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)
-        self.drawn = state["drawn"]
-
-    def evaluation(self) -> Iterator[SupervisedBatch]:
-        data = self.held_out
-        if data is None:
-            return
-        for start in range(0, len(data), self.batch_size):
-            numbers = range(start, min(start + self.batch_size, len(data)))
-            yield self.batch([data[number] for number in numbers])
-
-    def batch(self, examples: Sequence[Example]) -> SupervisedBatch:
-        """One batch of the examples, which every rank passes alike."""
-        return self.batch_builder.build(examples)
-
-    def _loader(self, size: int) -> PromptLoader:
-        return PromptLoader(len(self.train), size, self.seed, shuffle=self.shuffle)
+            yield built if learned.all() else _only_learned(built, torch.from_numpy(learned))
 
 
 def _first_learned(example: Example) -> int:
-    """Where it is; the length where there is none that a token before it predicts."""
+    """The place of the first learned token that another token predicts; the length without one."""
     found = np.flatnonzero(example.loss_mask[1:])
     return 1 + int(found[0]) if len(found) else len(example.token_ids)
 
 
-def _only(micro_batch: MicroBatch, learned: torch.Tensor) -> MicroBatch:
-    """The micro-batch without the predictions of tokens that are not learned.
+def _only_learned(micro_batch: MicroBatch, learned: torch.Tensor) -> MicroBatch:
+    """The micro-batch without predictions of tokens that are not learned.
 
-    `learned` [response tokens of all members] bool.
+    `learned`: [response tokens of all members] bool.
     """
     packed = micro_batch.packed
     keep = learned.to(packed.response_index.device)[packed.response_index]

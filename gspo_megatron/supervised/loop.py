@@ -1,4 +1,4 @@
-"""Supervised steps: the mean negative log-prob of all learned tokens of a batch, on any layout."""
+"""Supervised training: the loss is the mean negative log-prob of all learned tokens of a batch."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from gspo_megatron.platform.reduce_metrics import StepMetrics, share_with_all_st
 
 @dataclass
 class SupervisedBatch:
-    """What one optimizer update learns from."""
+    """The data of one optimizer update."""
 
     micro_batches: list[MicroBatch]  # of this rank
-    num_micro_batches: int  # of all ranks, the empty ones left out
-    num_learned: int  # tokens that the loss counts, of all ranks
+    num_micro_batches: int  # of all ranks, without empty ones
+    num_learned: int  # tokens in the loss, of all ranks
     num_tokens: int  # all tokens, of all ranks
 
 
 class Batches(Protocol):
-    """A stage's data, the same on every layout; all ranks move on together."""
+    """The data of a stage, the same on every layout. All ranks call `next` together."""
 
     def next(self) -> SupervisedBatch:
         """The batch of the next step."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch begins, fit for JSON."""
+        """The place of the next batch, which JSON can hold."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises DataError where that is no place in these data."""
+        """Continues from `state`. Raises DataError if it is not of these data."""
         ...
 
     def evaluation(self) -> Iterable[SupervisedBatch]:
-        """All held-out batches, the same at each call; none without such data."""
+        """All batches of the evaluation, the same at each call."""
         ...
 
 
 class SupervisedUpdater:
-    """Optimizer updates on batches, and the loss of batches that are not learned."""
+    """Optimizer updates, and the loss of evaluation batches."""
 
     def __init__(self, policy: Policy, trainer: Trainer) -> None:
         self.policy, self.trainer = policy, trainer
@@ -61,43 +61,41 @@ class SupervisedUpdater:
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
 
     def update(self, batch: SupervisedBatch) -> dict[str, float]:
-        """One update. Returns its figures, the same on every rank."""
-        figures = StepMetrics(self.device)
+        """One update. Returns its metrics, the same on every rank."""
+        metrics = StepMetrics(self.device)
 
         def loss(_: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict]:
             means = _means(logprobs, {"loss": -logprobs, "policy/entropy": entropies})
-            # without tokens, zero with a gradient of zeros: every rank runs its backward pass
+            # Without tokens the loss is zero; its gradient of zeros lets every rank run backward.
             return -logprobs.sum() / max(batch.num_learned, 1), means
 
         zero_gradients(self.policy.chunks, self.trainer.optimizer)
         for means in forward_backward(
             self.policy, batch.micro_batches, loss, batch.num_micro_batches
         ):
-            figures.add_means(means)
+            metrics.add_means(means)
         norm, rate = self.trainer.update()
-        return self._reduced(figures) | {"grad_norm": norm, "lr": rate}
+        return self._reduce(metrics) | {"grad_norm": norm, "lr": rate}
 
     def evaluate(self, batches: Iterable[SupervisedBatch]) -> dict[str, float]:
-        """evaluation/loss, the mean over all learned tokens of all batches, and evaluation/logprob,
-        the same with its sign turned; nothing without batches."""
-        figures, is_empty = StepMetrics(self.device), True
+        """evaluation/logprob, the mean over all learned tokens of all batches, and evaluation/loss,
+        which is -evaluation/logprob; nothing without batches."""
+        metrics, is_empty = StepMetrics(self.device), True
         for batch in batches:
             is_empty = False
             for logprobs, _ in response_logprobs(self.policy, batch.micro_batches):
-                means = _means(
-                    logprobs, {"evaluation/loss": -logprobs, "evaluation/logprob": logprobs}
-                )
-                figures.add_means(means)
-        return {} if is_empty else self._reduced(figures)
+                values = {"evaluation/loss": -logprobs, "evaluation/logprob": logprobs}
+                metrics.add_means(_means(logprobs, values))
+        return {} if is_empty else self._reduce(metrics)
 
-    def _reduced(self, figures: StepMetrics) -> dict[str, float]:
+    def _reduce(self, metrics: StepMetrics) -> dict[str, float]:
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        reduced = figures.reduce(self.data_group) if is_last else None
+        reduced = metrics.reduce(self.data_group) if is_last else None
         return share_with_all_stages(reduced, self.pipeline_group)
 
 
 def _means(logprobs: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Numerators and the one denominator, in float64: sums over millions of tokens."""
+    """[sum, count] of each value, in float64 because there may be millions of tokens."""
     count = torch.tensor(float(logprobs.numel()), dtype=torch.float64, device=logprobs.device)
     return {
         name: torch.stack([value.detach().double().sum(), count]) for name, value in values.items()
@@ -105,8 +103,8 @@ def _means(logprobs: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @dataclass
-class StageJob:
-    """A stage's parts, as `train.supervised_run` puts them together."""
+class StageComponents:
+    """The parts of a stage, which `supervised.run` builds."""
 
     config: StageConfig  # training.steps is known
     policy: Policy
@@ -116,21 +114,19 @@ class StageJob:
 
 
 class SupervisedLoop:
-    """Steps of learning and writing down, with evaluations before, between and after."""
+    """The steps of a stage, with evaluations before, between and after them."""
 
-    def __init__(self, job: StageJob) -> None:
-        """Goes on where the run's checkpoint was taken."""
-        self.job, self.config = job, job.config
-        self.phase, self.steps = job.config.phase, job.config.training.steps
-        trainer = build_trainer(job.policy, job.config.optimizer, learning_rates(job.config))
-        self.trainer = trainer
-        self.updater = SupervisedUpdater(job.policy, trainer)
-        self.done = job.checkpoints.restore(self.phase, trainer, job.batches)
+    def __init__(self, parts: StageComponents) -> None:
+        """Continues from the run's checkpoint if there is one."""
+        self.parts, config = parts, parts.config
+        self.phase, self.steps = config.phase, config.training.steps
+        self.trainer = build_trainer(parts.policy, config.optimizer, learning_rates(config))
+        self.updater = SupervisedUpdater(parts.policy, self.trainer)
+        self.done = parts.checkpoints.restore(self.phase, self.trainer, parts.batches)
 
     def run(self) -> None:
-        """The steps that are not done yet. Raises StopRun where the run was told to stop, and is
-        saved."""
-        record, interval = self.job.record, self.config.training.evaluation_interval
+        """All steps that are left. Raises StopRun if the run was told to stop; then it is saved."""
+        record, interval = self.parts.record, self.parts.config.training.evaluation_interval
         with record.progress(self.steps, TITLES[self.phase], self.done) as progress:
             if self.done == 0:
                 before = self.evaluate()
@@ -146,14 +142,14 @@ class SupervisedLoop:
                 progress.update(step, metrics)
                 if is_last and "evaluation/loss" in metrics:
                     progress.note(f"held-out loss: {metrics['evaluation/loss']:.4f}")
-                self.job.checkpoints.end_of_step(
-                    self.phase, step, self.trainer, self.job.batches, metrics, is_last=is_last
+                self.parts.checkpoints.end_of_step(
+                    self.phase, step, self.trainer, self.parts.batches, metrics, is_last=is_last
                 )
 
     def step(self) -> dict[str, float]:
-        """One update. Returns its metrics, the same on every rank but for the times."""
+        """One update. Returns its metrics, the same on every rank except for the times."""
         start = time.perf_counter()
-        batch = self.job.batches.next()
+        batch = self.parts.batches.next()
         metrics = self.updater.update(batch)
         seconds = time.perf_counter() - start
         return metrics | {
@@ -165,8 +161,8 @@ class SupervisedLoop:
         }
 
     def evaluate(self) -> dict[str, float]:
-        """The loss on held-out data; nothing without any."""
-        return self.updater.evaluate(self.job.batches.evaluation())
+        """The loss on the evaluation data; nothing without such data."""
+        return self.updater.evaluate(self.parts.batches.evaluation())
 
 
 TITLES = {"pretrain": "pre-training", "sft": "supervised fine-tuning"}

@@ -1,7 +1,7 @@
-"""Corpora as batches: Megatron-Core's own datasets, samplers and index files, read on every rank.
+"""Corpora as batches of samples of one length, by Megatron-Core's own datasets.
 
-Rank 0 builds the index of the samples in the run folder, the others map it into memory. Sample
-number n is the same tokens on any layout; a step takes the next `batch_size` numbers.
+Rank 0 builds the index of the samples in the run folder, and the others map it into memory. Sample
+number n has the same tokens on any layout; a step takes the next `batch_size` numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from gspo_megatron.batching.packing import PackedBatch, zigzag_shard
 from gspo_megatron.batching.plan import largest_equal_share
 from gspo_megatron.checkpoint.resume import run_folder
 from gspo_megatron.config.stages import PretrainingConfig
-from gspo_megatron.data.stage_inputs import (
+from gspo_megatron.data.inputs import (
     PretrainingInputs,
     corpus_tokens,
     evaluation_documents,
@@ -38,14 +38,14 @@ from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.supervised.loop import SupervisedBatch
 
 INDEX = "samples"  # below the run folder
-_WHOLE = "whole"  # a file in it, while nothing is being written there
-_NO_TOKEN = -1  # what GPTDataset fills up with; a real id would be left out where it is text
+_WHOLE = "whole"  # a file in that folder, unless an index is being written
+_NO_TOKEN = -1  # GPTDataset pads with it and masks it, so it must not be the id of a real token
 
 Samples = GPTDataset | BlendedDataset
 
 
 class PretrainingBatches:
-    """The batches of a run; see supervised.Batches."""
+    """The batches of a run; see loop.Batches."""
 
     def __init__(
         self,
@@ -55,26 +55,29 @@ class PretrainingBatches:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Every rank builds it. The index of a run that `goes_on` is used again. Raises DataError
-        where the held-out data hold no whole batch."""
+        """All ranks call it together. With `goes_on`, the index in the run folder is used again.
+
+        Raises DataError if the evaluation data hold no whole batch.
+        """
         self.config, self.policy = config, policy
         self.batch_size = config.training.batch_size
         self.device = torch.device(torch.cuda.current_device())
         index = run_folder(config) / INDEX
         on_main(lambda: _open_index(index, goes_on))
         self.samples = _training_samples(config, inputs)
-        self.held_out = _held_out_samples(config, inputs)
+        self.evaluation_samples = _evaluation_samples(config, inputs)
         on_main((index / _WHOLE).touch)
-        self.num_held_out = 0
-        if self.held_out is not None:
-            whole = len(self.held_out) // self.batch_size
-            if not whole:
+        self.num_evaluation_batches = 0
+        if self.evaluation_samples is not None:
+            count = len(self.evaluation_samples)
+            if count < self.batch_size:
                 raise DataError(
-                    f"the evaluation data hold {len(self.held_out)} samples of "
-                    f"{config.sequence_length()} tokens; training.batch_size = {self.batch_size} "
-                    "takes more"
+                    f"the evaluation data hold {count} samples of {config.sequence_length()} "
+                    f"tokens; training.batch_size = {self.batch_size} takes more"
                 )
-            self.num_held_out = min(whole, config.training.evaluation_batches)
+            self.num_evaluation_batches = min(
+                count // self.batch_size, config.training.evaluation_batches
+            )
         self.drawn = 0  # samples
 
     def next(self) -> SupervisedBatch:
@@ -91,24 +94,24 @@ class PretrainingBatches:
         once = all(epochs == 1 for epochs, _ in [*mine, *state["order"]])
         if len(mine) != len(state["order"]) or (mine != state["order"] and not once):
             raise DataError(
-                "the order of the samples depends on their number where a corpus is read more than "
-                "once, and training.steps has changed; set it back to go on"
+                "training.steps has changed, and the order of the samples depends on it because a "
+                "corpus is read more than once; set it back to continue"
             )
         self.drawn = state["drawn"]
 
     def evaluation(self) -> Iterator[SupervisedBatch]:
-        for number in range(self.num_held_out):
-            yield self.batch(self.held_out, number * self.batch_size)
+        for number in range(self.num_evaluation_batches):
+            yield self.batch(self.evaluation_samples, number * self.batch_size)
 
     def batch(self, samples: Any, start: int) -> SupervisedBatch:
-        """The samples from number `start` on; a data-parallel rank reads its own."""
+        """The `batch_size` samples from number `start` on; each rank reads its share."""
         dp = parallel_state.get_data_parallel_world_size()
-        own = self.batch_size // dp
-        first = start + parallel_state.get_data_parallel_rank() * own
-        size = self._micro_batch_size(own)
+        share = self.batch_size // dp
+        first = start + parallel_state.get_data_parallel_rank() * share
+        size = self._micro_batch_size(share)
         micro_batches = [
             self._micro_batch([samples[n] for n in range(at, at + size)])
-            for at in range(first, first + own, size)
+            for at in range(first, first + share, size)
         ]
         length = self.config.sequence_length()
         return SupervisedBatch(
@@ -118,12 +121,12 @@ class PretrainingBatches:
             num_tokens=self.batch_size * length,
         )
 
-    def _micro_batch_size(self, own: int) -> int:
-        """The most samples within the token budget that make micro-batches of one size, as many as
-        an interleaved schedule wants."""
+    def _micro_batch_size(self, share: int) -> int:
+        """The largest number of samples within the token budget that divides a rank's share into
+        equal micro-batches, in a number that an interleaved pipeline schedule accepts."""
         cp = self.policy.config.context_parallel_size
         most = self.config.training.micro_batch_tokens * cp // self.config.sequence_length()
-        return largest_equal_share(own, most, micro_batch_multiple(self.policy))
+        return largest_equal_share(share, most, micro_batch_multiple(self.policy))
 
     def _count(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Learned tokens of all ranks."""
@@ -153,10 +156,10 @@ def rows_of_samples(
     context_parallel_size: int = 1,
     context_parallel_rank: int = 0,
 ) -> PackedBatch:
-    """Samples of one length as a micro-batch with a row for each, and no padding.
+    """Samples of one length as a micro-batch with a row for each, without padding.
 
-    tokens, labels [samples, length] int64: what each token is followed by; learned [samples,
-    length] bool: which labels count.
+    tokens: [samples, length] int64; labels: [samples, length] int64, the token after each; learned:
+    [samples, length] bool, the labels in the loss.
     """
     count, length = tokens.shape
     cp = context_parallel_size
@@ -173,7 +176,7 @@ def rows_of_samples(
         longest=length,
         padding_mask=None,
         token_index=numbers.view(size),
-        # hidden states come with the tokens of a row first: [tokens, rows]
+        # hidden states are [tokens of a row, rows]
         token_rows=rows % size[1] * count + rows // size[1],
         targets=labels.flatten()[numbers][rows],
         sequence_index=rows // size[1],
@@ -185,17 +188,17 @@ def rows_of_samples(
 
 @dataclass
 class _TokenizerFacts:
-    """All that GPTDataset asks of a tokenizer; its index files are named after this too."""
+    """What GPTDataset needs of a tokenizer; the names of its index files depend on it."""
 
     vocab_size: int
     eod: int
+    unique_identifiers: dict[str, Any]
     pad: int = _NO_TOKEN
-    unique_identifiers: dict[str, Any] = field(default_factory=dict)
 
 
 def _open_index(folder: Path, goes_on: bool) -> None:
-    """Megatron-Core takes any file of the right name for whole, and of this run: what another run
-    or a killed process left there goes."""
+    """Removes the files of another run or of a killed process: Megatron-Core uses any index file
+    of the right name."""
     whole = folder / _WHOLE
     if not (goes_on and whole.exists()):
         shutil.rmtree(folder, ignore_errors=True)
@@ -204,62 +207,59 @@ def _open_index(folder: Path, goes_on: bool) -> None:
 
 
 def _training_samples(config: PretrainingConfig, inputs: PretrainingInputs) -> Samples:
-    data = config.data
-    count = config.training.steps * config.training.batch_size
-    weights = None
+    data, weights = config.data, None
     if len(data.train) > 1:
         weights = [float(w) for w in data.weights or map(corpus_tokens, data.train)]
-    wanted = _dataset_config(config, inputs, (data.train, weights), data.evaluation_share)
-    wanted.split_matrix = [(0.0, 1.0 - data.evaluation_share), None, None]
-    return _build([count, 0, 0], wanted)[0]
+    split = [(0.0, 1.0 - data.evaluation_share), None, None]
+    count = config.training.steps * config.training.batch_size
+    return _build(config, inputs, data.train, weights, split, [count, 0, 0])
 
 
-def _held_out_samples(config: PretrainingConfig, inputs: PretrainingInputs) -> Samples | None:
+def _evaluation_samples(config: PretrainingConfig, inputs: PretrainingInputs) -> Samples | None:
     data = config.data
     if data.evaluation:
-        wanted = _dataset_config(config, inputs, (data.evaluation, None), 1.0)
-        wanted.split_matrix = [None, (0.0, 1.0), None]
+        prefixes, first = data.evaluation, 0.0
     elif data.evaluation_share:
         prefixes = [prefix for prefix in data.train if evaluation_documents(config, prefix)]
-        wanted = _dataset_config(config, inputs, (prefixes, None), data.evaluation_share)
-        wanted.split_matrix = [None, (1.0 - data.evaluation_share, 1.0), None]
+        first = 1.0 - data.evaluation_share
     else:
         return None
-    return _build([None, None, None], wanted)[1]
+    return _build(config, inputs, prefixes, None, [None, (first, 1.0), None], [None] * 3)
 
 
-def _dataset_config(
+def _build(
     config: PretrainingConfig,
     inputs: PretrainingInputs,
-    blend: tuple[list[str], list[float] | None],
-    held_out: float,
-) -> GPTDatasetConfig:
-    facts = _TokenizerFacts(inputs.tokenizer.vocab_size, inputs.eod_id)
-    facts.unique_identifiers = {"vocab_size": facts.vocab_size, "eod": facts.eod}
-    return GPTDatasetConfig(
+    prefixes: list[str],
+    weights: list[float] | None,
+    split: list[tuple[float, float] | None],  # the documents of training, evaluation, test
+    sizes: list[int | None],  # samples of each; None: those of one pass
+) -> Samples:
+    vocab_size, eod = inputs.tokenizer.vocab_size, inputs.eod_id
+    wanted = GPTDatasetConfig(
         random_seed=config.training.seed,
         sequence_length=config.sequence_length(),
-        blend=blend,
-        split=f"{1.0 - held_out},{held_out},0",
+        blend=(prefixes, weights),
+        split="1,1,1",  # `split_matrix` replaces it
         path_to_cache=str(run_folder(config) / INDEX),
-        tokenizer=facts,
+        tokenizer=_TokenizerFacts(vocab_size, eod, {"vocab_size": vocab_size, "eod": eod}),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=config.data.mask_end_of_document,
         create_attention_mask=False,
     )
-
-
-def _build(sizes: list[int | None], config: GPTDatasetConfig) -> list[Any]:
-    return BlendedMegatronDatasetBuilder(
-        cls=GPTDataset, sizes=sizes, is_built_on_rank=lambda: True, config=config
-    ).build()
+    wanted.split_matrix = split
+    builder = BlendedMegatronDatasetBuilder(
+        cls=GPTDataset, sizes=sizes, is_built_on_rank=lambda: True, config=wanted
+    )
+    (samples,) = (part for part in builder.build() if part is not None)
+    return samples
 
 
 def _order(samples: Samples) -> list[list[int]]:
-    """What the order of the samples depends on besides the configuration: how often each corpus is
-    read, and to how many samples. Read once, a corpus has one order, of which a shorter run takes
-    the beginning."""
+    """What the order of the samples depends on besides the configuration: for each corpus, how
+    often it is read and the number of samples. The order of a corpus that is read once does not
+    depend on the length of the run."""
     parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
     return [
         [math.ceil(len(part.document_index) / len(part.indices)), len(part.shuffle_index)]

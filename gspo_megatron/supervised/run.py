@@ -6,19 +6,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.checkpoint.hf.writer_folder import check_destination
+from gspo_megatron.checkpoint.hf.writer import check_destination
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import load_starting_weights, open_logger, open_session
 from gspo_megatron.config.parallel import resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
-from gspo_megatron.data.inputs import model_vocab_size
-from gspo_megatron.data.stage_inputs import FineTuningInputs, PretrainingInputs
+from gspo_megatron.data.inputs import FineTuningInputs, PretrainingInputs, model_vocab_size
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.groups import patience_minutes, set_up_model_parallel, start_processes
 from gspo_megatron.platform.stop import StopSignals
-from gspo_megatron.supervised.loop import Batches, StageJob, SupervisedLoop
+from gspo_megatron.supervised.loop import Batches, StageComponents, SupervisedLoop
 
 Inputs = FineTuningInputs | PretrainingInputs
 
@@ -46,7 +45,7 @@ def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bo
         return done
 
 
-def _finish(job: StageJob, hf: Any) -> None:
+def _finish(job: StageComponents, hf: Any) -> None:
     """The export, if one is asked for, and the report."""
     path = job.config.export.hf_path
     if path is not None:
@@ -60,7 +59,7 @@ def _finish(job: StageJob, hf: Any) -> None:
 
 def assemble_stage(
     config: StageConfig, inputs: Inputs, start: Start | None = None, stop: StopSignals | None = None
-) -> tuple[StageJob, Any]:
+) -> tuple[StageComponents, Any]:
     """Join the other ranks and build this rank's part of everything; the policy has the weights of
     `start`, where there is one. With it comes the config.json of the Hugging Face model that the
     weights go back to, None without one."""
@@ -89,7 +88,7 @@ def assemble_stage(
         assert isinstance(config, PretrainingConfig) and isinstance(inputs, PretrainingInputs)
         goes_on = start.checkpoint is not None
         batches = PretrainingBatches(config, policy, inputs, goes_on=goes_on)
-    return StageJob(config, policy, batches, record, checkpoints), hf
+    return StageComponents(config, policy, batches, record, checkpoints), hf
 
 
 def export_is_due(config: StageConfig) -> bool:

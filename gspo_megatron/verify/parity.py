@@ -361,7 +361,7 @@ def _receive(
         prompt_lengths=lengths - responses,
         response_lengths=responses,
         # in float64 the anchor of the ratios must not be rounded to float32 on its way
-        logprobs=join(batch.log_ratios).to(
+        rollout_logprobs=join(batch.log_ratios).to(
             torch.promote_types(policy.config.params_dtype, torch.float32)
         ),
         truncated=torch.zeros_like(numbers, dtype=torch.bool),

@@ -67,6 +67,15 @@ class Launch:
     def await_word(self, word: str, *ranks: int) -> None:
         wait_until(lambda: all((self.folder / f"{word}-{rank}").exists() for rank in ranks))
 
+    def say(self, word: str, rank: int) -> None:
+        (self.folder / f"{word}-{rank}").touch()
+
+    def ask(self, signum: signal.Signals) -> None:
+        """Send the launcher of two ranks a signal, and wait until they have it."""
+        self.await_word("ready", 0, 1)
+        self.process.send_signal(signum)
+        self.await_word("asked", 0, 1)
+
     def end(self) -> tuple[int, str, str]:
         """Exit code, stdout and stderr, once it has ended."""
         out, err = self.process.communicate(timeout=PATIENCE)

@@ -11,20 +11,30 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.cli.arms import choose_arms, plan_runs
 from gspo_megatron.cli.check_inputs import check_all
+from gspo_megatron.cli.variants import choose_variants, plan_runs
 from gspo_megatron.config import load_config
 from tests.e2e.conftest import Command, command_environment
 
 ROOT = Path(__file__).resolve().parents[2]
-ARMS, SEEDS = ("grpo", "gspo+r3"), (1, 2)
+VARIANTS, SEEDS = ("grpo", "gspo+r3"), (1, 2)
 STEPS = 2
 
 
 def words(config_file: Path, out: Path) -> list[str]:
     seeds = str(len(SEEDS))
     noise = "routing.rollout_noise=0.2"
-    return ["ablate", str(config_file), noise, "--arms", *ARMS, "--seeds", seeds, "-o", str(out)]
+    return [
+        "ablate",
+        str(config_file),
+        noise,
+        "--variants",
+        *VARIANTS,
+        "--seeds",
+        seeds,
+        "-o",
+        str(out),
+    ]
 
 
 def rl_records(folder: Path) -> list[dict[str, float]]:
@@ -44,7 +54,7 @@ def test_an_ablation_is_killed_and_goes_on(
     gspo: Command, config_file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "ablation"
-    first, second = (out / arm / "seed_1" for arm in ARMS)
+    first, second = (out / variant / "seed_1" for variant in VARIANTS)
     process = subprocess.Popen(
         [sys.executable, "-m", "gspo_megatron", *words(config_file, out)],
         stdout=subprocess.PIPE,
@@ -67,13 +77,13 @@ def test_an_ablation_is_killed_and_goes_on(
     assert "1 are finished and stay as they are" in result.stdout
     assert (first / "metrics.jsonl").stat().st_mtime_ns == untouched
     assert second.with_name("seed_1.1").is_dir()  # the run that was cut short is kept
-    for arm in ARMS:
+    for variant in VARIANTS:
         for seed in SEEDS:
-            records = rl_records(out / arm / f"seed_{seed}")
+            records = rl_records(out / variant / f"seed_{seed}")
             assert [record["step"] for record in records] == [*range(STEPS + 1)]
             last = records[-1]
             assert "routing/volatility" in last and "routing/layer_01/volatility" in last
-            assert ("replay/bytes" in last) == ("r3" in arm)
+            assert ("replay/bytes" in last) == ("r3" in variant)
             assert last["mismatch/abs_mean"] > 1e-4  # noisy routers; 1e-6 without
     check_report(out)
     # nothing is left to be done
@@ -87,7 +97,10 @@ def check_report(out: Path) -> None:
         assert part in text
     assert "None of the 4 runs collapsed" in text
     assert page.count("data:image/png;base64,") == 2
-    assert sorted(path.name for path in (out / "plots").iterdir()) == ["arms.png", "volatility.png"]
+    assert sorted(path.name for path in (out / "plots").iterdir()) == [
+        "variants.png",
+        "volatility.png",
+    ]
 
 
 def test_bad_input_is_refused_before_anything_runs(
@@ -95,8 +108,8 @@ def test_bad_input_is_refused_before_anything_runs(
 ) -> None:
     out = tmp_path / "ablation"
     for more, named in (
-        (("--arms", "grpo+r4"), "--arms grpo+r4: no such arm; did you mean"),
-        (("--arms", "grpo", "--seeds", "0"), "'0' is not an integer from 1"),
+        (("--variants", "grpo+r4"), "--variants grpo+r4: no such variant; did you mean"),
+        (("--variants", "grpo", "--seeds", "0"), "'0' is not an integer from 1"),
         (("objective.clip_lo=0.1",), "objective.clip_lo = 0.1: unknown key; did you mean"),
         (("rollout.group_size=1", "--seeds", "1"), "rollout.group_size = 1"),
         (("--report-only",), "there is nothing to report"),
@@ -108,15 +121,20 @@ def test_bad_input_is_refused_before_anything_runs(
     assert not out.exists()
 
 
-def test_the_example_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its data, and every arm on them; its numbers are in its README."""
-    script = ROOT / "examples" / "ablation" / "make_data.py"
+def test_the_example_is_sound(
+    gspo: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its data, the model that all runs start from (after one step), and every variant on them."""
+    example = ROOT / "examples" / "ablation"
     data = tmp_path / "runs" / "sorting"
-    subprocess.run([sys.executable, script, "-o", data], check=True, env=command_environment())
+    command = [sys.executable, example / "make_data.py", "-o", data]
+    subprocess.run(command, check=True, env=command_environment())
     rows = [json.loads(line) for line in (data / "test.jsonl").read_text().splitlines()]
     assert len(rows) == 256
     assert all(row["answer"] == "".join(sorted(row["prompt"][:-1])) for row in rows)
     monkeypatch.chdir(tmp_path)
-    path = str(ROOT / "examples" / "ablation" / "config.yaml")
-    for planned in plan_runs(path, [], choose_arms([], load_config(path)), [1], tmp_path):
+    done = gspo("sft", example / "sft.yaml", "training.steps=1", "optimizer.warmup_steps=0")
+    assert done.returncode == 0, done.stderr
+    path = str(example / "config.yaml")
+    for planned in plan_runs(path, [], choose_variants([], load_config(path)), [1], tmp_path):
         check_all(planned.config, 1)

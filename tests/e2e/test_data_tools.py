@@ -71,10 +71,10 @@ def test_a_tokenizer_a_dataset_and_its_check(corpus: Path, tmp_path: Path) -> No
     result = call("prepare_data", *words, "--workers", 2, "--chunk-bytes", 100_000, "--deduplicate")
     assert result.returncode == 0, result.stderr
     assert "tokenize" in result.stderr  # the progress
-    told = figures(result.stdout)
+    summary = figures(result.stdout)
     manifest = json.loads(Path(f"{prefix}.json").read_text())
     assert {key: str(manifest[key]) for key in ("documents", "tokens", "dtype")} == {
-        key: told[key] for key in ("documents", "tokens", "dtype")
+        key: summary[key] for key in ("documents", "tokens", "dtype")
     }
 
     # The Hugging Face form of the tokenizer gives the same tokens.
@@ -132,46 +132,30 @@ def test_a_run_that_was_stopped_continues(
     assert not (tmp_path / "stopped.partial").exists()
 
 
-def test_mistakes_are_told_in_a_line(corpus: Path, tmp_path: Path) -> None:
-    tokenizer = corpus / "tokenizer" / "tokenizer.model"
+def test_mistakes_are_named_without_a_traceback(corpus: Path, tmp_path: Path) -> None:
+    """The messages have unit tests; here they reach the user."""
+    tokenizer, out = corpus / "tokenizer" / "tokenizer.model", ("-o", tmp_path / "out")
     bad = tmp_path / "bad.jsonl"
-    bad.write_bytes(b'{"text": "fine"}\n{"text": "\xff\xfe"}\nno JSON\n{"body": "x"}\n')
-    out = ("-o", tmp_path / "out")
-    lines = refused("prepare_data", bad, "--tokenizer", tokenizer, *out).splitlines()
-    assert [line for line in lines if line.startswith(str(bad))] == [
+    bad.write_bytes(b'{"text": "fine"}\n{"text": "\xff\xfe"}\n{"text": \n{"body": "x"}\n')
+    faults = [
         f"{bad}:2: not valid UTF-8 at byte 11 of the line",
-        f"{bad}:3: not JSON: Expecting value at column 1",
+        f"{bad}:3: not JSON: Expecting value at column 9",
         f"{bad}:4: no field 'text'; the fields are: 'body' (--text-field chooses one)",
     ]
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    assert (
-        refused("prepare_data", empty, "--tokenizer", tokenizer, *out) == f"{empty}: an empty file"
-    )
-    assert "cannot be written" in refused(
-        "prepare_data", corpus / "corpus.jsonl", "--tokenizer", tokenizer, "-o", empty / "out"
-    )
-    assert "has no symbol '<eod>'" in refused(
-        *("prepare_data", corpus / "corpus.jsonl", "--tokenizer", tokenizer, *out),
-        *("--end-of-document", "<eod>"),
-    )
+    lines = refused("prepare_data", bad, "--tokenizer", tokenizer, *out).splitlines()
+    assert [line for line in lines if line.startswith(str(bad))] == faults
+    assert refused("train_tokenizer", bad, *out, "--vocab-size", 400).splitlines() == faults
     assert "are needed" in refused("prepare_data", bad)
-    assert f"{bad}:2: not valid UTF-8" in refused("train_tokenizer", bad, *out, "--vocab-size", 400)
-    assert "an empty file" in refused("train_tokenizer", empty, *out, "--vocab-size", 400)
+    (tmp_path / "empty").touch()
+    assert "cannot be written" in refused(
+        *("prepare_data", corpus / "corpus.jsonl", "--tokenizer", tokenizer),
+        *("-o", tmp_path / "empty" / "out"),
+    )
     template = tmp_path / "template.jinja"
-    template.write_text("{{ '<|user|>' ~ messages[0].content }}")
-    assert "writes <|user|>, which is none of the symbols" in refused(
-        *("train_tokenizer", corpus / "corpus.jsonl", *out, "--vocab-size", 400),
-        *("--chat-template", template),
-    )
     template.write_text("{{ messages[0].content }}\n{% endfor %}")
-    assert "chat_template: no valid Jinja: line 2: " in refused(
+    assert "chat_template: not valid Jinja: line 2: " in refused(
         *("train_tokenizer", corpus / "corpus.jsonl", *out, "--vocab-size", 400),
         *("--chat-template", template),
-    )
-    assert "already" in refused(
-        *("train_tokenizer", corpus / "corpus.jsonl", "-o", corpus / "tokenizer"),
-        *("--vocab-size", 400),
     )
 
 
@@ -179,5 +163,5 @@ def test_the_benchmark_compares_equal_tokens() -> None:
     result = call("bench_prepare_data", "--megabytes", 0.3, "--repeats", 1, "--vocab-size", 800)
     assert result.returncode == 0, result.stderr
     assert "preprocess_data.py is not in the megatron-core wheel" in result.stdout
-    told = figures(result.stdout)
-    assert told["same_tokens"] == "1" and float(told["speedup"]) > 0
+    summary = figures(result.stdout)
+    assert summary["same_tokens"] == "1" and float(summary["speedup"]) > 0

@@ -5,16 +5,12 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import (
-    PATIENCE,
-    Start,
-    launches,
-    wait_until,
-)
+from tests.e2e.launching import PATIENCE, Start, launches, wait_until
 
 
 @pytest.fixture
@@ -232,9 +228,7 @@ def test_a_second_signal_does_not_wait_for_the_grace(start: Start) -> None:
         2,
         grace=2 * PATIENCE,
     )
-    launch.await_word("ready", 0, 1)
-    launch.process.send_signal(signal.SIGINT)
-    launch.await_word("asked", 0, 1)
+    launch.ask(signal.SIGINT)
     launch.process.send_signal(signal.SIGINT)
     assert launch.end()[0] == 130
     assert launch.survivors() == []
@@ -269,7 +263,7 @@ def test_a_rank_does_not_outlive_a_launcher_that_was_killed_before_it_joined(sta
     launch.await_word("starting", 0, 1)
     launch.process.kill()
     launch.process.wait(timeout=PATIENCE)
-    (launch.folder / "go-0").touch()
+    launch.say("go", 0)
     wait_until(lambda: launch.survivors() == [])
     assert not list(launch.folder.glob("joined-*"))
 
@@ -307,3 +301,67 @@ def test_a_port_in_use_is_named(start: Start) -> None:
     assert (code, out) == (2, "")
     assert f"MASTER_PORT = {port}" in err
     assert "Traceback" not in err
+
+
+# A rank that notes the signal, and ends in an orderly way later, when the test lets it.
+SAVES = """
+asked = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: asked.append(True))
+say("ready")
+while not asked:
+    threading.Event().wait(0.01)
+say("asked")
+await_word("go", 0)
+"""
+
+
+@pytest.fixture
+def start_saving(start: Start) -> Start:
+    """Starts ranks that save themselves when told to end, with hardly any time for others."""
+    return partial(start, grace=0.1, settle=0.1, saves_on_signals=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_ranks_take_the_time_they_need(start_saving: Start, number: signal.Signals) -> None:
+    launch = start_saving(
+        SAVES + "threading.Event().wait(0.5)  # longer than the grace\nsys.exit(75)"
+    )
+    launch.ask(number)
+    launch.say("go", 0)
+    code, out, err = launch.end()
+    assert (code, out) == (75, "")
+    assert ("told to end" in err) == (number == signal.SIGTERM)
+
+
+def test_a_run_that_ends_by_itself_meanwhile_is_done(start_saving: Start) -> None:
+    launch = start_saving(SAVES)
+    launch.ask(signal.SIGTERM)
+    launch.say("go", 0)
+    assert launch.end()[0] == 0
+
+
+def test_asked_twice_the_ranks_end_now(start_saving: Start) -> None:
+    launch = start_saving(SAVES)
+    launch.ask(signal.SIGTERM)
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.end()[0] == 143
+    assert launch.survivors() == []
+
+
+def test_a_rank_that_is_not_ready_yet_ends_the_others(start_saving: Start) -> None:
+    launch = start_saving('if rank == 0:\n    say("ready")\n    block()\n' + SAVES)
+    launch.await_word("ready", 0, 1)
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.end()[0] == 143
+    assert launch.survivors() == []
+
+
+def test_what_goes_wrong_while_saving_is_told(start_saving: Start) -> None:
+    launch = start_saving(
+        "join_launcher()\n" + SAVES + 'sys.exit(tell_failure(UserError("the disk is full")))'
+    )
+    launch.ask(signal.SIGTERM)
+    launch.say("go", 0)
+    code, _, err = launch.end()
+    assert (code, err.splitlines()[-1]) == (2, "the disk is full")

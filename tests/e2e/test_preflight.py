@@ -21,12 +21,12 @@ PATIENCE = 240
 # A rank as srun starts it, whose imports are done before anything happens to it.
 _RANK = """
 import os, sys, threading, time
-import gspo_megatron.config.any_stage, gspo_megatron.platform.preflight.run
+import gspo_megatron.config.any_stage, gspo_megatron.platform.preflight
 from gspo_megatron.cli.main import main
 
 def when_measuring(act):
     def wait():
-        while "preflight" not in [thread.name for thread in threading.enumerate()]:
+        while "speed" not in [thread.name for thread in threading.enumerate()]:
             time.sleep(0.01)
         act()
     threading.Thread(target=wait, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Dynamic sampling, shaping and rewards of turns from a module of one's own, in real runs."""
+"""Dynamic sampling, reward shaping and rewards of turns from a user's module, in real runs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from gspo_megatron.data.corpus_files import write_indexed
-from gspo_megatron.data.supervised import Format, load_supervised
+from gspo_megatron.data.examples import Format, load_supervised
 from gspo_megatron.data.tokenizers import load_tokenizer
 from tests.e2e.conftest import command_environment
 from tests.e2e.resuming import (
@@ -58,7 +58,7 @@ def run(phase: str, config: Path, *words: object, expect: int = 0) -> str:
 
 
 def write_corpus(toy: Path, folder: Path) -> None:
-    """Random tokens, with what the toy tokenizer ends a text with after each document."""
+    """Documents of random tokens, each with the end-of-sequence token."""
     tokenizer = load_tokenizer(toy / "tokenizer.model")
     source = np.random.default_rng(3)
     for name, count in (("a", 50), ("b", 30)):
@@ -130,15 +130,15 @@ def test_losses_are_the_same_on_any_layout(
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_run_goes_on_bitwise(base: Path, tmp_path: Path, phase: str) -> None:
-    """From the middle, with its export once more; and once done, it says so and does nothing."""
+def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path, phase: str) -> None:
+    """It continues from the middle and exports again; a finished run does nothing."""
     again = tmp_path / "run"
     shutil.copytree(base / phase, again)
     for step in range(3, STEPS + 1):
         shutil.rmtree(again / "checkpoints" / f"{phase}_{step:08d}")
     words = (f"logging.dir={again}", f"export.hf_path={tmp_path / 'hf'}")
-    told = run(phase, base / f"{phase}.yaml", *words)
-    assert f"going on from {again / 'checkpoints' / f'{phase}_00000002'}" in told
+    errors = run(phase, base / f"{phase}.yaml", *words)
+    assert f"going on from {again / 'checkpoints' / f'{phase}_00000002'}" in errors
     assert_same_run(again, base / phase, f"{phase}_{STEPS:08d}")
     mine, theirs = (
         (folder / "model.safetensors").read_bytes()
@@ -152,8 +152,8 @@ def test_a_run_goes_on_bitwise(base: Path, tmp_path: Path, phase: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_run_that_is_told_to_stop_is_saved(base: Path, tmp_path: Path, phase: str) -> None:
-    """And goes on as if it had not been stopped, from wherever that was."""
+def test_a_run_that_is_stopped_by_a_signal_is_saved(base: Path, tmp_path: Path, phase: str) -> None:
+    """It then continues as if it had not been stopped."""
     again = tmp_path / "run"
     words = (
         f"logging.dir={again}",
@@ -177,7 +177,7 @@ def test_a_run_that_is_told_to_stop_is_saved(base: Path, tmp_path: Path, phase: 
     assert_same_run(again, undisturbed, f"{phase}_{STEPS:08d}")
 
 
-# In a process without Megatron-Core, and without what stands in the place of CUDA for it.
+# Run in a process without Megatron-Core and its CPU support.
 TRANSFORMERS = """
 import json, sys
 import torch, transformers
@@ -214,7 +214,7 @@ def test_the_exported_model_has_the_loss_that_was_reported(base: Path, toy: Path
 def test_each_stage_begins_with_the_weights_of_the_one_before(
     base: Path, toy: Path, tmp_path: Path
 ) -> None:
-    """The loss before the first step is that of the model that was given; RL takes it too."""
+    """The loss before the first step is that of the given checkpoint; RL starts from one too."""
     words = (f"model.checkpoint_path={base / 'pretrain'}", f"logging.dir={tmp_path / 'sft'}")
     run("sft", base / "sft.yaml", *words, "export.hf_path=", "training.steps=3")
     fresh, given = records(base / "sft")[0], records(tmp_path / "sft")[0]
@@ -234,27 +234,27 @@ def test_each_stage_begins_with_the_weights_of_the_one_before(
     assert [record["step"] for record in records(tmp_path / "rl")] == [1]
 
 
-def test_what_is_wrong_is_told_before_anything_starts(base: Path, tmp_path: Path) -> None:
+def test_mistakes_are_named_before_anything_starts(base: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\nnot json\n')
     bad = tmp_path / "bad.jsonl"
-    told = run("sft", base / "sft.yaml", f"data.examples={bad}", "model.vocab_size=5", expect=2)
-    assert f"{bad}:1: no field 'answer'" in told and f"{bad}:2: " in told
-    assert "model.vocab_size = 5" in told and "Traceback" not in told
+    errors = run("sft", base / "sft.yaml", f"data.examples={bad}", "model.vocab_size=5", expect=2)
+    assert f"{bad}:1: no field 'answer'" in errors and f"{bad}:2: " in errors
+    assert "model.vocab_size = 5" in errors and "Traceback" not in errors
 
-    told = run("sft", base / "sft.yaml", "training.batch_size=7", expect=2)
-    assert "training.batch_size = 7: was 12" in told and "Traceback" not in told
+    errors = run("sft", base / "sft.yaml", "training.batch_size=7", expect=2)
+    assert "training.batch_size = 7: was 12" in errors and "Traceback" not in errors
 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     words = (f"export.hf_path={tmp_path / 'full'}", f"logging.dir={tmp_path / 'run'}")
-    told = run("sft", base / "sft.yaml", *words, expect=2)
-    assert "has files in it already" in told and not (tmp_path / "run").exists()
+    errors = run("sft", base / "sft.yaml", *words, expect=2)
+    assert "has files in it already" in errors and not (tmp_path / "run").exists()
 
     shutil.copy(base / "a.idx", tmp_path / "c.idx")
     (tmp_path / "c.bin").write_bytes((base / "a.bin").read_bytes()[:-2])
     words = (f"data.train=[{tmp_path / 'c'}]", "data.weights=", "data.evaluation_share=0.0001")
-    told = run("pretrain", base / "pretrain.yaml", *words, expect=2)
-    assert "they do not belong together" in told and "Traceback" not in told
+    errors = run("pretrain", base / "pretrain.yaml", *words, expect=2)
+    assert "they do not belong together" in errors and "Traceback" not in errors
 
 
 def test_the_summary_is_of_the_stage(base: Path) -> None:

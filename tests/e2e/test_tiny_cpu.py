@@ -1,4 +1,4 @@
-"""examples/tiny_cpu: the whole life of a model by its own script, and what stands beside it."""
+"""examples/tiny_cpu: all stages by run.sh, the table, and the error without earlier stages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def evaluations(run: Path, key: str) -> list[float]:
 
 
 def accuracies(run: Path) -> list[float]:
-    """What transformers found of the model of each stage."""
+    """Accuracies of the models of all stages by transformers."""
     answers = json.loads((run / "answers.json").read_text())
     rows = answers["prompts"]
     assert len(rows) == 256
@@ -63,7 +63,7 @@ def table(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_short_life(tmp_path: Path) -> None:
-    """All stages, each from what the one before has made; then once more, with nothing to do."""
+    """All stages, each from the result of the one before; then again, with nothing to do."""
     stages = {"PRETRAIN": PRETRAIN, "SFT": SFT}
     result = life(tmp_path, *RL, **stages)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
@@ -101,14 +101,14 @@ def test_a_short_life(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2,pp=2,ep=2"])
 def test_a_whole_life(tmp_path: Path, layout: str) -> None:
-    """What its README promises; minutes."""
+    """The numbers of its README; takes minutes."""
     result = life(tmp_path, "training.seed=2", f"parallel.layout={layout}")
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
     _, tuned, trained = accuracies(tmp_path / f"runs/tiny_cpu-seed=2-layout={layout}")
     assert tuned < 0.45 and trained > 0.85
 
 
-def test_without_the_stages_before_it_is_said_what_to_run(
+def test_without_the_earlier_stages_the_error_names_run_sh(
     gspo: Command, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The paths of config.yaml are relative, and nothing is there in this folder."""

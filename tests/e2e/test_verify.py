@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gspo_megatron.checkpoint.hf.offline import hf_to_megatron, megatron_to_hf
+from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from tests.e2e.conftest import Command, write_config
 from tests.e2e.resuming import command, environment, make_small
 

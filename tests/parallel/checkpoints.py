@@ -111,7 +111,7 @@ def update(config: Config, policy: Policy, trainer: Trainer, seed: int) -> None:
         tokens=torch.cat([batch.tokens[0][:0], *(batch.tokens[n] for n in mine)]),
         prompt_lengths=(lengths - responses)[mine],
         response_lengths=responses[mine],
-        logprobs=torch.zeros(int(responses[mine].sum())),
+        rollout_logprobs=torch.zeros(int(responses[mine].sum())),
         truncated=torch.zeros(len(mine), dtype=torch.bool),
         sample_index=mine,
         group_index=mine // 2,

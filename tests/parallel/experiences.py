@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.platform.groups import set_up_model_parallel
@@ -66,7 +67,7 @@ def step(
     policy = build_policy(config, parallel, VOCAB_SIZE)
     engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=EOS_ID)
     reward = Reward("turns", reward_of_turns)
-    collector = Collector(config, engine, Tokenizer(), reward, torch.device("cpu"))
+    collector = Collector(config, engine, SingleTurn(Tokenizer()), reward, torch.device("cpu"))
     drawn = iter(
         Prompt(f"prompt {n}", answer, f"f:{n}", {}, tuple(ids))
         for n, (ids, answer) in enumerate(zip(prompts, answers, strict=True))

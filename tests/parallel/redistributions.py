@@ -45,7 +45,7 @@ def move(
         destinations,
         group,
         context_parallel_size=cp,
-        token_advantages=2 * batch.logprobs,
+        token_advantages=2 * batch.rollout_logprobs,
     )
     assert torch.equal(received.token_advantages, 2 * received.rollout_logprobs)
     for number, tokens in received.tokens.items():
@@ -82,7 +82,7 @@ def _batch(seed: int, numbers: list[int]) -> tuple[RolloutBatch, torch.Tensor]:
         tokens=tokens,
         prompt_lengths=lengths - responses,
         response_lengths=responses,
-        logprobs=torch.tensor([x for _, p, _ in contents for x in p], dtype=torch.float32),
+        rollout_logprobs=torch.tensor([x for _, p, _ in contents for x in p], dtype=torch.float32),
         truncated=torch.zeros(len(numbers), dtype=torch.bool),
         sample_index=torch.tensor(numbers, dtype=torch.long),
         group_index=torch.tensor(numbers, dtype=torch.long) // 2,

@@ -136,7 +136,7 @@ def _responses(batch: RolloutBatch) -> list[tuple[int, Response]]:
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     prompt_lengths, lengths = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
     tokens = batch.tokens.split([p + r for p, r in zip(prompt_lengths, lengths)])
-    logprobs = batch.logprobs.split(lengths)
+    logprobs = batch.rollout_logprobs.split(lengths)
     return [
         (
             sample,

@@ -18,10 +18,10 @@ def test_two_arms_and_their_report(cluster: Cluster, run: Run) -> None:
     out = run.folder / "ablation"
     environ = cluster.environ | run.environ(cluster)
     environ["PYTHONPATH"] += os.pathsep + str(ROOT)
-    arms = ["--arms", "gspo", "grpo+r2", "--seeds", "1"]
+    variants = ["--variants", "gspo", "grpo+r2", "--seeds", "1"]
     words = ["parallel.layout=dp=2", "training.steps=2", "-o", str(out), "--slurm=--nodes=2"]
     done = subprocess.run(
-        [sys.executable, "-m", "gspo_megatron", "ablate", str(run.config), *arms, *words],
+        [sys.executable, "-m", "gspo_megatron", "ablate", str(run.config), *variants, *words],
         env=environ,
         cwd=run.folder,
         capture_output=True,
@@ -36,8 +36,8 @@ def test_two_arms_and_their_report(cluster: Cluster, run: Run) -> None:
     logs = {path.name: path.read_text() for path in (out / ".slurm" / "1").glob("*.log")}
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), logs
     assert set(logs) == {"0.log", "1.log", "report.log"}
-    for arm in ("gspo", "grpo+r2"):
-        folder = out / arm / "seed_1"
+    for variant in ("gspo", "grpo+r2"):
+        folder = out / variant / "seed_1"
         assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
         assert '"nodes": "2"' in (folder / "environment.json").read_text()
     text = (out / "report.html").read_text()

@@ -89,7 +89,7 @@ def test_a_run_is_saved_before_its_time_is_over_without_any_signal(
     cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     log = finish_as(cluster, run, number, undisturbed)
     assert f"Slurm job {number}, restart 0: " in log
-    assert "s left, of which a stop may take" in log
+    assert "s left, and a stop may take" in log
 
 
 @pytest.mark.full

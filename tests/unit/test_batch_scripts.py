@@ -143,10 +143,19 @@ def test_the_stages_before_rl_are_checked_as_what_they_are(job: Job, stage: str)
     assert len(job.calls("python")) == 4 and len(job.calls("srun")) == 1
 
 
-@pytest.mark.parametrize("words", [("c.yaml", "a=1"), ("--check-only", "c.yaml", "a=1")])
-def test_nothing_starts_where_the_check_fails(job: Job, words: tuple[str, ...]) -> None:
-    job.environ["CHECK"] = "2"
-    assert job.run(*words)[0] == 2
+@pytest.mark.parametrize(
+    ("check", "words"),
+    [
+        ("2", ("c.yaml", "a=1")),
+        ("2", ("--check-only", "c.yaml", "a=1")),
+        ("0", ("c.yaml", "a=1", "--check-only")),
+    ],
+)
+def test_nothing_starts_with_check_only_and_where_the_check_fails(
+    job: Job, check: str, words: tuple[str, ...]
+) -> None:
+    job.environ |= {"CHECK": check, "SLURM_RESTART_COUNT": "3"}
+    assert job.run(*words)[0] == int(check)
     assert job.calls("python") == [CHECK] and not job.calls("srun")
 
 
@@ -203,12 +212,6 @@ def test_a_host_without_nvidia_smi(job: Job) -> None:
     assert job.calls("python") == [CHECK]
 
 
-def test_check_only(job: Job) -> None:
-    job.environ["SLURM_RESTART_COUNT"] = "3"
-    assert job.run("c.yaml", "a=1", "--check-only")[0] == 0
-    assert job.calls("python") == [CHECK]
-
-
 def test_the_check_and_fresh_are_for_the_first_start(job: Job) -> None:
     words = ("c.yaml", "a=1", "--fresh")
     job.environ |= {"TASK_0": "75", "TASK_1": "75"}
@@ -238,47 +241,38 @@ def test_a_call_that_makes_no_sense(job: Job, words: tuple[str, ...], told: str)
     assert not job.calls("python")
 
 
-def test_tasks_that_are_stopped_and_saved_bring_the_job_back(job: Job) -> None:
-    job.environ |= {"TASK_0": "75", "TASK_1": "75"}
-    _, out = job.run("c.yaml")
-    assert "scontrol requeue 7" in job.calls("scontrol")
-    assert "back in the queue" in out
+STOPPED = {"TASK_0": "75", "TASK_1": "75"}
+TWO_NODES = {"SLURM_JOB_NUM_NODES": "2"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
-    [({"JOB_STATE": "CANCELLED"}, "the job is CANCELLED"), ({"GSPO_REQUEUE": "0"}, "GSPO_REQUEUE")],
+    ("changes", "codes", "text", "is_requeued"),
+    [
+        (STOPPED, {75}, "back in the queue", True),
+        ({**STOPPED, "JOB_STATE": "CANCELLED"}, {75}, "the job is CANCELLED", False),
+        ({**STOPPED, "GSPO_REQUEUE": "0"}, {75}, "GSPO_REQUEUE", False),
+        ({"TASK_1": "3"}, {3}, 'first in task 1 on n1, whose lines begin with "1: "', False),
+        # one task fails after another was saved
+        ({"TASK_0": "75", "TASK_1": "3"}, {3, 143}, "failed with exit code", False),
+        # all nodes answer, or one does not
+        ({**TWO_NODES, "TASK_0": "1", "PROBE": "0"}, {1}, "failed with exit code 1", False),
+        ({**TWO_NODES, "TASK_0": "1", "PROBE": "1"}, {75}, "does not answer", True),
+        # a user's mistake has nothing to do with nodes
+        ({**TWO_NODES, "TASK_0": "2", "TASK_1": "2"}, {2}, "failed with exit code 2", False),
+    ],
 )
-def test_but_not_always(job: Job, changes: dict[str, str], told: str) -> None:
-    job.environ |= {"TASK_0": "75", "TASK_1": "75", **changes}
-    code, out = job.run("c.yaml")
-    assert code == 75 and told in out
-    assert "scontrol requeue 7" not in job.calls("scontrol")
-    assert not list(job.folder.glob(".gspo-megatron*"))
-
-
-def test_the_code_of_a_job_is_that_of_the_task_that_failed(job: Job) -> None:
-    job.environ["TASK_1"] = "3"
-    code, out = job.run("c.yaml")
-    assert code == 3
-    assert 'first in task 1 on n1, whose lines begin with "1: "' in out
-
-
-def test_a_task_that_fails_after_another_was_saved_is_a_failure(job: Job) -> None:
-    job.environ |= {"TASK_0": "75", "TASK_1": "3"}
-    assert job.run("c.yaml")[0] in (3, 143)
-    assert "scontrol requeue 7" not in job.calls("scontrol")
-
-
-@pytest.mark.parametrize(("probe", "comes_back"), [("0", False), ("1", True)])
-def test_tasks_that_fail_as_a_node_dies_bring_the_job_back(
-    job: Job, probe: str, comes_back: bool
+def test_how_a_job_ends(
+    job: Job, changes: dict[str, str], codes: set[int], text: str, is_requeued: bool
 ) -> None:
-    job.environ |= {"SLURM_JOB_NUM_NODES": "2", "TASK_0": "1", "PROBE": probe}
+    job.environ |= changes
     code, out = job.run("c.yaml")
-    assert (code, "does not answer" in out) == ((75, True) if comes_back else (1, False))
-    assert ("scontrol requeue 7" in job.calls("scontrol")) is comes_back
-    assert "--overlap --nodes=2 --ntasks=2 --ntasks-per-node=1" in job.calls("srun")[-1]
+    assert code in codes and text in out
+    assert ("does not answer" in out) is (text == "does not answer")
+    assert ("scontrol requeue 7" in job.calls("scontrol")) is is_requeued
+    assert is_requeued or not list(job.folder.glob(".gspo-megatron*"))
+    probes = job.calls("srun")[1:]
+    assert len(probes) == ("PROBE" in changes)
+    assert all("--overlap --nodes=2 --ntasks=2 --ntasks-per-node=1" in call for call in probes)
 
 
 def test_a_start_that_is_killed_brings_the_job_back_unless_it_is_the_first(job: Job) -> None:
@@ -296,12 +290,6 @@ def test_a_start_that_is_killed_brings_the_job_back_unless_it_is_the_first(job: 
     assert [killed(start) for start in range(5, 10)] == [(75, True)] * 5
     assert killed(10) in [(137, False), (143, False)]
     assert not list(job.folder.glob(".gspo-megatron*"))
-
-
-def test_a_users_mistake_has_nothing_to_do_with_nodes(job: Job) -> None:
-    job.environ |= {"SLURM_JOB_NUM_NODES": "2", "TASK_0": "2", "TASK_1": "2", "PROBE": "1"}
-    assert job.run("c.yaml")[0] == 2
-    assert len(job.calls("srun")) == 1
 
 
 def test_a_signal_reaches_the_tasks(job: Job) -> None:

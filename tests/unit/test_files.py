@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import hashlib
 import os
+import random
+import shutil
 from pathlib import Path
 
 import pytest
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import write_atomically
+from gspo_megatron.files import fingerprint, write_atomically
 
 
 def test_writes_into_a_new_folder_and_replaces(tmp_path: Path) -> None:
@@ -30,3 +33,32 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_fingerprint_is_the_sha256_of_a_file(tmp_path: Path) -> None:
+    content = random.Random(5).randbytes(5_000_001)  # more than is read at a time
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    os.utime(path, (1, 1))
+    assert fingerprint(path) == hashlib.sha256(content).hexdigest()
+    assert fingerprint(shutil.copy(path, tmp_path / "other")) == fingerprint(path)
+
+
+def test_the_fingerprint_of_a_folder_is_of_its_tokenizer_files(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "vocab.txt").write_text("a b")
+    before = fingerprint(folder)
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"weights")
+    assert fingerprint(folder) == before
+    (folder / "vocab.txt").write_text("a c")
+    changed = fingerprint(folder)
+    assert changed != before
+    (folder / "vocab.txt").rename(folder / "vocab.json")
+    assert fingerprint(folder) != changed
+
+
+def test_a_fingerprint_needs_a_readable_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="absent: cannot be read"):
+        fingerprint(tmp_path / "absent")

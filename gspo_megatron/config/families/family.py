@@ -59,7 +59,7 @@ class Family:
 
     `always` are values of TransformerConfig that all models of the family have; `only` the keys of
     config.json of which the map knows some values alone, the first being the one of a missing key;
-    `names` the template of each tensor's name by what it is (checkpoint/hf/arrangement.py).
+    `names` the template of each tensor's name by what it is (checkpoint/hf/weight_map.py).
     """
 
     model_type: str

@@ -20,7 +20,7 @@ def make_batch(sample_index: list[int]) -> RolloutBatch:
         tokens=torch.arange(100, 100 + sum(lengths)),
         prompt_lengths=torch.tensor(PROMPTS),
         response_lengths=torch.tensor(RESPONSES),
-        logprobs=-torch.arange(sum(RESPONSES)).float(),
+        rollout_logprobs=-torch.arange(sum(RESPONSES)).float(),
         truncated=torch.zeros(5, dtype=torch.bool),
         sample_index=torch.tensor(sample_index),
         group_index=torch.tensor(sample_index) // 2,
@@ -49,7 +49,7 @@ def test_on_one_rank_everything_stays_in_order() -> None:
     assert index.rewards.tolist() == [0.5, -1.0, 2.0, 0.1, 1.25]  # float64, bit for bit
     sequences = exchanged(batch)
     assert torch.equal(torch.cat([sequences.tokens[n] for n in range(5)]), batch.tokens)
-    assert torch.equal(sequences.rollout_logprobs, batch.logprobs)
+    assert torch.equal(sequences.rollout_logprobs, batch.rollout_logprobs)
     assert sequences.offsets == {0: 0, 1: 4, 2: 5, 3: 11, 4: 13}
     assert sequences.token_advantages is None
     own = torch.arange(sum(RESPONSES)) / 8
@@ -65,7 +65,12 @@ def test_sequences_are_numbered_by_their_sample_index() -> None:
     sequences = exchanged(batch)
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
     for row, (number, tokens, logprobs) in enumerate(
-        zip(numbers, batch.tokens.split(lengths), batch.logprobs.split(RESPONSES), strict=True)
+        zip(
+            numbers,
+            batch.tokens.split(lengths),
+            batch.rollout_logprobs.split(RESPONSES),
+            strict=True,
+        )
     ):
         assert index.prompt_lengths[number] == PROMPTS[row]
         assert torch.equal(sequences.tokens[number], tokens)

@@ -18,7 +18,7 @@ from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
-from gspo_megatron.observe.records import RL
+from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.stop import StopSignals
 from tests.unit.models.one_rank import tiny_config, tiny_policy

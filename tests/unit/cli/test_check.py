@@ -84,16 +84,6 @@ def test_answers_that_the_reward_cannot_read_are_named_by_line(
     assert [line.split(":")[1] for line in lines] == ["2", "3"]
 
 
-def test_answers_of_the_warm_start_must_fit_too(
-    write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sizes = ["model.max_sequence_length=10", "rollout.max_response_tokens=2"]
-    words = ["check", str(write_config(("abcd", "abcde"))), *sizes]
-    assert main(words) == 0
-    assert main([*words, "training.warm_start.steps=1"]) == 2
-    assert "prompts.jsonl:2: prompt and answer have 11 tokens" in capsys.readouterr().err
-
-
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
     write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
 ) -> None:

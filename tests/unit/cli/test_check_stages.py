@@ -177,4 +177,4 @@ def test_the_configurations_on_the_page_about_slurm_are_sound(
     if stage == "pretrain":
         assert main([*words, "--world-size", "32", "--gpu-memory", "80"]) == 0
         (needed,) = re.findall(r"rank 0 needs ([\d.]+ GB)", capsys.readouterr().out)
-        assert f"the second at {needed} on the fullest rank" in page
+        assert f"estimates {needed} on the fullest rank" in page

@@ -1,15 +1,21 @@
-"""Which error caused a failure, and which are only its consequence."""
+"""How commands end: which error is the cause, and output that cannot be written."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import errno
+import io
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from gspo_megatron.cli import failures, ranks
+from gspo_megatron.cli import main as entry
 from gspo_megatron.errors import RewardError
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    g()\n'
@@ -102,3 +108,72 @@ def test_what_ends_a_command_decides_its_exit_code(capsys: pytest.CaptureFixture
     assert capsys.readouterr() == ("", "it goes on\nbad reward\na.bin: Permission denied\n")
     assert failures.exit_code_of(ends_in(RuntimeError("on fire"))) == 1
     assert capsys.readouterr().err.startswith("Traceback")
+
+
+@pytest.fixture
+def unread() -> Iterator[io.TextIOWrapper]:
+    """A pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w")
+    yield stream
+    with contextlib.suppress(BrokenPipeError):
+        stream.close()
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *, raises: bool) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        print("a line")
+        if raises:
+            raise BrokenPipeError(32, "Broken pipe")
+        return 1
+
+    monkeypatch.setattr(entry, "parse", lambda argv: argparse.Namespace(run=run))
+
+
+def test_a_reader_that_left_ends_the_command_without_a_traceback(
+    unread: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(monkeypatch, raises=True)
+    # not in the fixture: pytest sets its own stream again before the test itself
+    monkeypatch.setattr(sys, "stdout", unread)
+    assert entry.main([]) == 141
+    unread.flush()  # as the interpreter does at its end
+    assert capsys.readouterr().err == ""
+
+
+def test_a_command_that_was_done_by_then_keeps_its_code(
+    unread: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(monkeypatch, raises=False)
+    monkeypatch.setattr(sys, "stdout", unread)
+    assert entry.main([]) == 1
+    unread.flush()
+
+
+def test_a_broken_pipe_of_another_kind_is_shown_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(monkeypatch, raises=True)
+    assert entry.main([]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_closed_streams_take_no_number_of_a_file() -> None:
+    program = (
+        "import os, sys\n"
+        "from gspo_megatron.cli.failures import make_streams_safe\n"
+        "make_streams_safe()\n"
+        "print('lost', flush=True)\n"
+        "sys.exit(os.open(os.devnull, os.O_RDONLY) < 3)\n"
+    )
+    words = ["sh", "-c", '"$0" -c "$1" >&- 2>&-', sys.executable, program]
+    assert subprocess.run(words, check=False, timeout=120).returncode == 0
+
+
+def test_characters_that_the_encoding_lacks_are_spelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    failures.make_streams_safe()
+    print("r\u00fcns", flush=True)
+    assert stream.buffer.getvalue() == b"r\\xfcns\n"  # type: ignore[attr-defined]

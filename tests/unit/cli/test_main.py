@@ -83,30 +83,32 @@ def test_all_problems_of_a_configuration_are_told_without_a_traceback(
     assert "Traceback" not in error
 
 
-def test_a_user_error_ends_with_its_message_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "code", "first", "last"),
+    [
+        (ConfigError(["a.b = 1: wrong", "c.d = 2: too"]), 2, "a.b = 1: wrong", "c.d = 2: too"),
+        (RuntimeError("on fire"), 1, "Traceback (most recent call last):", "RuntimeError: on fire"),
+        (KeyboardInterrupt(), 130, None, None),
+    ],
+)
+def test_how_a_command_that_raises_ends(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    first: str | None,
+    last: str | None,
 ) -> None:
-    monkeypatch.setattr(report, "run", _raising(ConfigError(["a.b = 1: wrong", "c.d = 2: too"])))
-    assert main(["report", "run", "-o", "out"]) == 2
-    assert capsys.readouterr() == ("", "a.b = 1: wrong\nc.d = 2: too\n")
+    """A user's error with its message alone, any other with its traceback and the cause last."""
 
+    def run(_arguments: object) -> int:
+        raise error
 
-def test_any_other_error_ends_with_its_traceback_and_the_cause_last(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(report, "run", _raising(RuntimeError("the disk is on fire")))
-    assert main(["report", "run", "-o", "out"]) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "Traceback (most recent call last):"
-    assert lines[-1] == "RuntimeError: the disk is on fire"
-
-
-def test_an_interrupt_ends_quietly_with_130(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(report, "run", _raising(KeyboardInterrupt()))
-    assert main(["report", "run", "-o", "out"]) == 130
-    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(report, "run", run)
+    assert main(["report", "run", "-o", "out"]) == code
+    out, err = capsys.readouterr()
+    lines = err.splitlines() or [None]
+    assert (out, lines[0], lines[-1]) == ("", first, last)
 
 
 def test_report_prints_the_path_of_what_it_wrote(
@@ -117,10 +119,3 @@ def test_report_prints_the_path_of_what_it_wrote(
     monkeypatch.setattr(writer, "write_report", lambda runs, out: Path(out, "-".join(runs)))
     assert main(["report", "one", "two", "-o", "out"]) == 0
     assert capsys.readouterr().out == "out/one-two\n"
-
-
-def _raising(error: BaseException):
-    def run(_arguments: object) -> int:
-        raise error
-
-    return run

@@ -1,9 +1,13 @@
-"""What the environment says about this process's place among the ranks."""
+"""This process's place among the ranks, and the environment and port that the launcher gives."""
 
 from __future__ import annotations
 
+import os
+import socket
+
 import pytest
 
+from gspo_megatron.cli.launch import rank_environment, reserved_port
 from gspo_megatron.cli.ranks import (
     adopt_slurm_task,
     first_host,
@@ -108,3 +112,53 @@ def test_a_batch_script_and_a_single_task_are_no_ranks() -> None:
     assert not is_slurm_task(batch)  # it runs once, whatever the number of tasks
     assert not is_slurm_task({**SLURM_TASK, "SLURM_NTASKS": "1"})
     assert is_slurm_task(SLURM_TASK)
+
+
+def test_the_chosen_port_is_free_for_rank_0_and_kept_from_others() -> None:
+    with reserved_port({}) as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        # As torch's store opens its port.
+        with socket.socket() as store:
+            store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            store.bind(("", port))
+            store.listen()
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                pass
+
+
+def test_two_launchers_choose_different_ports() -> None:
+    with reserved_port({}) as one, reserved_port({}) as other:
+        assert one != other
+
+
+def test_a_port_that_is_said_and_in_use_is_named() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        said = {"MASTER_PORT": str(port)}
+        with pytest.raises(UserError, match=f"MASTER_PORT = {port}.*in use"), reserved_port(said):
+            pass
+
+
+@pytest.mark.parametrize("text", ["0", "65536", "http", "-1"])
+def test_what_is_no_port_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="legal: 1 to 65535"), reserved_port({"MASTER_PORT": text}):
+        pass
+
+
+def test_ranks_of_a_machine_share_its_cores_and_meet_on_the_loopback() -> None:
+    assert rank_environment({}, 1, 2, 4321) == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4321",
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    assert rank_environment({}, 0, 10_000, 1)["OMP_NUM_THREADS"] == "1"
+    given = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth1"}
+    assert not given.keys() & rank_environment(given, 0, 2, 1).keys()

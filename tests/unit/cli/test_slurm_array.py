@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron.cli.ablate import submit
 from gspo_megatron.cli.main import main
-from gspo_megatron.cli.slurm_array import submit
 from gspo_megatron.errors import UserError
 
 ConfigWriter = Callable[..., Path]
@@ -43,24 +43,26 @@ def test_an_array_and_a_report_that_waits_for_it(
 ) -> None:
     runs = [["c.yaml", "a=1 2"], ["c.yaml", "a='x'"], ["c.yaml"]]
     options = "--partition=gpu --gpus-per-node=8 --comment='two words'"
-    jobs = submit(tmp_path / "out", runs, ["c.yaml", "--report-only"], options, [4, 4, 4])
-    assert (jobs.array, jobs.report) == ("100", "101")
+    array_job, report_job, folder = submit(
+        tmp_path / "out", runs, ["c.yaml", "--report-only"], options, [4, 4, 4]
+    )
+    assert (array_job, report_job) == ("100", "101")
     array, report = asked()
-    assert array[:4] == ["--parsable", f"--output={jobs.folder}/%a.log", "--array", "0-2"]
+    assert array[:4] == ["--parsable", f"--output={folder}/%a.log", "--array", "0-2"]
     assert array[4:8] == [
         "--ntasks=4",
         "--partition=gpu",
         "--gpus-per-node=8",
         "--comment=two words",
     ]
-    assert array[8].endswith("slurm/ablation.sbatch") and array[9:] == [str(jobs.folder)]
+    assert array[8].endswith("slurm/ablation.sbatch") and array[9:] == [str(folder)]
     assert report[1:3] == ["--dependency=afterany:100", "--ntasks=1"]
     assert "--partition=gpu" in report and "--gpus-per-node=8" not in report
-    assert report[-2:] == [str(jobs.folder), "report"]
-    written = [(jobs.folder / str(n)).read_text().splitlines() for n in range(3)]
+    assert report[-2:] == [str(folder), "report"]
+    written = [(folder / str(n)).read_text().splitlines() for n in range(3)]
     assert written == runs
-    again = submit(tmp_path / "out", runs, ["c.yaml"], options, [4, 4, 4])
-    assert again.folder != jobs.folder  # the first array's tasks may still have to read theirs
+    *_, again = submit(tmp_path / "out", runs, ["c.yaml"], options, [4, 4, 4])
+    assert again != folder  # the first array's tasks may still have to read theirs
 
 
 @pytest.mark.parametrize("said", ["-n8", "-n 8", "--ntasks=8", "--nodes=2 --ntasks-per-node=4"])
@@ -95,10 +97,10 @@ def test_what_a_killed_submission_left_is_not_used(
     left = tmp_path / ".slurm" / "1"
     left.mkdir(parents=True)
     (left / "0").write_text("old.yaml\n")
-    jobs = submit(tmp_path, [["new.yaml"], ["b"]], ["c"], "", [2, 2])
-    assert jobs.folder == tmp_path / ".slurm" / "2"
+    *_, folder = submit(tmp_path, [["new.yaml"], ["b"]], ["c"], "", [2, 2])
+    assert folder == tmp_path / ".slurm" / "2"
     assert all(str(left) not in " ".join(words) for words in asked())
-    assert (jobs.folder / "0").read_text() == "new.yaml\n"
+    assert (folder / "0").read_text() == "new.yaml\n"
     assert (left / "0").read_text() == "old.yaml\n"  # whose array may be running
 
 
@@ -115,7 +117,7 @@ def test_the_command_submits_every_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config, out = write_config(), tmp_path / "out"
-    words = ["--arms", "gspo", "grpo+r2", "--seeds", "2", "-o", str(out), "--slurm=--nodes=2"]
+    words = ["--variants", "gspo", "grpo+r2", "--seeds", "2", "-o", str(out), "--slurm=--nodes=2"]
     assert main(["ablate", str(config), "training.steps=3", *words]) == 0
     array, report = asked()
     assert array[2:6] == ["--array", "0-3", "--ntasks=1", "--nodes=2"]

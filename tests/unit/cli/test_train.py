@@ -12,7 +12,7 @@ import pytest
 import gspo_megatron
 from gspo_megatron.cli import launch as launcher
 from gspo_megatron.cli.main import main
-from gspo_megatron.cli.train import decide_world_size
+from gspo_megatron.cli.ranks import decide_world_size
 from gspo_megatron.config import Config, load_config, parse_config
 from gspo_megatron.errors import UserError
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo_megatron.data.tokenizer_training import Recipe, train_tokenizer, with_chatml
+from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer, with_chatml
 
 SYLLABLES = ("ka", "lo", "mi", "ster", "ung", "é", "ß", "qu", "ax", "or", "日", "本", "-", "don't")
 
@@ -25,8 +25,13 @@ def make_texts(count: int, seed: int, words: int = 40) -> list[str]:
 
 
 def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> Path:
-    lines = [json.dumps({field: text, "n": n}) + "\n" for n, text in enumerate(texts)]
-    path.write_text("".join(lines))
+    return write_rows(path, [{field: text, "n": n} for n, text in enumerate(texts)])
+
+
+def write_rows(path: Path, rows: Sequence[object]) -> Path:
+    """A JSON Lines file of these rows; bytes are written as they are."""
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
 
 
@@ -40,5 +45,5 @@ def make_tokenizer(folder: Path, model_type: str = "unigram", **recipe: object) 
         "control_symbols": ("<|doc|>",),
         **recipe,
     }
-    train_tokenizer([corpus], folder, with_chatml(Recipe(**settings)))  # type: ignore[arg-type]
+    train_tokenizer([corpus], folder, with_chatml(TokenizerRecipe(**settings)))  # type: ignore[arg-type]
     return folder

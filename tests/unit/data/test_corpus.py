@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,20 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from gspo_megatron.data import corpus as prepare_module
-from gspo_megatron.data.corpus import Job, prepare
-from gspo_megatron.data.indexed import check_dataset, data_files, read_index, validate_tokens
+from gspo_megatron.data import corpus
+from gspo_megatron.data.corpus import CorpusJob, OnChunk, prepare
+from gspo_megatron.data.indexed import (
+    Manifest,
+    check_dataset,
+    data_files,
+    read_index,
+    validate_tokens,
+)
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError
 from tests.unit.data.corpora import make_texts, make_tokenizer, write_jsonl
+
+Prepare = Callable[..., Manifest]
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +40,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def job(folder: Path, prefix: Path, **changes: object) -> Job:
-    settings: dict[str, object] = {
-        "inputs": [str(folder / "a.jsonl"), str(folder / "b.txt")],
-        "tokenizer": str(folder / "tokenizer" / "tokenizer.model"),
-        "prefix": str(prefix),
-        "chunk_bytes": 700,
-        **changes,
-    }
-    return Job(**settings)  # type: ignore[arg-type]
+@pytest.fixture
+def make(folder: Path, tmp_path: Path) -> Prepare:
+    """make(NAME) prepares both inputs, or `inputs`, as tmp_path / NAME."""
+
+    def run(
+        name: str,
+        *inputs: Path,
+        workers: int = 1,
+        overwrite: bool = False,
+        on_chunk: OnChunk = lambda done, total: None,
+        **settings: object,
+    ) -> Manifest:
+        job = CorpusJob(
+            [str(path) for path in inputs or (folder / "a.jsonl", folder / "b.txt")],
+            tokenizer=str(folder / "tokenizer" / "tokenizer.model"),
+            prefix=str(tmp_path / name),
+            **({"chunk_bytes": 700} | settings),  # type: ignore[arg-type]
+        )
+        return prepare(job, workers, overwrite, on_chunk)
+
+    return run
+
+
+def stop_at(number: int) -> OnChunk:
+    def on_chunk(done: int, total: int) -> None:
+        if done == number:
+            raise KeyboardInterrupt
+
+    return on_chunk
 
 
 def texts_of(folder: Path) -> list[str]:
@@ -48,96 +77,72 @@ def texts_of(folder: Path) -> list[str]:
     return [text for text in [*(row["text"] for row in rows), *lines] if text.strip()]
 
 
+def tokens_of(folder: Path, texts: list[str]) -> list[list[int]]:
+    tokenizer = load_tokenizer(folder / "tokenizer" / "tokenizer.model")
+    return [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+
+
 def files_of(prefix: Path) -> dict[str, str]:
     """Checksums of all that a job left, by the file's ending."""
-    names = [path for path in prefix.parent.iterdir() if path.name.startswith(f"{prefix.name}.")]
-    return {path.suffix: hashlib.sha256(path.read_bytes()).hexdigest() for path in names}
+    paths = prefix.parent.glob(f"{prefix.name}.*")
+    return {path.suffix: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def test_tokens_are_those_of_a_plain_loop(folder: Path, tmp_path: Path) -> None:
-    manifest = prepare(job(folder, tmp_path / "out"), workers=2)
-    tokenizer = load_tokenizer(folder / "tokenizer" / "tokenizer.model")
-    expected = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts_of(folder)]
+def test_tokens_are_those_of_a_plain_loop(folder: Path, make: Prepare, tmp_path: Path) -> None:
+    manifest = make("out", workers=2)
+    expected = tokens_of(folder, texts_of(folder))
     dataset = IndexedDataset(str(tmp_path / "out"))
     assert [sequence.tolist() for sequence in dataset] == expected
     assert dataset.document_indices.tolist() == list(range(len(expected) + 1))
-    assert (manifest.documents, manifest.empty_documents, manifest.duplicates) == (
-        len(expected),
-        2,
-        0,
-    )
+    counts = (manifest.documents, manifest.empty_documents, manifest.duplicates)
+    assert counts == (len(expected), 2, 0)
     assert manifest.tokens == sum(map(len, expected))
     assert manifest.largest_token == max(map(max, expected))
     assert manifest.dtype == dataset.index.dtype.__name__ == "uint16"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.bin", "out.idx", "out.json"]
 
 
-def test_files_are_the_builders_own(folder: Path, tmp_path: Path) -> None:
-    prepare(job(folder, tmp_path / "out"), workers=1)
-    tokenizer = load_tokenizer(folder / "tokenizer" / "tokenizer.model")
-    builder = IndexedDatasetBuilder(
-        str(tmp_path / "x.bin"), dtype=DType.optimal_dtype(tokenizer.vocab_size)
-    )
-    for text in texts_of(folder):
-        ids = [*tokenizer.encode(text), tokenizer.eos_id]
+def test_files_are_the_builders_own(folder: Path, make: Prepare, tmp_path: Path) -> None:
+    vocab_size = make("out").vocab_size
+    builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=DType.optimal_dtype(vocab_size))
+    for ids in tokens_of(folder, texts_of(folder)):
         builder.add_document(torch.tensor(ids), [len(ids)])
     builder.finalize(str(tmp_path / "x.idx"))
-    for suffix in (".bin", ".idx"):
-        assert files_of(tmp_path / "out")[suffix] == files_of(tmp_path / "x")[suffix]
+    theirs = files_of(tmp_path / "x")
+    assert {suffix: files_of(tmp_path / "out")[suffix] for suffix in theirs} == theirs
 
 
-def test_the_result_does_not_depend_on_workers_or_chunks(folder: Path, tmp_path: Path) -> None:
-    variants = ((1, 700), (2, 700), (3, 211), (2, 10**6))
+def test_the_result_does_not_depend_on_workers_or_chunks(make: Prepare, tmp_path: Path) -> None:
     made = []
-    for number, (workers, chunk_bytes) in enumerate(variants):
-        prefix = tmp_path / str(number)
-        prepare(job(folder, prefix, chunk_bytes=chunk_bytes, deduplicate=True), workers)
-        made.append(files_of(prefix))
-    assert all(files == made[0] for files in made[1:])
+    for number, (workers, chunk_bytes) in enumerate(((1, 700), (2, 700), (3, 211), (2, 10**6))):
+        make(str(number), workers=workers, chunk_bytes=chunk_bytes, deduplicate=True)
+        made.append(files_of(tmp_path / str(number)))
+    assert made == [made[0]] * 4
     assert sorted(made[0]) == [".bin", ".idx", ".json"]
 
 
-def test_copies_are_left_out(folder: Path, tmp_path: Path) -> None:
-    # The copies are in other chunks and in another file than the first.
+def test_duplicates_are_left_out(folder: Path, make: Prepare, tmp_path: Path) -> None:
+    # They are in other chunks and in another file than the first ones.
     again = write_jsonl(tmp_path / "again.jsonl", [*texts_of(folder)[:7], "all new"])
-    inputs = [str(folder / "a.jsonl"), str(again)]
-    manifest = prepare(job(folder, tmp_path / "out", inputs=inputs, deduplicate=True), workers=2)
-    tokenizer = load_tokenizer(folder / "tokenizer" / "tokenizer.model")
+    manifest = make("out", folder / "a.jsonl", again, deduplicate=True, workers=2)
     first = list(dict.fromkeys([*texts_of(folder)[:51], "all new"]))
-    expected = [[*tokenizer.encode(text), tokenizer.eos_id] for text in first]
-    assert [s.tolist() for s in IndexedDataset(str(tmp_path / "out"))] == expected
+    assert [s.tolist() for s in IndexedDataset(str(tmp_path / "out"))] == tokens_of(folder, first)
     assert (manifest.documents, manifest.duplicates) == (len(first), 8)
 
 
-def test_another_symbol_may_end_documents(folder: Path, tmp_path: Path) -> None:
-    manifest = prepare(job(folder, tmp_path / "out", end_of_document="<|doc|>"), workers=1)
+def test_another_symbol_may_end_documents(folder: Path, make: Prepare, tmp_path: Path) -> None:
+    manifest = make("out", end_of_document="<|doc|>")
     tokenizer = load_tokenizer(folder / "tokenizer")
     assert manifest.eod_id == tokenizer.symbol_id("<|doc|>") != tokenizer.eos_id
     assert {s[-1] for s in IndexedDataset(str(tmp_path / "out"))} == {manifest.eod_id}
     assert tokenizer.eos_id not in np.fromfile(tmp_path / "out.bin", np.uint16)
 
 
-def test_a_symbol_that_the_tokenizer_lacks_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has no symbol '<\|end\|>' \(--end-of-document\)"):
-        prepare(job(folder, tmp_path / "out", end_of_document="<|end|>"), workers=1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_interrupted_run_continues(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(job(folder, tmp_path / "whole"), workers=1)
-
-    def stop_at(number: int) -> prepare_module.EndedChunk:
-        def on_chunk(done: int, total: int) -> None:
-            if done == number:
-                raise KeyboardInterrupt
-
-        return on_chunk
-
-    parts = tmp_path / "out.partial"
+def test_an_interrupted_run_continues(make: Prepare, tmp_path: Path) -> None:
+    make("whole")
     with pytest.raises(KeyboardInterrupt):
-        prepare(job(folder, tmp_path / "out"), workers=1, on_chunk=stop_at(3))
+        make("out", on_chunk=stop_at(3))
+    parts = tmp_path / "out.partial"
     finished = {path: path.stat().st_mtime_ns for path in parts.glob("*.npz")}
     assert len(finished) >= 3
     assert not (tmp_path / "out.idx").exists()
@@ -149,16 +154,16 @@ def test_an_interrupted_run_continues(
         for path, time in finished.items():  # nothing is done twice
             assert path.stat().st_mtime_ns == time
 
-    prepare(job(folder, tmp_path / "out"), workers=2, on_chunk=note)
+    make("out", workers=2, on_chunk=note)
     total = seen[0][1]
     assert seen == [(n, total) for n in range(len(finished), total + 1)]
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def test_an_interrupted_publication_continues(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare(job(folder, tmp_path / "whole"), workers=1)
+    make("whole")
     replace = os.replace
 
     def fail(source: Path, target: Path) -> None:
@@ -167,71 +172,65 @@ def test_an_interrupted_publication_continues(
         replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module.os, "replace", fail)
+        patch.setattr(corpus.os, "replace", fail)
         with pytest.raises(KeyboardInterrupt):
-            prepare(job(folder, tmp_path / "out"), workers=1)
+            make("out")
     assert (tmp_path / "out.bin").exists() and not (tmp_path / "out.idx").exists()
-    prepare(job(folder, tmp_path / "out"), workers=1, overwrite=True)
+    make("out", overwrite=True)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-def test_a_fault_is_named_and_the_rest_need_not_be_done_again(folder: Path, tmp_path: Path) -> None:
+def test_a_fault_is_named_and_the_rest_need_not_be_done_again(
+    folder: Path, make: Prepare, tmp_path: Path
+) -> None:
     bad = write_jsonl(tmp_path / "bad.jsonl", make_texts(60, seed=8))
     lines = bad.read_text().splitlines(keepends=True)
     bad.write_text("".join([*lines[:50], "{'text': 1}\n", *lines[50:], "[1]\n"]))
-    inputs = [str(folder / "a.jsonl"), str(bad)]
-    with pytest.raises(DataError) as caught:
-        prepare(job(folder, tmp_path / "out", inputs=inputs), workers=2)
-    assert str(caught.value).startswith(f"{bad}:51: not JSON: ")
-    done = len(list((tmp_path / "out.partial").glob("*.npz")))
-    assert done > 3
+    inputs = (folder / "a.jsonl", bad)
+    with pytest.raises(DataError, match=f"^{bad}:51: not JSON: "):
+        make("out", *inputs, workers=2)
+    assert len(list((tmp_path / "out.partial").glob("*.npz"))) > 3
     bad.write_text("".join(lines))
     first: list[int] = []
-    prepare(
-        job(folder, tmp_path / "out", inputs=inputs),
-        workers=1,
-        on_chunk=lambda n, total: first.append(n),
-    )
+    make("out", *inputs, on_chunk=lambda n, total: first.append(n))
     assert first[0] > 0  # the chunks of the first file
-    prepare(job(folder, tmp_path / "whole", inputs=inputs), workers=1)
+    make("whole", *inputs)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-def test_existing_files_are_not_overwritten_by_accident(folder: Path, tmp_path: Path) -> None:
-    prepare(job(folder, tmp_path / "out"), workers=1)
+def test_existing_files_are_not_overwritten_by_accident(folder: Path, make: Prepare) -> None:
+    make("out")
     with pytest.raises(DataError, match="out.bin: exists already; --overwrite replaces it"):
-        prepare(job(folder, tmp_path / "out"), workers=1)
-    manifest = prepare(job(folder, tmp_path / "out", inputs=[str(folder / "b.txt")]), 1, True)
-    assert manifest.documents == 40
+        make("out")
+    assert make("out", folder / "b.txt", overwrite=True).documents == 40
 
 
-def test_input_without_text_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_prepared_is_refused(make: Prepare, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no symbol '<\|end\|>' \(--end-of-document\)"):
+        make("out", end_of_document="<|end|>")
+    assert list(tmp_path.iterdir()) == []
     empty = write_jsonl(tmp_path / "empty.jsonl", ["", " "])
     with pytest.raises(DataError, match="no document with any text"):
-        prepare(job(folder, tmp_path / "out", inputs=[str(empty)]), workers=1)
+        make("out", empty)
     assert not (tmp_path / "out.bin").exists()
-
-
-def test_a_folder_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot be written: Not a directory"):
-        prepare(job(folder, tmp_path / "file" / "out"), workers=1)
+        make("empty.jsonl/out")
 
 
-def test_two_runs_do_not_disturb_each_other(folder: Path, tmp_path: Path) -> None:
+def test_two_runs_do_not_disturb_each_other(make: Prepare, tmp_path: Path) -> None:
     refused: list[str] = []
 
     def second(done: int, total: int) -> None:
         if not refused:
             with pytest.raises(DataError) as caught:
-                prepare(job(folder, tmp_path / "out"), workers=1)
+                make("out")
             refused.append(str(caught.value))
 
-    prepare(job(folder, tmp_path / "out"), workers=1, on_chunk=second)
+    make("out", on_chunk=second)
     assert refused == [f"{tmp_path}/out.partial: another process is preparing the same data"]
 
 
-def test_a_changing_input_is_noticed(folder: Path, tmp_path: Path) -> None:
+def test_a_changing_input_is_noticed(make: Prepare, tmp_path: Path) -> None:
     growing = write_jsonl(tmp_path / "growing.jsonl", make_texts(20, seed=2))
 
     def grow(done: int, total: int) -> None:
@@ -239,16 +238,56 @@ def test_a_changing_input_is_noticed(folder: Path, tmp_path: Path) -> None:
             growing.write_text(growing.read_text() + '{"text": "more"}\n')
 
     with pytest.raises(DataError, match="growing.jsonl: changed while it was read"):
-        prepare(job(folder, tmp_path / "out", inputs=[str(growing)]), workers=1, on_chunk=grow)
+        make("out", growing, on_chunk=grow)
     assert not (tmp_path / "out.bin").exists()
+
+
+def test_a_full_disk_is_named_and_the_work_is_kept(
+    make: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*paths: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    make("whole")
+    with monkeypatch.context() as patch:
+        # The last step: everything before goes through write_atomically, which has its own test.
+        patch.setattr(corpus, "_replace", fail)
+        with pytest.raises(DataError, match="out.bin: cannot be written: No space left on device"):
+            make("out")
+    first: list[int] = []
+    make("out", on_chunk=lambda done, total: first.append(done))
+    assert len(first) == 1  # nothing was left to do
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_the_first_fault_is_named_whichever_process_was_faster(
+    make: Prepare, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("".join(f"no JSON {n:04d}\n" for n in range(300)))
+    with pytest.raises(DataError, match=f"^{bad}:1: not JSON"):
+        make("out", bad, chunk_bytes=200, workers=2)
+
+
+def test_work_on_an_input_that_has_changed_is_not_used(make: Prepare, tmp_path: Path) -> None:
+    texts = make_texts(40, seed=3)
+    path = write_jsonl(tmp_path / "in.jsonl", texts)
+    with pytest.raises(KeyboardInterrupt):
+        make("out", path, on_chunk=stop_at(3))
+    before = path.stat()
+    write_jsonl(path, [text.replace("lo", "ol") for text in texts])
+    assert path.stat().st_size == before.st_size and path.stat().st_mtime_ns != before.st_mtime_ns
+    make("out", path)
+    make("whole", path)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 # --- checks of finished datasets ------------------------------------------------------------------
 
 
 @pytest.fixture
-def dataset(folder: Path, tmp_path: Path) -> Path:
-    prepare(job(folder, tmp_path / "out"), workers=1)
+def dataset(make: Prepare, tmp_path: Path) -> Path:
+    make("out")
     return tmp_path / "out"
 
 
@@ -273,49 +312,39 @@ def test_a_good_dataset_has_no_faults(dataset: Path) -> None:
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused(dataset: Path) -> None:
-    expected = (
+    assert faults(dataset, vocab_size=499) == (
         f"{dataset}.bin: made with a tokenizer of 500 ids, but the model's vocabulary has 499; "
         "legal: model.vocab_size = 500 or more"
     )
-    assert faults(dataset, vocab_size=499) == expected
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
 def test_an_index_of_another_dataset_is_refused(
-    folder: Path, dataset: Path, with_manifest: bool
+    folder: Path, make: Prepare, dataset: Path, with_manifest: bool
 ) -> None:
-    other = dataset.with_name("other")
-    prepare(job(folder, other, inputs=[str(folder / "b.txt")]), workers=1)
-    Path(f"{other}.idx").replace(f"{dataset}.idx")
+    make("other", folder / "b.txt")
+    dataset.with_name("other.idx").replace(f"{dataset}.idx")
     if not with_manifest:
         Path(f"{dataset}.json").unlink()
-    assert f"{dataset}.idx describes" in faults(dataset)
-    assert "they do not belong together" in faults(dataset)
+    message = faults(dataset)
+    assert f"{dataset}.idx describes" in message and "they do not belong together" in message
 
 
-def test_an_index_of_the_same_size_is_found_by_its_checksum(dataset: Path) -> None:
-    content = bytearray(Path(f"{dataset}.bin").read_bytes())
-    content[10:12], content[12:14] = content[12:14], content[10:12]
-    assert content != Path(f"{dataset}.bin").read_bytes()
-    Path(f"{dataset}.bin").write_bytes(content)
-    check_dataset(dataset)
-    expected = f"{dataset}.bin: its checksum is not the one noted when it was written"
-    assert faults(dataset, whole=True) == expected
-
-
-def test_tokens_outside_the_vocabulary_are_counted(dataset: Path) -> None:
-    tokens = np.fromfile(f"{dataset}.bin", np.uint16)
-    limit = int(np.sort(tokens)[-5])
-    count = int((tokens >= limit).sum())
-    message = faults(dataset, whole=True, vocab_size=limit)
-    assert message == f"{dataset}.bin: {count} tokens are outside the vocabulary of {limit}"
-
-
-def test_documents_must_end_in_their_symbol(dataset: Path) -> None:
-    manifest = check_dataset(dataset)
+def test_tokens_are_checked(dataset: Path) -> None:
+    manifest, tokens = check_dataset(dataset), np.fromfile(f"{dataset}.bin", np.uint16)
     assert manifest is not None and manifest.eod_id is not None
     with pytest.raises(DataError, match=f"{manifest.documents} documents do not end in token 7"):
         validate_tokens(dataset, 500, eod_id=7)
+    limit = int(np.sort(tokens)[-5])
+    expected = f"{dataset}.bin: {(tokens >= limit).sum()} tokens are outside the vocabulary of "
+    assert faults(dataset, whole=True, vocab_size=limit) == f"{expected}{limit}"
+    # two tokens that change places: the sizes and the range are right
+    tokens[5], tokens[6] = tokens[6], tokens[5]
+    assert tokens[5] != tokens[6]
+    tokens.tofile(f"{dataset}.bin")
+    check_dataset(dataset)
+    expected = f"{dataset}.bin: its checksum is not the one in the manifest"
+    assert faults(dataset, whole=True) == expected
 
 
 @pytest.mark.parametrize("length", [0, 9, 33, 34, 100, -1])
@@ -339,48 +368,3 @@ def test_missing_files_are_named(dataset: Path) -> None:
     assert faults(dataset) == f"{dataset}.bin: cannot be read: No such file or directory"
     Path(f"{dataset}.idx").unlink()
     assert faults(dataset).startswith(f"{dataset}.idx: no such file")
-
-
-def test_a_full_disk_is_told_and_the_work_is_kept(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*paths: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    prepare(job(folder, tmp_path / "whole"), workers=1)
-    with monkeypatch.context() as patch:
-        # The last step: everything before goes through write_atomically, which has its own test.
-        patch.setattr(prepare_module, "_replace", fail)
-        with pytest.raises(DataError, match="out.bin: cannot be written: No space left on device"):
-            prepare(job(folder, tmp_path / "out"), workers=1)
-    first: list[int] = []
-    prepare(job(folder, tmp_path / "out"), 1, on_chunk=lambda done, total: first.append(done))
-    assert len(first) == 1  # nothing was left to do
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-
-
-def test_the_first_fault_is_told_whichever_process_was_faster(folder: Path, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("".join(f"no JSON {n:04d}\n" for n in range(300)))
-    with pytest.raises(DataError) as caught:
-        prepare(job(folder, tmp_path / "out", inputs=[str(bad)], chunk_bytes=200), workers=2)
-    assert str(caught.value).startswith(f"{bad}:1: not JSON")
-
-
-def test_work_on_what_has_changed_since_is_not_used(folder: Path, tmp_path: Path) -> None:
-    texts = make_texts(40, seed=3)
-    path = write_jsonl(tmp_path / "in.jsonl", texts)
-
-    def stop(done: int, total: int) -> None:
-        if done == 3:
-            raise KeyboardInterrupt
-
-    changed = job(folder, tmp_path / "out", inputs=[str(path)])
-    with pytest.raises(KeyboardInterrupt):
-        prepare(changed, workers=1, on_chunk=stop)
-    before = path.stat()
-    write_jsonl(path, [text.replace("lo", "ol") for text in texts])
-    assert path.stat().st_size == before.st_size and path.stat().st_mtime_ns != before.st_mtime_ns
-    prepare(changed, workers=1)
-    prepare(job(folder, tmp_path / "whole", inputs=[str(path)]), workers=1)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")

@@ -33,14 +33,14 @@ def test_a_file_of_a_dataset_names_its_prefix(given: str) -> None:
 def test_a_folder_is_no_prefix(
     given: str, instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = f"{given}: names a folder and no file in it; write {instead}, for one"
-    assert refused(capsys, *INPUT, "-o", given).endswith(f"--output {told}")
-    assert refused(capsys, "--check", given).endswith(f"--check {told}")
+    message = f"{given}: names a folder and no file in it; write for example {instead}"
+    assert refused(capsys, *INPUT, "-o", given).endswith(f"--output {message}")
+    assert refused(capsys, "--check", given).endswith(f"--check {message}")
 
 
 def test_options_that_nothing_would_read_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(capsys, *INPUT, "-o", "c", "--vocab-size", "9")
-    assert "--vocab-size goes with --check" in told
+    message = refused(capsys, *INPUT, "-o", "c", "--vocab-size", "9")
+    assert "--vocab-size goes with --check" in message
     for words in (["--deduplicate"], ["--text-field", "body"], ["--chunk-bytes", "9"], ["in.txt"]):
         assert "--check goes with --vocab-size alone" in refused(capsys, "--check", "c", *words)
     assert prepare_data.parse(["--check", "c"]).vocab_size is None
@@ -53,7 +53,7 @@ def ends_in(error: BaseException) -> Callable[..., None]:
     return command
 
 
-def test_what_ends_a_tool_is_told_in_a_line(
+def test_interrupts_and_errors_end_a_tool_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = [str(tmp_path / "in.txt"), "-o", str(tmp_path / "t"), "--vocab-size", "99"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.data.documents import plan_chunks, read_chunk, read_documents, sentences
-from gspo_megatron.data.problems import Problems
+from gspo_megatron.data.rows import Problems
 from gspo_megatron.errors import DataError
 from tests.unit.data.corpora import make_texts, write_jsonl
 

@@ -1,22 +1,23 @@
+"""Prompt files: rows, faults by file and line, token ids, unknown characters."""
+
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gspo_megatron.data.prompts import load_prompts
-from gspo_megatron.errors import DataError
-
-
-def write_lines(path: Path, *lines: str | bytes | dict) -> Path:
-    encoded = []
-    for line in lines:
-        if isinstance(line, dict):
-            line = json.dumps(line)
-        encoded.append(line if isinstance(line, bytes) else line.encode("utf-8"))
-    path.write_bytes(b"\n".join(encoded) + b"\n")
-    return path
+from gspo_megatron.config import Config, load_config
+from gspo_megatron.config.stages import FineTuningConfig
+from gspo_megatron.data.chat import Rendered
+from gspo_megatron.data.inputs import read_fine_tuning, read_inputs
+from gspo_megatron.data.prompts import UnknownCharacters, encode_prompts, load_prompts
+from gspo_megatron.data.tokenizers import Encoded, load_tokenizer, train_sentencepiece
+from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.types import Prompt
+from tests.unit.data.corpora import make_tokenizer, write_rows
 
 
 def problems_of(path: Path, **fields: str) -> list[str]:
@@ -29,22 +30,18 @@ GOOD = {"prompt": "37+45=", "answer": "82"}
 
 
 def test_json_lines_keep_order_source_and_other_fields(tmp_path: Path) -> None:
-    path = write_lines(
-        tmp_path / "prompts.jsonl",
-        {"prompt": " a ", "answer": "", "task": "x", "level": 3},
-        "",
-        {"prompt": "größer?", "answer": "ja"},
-    )
+    rows = ({"prompt": " a ", "answer": "", "task": "x", "level": 3}, b"", b" \t")
+    path = write_rows(tmp_path / "p.jsonl", [*rows, {"prompt": "größer?", "answer": "ja"}])
     first, second = load_prompts(path)
     assert (first.text, first.answer, first.source) == (" a ", "", f"{path}:1")
     assert first.fields == {"task": "x", "level": 3}
     assert first.token_ids == ()
-    # The blank line is skipped but counted.
-    assert (second.text, second.answer, second.source) == ("größer?", "ja", f"{path}:3")
+    # Blank lines are skipped but counted.
+    assert (second.text, second.answer, second.source) == ("größer?", "ja", f"{path}:4")
 
 
 def test_fields_can_be_named(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "p.jsonl", {"question": "q", "solution": "s", "prompt": 1})
+    path = write_rows(tmp_path / "p.jsonl", [{"question": "q", "solution": "s", "prompt": 1}])
     (prompt,) = load_prompts(path, prompt_field="question", answer_field="solution")
     assert (prompt.text, prompt.answer, prompt.fields) == ("q", "s", {"prompt": 1})
 
@@ -58,18 +55,16 @@ def test_byte_order_mark_and_carriage_returns_are_accepted(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ('{"prompt": "a" "answer": "b"}', "not JSON: Expecting ',' delimiter at column 16"),
-        ("[1, 2]", "an array; a JSON object is wanted"),
-        ('"text"', "a string; a JSON object is wanted"),
-        ("null", "null; a JSON object is wanted"),
-        (
-            '{"prompt": "a", "answer": "b", "prompt": "c"}',
-            "key 'prompt' is there twice; leave one of them",
-        ),
-        (
-            '{"prompt": "a", "answer": "b", "more": [{"x": 1, "y": 1, "x": 1}]}',
-            "key 'x' is there twice; leave one of them",
-        ),
+        (b'{"prompt": "a" "answer": "b"}', "not JSON: Expecting ',' delimiter at column 16"),
+        # where the line ends too early
+        (b'{"prompt": "a"', "not JSON: Expecting ',' delimiter at column 15"),
+        (b'  {"prompt": ', "not JSON: Expecting value at column 13"),
+        (b'{"prompt": "a', "not JSON: Unterminated string starting at column 12"),
+        ([1, 2], "an array; a JSON object is wanted"),
+        ("text", "a string; a JSON object is wanted"),
+        (None, "null; a JSON object is wanted"),
+        (b'{"prompt": "a", "answer": "b", "prompt": "c"}', "key 'prompt' is there twice; "),
+        (b'{"prompt": "a", "more": [{"x": 1, "y": 1, "x": 1}]}', "key 'x' is there twice; leave "),
         (
             {"prompt": "a", "reply": "b"},
             "no field 'answer'; the fields are: 'prompt', 'reply' (data.answer_field chooses one)",
@@ -88,32 +83,30 @@ def test_byte_order_mark_and_carriage_returns_are_accepted(tmp_path: Path) -> No
     ],
 )
 def test_a_bad_line_is_named_with_what_is_wrong(
-    tmp_path: Path, line: str | bytes | dict, expected: str
+    tmp_path: Path, line: object, expected: str
 ) -> None:
-    path = write_lines(tmp_path / "prompts.jsonl", GOOD, line)
-    assert problems_of(path) == [f"{path}:2: {expected}"]
+    path = write_rows(tmp_path / "prompts.jsonl", [GOOD, line])
+    (problem,) = problems_of(path)
+    assert problem.startswith(f"{path}:2: {expected}")
 
 
-@pytest.mark.parametrize("line", ["[" * 200_000, '{"prompt": ' + "9" * 5000 + "}"])
-def test_json_beyond_the_parser_is_a_problem_of_its_line(tmp_path: Path, line: str) -> None:
-    (problem,) = problems_of(write_lines(tmp_path / "p.jsonl", line))
+@pytest.mark.parametrize("line", [b"[" * 200_000, b'{"prompt": ' + b"9" * 5000 + b"}"])
+def test_json_beyond_the_parser_is_a_problem_of_its_line(tmp_path: Path, line: bytes) -> None:
+    (problem,) = problems_of(write_rows(tmp_path / "p.jsonl", [line]))
     assert problem.startswith(f"{tmp_path}/p.jsonl:1: JSON that cannot be read: ")
 
 
 def test_both_fields_of_a_line_are_reported(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "p.jsonl", {"prompt": 1, "answer": 2})
-    assert len(problems_of(path)) == 2
+    assert len(problems_of(write_rows(tmp_path / "p.jsonl", [{"prompt": 1, "answer": 2}]))) == 2
 
 
-def test_twenty_problems_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
-    lines = problems_of(write_lines(tmp_path / "p.jsonl", *["[]"] * 23))
-    assert len(lines) == 21
-    assert lines[19].startswith(f"{tmp_path}/p.jsonl:20:")
-    assert lines[20] == "… and 3 more"
-
-
-def test_exactly_twenty_problems_have_no_count(tmp_path: Path) -> None:
-    assert len(problems_of(write_lines(tmp_path / "p.jsonl", *["[]"] * 20))) == 20
+@pytest.mark.parametrize(("count", "hidden"), [(5, []), (23, ["… and 18 more"])])
+def test_the_first_problems_are_listed_and_the_others_counted(
+    tmp_path: Path, count: int, hidden: list[str]
+) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [[]] * count)
+    wanted = "an array; a JSON object is wanted"
+    assert problems_of(path) == [f"{path}:{n}: {wanted}" for n in range(1, 6)] + hidden
 
 
 @pytest.mark.parametrize("content", [b"", b"\n  \n"])
@@ -181,3 +174,133 @@ def test_damaged_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     (problem,) = problems_of(path)
     assert problem.startswith(f"{path}: not a readable Parquet file: ")
+
+
+# --- token ids ------------------------------------------------------------------------------------
+
+
+class CodePoints:
+    """A tokenizer whose ids are code points."""
+
+    name, vocab_size, eos_id, pad_id = "by hand", 256, 2, 1
+
+    def __init__(self, bos_id: int | None = None) -> None:
+        self.bos_id = bos_id
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def encode_rendered(self, text: str) -> Encoded:
+        return Encoded(self.encode(text), [*range(len(text))], [*range(1, len(text) + 1)])
+
+    def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool) -> Rendered:
+        text = "".join(f"[{m['role']}]{m['content']}" for m in messages)
+        return Rendered(text + "[assistant]" * open_answer, None)
+
+
+def prompt(text: str, line: int = 1) -> Prompt:
+    return Prompt(text=text, answer="x", source=f"p.jsonl:{line}", fields={"task": "t"})
+
+
+def test_token_ids_are_filled_in_and_all_else_kept() -> None:
+    encoded = encode_prompts([prompt("ab"), prompt("c", 2)], CodePoints(), 2)
+    assert [each.token_ids for each in encoded] == [(97, 98), (99,)]
+    assert (encoded[1].source, encoded[1].fields) == ("p.jsonl:2", {"task": "t"})
+
+
+def test_beginning_token_goes_first_and_counts() -> None:
+    assert encode_prompts([prompt("ab")], CodePoints(bos_id=5), 3)[0].token_ids == (5, 97, 98)
+    with pytest.raises(DataError, match="has 3 tokens; at most 2"):
+        encode_prompts([prompt("ab")], CodePoints(bos_id=5), 2)
+
+
+def test_chat_template_wraps_the_text_without_another_beginning_token() -> None:
+    (encoded,) = encode_prompts([prompt("ab")], CodePoints(bos_id=5), 99, chat_template=True)
+    assert "".join(map(chr, encoded.token_ids)) == "[user]ab[assistant]"
+    assert encoded.text == "ab"
+
+
+def test_all_bad_prompts_are_named_with_their_lengths() -> None:
+    prompts = [prompt("abcd", 1), prompt("ok", 2), prompt(" ", 3), prompt("abcde", 4)]
+    with pytest.raises(DataError) as caught:
+        encode_prompts(prompts, CodePoints(), 3)
+    allowed = "tokens; at most 3 are allowed (data.max_prompt_tokens)"
+    assert str(caught.value).splitlines() == [
+        f"p.jsonl:1: the prompt has 4 {allowed}",
+        "p.jsonl:3: the prompt is empty",
+        f"p.jsonl:4: the prompt has 5 {allowed}",
+    ]
+
+
+# --- unknown characters ---------------------------------------------------------------------------
+
+WARNING = (
+    "texts hold characters that the tokenizer does not know; it replaces them all by the same token"
+)
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of the letters a to h and nothing else."""
+    prefix = tmp_path_factory.mktemp("tokenizer") / "letters"
+    return train_sentencepiece(["abcdefgh", "hgfedcba"], 64, prefix, "char")
+
+
+def pairs(*texts: str) -> list[object]:
+    return [dict(zip(("prompt", "answer"), text.split("|"), strict=True)) for text in texts]
+
+
+def load(tmp_path: Path, schema: type, **data: object) -> Any:
+    (tmp_path / "config.yaml").write_text("{}\n")
+    words = [f"data.{key}={value}" for key, value in data.items()]
+    return load_config(tmp_path / "config.yaml", words, schema)
+
+
+def test_unknown_characters_of_prompts(tmp_path: Path, letters: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", pairs("ab|c", "aé日é|x", "b|ü", "日|"))
+    test = write_rows(tmp_path / "test.jsonl", pairs("abc|é"))
+    config = load(tmp_path, Config, tokenizer=letters, prompts=train, eval_prompts=test)
+    (line,) = read_inputs(config).warnings
+    assert line == f"data.prompts: 2 of 4 {WARNING}; the first is {train}:2: 'é', '日'"
+    write_rows(train, pairs("ab|ü"))
+    assert read_inputs(config).warnings == ()
+
+
+def test_problems_of_all_files_come_at_once(tmp_path: Path, letters: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", [*pairs("ab|c"), []])
+    files = {"prompts": train, "eval_prompts": tmp_path / "none"}
+    for tokenizer, problem in ((tmp_path / "t", "no such tokenizer; "), (letters, None)):
+        with pytest.raises(ConfigError) as caught:
+            read_inputs(load(tmp_path, Config, tokenizer=tokenizer, **files))
+        lines = caught.value.problems
+        assert lines[-2:] == [
+            f"{train}:2: an array; a JSON object is wanted",
+            f"{tmp_path}/none: no such prompt file",
+        ]
+        assert len(lines) == 2 + (problem is not None)
+        assert problem is None or lines[0].startswith(f"{tokenizer}: {problem}")
+
+
+def test_unknown_characters_of_examples(tmp_path: Path, letters: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", pairs("ab|c", "a" * 90 + "é|b", "a|xyx"))
+    data = {"tokenizer": letters, "examples": path, "max_tokens": 50, "too_long": "drop"}
+    (line,) = read_fine_tuning(load(tmp_path, FineTuningConfig, **data)).warnings
+    assert line == f"data.examples: 1 of 2 {WARNING}; the first is {path}:3: 'x', 'y'"
+
+
+def test_many_characters_are_not_all_shown(letters: Path) -> None:
+    tokenizer, unknown = load_tokenizer(letters), UnknownCharacters()
+    for text in ("a", "ijklmnopqrstuvw", "z"):
+        unknown.add(tokenizer, "p.jsonl:7", tokenizer.encode(text), text)
+    (line,) = unknown.warnings("data.prompts", 1200)
+    expected = f"data.prompts: 2 of 1,200 {WARNING}; the first is p.jsonl:7: 'i', 'j', "
+    assert line.startswith(expected) and line.endswith(", 'r' and 5 more")
+
+
+def test_a_token_with_another_meaning_is_not_the_unknown_one(tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path / "t")
+    assert load_tokenizer(folder).unk_id == load_tokenizer(folder / "tokenizer.model").unk_id == 0
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["unk_token"] = settings["eos_token"]  # as in GPT-2
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(folder).unk_id is None

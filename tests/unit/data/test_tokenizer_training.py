@@ -5,11 +5,18 @@ import random
 from pathlib import Path
 
 import pytest
+import sentencepiece
 
 from gspo_megatron.data import tokenizer_training
-from gspo_megatron.data.chat_templates import CHATML
-from gspo_megatron.data.hugging_face import check_conversion
-from gspo_megatron.data.tokenizer_training import Recipe, train_tokenizer
+from gspo_megatron.data.chat import CHATML
+from gspo_megatron.data.hugging_face import (
+    STEP,
+    SYMBOL_SCORE,
+    check_conversion,
+    convert,
+    with_exact_scores,
+)
+from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
 from gspo_megatron.errors import DataError
 from tests.unit.data.corpora import make_texts, make_tokenizer, write_jsonl
@@ -56,7 +63,7 @@ def test_transformers_gives_the_same_ids_and_text(folder: Path) -> None:
     assert len(theirs) == ours.vocab_size
 
 
-def test_our_own_face_of_the_folder_is_the_same_tokenizer(folder: Path) -> None:
+def test_both_forms_are_the_same_tokenizer(folder: Path) -> None:
     model, hugging_face = load_tokenizer(folder / "tokenizer.model"), load_tokenizer(folder)
     for name in ("vocab_size", "eos_id", "pad_id", "bos_id", "chat_template"):
         assert getattr(model, name) == getattr(hugging_face, name), name
@@ -65,7 +72,7 @@ def test_our_own_face_of_the_folder_is_the_same_tokenizer(folder: Path) -> None:
         {"role": "assistant", "content": "é"},
     ]
     assert model.render(messages) == hugging_face.render(messages)
-    assert model.apply_chat_template(messages[:1]) == hugging_face.apply_chat_template(messages[:1])
+    assert model.render(messages[:1], True) == hugging_face.render(messages[:1], True)
     assert [model.symbol_id(s) for s in SYMBOLS] == [hugging_face.symbol_id(s) for s in SYMBOLS]
     assert model.symbol_id("no such piece") is hugging_face.symbol_id("no such piece") is None
 
@@ -122,7 +129,7 @@ def test_text_and_parquet_and_json_lines_train_alike(tmp_path: Path) -> None:
     models = []
     for name in ("a.jsonl", "b.txt", "c.parquet"):
         out = tmp_path / f"tokenizer-{name}"
-        train_tokenizer([tmp_path / name], out, Recipe(400))
+        train_tokenizer([tmp_path / name], out, TokenizerRecipe(400))
         models.append((out / "tokenizer.model").read_bytes())
     assert models[0] == models[1] == models[2]
 
@@ -141,7 +148,7 @@ def test_a_difference_between_the_forms_is_found(tmp_path: Path) -> None:
 
 
 def test_all_faults_of_a_recipe_come_at_once(tmp_path: Path) -> None:
-    recipe = Recipe(
+    recipe = TokenizerRecipe(
         vocab_size=1,
         model_type="wordpiece",
         control_symbols=["<a>", "x", "<pad>"],
@@ -165,17 +172,21 @@ def test_all_faults_of_a_recipe_come_at_once(tmp_path: Path) -> None:
         "symbol ''",
         "chat_template",
     ]
-    assert "writes <|user|>, which is none of the symbols" in lines[-1]
+    assert "writes <|user|>, which is not one of the symbols" in lines[-1]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_template_that_is_no_jinja_is_refused_before_training(tmp_path: Path) -> None:
     template = "{% for message in messages %}\n{{ message.content }}\n{% endfro %}"
-    with pytest.raises(DataError, match=r"^chat_template: no valid Jinja: line 3: .*'endfro'"):
-        train_tokenizer([tmp_path / "none"], tmp_path / "t", Recipe(400, chat_template=template))
+    with pytest.raises(DataError, match=r"^chat_template: not valid Jinja: line 3: .*'endfro'"):
+        train_tokenizer(
+            [tmp_path / "none"], tmp_path / "t", TokenizerRecipe(400, chat_template=template)
+        )
     for strict in ("{{ raise_exception('a system message is wanted') }}", "{{ messages[0].role }}"):
         with pytest.raises(DataError, match="none: no such file"):
-            train_tokenizer([tmp_path / "none"], tmp_path / "t", Recipe(400, chat_template=strict))
+            train_tokenizer(
+                [tmp_path / "none"], tmp_path / "t", TokenizerRecipe(400, chat_template=strict)
+            )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -183,7 +194,7 @@ def test_bad_input_leaves_nothing_behind(tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "c.jsonl", ["kalo"] * 3)
     corpus.write_text(corpus.read_text() + '{"txt": "a"}\n')
     with pytest.raises(DataError) as caught:
-        train_tokenizer([corpus], tmp_path / "t", Recipe(300))
+        train_tokenizer([corpus], tmp_path / "t", TokenizerRecipe(300))
     expected = f"{corpus}:4: no field 'text'; the fields are: 'txt' (--text-field chooses one)"
     assert str(caught.value) == expected
     assert list(tmp_path.iterdir()) == [corpus]
@@ -193,9 +204,9 @@ def test_a_tokenizer_is_not_overwritten_by_accident(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path / "t")
     corpus = write_jsonl(tmp_path / "c.jsonl", make_texts(100, seed=1))
     with pytest.raises(DataError, match="exists already; --overwrite replaces it"):
-        train_tokenizer([corpus], folder, Recipe(400))
+        train_tokenizer([corpus], folder, TokenizerRecipe(400))
     before = (folder / "tokenizer.model").read_bytes()
-    train_tokenizer([corpus], folder, Recipe(400), overwrite=True)
+    train_tokenizer([corpus], folder, TokenizerRecipe(400), overwrite=True)
     assert (folder / "tokenizer.model").read_bytes() != before
 
 
@@ -235,7 +246,7 @@ def test_a_model_whose_other_form_differs_is_kept(
         make_tokenizer(tmp_path / "t")
     message = str(caught.value)
     assert message.startswith(
-        f"{tmp_path}/t: transformers' form gives other ids than {tmp_path}/t/"
+        f"{tmp_path}/t: the form for transformers gives other ids than {tmp_path}/t/"
     )
     assert message.endswith("; only the sentencepiece model was written")
     left = sorted(path.name for path in (tmp_path / "t").iterdir())
@@ -246,7 +257,7 @@ def test_a_model_whose_other_form_differs_is_kept(
 def test_too_little_text_is_told_with_the_folder_asked_for(tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "c.jsonl", ["ka"])
     with pytest.raises(DataError) as caught:
-        train_tokenizer([corpus], tmp_path / "t", Recipe(8, "bpe"))
+        train_tokenizer([corpus], tmp_path / "t", TokenizerRecipe(8, "bpe"))
     assert str(caught.value).startswith(f"{tmp_path}/t/tokenizer.model: sentencepiece could not")
 
 
@@ -254,7 +265,7 @@ def test_a_model_that_adds_spaces_has_no_chat(tmp_path: Path) -> None:
     path = train_sentencepiece(["ka lo"], 40, tmp_path / "t", "bpe", add_dummy_prefix=True)
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     with pytest.raises(DataError, match="puts a space before every text"):
-        load_tokenizer(path).apply_chat_template([{"role": "user", "content": "ka"}])
+        load_tokenizer(path).render([{"role": "user", "content": "ka"}])
 
 
 @pytest.mark.parametrize("folder", [".", ".."])
@@ -265,7 +276,7 @@ def test_the_present_folder_may_hold_the_tokenizer(
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
     corpus = write_jsonl(tmp_path / "c.jsonl", ["ka lo mi"] * 9)
-    recipe = Recipe(40, "char", byte_fallback=False, normalization="nfkc")
+    recipe = TokenizerRecipe(40, "char", byte_fallback=False, normalization="nfkc")
     (model,) = train_tokenizer([corpus], folder, recipe)
     assert model == (here / folder).resolve() / "tokenizer.model"
     assert sorted(path.name for path in model.parent.iterdir()) == sorted(
@@ -277,4 +288,80 @@ def test_the_present_folder_may_hold_the_tokenizer(
 def test_numbers_beyond_sentencepiece_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
     corpus = write_jsonl(tmp_path / "c.jsonl", ["ka lo mi"] * 9)
     with pytest.raises(DataError, match=f"^{next(iter(wrong))} = .* in 32 bits$"):
-        train_tokenizer([corpus], tmp_path / "t", dataclasses.replace(Recipe(40, "char"), **wrong))
+        train_tokenizer(
+            [corpus], tmp_path / "t", dataclasses.replace(TokenizerRecipe(40, "char"), **wrong)
+        )
+
+
+# --- exact scores of unigram models ---------------------------------------------------------------
+
+PAIR = ("<sep>", "==")
+
+
+def train_runs(folder: Path) -> bytes:
+    """A unigram model that knows runs of several lengths, with and without neighbours."""
+    source = random.Random(2)
+    lines = [line for text in make_texts(300, seed=2) for line in text.split("\n")]
+    lines += ["-" * source.randint(1, 12) + source.choice(lines) for _ in range(600)]
+    path = train_sentencepiece(
+        *(lines, 400, folder / "model"),
+        user_defined_symbols=list(PAIR),
+        required_chars="<sep>=",
+        byte_fallback=True,
+    )
+    return path.read_bytes()
+
+
+def processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_proto=model)
+
+
+def runs(count: int) -> list[str]:
+    source = random.Random(3)
+    kinds = (lambda: "-" * source.randint(1, 15), lambda: "=" * source.randint(1, 9))
+    words = " ".join(make_texts(3, seed=4)).split()
+    others = (lambda: source.choice(words), lambda: " ", lambda: "<sep>")
+    return [
+        "".join(source.choice(kinds + others)() for _ in range(source.choice((5, 50, 500))))
+        for _ in range(count)
+    ]
+
+
+def disagreements(model: bytes) -> int:
+    ours, theirs = processor(model), convert(processor(model), "unigram", PAIR)
+    return sum(ours.encode(text) != theirs.encode(text).ids for text in runs(200))
+
+
+def test_runs_of_a_character_are_cut_alike_in_both_libraries(tmp_path: Path) -> None:
+    model = train_runs(tmp_path)
+    assert disagreements(model) > 10  # of 200: rounding decides
+    assert disagreements(with_exact_scores(model, PAIR)) == 0
+
+
+def test_only_scores_and_user_symbols_change(tmp_path: Path) -> None:
+    model = train_runs(tmp_path)
+    before, after = processor(model), processor(with_exact_scores(model, PAIR))
+    assert after.get_piece_size() == before.get_piece_size()
+    for n in range(before.get_piece_size()):
+        assert after.id_to_piece(n) == before.id_to_piece(n)
+        for kind in ("is_control", "is_unknown", "is_byte", "is_unused"):
+            assert getattr(after, kind)(n) == getattr(before, kind)(n)
+        score = after.get_score(n)
+        assert (score * STEP).is_integer()
+        if before.id_to_piece(n) in PAIR:
+            assert score == SYMBOL_SCORE
+        else:
+            assert score == pytest.approx(before.get_score(n), abs=0.5 / STEP)
+    # Ordinary text is cut as before, but for close calls.
+    texts = make_texts(200, seed=9)
+    same = sum(before.encode(text) == after.encode(text) for text in texts)
+    assert same > 150
+    assert all(after.decode(after.encode(text)) == text for text in texts)
+
+
+def test_symbols_win_over_pieces_that_hold_their_beginning(tmp_path: Path) -> None:
+    lines = ["rare ab<", "ab< ab<", "sep> sep> sep>"] * 50
+    path = train_sentencepiece(lines, 40, tmp_path / "m", user_defined_symbols=["<sep>"])
+    model = path.read_bytes()
+    symbol = processor(model).piece_to_id("<sep>")
+    assert symbol in processor(with_exact_scores(model, ["<sep>"])).encode("ab<sep>")

@@ -28,20 +28,12 @@ def refusal(path: Path) -> str:
 
 
 def test_every_character_of_the_toy_alphabet_is_one_token(toy_model: Path) -> None:
-    tokenizer = load_tokenizer(toy_model)
+    tokenizer = load_tokenizer(str(toy_model))
     ids = [tokenizer.encode(character) for character in CHARACTERS]
     assert all(len(each) == 1 for each in ids)
-    distinct = {each[0] for each in ids}
-    assert len(distinct) == len(CHARACTERS)
-    assert distinct.isdisjoint({0, tokenizer.eos_id, tokenizer.pad_id})
-    assert tokenizer.vocab_size == VOCAB_SIZE == 48
-
-
-def test_toy_special_tokens_are_distinct_and_decode_to_nothing(toy_model: Path) -> None:
-    tokenizer = load_tokenizer(str(toy_model))
+    assert len({0, 1, 2, *(each[0] for each in ids)}) == len(CHARACTERS) + 3
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (1, 2, None)
-    ids = tokenizer.encode("ab")
-    assert tokenizer.decode([*ids, tokenizer.eos_id, tokenizer.pad_id]) == "ab"
+    assert tokenizer.vocab_size == VOCAB_SIZE == 48
     assert tokenizer.name == str(toy_model)
 
 
@@ -58,22 +50,15 @@ def test_toy_round_trip_is_exact_for_any_text_with_spaces_anywhere(toy_model: Pa
         assert ids == [i for character in text for i in tokenizer.encode(character)]
 
 
-def test_ids_of_the_model_that_the_tokenizer_has_not_decode_to_nothing(toy_model: Path) -> None:
+def test_special_and_unknown_ids_decode_to_nothing(toy_model: Path) -> None:
     tokenizer = load_tokenizer(toy_model)
-    ids = tokenizer.encode("abc")
-    assert (
-        tokenizer.decode([*ids, tokenizer.vocab_size, ids[0], tokenizer.vocab_size + 7]) == "abca"
-    )
-
-
-def test_toy_tokenizer_is_the_same_file_every_time(toy_model: Path, tmp_path: Path) -> None:
-    again = train_toy_tokenizer(tmp_path / "again")
-    assert again.read_bytes() == toy_model.read_bytes()
+    a, size = tokenizer.encode("a")[0], tokenizer.vocab_size
+    assert tokenizer.decode([a, tokenizer.eos_id, tokenizer.pad_id, size, a, size + 7]) == "aa"
 
 
 def test_sentencepiece_has_no_chat_template(toy_model: Path) -> None:
     with pytest.raises(DataError, match="a sentencepiece model has no chat template"):
-        load_tokenizer(toy_model).apply_chat_template([{"role": "user", "content": "a"}])
+        load_tokenizer(toy_model).render([{"role": "user", "content": "a"}])
 
 
 def test_trained_bpe_merges_and_still_round_trips(tmp_path: Path) -> None:
@@ -117,33 +102,13 @@ def test_truncated_sentencepiece_file(tmp_path: Path, toy_model: Path) -> None:
     refusal(path)
 
 
-def test_sentencepiece_without_an_end_token_is_refused(tmp_path: Path) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["abc"]),
-        model_prefix=str(tmp_path / "t"),
-        vocab_size=5,
-        model_type="char",
-        hard_vocab_limit=False,
-        bos_id=-1,
-        eos_id=-1,
-        minloglevel=2,
-    )
-    assert "no end-of-sequence token" in refusal(tmp_path / "t.model")
-
-
-def test_padding_falls_back_on_the_end_token(tmp_path: Path) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["abc"]),
-        model_prefix=str(tmp_path / "t"),
-        vocab_size=8,
-        model_type="char",
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    tokenizer = load_tokenizer(tmp_path / "t.model")
+def test_special_tokens_of_foreign_models(tmp_path: Path) -> None:
+    """Padding falls back on the end-of-sequence token, which every model needs."""
+    train_sentencepiece(["abc"], 8, tmp_path / "a", "char", pad_id=-1, eos_id=2, bos_id=1)
+    tokenizer = load_tokenizer(tmp_path / "a.model")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
+    train_sentencepiece(["abc"], 8, tmp_path / "b", "char", pad_id=-1, eos_id=-1)
+    assert "no end-of-sequence token" in refusal(tmp_path / "b.model")
 
 
 # --- Hugging Face folders -------------------------------------------------------------------------
@@ -198,43 +163,31 @@ def test_folder_encodes_without_special_tokens_and_round_trips(
     assert captured.out + captured.err == ""  # not even for a text longer than model_max_length
 
 
-def test_bos_is_taken_from_what_the_tokenizer_does(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(build_folder(tmp_path / "hf", bos_in_front=True))
-    assert tokenizer.bos_id == 1
-    assert 1 not in tokenizer.encode("ab")
-
-
-def test_folder_padding_falls_back_on_the_end_token(tmp_path: Path) -> None:
-    assert load_tokenizer(build_folder(tmp_path / "hf", pad_token=None)).pad_id == 3
-
-
-def test_folder_without_an_end_token_is_refused(tmp_path: Path) -> None:
-    assert "set eos_token" in refusal(build_folder(tmp_path / "hf", eos_token=None))
+def test_special_tokens_of_folders(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(build_folder(tmp_path / "bos", bos_in_front=True))
+    assert tokenizer.bos_id == 1 and 1 not in tokenizer.encode("ab")
+    assert load_tokenizer(build_folder(tmp_path / "pad", pad_token=None)).pad_id == 3
+    assert "set eos_token" in refusal(build_folder(tmp_path / "eos", eos_token=None))
 
 
 def test_chat_template_opens_the_answer(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(build_folder(tmp_path / "hf", chat_template=CHAT_TEMPLATE))
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])
-    assert rendered == "<user>ab<assistant>"
+    messages = [{"role": "user", "content": "ab"}]
+    assert tokenizer.render(messages, open_answer=True).text == "<user>ab<assistant>"
+    assert tokenizer.render(messages).text == "<user>ab"
     with pytest.raises(DataError, match="the chat template failed: no such role"):
-        tokenizer.apply_chat_template([{"role": "bad", "content": "ab"}])
+        tokenizer.render([{"role": "bad", "content": "ab"}])
 
 
 def test_folder_without_a_chat_template_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no chat template"):
-        load_tokenizer(build_folder(tmp_path / "hf")).apply_chat_template([])
+        load_tokenizer(build_folder(tmp_path / "hf")).render([])
 
 
-def test_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+def test_the_right_path_is_named(tmp_path: Path, toy_model: Path) -> None:
     assert "a folder without tokenizer.json" in refusal(tmp_path)
-
-
-def test_folder_with_a_sentencepiece_file_points_at_it(tmp_path: Path, toy_model: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(toy_model.read_bytes())
     assert f"name the file {tmp_path / 'tokenizer.model'}" in refusal(tmp_path)
-
-
-def test_tokenizer_json_points_at_its_folder(tmp_path: Path) -> None:
     folder = build_folder(tmp_path / "hf")
     assert f"name its folder, {folder}" in refusal(folder / "tokenizer.json")
 

@@ -23,6 +23,8 @@ from gspo_megatron.data.toy import (
 )
 from gspo_megatron.errors import DataError
 
+ENDINGS = {"reversal": ">", "copy": "=", "sort": "<"}
+
 
 def solve(prompt: str) -> str:
     """The right answer, worked out from the prompt alone and not as the generator does."""
@@ -39,6 +41,10 @@ def solve(prompt: str) -> str:
     return "".join(letters)
 
 
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_answers_are_right_and_prompts_distinct(task: str) -> None:
     train, test = generate(task, 301, 51, seed=2)
@@ -47,14 +53,8 @@ def test_answers_are_right_and_prompts_distinct(task: str) -> None:
     assert len({row["prompt"] for row in rows}) == len(rows)
     assert all(row["answer"] == solve(row["prompt"]) for row in rows)
     assert all(set(row) == {"prompt", "answer", "task"} for row in rows)
-
-
-def test_each_task_has_prompts_of_its_own() -> None:
-    endings = {"reversal": ">", "copy": "=", "sort": "<"}
-    for task, ending in endings.items():
-        train, _ = generate(task, 50, 1, seed=1)
-        assert {row["prompt"][-1] for row in train} == {ending}
-        assert {row["task"] for row in train} == {task}
+    if task in ENDINGS:
+        assert {(row["prompt"][-1], row["task"]) for row in rows} == {(ENDINGS[task], task)}
 
 
 def test_mixed_is_reversal_and_addition_3_to_1_in_both_files() -> None:
@@ -94,9 +94,9 @@ def test_same_arguments_give_the_same_rows_and_other_seeds_others() -> None:
 def test_a_task_can_be_used_up_but_not_overdrawn() -> None:
     train, test = generate("addition", 1500, 100, seed=1)
     assert len({row["prompt"] for row in train + test}) == 40 * 40
-    with pytest.raises(DataError, match="'addition' has 1600 different prompts; 1601 were asked"):
+    with pytest.raises(DataError, match="'addition' has 1600 different prompts; .* ask for 1601"):
         generate("addition", 1500, 101, seed=1)
-    with pytest.raises(DataError, match="'sort' has 4608 different prompts; 5001"):
+    with pytest.raises(DataError, match="'sort' has 4608 different prompts; .* 5001"):
         generate("sort", 5_000, 1, seed=1)
 
 
@@ -113,9 +113,7 @@ def test_data_set_is_readable_by_the_package_and_short_in_tokens(tmp_path: Path)
     paths = write_toy_dataset(tmp_path / "toy", "mixed", 64, 16, seed=1)
     names = [path.name for path in paths]
     assert names == ["train.jsonl", "supervised.jsonl", "test.jsonl", "tokenizer.model"]
-    assert sorted(entry.name for entry in (tmp_path / "toy").iterdir()) == sorted(
-        path.name for path in paths
-    )
+    assert sorted(files_in(tmp_path / "toy")) == sorted(names)
     tokenizer = load_tokenizer(paths[3])
     prompts = load_prompts(paths[0]) + load_prompts(paths[2])
     assert len(prompts) == 80
@@ -133,16 +131,12 @@ def test_command_line_writes_the_same_files_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gspo_megatron.data.toy", *arguments, str(tmp_path / "a")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        str(tmp_path / "a" / name)
-        for name in ("train.jsonl", "supervised.jsonl", "test.jsonl", "tokenizer.model")
-    ]
-    first = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
-    assert main([*arguments, str(tmp_path / "a")]) == 0
-    assert main([*arguments, str(tmp_path / "b")]) == 0
-    for folder in ("a", "b"):
-        again = {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
-        assert again == first
+    names = ("train.jsonl", "supervised.jsonl", "test.jsonl", "tokenizer.model")
+    assert done.stdout.splitlines() == [str(tmp_path / "a" / name) for name in names]
+    first = files_in(tmp_path / "a")
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        assert main([*arguments, str(folder)]) == 0
+        assert files_in(folder) == first
 
 
 WORDS = {"again": "=", "in order": "<", "backwards": ">"}
@@ -177,10 +171,8 @@ def test_with_documents_text_takes_the_place_of_the_tokenizer(
 ) -> None:
     words = ["--train", "64", "--test", "16", "--documents", "40", "-o"]
     assert main([*words, str(tmp_path / "a")]) == main([*words, str(tmp_path / "b")]) == 0
-    one, two = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab"
-    )
-    assert one == two
+    one = files_in(tmp_path / "a")
+    assert one == files_in(tmp_path / "b")
     assert set(one) == {"train.jsonl", "supervised.jsonl", "test.jsonl", "corpus.jsonl"}
     assert one["corpus.jsonl"].count(b"\n") == 40
     known = {prompt.text for prompt in load_prompts(tmp_path / "a" / "supervised.jsonl")}
@@ -220,12 +212,3 @@ def test_a_key_or_a_reader_that_left_ends_the_command_quietly(
     monkeypatch.setattr(toy, "write_toy_dataset", interrupt)
     assert main(words) == 130
     assert capsys.readouterr() == ("", "")
-
-
-def test_torch_is_not_imported() -> None:
-    code = (
-        "import sys, gspo_megatron.rewards, gspo_megatron.data.toy, gspo_megatron.data.prompts, "
-        "gspo_megatron.data.encode, gspo_megatron.data.loader; "
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gspo_megatron.objectives.parts import segment_sum, sequence_sums
-from tests.unit.objectives.batches import make_inputs
+from tests.unit.objectives.batches import EVERY_OBJECTIVE, inputs_of, make_inputs, make_objective
 
 # tokens and sequences: nothing at all, more sequences than tokens, odd numbers, a long response
 SIZES = [(0, 0), (0, 3), (1, 1), (1, 5), (7, 4), (23, 6), (1001, 17), (70_001, 1)]
@@ -82,3 +86,30 @@ def test_shared_sums_have_the_value_of_all_shards_and_the_gradient_of_this_one()
     (sums * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
     assert sums.tolist() == [[101.0, 206.0, 400.0]]
     assert values.grad.tolist() == [1.0, 10.0, 10.0, 100.0]
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that get tensors of floating point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if any(x.is_floating_point() for x in tensors):
+            self.seen.add(function._opname.rstrip("_"))
+        return function(*args, **(kwargs or {}))
+
+
+@EVERY_OBJECTIVE
+def test_no_loss_or_gradient_adds_in_the_random_order_of_gpu_threads(name):
+    inputs = inputs_of(name, 0, with_reference=True)
+    objective = make_objective(
+        name, kl="k3", kl_coefficient=0.1, correction="k3_mask", off_policy_mask=0.1
+    )
+    with Operators() as operators:
+        objective(inputs).loss.backward()
+    assert "segment_reduce" in operators.seen
+    atomic = {"index_add", "scatter_add", "scatter_reduce", "index_put", "bincount", "cumsum"}
+    assert not operators.seen & atomic

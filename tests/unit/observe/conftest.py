@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.observe.sinks import MetricsWriter, SampleWriter
+from gspo_megatron.observe.metrics_files import MetricsWriter, SampleWriter
 from gspo_megatron.types import Sample
 
 RunMaker = Callable[..., Path]
@@ -47,13 +47,9 @@ def rl_record(step: int, reward: float) -> dict[str, object]:
 def make_run(tmp_path: Path) -> RunMaker:
     """Writes a run folder below tmp_path with rewards 0.1, 0.2, ... plus `bonus`."""
 
-    def make(name: str, steps: int = 6, warm_start: int = 0, bonus: float = 0.0) -> Path:
+    def make(name: str, steps: int = 6, bonus: float = 0.0) -> Path:
         run_dir = tmp_path / name
         with MetricsWriter(run_dir) as metrics, SampleWriter(run_dir) as samples:
-            for step in range(1, warm_start + 1):
-                metrics.write(
-                    {"phase": "warm_start", "step": step, "loss": 3.0 / step, "grad_norm": 1.0}
-                )
             for step in range(1, steps + 1):
                 metrics.write(rl_record(step, 0.1 * step + bonus))
                 samples.write(step, [Sample(f"<b>{step}</b>", "7", "&seven", False)], [0.5])

@@ -1,8 +1,9 @@
-"""The rules of an ablation on synthetic runs: collapse, comparison, cost."""
+"""The report of an ablation, and its rules on synthetic runs: collapse, comparison, cost."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,16 +11,12 @@ import pytest
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe import ablation
-from gspo_megatron.observe.ablation import Arm, LoadedArm, is_finished, load_arms
-from gspo_megatron.observe.ablation_findings import findings
-from gspo_megatron.observe.runs import Run
-from gspo_megatron.observe.sinks import MetricsWriter
-
-Figures = dict[str, float]
+from gspo_megatron.observe.ablation import VariantRuns, findings, is_finished
+from gspo_megatron.observe.metrics_files import MetricsWriter, Run
 
 
 def run_of(rewards: Sequence[float | None], **others: Sequence[float | None]) -> Run:
-    """A run in memory; None is a figure that was not finite."""
+    """A run in memory; None is a value that was not finite."""
     records = [
         {"step": step, "reward/mean": reward, "loss": 0.0, "grad_norm": 1.0}
         for step, reward in enumerate(rewards, start=1)
@@ -28,6 +25,22 @@ def run_of(rewards: Sequence[float | None], **others: Sequence[float | None]) ->
         for record, value in zip(records, values, strict=True):
             record[key] = value
     return Run(Path("run"), "run", "run", tuple(records))
+
+
+def in_memory(name: str, runs: dict[int, Run], baseline: str | None = None) -> VariantRuns:
+    return VariantRuns(name, [], 2, {}, baseline, runs)
+
+
+def with_accuracies(
+    name: str, values: Sequence[float | None], baseline: str | None = None
+) -> VariantRuns:
+    """One run for each seed from 1 on; None: the seed has no run."""
+    runs = {
+        seed: run_of([0.5] * 2, **{"evaluation/accuracy": [0.1, value]})
+        for seed, value in enumerate(values, start=1)
+        if value is not None
+    }
+    return in_memory(name, runs, baseline)
 
 
 def write_run(
@@ -57,15 +70,39 @@ def write_run(
     return folder
 
 
-def arm(folder: Path, name: str, accuracies: Sequence[float], **more: float) -> Arm:
-    """Writes an arm's runs, seeds from 1."""
+def written(folder: Path, name: str, accuracies: Sequence[float], **more: float) -> VariantRuns:
+    """Writes a variant's runs, seeds from 1."""
     baseline, _, replay = name.partition("+")
     folders = {
         seed: write_run(folder / name / f"seed_{seed}", 20, accuracy, **more)
         for seed, accuracy in enumerate(accuracies, start=1)
     }
     settings = [f"objective.name={baseline}", f"routing.replay={replay or 'off'}"]
-    return Arm(name, settings, 20, folders, baseline if replay else None)
+    return VariantRuns(name, settings, 20, folders, baseline if replay else None)
+
+
+def report_of(
+    variants: Sequence[VariantRuns], out: Path, volatility: bool = True
+) -> tuple[str, str, list[str]]:
+    """HTML, Markdown and the findings."""
+    paths, found = ablation.write_ablation_report(variants, out, volatility_switched_on=volatility)
+    assert [path.name for path in paths] == ["report.html", "report.md"]
+    return paths[0].read_text(), paths[1].read_text(), found
+
+
+def three_variants(folder: Path) -> list[VariantRuns]:
+    return [
+        written(folder, "grpo", [0.5, 0.6, 0.55]),
+        written(folder, "gspo", [0.7, 0.8, 0.76]),
+        written(folder, "gspo+r3", [0.6, 0.9, 0.75], seconds=1.1, **{"replay/bytes": 1000.0}),
+    ]
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """The cells of the table below a heading of the Markdown, its head first."""
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 # --- collapse -------------------------------------------------------------------------------------
@@ -88,6 +125,8 @@ RISING = [0.2 + 0.01 * n for n in range(50)]
         ([0.0] * 50, False),
         ([0.9] * 5 + [0.1] * 4, False),  # shorter than two windows
         ([0.9] * 5 + [0.1] * 5, True),
+        ([0.8] * 190 + [0.1] * 10, False),  # half of the last window, which is 20 of 200 steps
+        ([0.8] * 180 + [0.1] * 20, True),
         ([], False),
     ],
 )
@@ -95,36 +134,38 @@ def test_the_collapse_rule(rewards: list[float], collapsed: bool) -> None:
     assert (ablation.collapse(run_of(rewards)) is not None) == collapsed
 
 
-def test_the_window_grows_with_the_run() -> None:
-    """Of 200 steps the last 20 count: half as many bad ones are not enough."""
-    assert ablation.collapse(run_of([0.8] * 190 + [0.1] * 10)) is None
-    assert ablation.collapse(run_of([0.8] * 180 + [0.1] * 20)) is not None
-
-
 @pytest.mark.parametrize("key", ["reward/mean", "loss", "grad_norm"])
-def test_a_figure_that_is_not_finite_is_a_collapse(key: str) -> None:
+def test_a_value_that_is_not_finite_is_a_collapse(key: str) -> None:
     run = run_of([0.5] * 8, **{key: [0.5, 0.5, None, 0.5, 0.5, 0.5, 0.5, 0.5]})
     assert ablation.collapse(run) == f"{key} is not finite at step 3"
 
 
 def test_the_largest_fall_is_from_the_best_so_far() -> None:
     rewards = [0.2] * 10 + [0.8] * 10 + [0.5] * 10 + [0.9] * 20
-    assert ablation.largest_fall(run_of(rewards)) == pytest.approx(0.3)
-    assert ablation.largest_fall(run_of(RISING)) == 0.0
-    assert ablation.largest_fall(run_of([])) is None
+    assert ablation.largest_fall(rewards) == pytest.approx(0.3)
+    assert ablation.largest_fall(RISING) == 0.0
 
 
-# --- what counts as a run -------------------------------------------------------------------------
+def test_collapsed_runs_are_named() -> None:
+    fallen = in_memory("grpo", {2: run_of([0.8] * 40 + [0.1] * 10)})
+    said = " ".join(findings([fallen]))
+    assert (
+        "Collapsed, 1 of 1 runs: grpo, seed 2 (reward 0.100 at the end, 0.800 at its best)" in said
+    )
+
+
+# --- finished runs --------------------------------------------------------------------------------
 
 
 def test_only_runs_that_reached_their_last_step_count(tmp_path: Path) -> None:
-    whole = arm(tmp_path, "gspo", [0.5, 0.6])
+    whole = written(tmp_path, "gspo", [0.5, 0.6])
     folders = {**whole.folders, 3: tmp_path / "absent", 4: write_run(tmp_path / "cut", 7, 0.9)}
-    [loaded] = load_arms([Arm("gspo", [], 20, folders)])
-    assert sorted(loaded.runs) == [1, 2]
-    assert loaded.unfinished == {3: "no run", 4: "ends at step 7 of 20"}
-    [first, *_] = findings([loaded])
-    assert "gspo seed 3 (no run); gspo seed 4 (ends at step 7 of 20)" in first
+    variant = VariantRuns("gspo", [], 20, folders)
+    variant.load()
+    assert sorted(variant.runs) == [1, 2]
+    assert variant.unfinished == {3: "no run", 4: "ends at step 7 of 20"}
+    [first, *_] = findings([variant])
+    assert "gspo, seed 3 (no run); gspo, seed 4 (ends at step 7 of 20)" in first
 
 
 def test_a_half_written_last_step_is_not_the_last_step(tmp_path: Path) -> None:
@@ -136,63 +177,50 @@ def test_a_half_written_last_step_is_not_the_last_step(tmp_path: Path) -> None:
     path.write_bytes(b"damaged\n" + path.read_bytes())
     assert not is_finished(folder, 3)
     assert not is_finished(tmp_path / "absent", 1)
+    with pytest.raises(DataError, match=r"metrics.jsonl:1"):
+        VariantRuns("a", [], 3, {1: folder}).load()
 
 
-def test_a_warm_start_of_as_many_steps_is_no_finished_run(tmp_path: Path) -> None:
+def test_another_phase_of_as_many_steps_is_no_finished_run(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as metrics:
         for step in range(1, 6):
-            metrics.write({"phase": "warm_start", "step": step, "loss": 1.0})
+            metrics.write({"phase": "sft", "step": step, "loss": 1.0})
     assert not is_finished(tmp_path, 5)
 
 
 # --- comparison -----------------------------------------------------------------------------------
 
 
-def loaded_with(
-    name: str, values: Sequence[float | None], baseline: str | None = None
-) -> LoadedArm:
-    runs = {
-        seed: run_of([0.5] * 2, **{"evaluation/accuracy": [0.1, value]})
-        for seed, value in enumerate(values, start=1)
-        if value is not None
-    }
-    return LoadedArm(Arm(name, [], 2, {}, baseline), runs)
-
-
-ACCURACY = ablation.last("evaluation/accuracy")
-
-
 def test_the_interval_is_students_over_paired_seeds() -> None:
     """Differences 0.1, 0.2, 0.3: mean 0.2, deviation 0.1, t = 4.303 with 2 degrees of freedom."""
-    one, other = loaded_with("a", [0.5, 0.7, 0.4]), loaded_with("b", [0.4, 0.5, 0.1])
-    found = ablation.difference(one, other, ACCURACY)
-    assert found is not None
-    assert (found.arm, found.other, found.seeds) == ("a", "b", 3)
-    assert found.mean == pytest.approx(0.2)
-    assert found.half_width == pytest.approx(4.303 * 0.1 / math.sqrt(3))
-    assert not found.told_apart  # 0.2 lies inside 0.248
-
-
-def test_seeds_that_one_arm_lacks_are_left_out() -> None:
-    one, other = loaded_with("a", [0.5, None, 0.5, 0.5]), loaded_with("b", [0.4, 0.0, 0.4, 0.4])
-    found = ablation.difference(one, other, ACCURACY)
+    one, other = with_accuracies("a", [0.5, 0.7, 0.4]), with_accuracies("b", [0.4, 0.5, 0.1])
+    found = ablation.difference(one, other, ablation._ACCURACY)
     assert found is not None and found.seeds == 3
-    assert found.mean == pytest.approx(0.1) and found.told_apart
-    assert ablation.difference(one, loaded_with("c", []), ACCURACY) is None
+    assert found.mean == pytest.approx(0.2)
+    assert found.half_width == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-4)
+    assert not found.significant  # 0.2 lies inside 0.248
 
 
-def test_one_seed_tells_nothing_apart() -> None:
-    found = ablation.difference(loaded_with("a", [0.9]), loaded_with("b", [0.1]), ACCURACY)
-    assert found is not None and found.half_width is None and not found.told_apart
-    said = findings([loaded_with("b", [0.1]), loaded_with("a", [0.9])])
-    assert "With one seed nothing can be said about differences." in said
+def test_seeds_that_one_variant_lacks_are_left_out() -> None:
+    one = with_accuracies("a", [0.5, None, 0.51, 0.5])
+    other = with_accuracies("b", [0.4, 0.0, 0.4, 0.4])
+    found = ablation.difference(one, other, ablation._ACCURACY)
+    assert found is not None and found.seeds == 3
+    assert found.mean == pytest.approx(0.31 / 3) and found.significant
+    assert ablation.difference(one, with_accuracies("c", []), ablation._ACCURACY) is None
 
 
-def test_every_arm_is_compared_to_the_first_and_replay_to_its_own_baseline() -> None:
+def test_one_seed_shows_no_difference() -> None:
+    variants = [with_accuracies("a", [0.9]), with_accuracies("b", [0.1])]
+    found = ablation.difference(*variants, ablation._ACCURACY)
+    assert found is not None and found.half_width is None and not found.significant
+    assert "With one seed nothing can be said about differences." in findings(variants)
+
+
+def test_every_variant_is_compared_to_the_first_and_replay_to_its_own_baseline() -> None:
     names = ["grpo", "grpo+r2", "gspo", "gspo+r2", "gspo+r3"]
-    arms = [loaded_with(n, [0.5], n.split("+")[0] if "+" in n else None) for n in names]
-    found = [(one.name, other.name) for one, other in ablation.pairs(arms)]
-    assert found == [
+    variants = [with_accuracies(n, [0.5], n.split("+")[0] if "+" in n else None) for n in names]
+    assert [(one.name, other.name) for one, other in ablation.pairs(variants)] == [
         ("grpo+r2", "grpo"),
         ("gspo", "grpo"),
         ("gspo+r2", "grpo"),
@@ -202,76 +230,114 @@ def test_every_arm_is_compared_to_the_first_and_replay_to_its_own_baseline() -> 
     ]
 
 
-def test_it_is_said_when_nothing_differs() -> None:
-    arms = [loaded_with("grpo", [0.50, 0.60, 0.55]), loaded_with("gspo", [0.56, 0.52, 0.60])]
-    said = " ".join(findings(arms))
-    assert "By held-out accuracy at the end, none of the 1 pairs compared is told apart" in said
-    assert "no evidence that the arms are equal" in said
-    assert "None of the 6 runs collapsed" in said
-
-
-def test_it_is_said_what_differs_and_what_does_not() -> None:
-    arms = [
-        loaded_with("grpo", [0.50, 0.60, 0.55]),
-        loaded_with("gspo", [0.70, 0.81, 0.75]),
-        loaded_with("cispo", [0.40, 0.70, 0.55]),
+def test_it_is_said_once_when_nothing_differs(tmp_path: Path) -> None:
+    variants = [
+        written(tmp_path, "grpo", [0.5, 0.6, 0.55]),
+        written(tmp_path, "gspo", [0.56, 0.52, 0.6]),
     ]
-    said = " ".join(findings(arms))
-    assert "of 2 pairs told apart: gspo above grpo by 20.3 points (± 1.4)" in said
-    assert "The other one is not." in said
+    *_, found = report_of(variants, tmp_path)
+    assert found[1:] == [
+        "No significant differences in held-out accuracy at the end, log-prob mismatch. This does "
+        "not show that the variants are equal.",
+        "None of the 6 runs collapsed.",
+    ]
 
 
-def test_collapsed_runs_are_named() -> None:
-    fallen = LoadedArm(Arm("grpo", [], 50, {}), {2: run_of([0.8] * 40 + [0.1] * 10)})
-    said = " ".join(findings([fallen]))
-    assert (
-        "Collapsed, 1 of 1 runs: grpo seed 2 (reward 0.100 at the end, 0.800 at its best)" in said
-    )
+def test_it_is_said_what_differs() -> None:
+    variants = [
+        with_accuracies("grpo", [0.50, 0.60, 0.55]),
+        with_accuracies("gspo", [0.70, 0.81, 0.75]),
+        with_accuracies("cispo", [0.40, 0.70, 0.55]),
+    ]
+    said = " ".join(findings(variants))
+    assert "held-out accuracy at the end: gspo is above grpo by 20.3 ± 1.4 points." in said
+    assert "cispo is" not in said and "No significant" not in said
+    assert "Held-out accuracy at the end, mean over seeds: 55.0% (grpo) to 75.3% (gspo)." in said
 
 
-# --- cost -----------------------------------------------------------------------------------------
-
-
-def test_the_cost_of_replay_is_against_the_same_seed_without(tmp_path: Path) -> None:
-    plain = arm(tmp_path, "gspo", [0.5, 0.5], seconds=2.0)
-    replayed = arm(tmp_path, "gspo+r2", [0.5, 0.5], seconds=2.1, **{"replay/bytes": 4096.0})
-    without, with_replay = load_arms([plain, replayed])
-    found = ablation.cost(with_replay, without)
-    assert found is not None
-    assert found.time == pytest.approx([0.05, 0.05])
-    assert (found.memory, found.bytes_stored) == ([0.0, 0.0], 4096.0)
-    assert found.step_seconds == pytest.approx(2.1)
-    assert ablation.cost(with_replay, LoadedArm(plain)) is None
-
-
-# --- curves ---------------------------------------------------------------------------------------
-
-
-def test_a_band_is_over_the_steps_that_all_runs_have() -> None:
-    runs = {1: run_of([0.1, 0.2, 0.3]), 2: run_of([0.3, 0.4])}
-    found = ablation.band(LoadedArm(Arm("a", [], 2, {}), runs), "reward/mean")
-    assert found is not None
-    assert found.steps == [1, 2]
-    assert found.means == pytest.approx([0.2, 0.3])
-    assert found.deviations == pytest.approx([0.1 * math.sqrt(2)] * 2)
-
-
-def test_damaged_metrics_are_an_error_with_their_place(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", 3, 0.5)
-    path = folder / "metrics.jsonl"
-    path.write_text("damaged\n" + path.read_text())
-    with pytest.raises(DataError, match=r"metrics.jsonl:1"):
-        load_arms([Arm("a", [], 3, {1: folder})])
-
-
-def test_figures_that_are_not_finite_are_told_and_break_nothing() -> None:
-    broken = LoadedArm(
-        Arm("a", [], 4, {}),
-        {1: run_of([0.5, 0.5, 0.5, None], **{"evaluation/accuracy": [0.2, 0.2, 0.2, None]})},
+def test_values_that_are_not_finite_are_shown_and_break_nothing(tmp_path: Path) -> None:
+    broken = in_memory(
+        "a", {1: run_of([0.5, 0.5, 0.5, None], **{"evaluation/accuracy": [0.2, 0.2, 0.2, None]})}
     )
     broken.runs[2] = run_of([0.5] * 4, **{"evaluation/accuracy": [0.2, 0.2, 0.2, 0.4]})
-    found = ablation.band(broken, "reward/mean")
-    assert found is not None and math.isnan(found.means[3]) and math.isnan(found.deviations[3])
-    said = " ".join(findings([broken, loaded_with("b", [0.5, 0.6])]))
-    assert "a seed 1 (reward/mean is not finite at step 4)" in said
-    assert "55.0%" in said
+    said = " ".join(findings([broken, with_accuracies("b", [0.5, 0.6])]))
+    assert "a, seed 1 (reward/mean is not finite at step 4)" in said and "55.0%" in said
+    nothing = dict.fromkeys(("reward/mean", "grad_norm", "routing/layer_02/volatility"), math.nan)
+    variants = [
+        written(tmp_path, "grpo", [math.nan, 0.5], **nothing),
+        written(tmp_path, "gspo", [0.5, 0.6]),
+    ]
+    head, _, grpo, _ = rows(report_of(variants, tmp_path)[1], "Outcome")
+    assert grpo[head.index("held-out accuracy at the end")] == "not finite"
+    assert grpo[-1] == "2 of 2"
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def test_both_forms_are_written_with_the_pictures(tmp_path: Path) -> None:
+    page, text, found = report_of(three_variants(tmp_path), tmp_path)
+    pictures = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert pictures == ["variants.png", "volatility.png"]
+    assert page.count("data:image/png;base64,") == 2
+    assert all(f"](plots/{name})" in text for name in pictures)
+    assert all(line in text for line in found)
+
+
+def test_the_tables_have_means_and_spreads(tmp_path: Path) -> None:
+    _, text, _ = report_of(three_variants(tmp_path), tmp_path)
+    head, _, grpo, gspo, _ = rows(text, "Outcome")
+    column = head.index("held-out accuracy at the end")
+    assert (grpo[0], grpo[column]) == ("grpo", "55.0% ± 5.0%")
+    assert gspo[column] == "75.3% ± 5.0%"
+    assert grpo[-1] == "0 of 3"
+    differences = {row[0]: row for row in rows(text, "Differences")[2:]}
+    assert differences["gspo − grpo"] == [
+        "gspo − grpo",
+        "3",
+        "20.3 ± 1.4 points, significant",
+        "0 ± 0",
+    ]
+    assert differences["gspo+r3 − gspo"][2] == "-0.3 ± 24.9 points"
+    [cost] = rows(text, "Cost of replay")[2:]
+    assert cost == [
+        "gspo+r3 over gspo",
+        "1.10 s",
+        "+10.0%",
+        "+10.0% to +10.0%",
+        "+0.0 MiB",
+        "1,000 B",
+    ]
+    layers = rows(text, "Volatility by layer")
+    assert layers[0] == ["variant", "layer 2", "layer 10"]  # in the order of their numbers
+    assert layers[2][1:] == ["5.0% ± 0.0%", "3.0% ± 0.0%"]
+
+
+def test_the_rules_are_stated(tmp_path: Path) -> None:
+    _, text, _ = report_of(three_variants(tmp_path), tmp_path)
+    for part in ("has collapsed when", "significant when", "`routing.volatility` was switched on"):
+        assert part in text
+    assert "objective.name=gspo routing.replay=r3" in text
+    _, text, _ = report_of(three_variants(tmp_path), tmp_path, volatility=False)
+    assert "was switched on" not in text
+
+
+def test_variants_without_a_finished_run_are_named_and_left_out(tmp_path: Path) -> None:
+    whole = written(tmp_path, "gspo", [0.5, 0.6])
+    folders = {1: write_run(tmp_path / "cut", 3, 0.5), 2: tmp_path / "absent"}
+    _, text, _ = report_of([VariantRuns("grpo", [], 20, folders), whole], tmp_path)
+    assert [row[0] for row in rows(text, "Outcome")[2:]] == ["gspo"]
+    assert "## Differences" not in text and "## Cost of replay" not in text
+    [settings] = [r for r in rows(text, "Rules and settings") if r[0] == "grpo"]
+    assert settings[2] == "seed 1: ends at step 3 of 20, left out; seed 2: no run, left out"
+
+
+def test_no_finished_run_at_all_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no run of any variant"):
+        report_of([VariantRuns("gspo", [], 20, {1: tmp_path / "absent"})], tmp_path)
+
+
+def test_names_are_shown_and_never_interpreted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 20, 0.5)
+    page, *_ = report_of([VariantRuns("a", ["objective.options=<b>"], 20, {1: folder})], tmp_path)
+    assert "&lt;b&gt;" in page and not re.search(r"<b>(?!\d)", page)

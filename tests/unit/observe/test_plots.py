@@ -8,10 +8,20 @@ import numpy as np
 import pytest
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.observe.plots import plot_comparison, plot_run
-from gspo_megatron.observe.runs import group_name, groups, load_runs, run_names
-from gspo_megatron.observe.sinks import MetricsWriter
-from gspo_megatron.observe.style import panel_grid, small_unit, smoothed
+from gspo_megatron.observe.metrics_files import (
+    MetricsWriter,
+    group_name,
+    groups,
+    load_runs,
+    run_names,
+)
+from gspo_megatron.observe.plots import (
+    COMPARISONS,
+    plot_comparison,
+    plot_run,
+    small_unit,
+    smoothed,
+)
 
 RunMaker = Callable[..., Path]
 
@@ -19,9 +29,9 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def test_a_run_gets_a_picture_for_each_subject_it_has_figures_of(make_run: RunMaker) -> None:
-    run_dir = make_run("run", warm_start=3)
+    run_dir = make_run("run")
     written = plot_run(run_dir)
-    names = ["learning", "ratios", "optimizer", "routing", "timing", "warm_start"]
+    names = ["learning", "ratios", "optimizer", "routing", "timing"]
     assert written == [run_dir / "plots" / f"{name}.png" for name in names]
     assert all(path.read_bytes().startswith(PNG) for path in written)
 
@@ -70,14 +80,19 @@ def test_a_damaged_run_is_told(make_run: RunMaker) -> None:
 
 def test_runs_of_different_lengths_and_figures_are_compared(make_run: RunMaker) -> None:
     paths = [make_run("gspo_seed1"), make_run("gspo_seed2", steps=4), make_run("grpo", steps=50)]
-    picture = plot_comparison(load_runs(paths), paths[0].parent / "c.png")
+    picture = plot_comparison(load_runs(paths), paths[0].parent / "c.png", COMPARISONS["rl"])
     assert picture is not None and picture.read_bytes().startswith(PNG)
 
 
 def test_runs_with_nothing_in_common_to_show_have_no_comparison(tmp_path: Path) -> None:
     for name in ("a", "b"):
         MetricsWriter(tmp_path / name).close()
-    assert plot_comparison(load_runs([tmp_path / "a", tmp_path / "b"]), tmp_path / "c.png") is None
+    assert (
+        plot_comparison(
+            load_runs([tmp_path / "a", tmp_path / "b"]), tmp_path / "c.png", COMPARISONS["rl"]
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +134,6 @@ def test_smoothing_is_the_mean_of_the_finite_values_in_the_window() -> None:
     values = np.random.default_rng(7).normal(size=91)
     values[[0, 40, 41]] = np.nan
     smooth = smoothed(values.tolist())
-    assert smooth is not None
     half = 91 // 30
     for index in range(91):
         expected = np.nanmean(values[max(0, index - half) : index + half + 1])
@@ -128,16 +142,10 @@ def test_smoothing_is_the_mean_of_the_finite_values_in_the_window() -> None:
 
 
 def test_short_curves_are_not_smoothed() -> None:
-    assert smoothed([1.0] * 39) is None
+    assert smoothed([1.0] * 39).tolist() == [1.0] * 39
 
 
 def test_small_values_are_brought_to_order_one() -> None:
     factor, unit = small_unit([2e-4, -3e-5, math.nan])
     assert factor == pytest.approx(1e4) and "10^{-4}" in unit
     assert small_unit([0.5]) == (1.0, "") and small_unit([0.0]) == (1.0, "")
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_a_grid_has_the_panels_asked_for(count: int) -> None:
-    figure, axes = panel_grid(count, "title")
-    assert len(axes) == count == len(figure.axes)

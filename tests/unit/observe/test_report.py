@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import re
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.errors import DataError, UserError
-from gspo_megatron.observe import formats, report
-from gspo_megatron.observe.records import read_metrics
-from gspo_megatron.observe.report import finish_run, summary_table, write_report
-from gspo_megatron.observe.sinks import MetricsWriter
-from gspo_megatron.observe.summary import summarize, wall_seconds
+from gspo_megatron.observe import progress, report
+from gspo_megatron.observe.metrics_files import MetricsWriter, read_metrics
+from gspo_megatron.observe.report import (
+    finish_run,
+    summarize,
+    wall_seconds,
+    write_report,
+)
 
 RunMaker = Callable[..., Path]
 
@@ -43,15 +48,29 @@ class Page(HTMLParser):
             self.cells[-1] += data
 
 
+def printed_at_the_end(run_dir: Path) -> str:
+    stream = io.StringIO()
+    finish_run(run_dir, stream, plots=False)
+    return stream.getvalue()
+
+
 def test_the_report_of_one_run_is_one_file_with_everything_inside(make_run: RunMaker) -> None:
-    run_dir = make_run("run", warm_start=2)
+    run_dir = make_run("run")
     (run_dir / "config.resolved.yaml").write_text("model:\n  preset: <tiny>\n")
     path = write_report([run_dir], run_dir)
     assert path == run_dir / "report.html"
     page = Page(path)
-    assert len(page.sources) == 6
+    assert len(page.sources) == 5
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert "preset: &lt;tiny&gt;" in path.read_text()
+    assert "<b>1</b>" in page.cells and "&seven" in page.cells  # shown, never interpreted
+
+
+def test_the_template_is_in_the_package_that_is_built(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[3]
+    command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    assert list(tmp_path.rglob("observe/templates/report.html.j2"))
 
 
 def test_a_report_elsewhere_leaves_the_run_as_it_was(make_run: RunMaker, tmp_path: Path) -> None:
@@ -60,12 +79,6 @@ def test_a_report_elsewhere_leaves_the_run_as_it_was(make_run: RunMaker, tmp_pat
     write_report([run_dir], tmp_path / "out")
     assert sorted(run_dir.rglob("*")) == before
     assert (tmp_path / "out" / "plots" / "learning.png").is_file()
-
-
-def test_text_from_a_run_is_shown_and_never_interpreted(make_run: RunMaker) -> None:
-    run_dir = make_run("run", steps=2)
-    page = Page(write_report([run_dir], run_dir))
-    assert "<b>1</b>" in page.cells and "&seven" in page.cells
 
 
 def test_of_many_samples_the_first_and_the_last_are_shown(make_run: RunMaker) -> None:
@@ -87,14 +100,6 @@ def test_seeds_are_shown_as_mean_and_spread(make_run: RunMaker, tmp_path: Path) 
     assert page.cells[9:12] == ["grpo", "1", "0.800"]
     assert len(page.sources) == 1
     assert not list((tmp_path / "out").glob("*.png"))
-
-
-def test_runs_that_are_no_repetitions_get_no_table_over_seeds(
-    make_run: RunMaker, tmp_path: Path
-) -> None:
-    path = write_report([make_run("a"), make_run("b")], tmp_path / "out")
-    assert "Over seeds" not in path.read_text()
-    assert Page(path).cells[0] == "a"
 
 
 def test_a_figure_that_only_some_seeds_have_is_not_averaged(
@@ -122,7 +127,7 @@ def test_runs_of_a_stage_are_compared_by_what_the_stage_has(tmp_path: Path) -> N
     spread = f"{statistics.stdev([3.5, 4.5]):.3f}"
     assert page.cells[:7] == ["x", "2", f"4.00 ± {spread}", f"4.00 ± {spread}", "3.50 ± 0.707"] + [
         f"7.00 ± {2**0.5:.2f}",
-        formats.MISSING,
+        progress.MISSING,
     ]
     assert page.cells[7:13] == ["x_seed1", "2", "3.50", "3.50", "3.00", "6.00"]
     assert "last held-out loss" in text and "last reward" not in text
@@ -133,6 +138,9 @@ def test_runs_of_several_stages_are_compared_stage_by_stage(
     make_run: RunMaker, tmp_path: Path
 ) -> None:
     runs = [make_run("policy"), make_stage_run(tmp_path / "corpus", "pretrain", [5.0, 4.0])]
+    for run, rate in zip(runs, (1e-5, 1e-3)):
+        config = {"optimizer": {"learning_rate": rate}, "logging": {"dir": run.name}, "model": {}}
+        (run / "config.resolved.yaml").write_text(str(config))
     path = write_report(runs, tmp_path / "out")
     page, text = Page(path), path.read_text()
     assert "Each run (rl)" in text and "Each run (pretrain)" in text
@@ -140,13 +148,14 @@ def test_runs_of_several_stages_are_compared_stage_by_stage(
     assert page.cells[rl + 1 : rl + 3] == ["6", "0.600"]
     corpus = page.cells.index("corpus")
     assert page.cells[corpus + 1 : corpus + 5] == ["2", "4.50", "4.50", "4.00"]
-    assert len(page.sources) == 2
+    assert len(page.sources) == 2 and "Over seeds" not in text
+    assert page.cells[-3:] == ["optimizer.learning_rate", "1e-05", "0.001"]  # settings that differ
 
 
 def test_a_run_without_a_single_step_still_has_a_report(tmp_path: Path) -> None:
     MetricsWriter(tmp_path).close()
     assert Page(write_report([tmp_path], tmp_path)).cells[0] == "reward"
-    assert "0 steps" in summary_table(tmp_path)
+    assert "0 steps" in printed_at_the_end(tmp_path)
 
 
 def test_what_is_no_run_and_where_no_report_can_go_is_told(
@@ -159,23 +168,23 @@ def test_what_is_no_run_and_where_no_report_can_go_is_told(
         write_report([make_run("run")], tmp_path / "file")
 
 
-def test_first_last_and_best_are_those_of_the_rl_phase(make_run: RunMaker) -> None:
-    run_dir = make_run("run", steps=4, warm_start=5)
+def test_first_last_and_best_of_what_has_a_best(make_run: RunMaker) -> None:
+    run_dir = make_run("run", steps=4)
     with MetricsWriter(run_dir) as writer:
         writer.write({"step": 5, "reward/mean": 0.3, "loss": float("nan"), "grad_norm": 9.0})
-    rows = {row.name: row for row in summarize(read_metrics(run_dir))}
+    rows = {row.metric.name: row for row in summarize(read_metrics(run_dir))}
     reward = rows["reward"]
     assert (reward.first, reward.last, reward.best, reward.best_step) == (0.1, 0.3, 0.4, 4)
     accuracy = rows["held-out accuracy"]
     assert accuracy.first == pytest.approx(0.15) and accuracy.best_step == 4
-    assert rows["loss"].best == -1e-4 and rows["loss"].not_finite == 1
-    assert rows["gradient norm"].best == 1.5
+    assert rows["loss"].best is None and rows["loss"].not_finite == 1
+    assert rows["gradient norm"].best is None and rows["gradient norm"].last == 9.0
     assert rows["clip fraction"].best is None and rows["clip fraction"].last == 0.1
 
 
 def test_wall_time_is_the_sum_over_all_phases() -> None:
     records = [
-        {"phase": "warm_start", "step": 1, "perf/step_seconds": 1.5},
+        {"phase": "sft", "step": 1, "perf/step_seconds": 1.5},
         {"step": 1, "perf/step_seconds": 2.0},
         {"step": 2, "perf/step_seconds": None},
     ]
@@ -184,9 +193,9 @@ def test_wall_time_is_the_sum_over_all_phases() -> None:
 
 
 def test_the_summary_table_is_plain_text(make_run: RunMaker) -> None:
-    text = summary_table(make_run("run", warm_start=3))
+    text = printed_at_the_end(make_run("gspo/seed_2"))
     assert "\x1b" not in text
-    assert text.splitlines()[0] == "run: 6 steps after a warm start of 3"
+    assert text.splitlines()[0].rstrip() == "gspo/seed_2: 6 steps"
     row = next(line.split() for line in text.splitlines() if "reward" in line)
     assert row == ["reward", "0.100", "0.600", "0.600", "6"]
     assert re.search(r"wall time\s+12 s", text)
@@ -245,7 +254,7 @@ def test_finishing_with_a_closed_stdout_still_writes_the_report(make_run: RunMak
     ],
 )
 def test_numbers_have_three_significant_digits(value: float | None, text: str) -> None:
-    assert formats.number(value) == text
+    assert progress.number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -253,4 +262,4 @@ def test_numbers_have_three_significant_digits(value: float | None, text: str) -
     [(0.4, "0.40 s"), (59.4, "59 s"), (61, "1:01"), (3725, "1:02:05"), (356580, "4d 03:03")],
 )
 def test_durations_are_written_for_people(seconds: float, text: str) -> None:
-    assert formats.duration(seconds) == text
+    assert progress.duration(seconds) == text

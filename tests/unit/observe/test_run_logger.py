@@ -12,7 +12,7 @@ from gspo_megatron.checkpoint.folder import CHECKPOINTS, REFERENCE
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
 from gspo_megatron.checkpoint.start import move_earlier_run
 from gspo_megatron.errors import UserError
-from gspo_megatron.observe.records import METRICS_FILE
+from gspo_megatron.observe.metrics_files import METRICS_FILE
 
 
 @pytest.fixture

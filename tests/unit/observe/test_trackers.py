@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.observe.sinks import MetricsWriter
+from gspo_megatron.observe.metrics_files import MetricsWriter
 from gspo_megatron.observe.trackers import (
     SENT_FILE,
     TrackerSet,
@@ -41,12 +41,6 @@ def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> N
     for member, value in members.items():
         setattr(module, member, value)
     monkeypatch.setitem(sys.modules, name, module)
-
-
-def test_no_tracker_is_a_tracker_too(tmp_path: Path) -> None:
-    trackers = open_trackers([], tmp_path)
-    trackers.log(1, {"step": 1})
-    trackers.close()
 
 
 def test_unknown_trackers_are_refused_with_the_known_ones(tmp_path: Path) -> None:
@@ -82,40 +76,12 @@ def test_a_tracker_that_fails_is_dropped_and_the_others_stay(
     ]
 
 
-def test_only_finite_numbers_are_tracked_and_the_warm_start_under_its_own_names() -> None:
+def test_only_finite_numbers_are_tracked_and_those_of_another_phase_under_its_name() -> None:
     record = {"phase": "rl", "step": 3, "loss": 0.5, "lr": None, "x": float("nan")}
     assert tracked_numbers(record) == {"loss": 0.5}
-    warm = {**record, "phase": "warm_start"}
-    assert tracked_numbers(warm) == {"warm_start/loss": 0.5}
-    assert tracked_numbers(warm, keep_step=True) == {"warm_start/loss": 0.5, "warm_start/step": 3}
-
-
-def test_tensorboard_gets_each_figure_at_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    class SummaryWriter:
-        def __init__(self, log_dir: str) -> None:
-            calls.append(("open", log_dir))
-
-        def add_scalar(self, name: str, value: float, global_step: int) -> None:
-            calls.append((name, value, global_step))
-
-        def flush(self) -> None: ...
-
-        def close(self) -> None:
-            calls.append(("close",))
-
-    fake_module(monkeypatch, "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
-    trackers = open_trackers(["tensorboard"], tmp_path)
-    trackers.log(4, {"step": 4, "reward/mean": 0.5})
-    trackers.close()
-    assert calls == [
-        ("open", str(tmp_path / "tensorboard")),
-        ("reward/mean", 0.5, 4),
-        ("close",),
-    ]
+    other = {**record, "phase": "sft"}
+    assert tracked_numbers(other) == {"sft/loss": 0.5}
+    assert tracked_numbers(other, keep_step=True) == {"sft/loss": 0.5, "sft/step": 3}
 
 
 class Run:
@@ -123,6 +89,8 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.steps = folder, []
+        self.folders: set[str] = set()  # that a tracker was opened in
+        self.closed = 0
 
     def go_on(self, after: tuple[str, int] | None, *records: tuple[str, int]) -> None:
         """From `after`, write `records` down, each as phase and step."""
@@ -142,14 +110,17 @@ def crashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     run = Run(tmp_path)
 
     class SummaryWriter:
-        def __init__(self, log_dir: str) -> None: ...
+        def __init__(self, log_dir: str) -> None:
+            run.folders.add(log_dir)
 
         def add_scalar(self, name: str, value: float, global_step: int) -> None:
+            assert value == 0.5
             run.steps.append((name, global_step))
 
         def flush(self) -> None: ...
 
-        def close(self) -> None: ...
+        def close(self) -> None:
+            run.closed += 1
 
     fake_module(monkeypatch, "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
     return run
@@ -157,20 +128,21 @@ def crashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_steps_that_a_resumed_run_repeats_are_sent_once(crashing: Run) -> None:
     """Also where it crashes again before it has come as far as the first time."""
-    warm_start = [("warm_start", step) for step in (1, 2, 3)]
-    crashing.go_on(None, *warm_start, *(("rl", step) for step in range(5)))
+    earlier = [("sft", step) for step in (1, 2, 3)]
+    crashing.go_on(None, *earlier, *(("rl", step) for step in range(5)))
     crashing.go_on(("rl", 1), ("rl", 2))
     crashing.go_on(("rl", 1), *(("rl", step) for step in range(2, 7)))
     assert crashing.steps == [
-        *(("warm_start/loss", step) for step in (1, 2, 3)),
+        *(("sft/loss", step) for step in (1, 2, 3)),
         *(("loss", step) for step in range(7)),
     ]
+    assert crashing.folders == {str(crashing.folder / "tensorboard")} and crashing.closed == 3
 
 
-def test_a_run_that_goes_back_into_its_warm_start_sends_what_is_new(crashing: Run) -> None:
-    crashing.go_on(None, ("warm_start", 1), ("warm_start", 2))
-    crashing.go_on(("warm_start", 1), ("warm_start", 2), ("warm_start", 3), ("rl", 1))
-    assert crashing.steps == [("warm_start/loss", n) for n in (1, 2, 3)] + [("loss", 1)]
+def test_a_run_that_goes_back_into_an_earlier_phase_sends_what_is_new(crashing: Run) -> None:
+    crashing.go_on(None, ("sft", 1), ("sft", 2))
+    crashing.go_on(("sft", 1), ("sft", 2), ("sft", 3), ("rl", 1))
+    assert crashing.steps == [("sft/loss", n) for n in (1, 2, 3)] + [("loss", 1)]
 
 
 def test_half_a_note_of_what_was_sent_counts_for_nothing(crashing: Run) -> None:

@@ -25,7 +25,7 @@ def keep_the_interpreter():
 
 def go_on():
     for _ in range(40):
-        heartbeat.beat()
+        watcher.beat()
         time.sleep(0.05)
 
 def work_long():
@@ -47,8 +47,8 @@ folder = Path(sys.argv[1])
 (folder / f"ready_{rank}").touch()
 while len(list(folder.glob("ready_*"))) < together:
     time.sleep(0.01)
-heartbeat = Heartbeat(folder, rank, 2, timeout)
-with heartbeat:
+watcher = Heartbeat(folder, rank, 2, timeout)
+with watcher:
     globals()[doing]()
 print("done")
 """
@@ -67,11 +67,26 @@ def start(
     )
 
 
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def start_two(folder: Path, *doing: str, timeout: float) -> list[subprocess.Popen[str]]:
+    return [start(folder, rank, what, timeout, together=2) for rank, what in enumerate(doing)]
+
+
+def silence_in(text: str) -> int:
+    found = re.search(r"nothing has moved for (\d+) s", text)
+    assert found is not None
+    return int(found[1])
+
+
 def test_all_who_stand_still_tell_where(tmp_path: Path) -> None:
-    processes = [start(tmp_path, rank, "stand_still", 3.0, together=2) for rank in range(2)]
+    processes = start_two(tmp_path, "stand_still", "stand_still", timeout=3.0)
     for rank, process in enumerate(processes):
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == HUNG
+        code, _, err = end(process)
+        assert code == HUNG
         stacks = (tmp_path / "hang" / f"rank_{rank:05d}.txt").read_text()
         assert stacks.startswith(f"rank {rank} on ")
         assert "nothing has moved for" in stacks and "in stand_still" in stacks
@@ -79,11 +94,9 @@ def test_all_who_stand_still_tell_where(tmp_path: Path) -> None:
         assert "no stacks from" not in err
 
 
-def test_who_tells_nothing_is_named(tmp_path: Path) -> None:
-    process = start(tmp_path, 1, "stand_still")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == HUNG
-    assert "no stacks from rank 0" in err
+def test_a_rank_that_tells_nothing_is_named(tmp_path: Path) -> None:
+    code, _, err = end(start(tmp_path, 1, "stand_still"))
+    assert code == HUNG and "no stacks from rank 0" in err
 
 
 def test_a_rank_that_looks_suspicious_joins_the_first(tmp_path: Path) -> None:
@@ -94,44 +107,32 @@ def test_a_rank_that_looks_suspicious_joins_the_first(tmp_path: Path) -> None:
         process.communicate(timeout=3)
     process.kill()
     process.communicate()
-    process = start(tmp_path, 0, "stand_still", timeout=8.0)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == HUNG
-    silence = re.search(r"nothing has moved for (\d+) s", err)
-    assert silence is not None and int(silence[1]) < 8  # its own time was not over yet
+    code, _, err = end(start(tmp_path, 0, "stand_still", timeout=8.0))
+    assert code == HUNG and silence_in(err) < 8  # its own time was not over yet
 
 
 def test_a_thread_that_keeps_the_interpreter_is_found_too(tmp_path: Path) -> None:
-    process = start(tmp_path, 0, "keep_the_interpreter")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "Timeout" in err and "in keep_the_interpreter" in err
+    code, _, err = end(start(tmp_path, 0, "keep_the_interpreter"))
+    assert code == 1 and "Timeout" in err and "in keep_the_interpreter" in err
 
 
-@pytest.mark.parametrize(("doing", "timeout"), [("go_on", 1.0), ("go_on", 0.0)])
-def test_who_moves_is_left_alone(tmp_path: Path, doing: str, timeout: float) -> None:
-    process = start(tmp_path, 0, doing, timeout)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (0, "done\n", "")
+@pytest.mark.parametrize("timeout", [1.0, 0.0])
+def test_a_rank_that_moves_is_left_alone(tmp_path: Path, timeout: float) -> None:
+    assert end(start(tmp_path, 0, "go_on", timeout)) == (0, "done\n", "")
     assert not (tmp_path / "hang").exists()
 
 
-def test_who_waits_for_one_that_works_is_left_alone(tmp_path: Path) -> None:
-    """As all do for the rank with the most to save, or with the slowest rewards."""
-    doing = ("wait_for_work", "work_long")
-    processes = [start(tmp_path, rank, what, 4.0, together=2) for rank, what in enumerate(doing)]
-    for process in processes:
-        out, err = process.communicate(timeout=60)
-        assert (process.returncode, out, err) == (0, "done\n", "")
+def test_a_rank_that_waits_for_one_that_works_is_left_alone(tmp_path: Path) -> None:
+    """As all wait for the rank with the most to save, or with the slowest rewards."""
+    for process in start_two(tmp_path, "wait_for_work", "work_long", timeout=4.0):
+        assert end(process) == (0, "done\n", "")
 
 
 def test_work_that_stops_is_found_by_all_who_wait_for_it(tmp_path: Path) -> None:
-    doing = ("stand_still", "work_and_stand_still")
-    processes = [start(tmp_path, rank, what, 4.0, together=2) for rank, what in enumerate(doing)]
+    processes = start_two(tmp_path, "stand_still", "work_and_stand_still", timeout=4.0)
     for rank, process in enumerate(processes):
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == HUNG
+        code, _, err = end(process)
+        assert code == HUNG
         stacks = (tmp_path / "hang" / f"rank_{rank:05d}.txt").read_text()
-        silence = re.search(r"nothing has moved for (\d+) s", stacks)
-        assert silence is not None and int(silence[1]) < 6  # not since the wait began
+        assert silence_in(stacks) < 6  # not since the wait began
         assert "in stand_still" in stacks and "no stacks from" not in err

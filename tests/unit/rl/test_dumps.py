@@ -40,7 +40,7 @@ def rollouts(seed: int, *, routes: bool = True) -> Experience:
             tokens=torch.randint(VOCABULARY, (total,), generator=generator),
             prompt_lengths=torch.tensor(PROMPTS),
             response_lengths=torch.tensor(RESPONSES),
-            logprobs=-torch.rand(responses, generator=generator),
+            rollout_logprobs=-torch.rand(responses, generator=generator),
             truncated=torch.tensor([False, True, False, False]),
             sample_index=torch.arange(4),
             group_index=torch.tensor([0, 0, 1, 1]),

@@ -79,7 +79,7 @@ def batch_of(first: int) -> RolloutBatch:
         tokens=1000 * first + torch.arange(length),
         prompt_lengths=torch.tensor(PROMPTS),
         response_lengths=torch.tensor(RESPONSES),
-        logprobs=-1000.0 * first - torch.arange(sum(RESPONSES)),
+        rollout_logprobs=-1000.0 * first - torch.arange(sum(RESPONSES)),
         truncated=torch.tensor([True, False, True, False]),
         sample_index=first + torch.arange(count),
         group_index=(first + torch.arange(count)) // 2,
@@ -107,7 +107,7 @@ def test_selected_sequences_stay_whole() -> None:
     assert found.response_lengths.tolist() == [4, 3]
     assert found.truncated.tolist() == [False, False]
     assert found.tokens.tolist() == [1003, 1004, 1005, 1006, 1007, 1013, 1014, 1015, 1016]
-    assert found.logprobs.tolist() == [-1001, -1002, -1003, -1004, -1007, -1008, -1009]
+    assert found.rollout_logprobs.tolist() == [-1001, -1002, -1003, -1004, -1007, -1008, -1009]
     assert found.routes.shape == (9, 2, 3)
     assert torch.equal(found.routes[:, 1, 2], found.tokens)
     nothing = select_sequences(batch, torch.zeros(4, dtype=torch.bool))

@@ -46,7 +46,7 @@ def write(folder: Path, groups: list[list[int]], with_turns: bool, with_routes: 
                         "turn_rewards": torch.zeros(0, dtype=torch.float64),
                         "turn_tokens": torch.zeros(0, dtype=torch.long),
                         "tokens": numbers(99, tokens),
-                        "logprobs": torch.randn(length, generator=generator),
+                        "rollout_logprobs": torch.randn(length, generator=generator),
                         "routes": numbers(8, tokens, 5, TOP_K).to(torch.uint8),
                     }
                 )
@@ -81,7 +81,7 @@ def _like() -> dict[str, Tensor]:
     names = ("prompt_lengths", "response_lengths", "sample_index", "group_index", "tokens")
     like = dict.fromkeys((*names, "turns", "turn_tokens"), long) | {"truncated": long.bool()}
     like |= dict.fromkeys(("rewards", "shaped", "turn_rewards"), real.double())
-    return like | {"logprobs": real, "routes": torch.zeros(1, 5, TOP_K, dtype=torch.uint8)}
+    return like | {"rollout_logprobs": real, "routes": torch.zeros(1, 5, TOP_K, dtype=torch.uint8)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -107,7 +107,7 @@ def test_every_sequence_comes_back_once_to_the_rank_of_its_group(
         lengths = (share["prompt_lengths"] + share["response_lengths"]).tolist()
         by_sequence = {
             **{n: share[n].split(lengths) for n in ("tokens", "routes") if n in share},
-            "logprobs": share["logprobs"].split(share["response_lengths"].tolist()),
+            "rollout_logprobs": share["rollout_logprobs"].split(share["response_lengths"].tolist()),
             **{n: share[n].split(share["turns"].tolist()) for n in ("turn_rewards", "turn_tokens")},
         }
         for row, number in enumerate(share["sample_index"].tolist()):

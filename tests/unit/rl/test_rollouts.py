@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gspo_megatron.batching.redistribute import gather_index
 from gspo_megatron.config import Config, parse_config
+from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import ConfigError, RewardError, UserError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.observe.heartbeat import heard_by
@@ -59,7 +60,9 @@ class Engine:
             tokens=torch.tensor(flat),
             prompt_lengths=torch.tensor([len(p) for p in prompts]),
             response_lengths=torch.tensor(lengths),
-            logprobs=torch.tensor([-s - 0.5 for s, n in zip(samples, lengths) for _ in range(n)]),
+            rollout_logprobs=torch.tensor(
+                [-s - 0.5 for s, n in zip(samples, lengths) for _ in range(n)]
+            ),
             truncated=torch.tensor([n == LONGEST for n in lengths]),
             sample_index=torch.tensor(samples),
             group_index=torch.tensor(requests.group_index).repeat_interleave(per_prompt),
@@ -99,7 +102,11 @@ def collector(
     function: Callable[[Sample], Any] = by_length, **sections: dict[str, Any]
 ) -> Collector:
     return Collector(
-        config_of(**sections), Engine(), Tokenizer(), Reward("mine", function), torch.device("cpu")
+        config_of(**sections),
+        Engine(),
+        SingleTurn(Tokenizer()),
+        Reward("mine", function),
+        torch.device("cpu"),
     )
 
 
@@ -164,7 +171,7 @@ def test_groups_without_spread_make_room_for_further_prompts() -> None:
     tokens = batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist())
     assert tokens[0].tolist() == [5, 67, 67, EOS]
     assert tokens[-1].tolist() == [5, 5, 76, 76, 76, 76]
-    assert batch.logprobs.tolist() == [
+    assert batch.rollout_logprobs.tolist() == [
         -s - 0.5 for s in (2, 3, 6, 7, 10, 11) for _ in range(s % 4 + 1)
     ]
     # the figures are of all responses

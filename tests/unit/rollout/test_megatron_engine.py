@@ -49,8 +49,11 @@ def responses_of(batch: RolloutBatch) -> list[Response]:
     """The flat batch as a list; checks that lengths and flat tensors agree."""
     prompt_lengths, lengths = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
     assert batch.tokens.numel() == sum(prompt_lengths) + sum(lengths)
-    assert batch.logprobs.numel() == sum(lengths) and batch.logprobs.dtype == torch.float32
-    tokens, logprobs = batch.tokens.tolist(), batch.logprobs.tolist()
+    assert (
+        batch.rollout_logprobs.numel() == sum(lengths)
+        and batch.rollout_logprobs.dtype == torch.float32
+    )
+    tokens, logprobs = batch.tokens.tolist(), batch.rollout_logprobs.tolist()
     result = []
     for prompt, length, cut in zip(prompt_lengths, lengths, batch.truncated.tolist(), strict=True):
         result.append(
@@ -109,7 +112,9 @@ def trainer_difference(policy: Policy, batch: RolloutBatch, temperature: float) 
     members = [list(range(1, len(lengths), 2)), list(range(0, len(lengths), 2))]
     micro_batches = [builder.build(m, tokens, lengths, offsets) for m in members]
     found = zip(micro_batches, response_logprobs(policy, micro_batches), strict=True)
-    return torch.cat([t - batch.logprobs[m.packed.response_index] for m, (t, _) in found]).abs()
+    return torch.cat(
+        [t - batch.rollout_logprobs[m.packed.response_index] for m, (t, _) in found]
+    ).abs()
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -120,7 +125,7 @@ def test_rollout_logprobs_are_the_trainers(
     batch = generate(policy, per_prompt=per_prompt, temperature=temperature, eos_id=11)
     difference = trainer_difference(policy, batch, temperature)
     # both in fp32: what is left is the order of sums
-    assert len(difference) == len(batch.logprobs) and float(difference.max()) <= 1e-5
+    assert len(difference) == len(batch.rollout_logprobs) and float(difference.max()) <= 1e-5
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 100])
@@ -129,7 +134,7 @@ def test_the_batch_size_changes_nothing(policy: Policy, batch_size: int, per_pro
     together = generate(policy, per_prompt=per_prompt, eos_id=11)
     apart = generate(policy, per_prompt=per_prompt, eos_id=11, batch_size=batch_size)
     for name, value in columns(together).items():
-        if name == "logprobs":
+        if name == "rollout_logprobs":
             torch.testing.assert_close(getattr(apart, name), value, atol=1e-5, rtol=0.0)
         else:
             assert torch.equal(getattr(apart, name), value), name
@@ -312,7 +317,7 @@ def test_the_engine_follows_the_policys_weights_and_leaves_it_in_training_mode(
     after = engine.generate(requests, greedy, 1)
     assert after.tokens[3] == VOCABULARY - 1 - before.tokens[3]  # the first drawn token
     assert all(module.training for module in policy.models[0].modules())
-    assert not after.logprobs.requires_grad
+    assert not after.rollout_logprobs.requires_grad
 
 
 def test_bf16_rollouts_come_close_to_bf16_training(one_rank: None) -> None:

@@ -159,10 +159,10 @@ def test_the_routes_and_log_probs_are_those_of_the_noisy_routers(policy: Policy)
     changed = (noisy.routes[prompts].sort().values != plain.routes[prompts].sort().values).any(-1)
     assert 0.0 < float(changed.double().mean()) < 0.5
     first = plain.response_lengths.cumsum(0) - plain.response_lengths  # of each response
-    assert not torch.equal(noisy.logprobs[first], plain.logprobs[first])
+    assert not torch.equal(noisy.rollout_logprobs[first], plain.rollout_logprobs[first])
 
 
 def test_greedy_answers_are_the_policys_own(policy: Policy) -> None:
     noisy, plain = (generate(policy, std, temperature=0.0) for std in (0.5, 0.0))
     assert torch.equal(noisy.tokens, plain.tokens) and torch.equal(noisy.routes, plain.routes)
-    assert torch.equal(noisy.logprobs, plain.logprobs)
+    assert torch.equal(noisy.rollout_logprobs, plain.rollout_logprobs)

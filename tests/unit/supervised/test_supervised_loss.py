@@ -14,7 +14,7 @@ from gspo_megatron.checkpoint.hf.load import load_hf
 from gspo_megatron.config import parse_config, resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig
 from gspo_megatron.config.stages_rules import check_stage
-from gspo_megatron.data.supervised import Counts, Example, SupervisedData
+from gspo_megatron.data.examples import Counts, Example, SupervisedData
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.supervised.batches import FineTuningBatches

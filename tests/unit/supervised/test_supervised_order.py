@@ -16,8 +16,8 @@ from gspo_megatron.config import parse_config
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.config.stages_rules import check_stage
 from gspo_megatron.data.corpus_files import write_indexed
-from gspo_megatron.data.stage_inputs import PretrainingInputs
-from gspo_megatron.data.supervised import Counts, Example, SupervisedData
+from gspo_megatron.data.examples import Counts, Example, SupervisedData
+from gspo_megatron.data.inputs import PretrainingInputs
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.supervised.batches import FineTuningBatches

@@ -64,4 +64,4 @@ def greedy(
     lengths = batch.response_lengths.tolist()
     total = (batch.prompt_lengths + batch.response_lengths).tolist()
     tokens = [row.tolist()[-n:] for row, n in zip(batch.tokens.split(total), lengths)]
-    return tokens, [row.tolist() for row in batch.logprobs.split(lengths)]
+    return tokens, [row.tolist() for row in batch.rollout_logprobs.split(lengths)]

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.checkpoint.hf.checked import checked_folder
 from gspo_megatron.checkpoint.hf.export import export_hf
-from gspo_megatron.checkpoint.hf.files import HfFolder
+from gspo_megatron.checkpoint.hf.files import HfFolder, checked_folder
 from gspo_megatron.checkpoint.hf.load import load_hf
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.errors import ConfigError, DataError

@@ -1,0 +1,205 @@
+"""The variants of an ablation and their runs: names, overrides, folders. Starts nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gspo_megatron.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from gspo_megatron.config import Config
+
+OBJECTIVES = ("grpo", "gspo")
+REPLAYS = ("off", "r2", "r3")
+REPORT_NAMES = ("plots", "report.html", "report.md")  # beside the folders of the variants
+
+_FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w+.-]*")
+_SET_BY_ABLATE = ("training.seed", "logging.dir", "routing.volatility")
+_NEEDS_NO_QUOTES = re.compile(r"[\w./][\w./+-]*")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A named setting: what it changes in the configuration."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of the ablation: `train CONFIG.yaml OVERRIDES`."""
+
+    variant: Variant
+    seed: int
+    folder: Path
+    overrides: tuple[str, ...]  # the command line's, the variant's, seed and folder
+    config: Config
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant.name}, seed {self.seed}"
+
+
+def override(key: str, value: Any) -> str:
+    """section.key=value, as the command line takes it; text is quoted only where YAML needs it."""
+    from gspo_megatron.config.yaml_text import parse_yaml
+
+    plain = isinstance(value, str) and _NEEDS_NO_QUOTES.fullmatch(value)
+    if plain and parse_yaml(value, key) == value:
+        return f"{key}={value}"
+    return f"{key}={json.dumps(value)}"
+
+
+def default_variants(config: Config) -> list[Variant]:
+    """Both objectives, each without replay, with r2 and with r3.
+
+    The objective of the configuration keeps its clip range, the other one gets its default. Raises
+    UserError for a custom objective, whose clip range and replay are unknown.
+    """
+    if config.objective.import_path is not None:
+        raise UserError(
+            f"objective.import_path = {config.objective.import_path!r}: replaces the objectives of "
+            "the default variants; name your own with --variants FILE.yaml"
+        )
+    variants = []
+    for name in OBJECTIVES:
+        chosen = [override("objective.name", name)]
+        if config.objective.name != name:
+            chosen += ["objective.clip_low=null", "objective.clip_high=null"]
+        for replay in REPLAYS:
+            overrides = [*chosen, override("routing.replay", replay)]
+            routes_unused = replay == "off" and config.routing.reference_replay == "off"
+            if routes_unused and config.routing.store_on_host:
+                overrides.append("routing.store_on_host=false")
+            full_name = name if replay == "off" else f"{name}+{replay}"
+            variants.append(Variant(full_name, tuple(overrides)))
+    return variants
+
+
+def read_variants(path: Path) -> list[Variant]:
+    """Variants of a YAML file: a mapping from names to mappings from dotted keys to values.
+
+    Raises ConfigError with all problems of the file.
+    """
+    from gspo_megatron.config.yaml_text import YamlError, parse_yaml
+
+    try:
+        values = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from error
+    except YamlError as error:
+        raise ConfigError(error.problems) from error
+    form = "a mapping of variants, as in `grpo+r2: {objective.name: grpo, routing.replay: r2}`"
+    if not isinstance(values, Mapping) or not values:
+        raise ConfigError([f"{path}: must be {form}"])
+    problems = []
+    for name, settings in values.items():
+        place = f"{path}: variant {name}"
+        if not isinstance(name, str) or not _FOLDER_NAME.fullmatch(name):
+            problems.append(f"{path}: variant {name!r}: must be a name for a folder")
+        elif name.casefold() in REPORT_NAMES:  # on some file systems "Plots" is "plots"
+            problems.append(f"{place}: the report uses this name; choose another")
+        elif not isinstance(settings, Mapping):
+            problems.append(f"{place}: {settings!r:.60}; the file must be {form}")
+        else:
+            refused = [key for key in _SET_BY_ABLATE if key in settings]
+            problems += [f"{place}: {key}: set by `ablate` itself" for key in refused]
+    if problems:
+        raise ConfigError(problems)
+    return [
+        Variant(name, tuple(override(str(key), value) for key, value in settings.items()))
+        for name, settings in values.items()
+    ]
+
+
+def choose_variants(words: Sequence[str], config: Config) -> list[Variant]:
+    """The variants that `--variants` names, in that order; all where it names none.
+
+    They are those of the file among the words, or else the default ones. Raises UserError.
+    """
+    from gspo_megatron.config.problems import suggest
+
+    files = [word for word in words if word.endswith((".yaml", ".yml"))]
+    names = [word for word in words if word not in files]
+    if len(files) > 1:
+        raise UserError(f"--variants {' '.join(files)}: one file at most")
+    variants = read_variants(Path(files[0])) if files else default_variants(config)
+    by_name = {variant.name: variant for variant in variants}
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise ConfigError(
+            [f"--variants {n}: no such variant; {suggest(n, list(by_name))}" for n in unknown]
+        )
+    return [by_name[name] for name in dict.fromkeys(names)] if names else variants
+
+
+def plan_runs(
+    path: str,
+    overrides: Sequence[str],
+    variants: Sequence[Variant],
+    seeds: Sequence[int],
+    out: Path,
+) -> list[PlannedRun]:
+    """All runs: every variant with the first seed, then with the next one, so that an ablation that
+    is stopped early has complete comparisons. Raises ConfigError."""
+    from gspo_megatron.config import load_config
+
+    is_moe = load_config(path, overrides).resolved_model().num_moe_experts is not None
+    measured = ["routing.volatility=true"] if is_moe else []
+
+    def plan(variant: Variant) -> list[PlannedRun]:
+        runs = []
+        for seed in seeds:
+            folder = out / variant.name / f"seed_{seed}"
+            last = [override("training.seed", seed), override("logging.dir", str(folder))]
+            words = (*overrides, *measured, *variant.overrides, *last)
+            runs.append(PlannedRun(variant, seed, folder, words, load_config(path, words)))
+        return runs
+
+    planned = for_each_variant(variants, plan).values()
+    return [run for runs_of_seed in zip(*planned, strict=True) for run in runs_of_seed]
+
+
+def for_each_variant(variants: Sequence[Variant], action: Callable[[Variant], T]) -> dict[str, T]:
+    """The results of `action`, by name. Raises ConfigError with the problems of all variants, one
+    line each; a problem that all of them have is listed once, without names."""
+    results: dict[str, T] = {}
+    problems: dict[str, list[str]] = {}  # names of variants, by line
+    for variant in variants:
+        try:
+            results[variant.name] = action(variant)
+        except UserError as error:
+            for line in str(error).splitlines():
+                problems.setdefault(line, []).append(variant.name)
+    lines = []
+    for line, names in problems.items():
+        kind = "variant" if len(names) == 1 else "variants"
+        all_have_it = len(names) == len(variants)
+        lines.append(line if all_have_it else f"{kind} {', '.join(names)}: {line}")
+    if lines:
+        raise ConfigError(lines)
+    return results
+
+
+def baselines(runs: Sequence[PlannedRun]) -> dict[str, str]:
+    """For each variant with replay the variant that is the same without it, where there is one."""
+    keys, without_replay = {}, {}
+    for run in runs:
+        values = run.config.model_dump(exclude={"logging"})
+        values["training"].pop("seed")
+        values["routing"] |= {"replay": "off", "store_on_host": False}
+        keys[run.variant.name] = json.dumps(values, sort_keys=True)
+        if run.config.routing.replay == "off":
+            without_replay.setdefault(keys[run.variant.name], run.variant.name)
+    return {
+        run.variant.name: without_replay[keys[run.variant.name]]
+        for run in runs
+        if run.config.routing.replay != "off" and keys[run.variant.name] in without_replay
+    }

@@ -1,0 +1,225 @@
+"""Chat templates (Jinja, as transformers uses them), and conversations as token ids with a mask of
+what the assistant writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gspo_megatron.data.rows import json_type, text_fault
+from gspo_megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from gspo_megatron.data.tokenizers import Encoded, Tokenizer
+
+Message = Mapping[str, Any]
+ASSISTANT = "assistant"
+TEMPLATE_FILE = "chat_template.jinja"
+# A turn stands between two symbols; the second one is the end-of-sequence token. The `generation`
+# marks enclose what the assistant writes: its text and that token.
+CHATML = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' ~ message['role'] ~ '\\n' -}}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{%- generation -%}{{- message['content'] ~ eos_token -}}{%- endgeneration -%}"
+    "{%- else -%}{{- message['content'] ~ eos_token -}}{%- endif -%}"
+    "{{- '\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SYMBOL = re.compile(r"<\|[^|<>\s]+\|>")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as a chat template writes it."""
+
+    text: str
+    # [start, end) of what the assistant writes, in characters; None if the template has no
+    # {% generation %} marks.
+    answers: list[tuple[int, int]] | None
+
+
+def read_template(folder: Path) -> str | None:
+    """The chat template of a tokenizer folder, from chat_template.jinja or tokenizer_config.json.
+
+    Raises DataError if an existing file cannot be read.
+    """
+    try:
+        file = folder / TEMPLATE_FILE
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        file = folder / "tokenizer_config.json"
+        if file.is_file():
+            template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+            return template if isinstance(template, str) else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{file}: cannot be read: {error}") from error
+    return None
+
+
+def has_generation_marks(template: str) -> bool:
+    """Whether the template marks what the assistant writes."""
+    return _GENERATION_MARK.search(template) is not None
+
+
+def written_symbols(template: str) -> list[str]:
+    """The symbols of the form <|name|> that the template writes, each once."""
+    return list(dict.fromkeys(_SYMBOL.findall(template)))
+
+
+def template_fault(template: str) -> str | None:
+    """The line and the cause if a template is not valid Jinja for transformers; None if it is.
+
+    Also None if transformers or jinja2 is not installed: only chat templates need them.
+    """
+    try:
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError:
+        return None
+    try:
+        render_jinja_template(conversations=[[]], chat_template=template)
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except Exception:  # noqa: BLE001  # a template may refuse a conversation without messages
+        return None
+    return None
+
+
+def render(
+    name: str,
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    open_answer: bool,
+    symbols: Mapping[str, Any],
+) -> Rendered:
+    """Applies a template. `symbols`: eos_token and the like; `name`: the tokenizer, for errors.
+
+    Raises DataError if the template is not valid Jinja or refuses the messages.
+    """
+    try:
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError as error:
+        raise DataError(f"{name}: a chat template needs transformers and jinja2") from error
+    marked = has_generation_marks(template)
+    try:
+        texts, spans = render_jinja_template(
+            conversations=[[dict(message) for message in messages]],
+            chat_template=template,
+            add_generation_prompt=open_answer,
+            return_assistant_tokens_mask=marked,
+            **symbols,
+        )
+    except Exception as error:  # a template is a program and may raise anything
+        raise DataError(f"{name}: the chat template failed: {error}") from error
+    return Rendered(texts[0], [(start, end) for start, end in spans[0]] if marked else None)
+
+
+def check_template(tokenizer: Tokenizer) -> None:
+    """Raises DataError if the tokenizer has no template, or one that is not valid Jinja or writes a
+    symbol that the tokenizer lacks."""
+    if tokenizer.chat_template is None:
+        tokenizer.render([{"role": "user", "content": ""}])  # raises, with advice
+    template = tokenizer.chat_template or ""
+    fault = template_fault(template)
+    if fault is not None:
+        raise DataError(f"{tokenizer.name}: its chat template is not valid Jinja: {fault}")
+    missing = [
+        symbol for symbol in written_symbols(template) if tokenizer.symbol_id(symbol) is None
+    ]
+    if missing:
+        raise DataError(
+            f"{tokenizer.name}: its chat template writes {', '.join(missing)}, which the tokenizer "
+            "does not have as one token; train it with --control-symbols or change the template"
+        )
+
+
+def message_fault(messages: object) -> str | None:
+    """Why a value is not a conversation with an answer to learn; None: it is."""
+    if not isinstance(messages, list):
+        return f"{json_type(messages)}; an array of messages is wanted"
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            return f"message {number} is {json_type(message)}; an object is wanted"
+        for key in ("role", "content"):
+            if key not in message:
+                return f"{key!r} of message {number} is missing; a string is wanted"
+            fault = text_fault(message[key])
+            if fault is not None:
+                return f"{key!r} of message {number} {fault}"
+    if not any(message["role"] == ASSISTANT for message in messages):
+        return f"no message has the role {ASSISTANT!r}, so there is nothing to learn"
+    return None
+
+
+def encode_conversation(
+    messages: Sequence[Message], tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [length] int32, and a mask [length] bool: True on what the assistant writes.
+
+    If the chat template has {% generation %} marks, they say what that is. If not, the conversation
+    is rendered up to each answer, without and with it: the answer is the difference, up to its last
+    end-of-sequence token. That needs a template whose output for the first messages does not change
+    when more messages follow.
+
+    Raises DataError if it does change, or if the template refuses the messages.
+    """
+    rendered = tokenizer.render(messages)
+    encoded = tokenizer.encode_rendered(rendered.text)
+    if rendered.answers is None:
+        mask = _mask_by_prefixes(messages, tokenizer, rendered.text, encoded.ids)
+    else:
+        mask = _mask_by_marks(encoded, rendered.answers)
+    return np.array(encoded.ids, np.int32), mask
+
+
+def _mask_by_marks(encoded: Encoded, answers: Sequence[tuple[int, int]]) -> np.ndarray:
+    """True on tokens that hold a character of an answer."""
+    starts, ends = np.array(encoded.starts, np.int64), np.array(encoded.ends, np.int64)
+    # Where a character is spelled in bytes, some of its tokens have an empty range of characters.
+    ends = np.maximum(ends, starts + 1)
+    mask = np.zeros(len(encoded.ids), bool)
+    for start, end in answers:
+        if start < end:
+            mask |= (starts < end) & (ends > start)
+    return mask
+
+
+def _mask_by_prefixes(
+    messages: Sequence[Message], tokenizer: Tokenizer, text: str, ids: list[int]
+) -> np.ndarray:
+    mask = np.zeros(len(ids), bool)
+    for number, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        opened = tokenizer.render(messages[:number], open_answer=True).text
+        answered = tokenizer.render(messages[: number + 1]).text
+        start = _prefix_tokens(opened, text, ids, tokenizer, number)
+        end = _prefix_tokens(answered, text, ids, tokenizer, number)
+        # The template may write more after the end of the sequence; the model never samples that.
+        last = [n for n in range(start, end) if ids[n] == tokenizer.eos_id][-1:]
+        mask[start : last[0] + 1 if last else end] = True
+    return mask
+
+
+def _prefix_tokens(part: str, text: str, ids: list[int], tokenizer: Tokenizer, number: int) -> int:
+    """The number of tokens of `part`, with which `text` and its `ids` must begin."""
+    part_ids = tokenizer.encode_rendered(part).ids
+    if not text.startswith(part):
+        fault = "the chat template writes earlier messages differently when others follow"
+    elif ids[: len(part_ids)] != part_ids:
+        fault = "the tokenizer joins text from before and after that place into one token"
+    else:
+        return len(part_ids)
+    raise DataError(
+        f"message {number + 1}: cannot tell where the answer begins or ends: {fault}; mark what "
+        "the assistant writes in the template with {% generation %} and {% endgeneration %}"
+    )

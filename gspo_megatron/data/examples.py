@@ -1,0 +1,190 @@
+"""Examples for supervised fine-tuning: token ids, and a mask of the tokens to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from gspo_megatron.data.chat import (
+    ASSISTANT,
+    Message,
+    check_template,
+    encode_conversation,
+    message_fault,
+)
+from gspo_megatron.data.prompts import UnknownCharacters, encode_text, read_prompts
+from gspo_megatron.data.rows import Problems, missing_field, read_rows
+from gspo_megatron.data.tokenizers import Tokenizer
+from gspo_megatron.errors import DataError
+
+TOO_LONG = ("error", "drop", "truncate")
+MESSAGES_SETTING = "data.messages_field"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation, or a prompt with its answer."""
+
+    token_ids: np.ndarray  # [length] int32
+    loss_mask: np.ndarray  # [length] bool: True on the tokens to learn
+    source: str  # "file:line"
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the rows of a file become examples."""
+
+    max_tokens: int  # of an example
+    messages_field: str | None = None  # rows are conversations; None: prompt and answer
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    chat_template: bool = False  # a prompt and its answer become two messages
+    # error, drop, or truncate: keep the beginning if a token to learn is left in it
+    too_long: str = "error"
+
+
+@dataclass
+class Counts:
+    """Rows that were too long, and texts with unknown characters among the other rows."""
+
+    dropped: int = 0
+    truncated: int = 0
+    unknown: UnknownCharacters = field(default_factory=UnknownCharacters)
+
+
+class SupervisedData:
+    """All examples of a file by number, flat in memory."""
+
+    def __init__(self, examples: Iterator[Example], counts: Counts) -> None:
+        tokens, masks, ends, sources = [np.empty(0, np.int32)], [np.empty(0, bool)], [0], []
+        for example in examples:
+            tokens.append(example.token_ids)
+            masks.append(example.loss_mask)
+            ends.append(ends[-1] + len(example.token_ids))
+            sources.append(example.source)
+        self.counts = counts
+        self._tokens = np.concatenate(tokens)
+        self._mask = np.concatenate(masks)
+        self._ends = np.array(ends, np.int64)
+        self._sources = sources
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, number: int) -> Example:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        part = slice(self._ends[number], self._ends[number + 1])
+        return Example(self._tokens[part], self._mask[part], self._sources[number])
+
+    @property
+    def lengths(self) -> np.ndarray:  # [examples] int64, in tokens
+        return np.diff(self._ends)
+
+
+def load_supervised(path: str | Path, tokenizer: Tokenizer, form: Format) -> SupervisedData:
+    """All examples of a file. Raises DataError as `read_supervised`, or if no example is left."""
+    counts = Counts()
+    data = SupervisedData(read_supervised(path, tokenizer, form, counts), counts)
+    if not len(data):
+        left_out = f" that fit {form.max_tokens} tokens" if counts.dropped else ""
+        raise DataError(f"{path}: holds no examples{left_out}")
+    return data
+
+
+def read_supervised(
+    path: str | Path, tokenizer: Tokenizer, form: Format, counts: Counts
+) -> Iterator[Example]:
+    """The examples of a JSON Lines or Parquet file, one by one, in its order.
+
+    A conversation is rendered by the tokenizer's chat template, and the assistant's messages are
+    learned. A prompt is encoded as for a rollout, and its answer with the end-of-sequence token is
+    learned; with `chat_template` they are two messages.
+
+    Raises DataError after the last row, with the bad rows by file and line; at once if the
+    tokenizer's chat template is missing or unusable.
+    """
+    assert form.too_long in TOO_LONG and form.max_tokens > 0
+    if form.messages_field is not None or form.chat_template:
+        check_template(tokenizer)
+    problems = Problems()
+    if form.messages_field is None:
+        examples = _from_prompts(Path(path), tokenizer, form, problems)
+    else:
+        examples = _from_messages(Path(path), tokenizer, form.messages_field, problems)
+    for example, text in examples:
+        fitting = _fit(example, form, problems, counts)
+        if fitting is not None:
+            counts.unknown.add(tokenizer, fitting.source, fitting.token_ids, text)
+            yield fitting
+    problems.raise_if_any()
+
+
+def _from_prompts(
+    path: Path, tokenizer: Tokenizer, form: Format, problems: Problems
+) -> Iterator[tuple[Example, str]]:
+    """Examples, each with the text of its prompt and answer."""
+    for prompt in read_prompts(path, form.prompt_field, form.answer_field, problems):
+        if form.chat_template:
+            messages = [
+                {"role": "user", "content": prompt.text},
+                {"role": ASSISTANT, "content": prompt.answer},
+            ]
+            yield from _conversation(prompt.source, messages, tokenizer, problems)
+            continue
+        question = encode_text(prompt.text, tokenizer)
+        answer = [*tokenizer.encode(prompt.answer), tokenizer.eos_id]
+        mask = np.arange(len(question) + len(answer)) >= len(question)
+        example = Example(np.array(question + answer, np.int32), mask, prompt.source)
+        yield example, prompt.text + prompt.answer
+
+
+def _from_messages(
+    path: Path, tokenizer: Tokenizer, name: str, problems: Problems
+) -> Iterator[tuple[Example, str]]:
+    for where, row in read_rows(path, {MESSAGES_SETTING: name}, problems):
+        if name not in row:
+            problems.add(where, missing_field(row, name, MESSAGES_SETTING))
+        elif fault := message_fault(row[name]):
+            problems.add(where, f"field {name!r}: {fault}")
+        else:
+            yield from _conversation(where, row[name], tokenizer, problems)
+
+
+def _conversation(
+    where: str, messages: list[Message], tokenizer: Tokenizer, problems: Problems
+) -> Iterator[tuple[Example, str]]:
+    """One example, or a problem."""
+    try:
+        token_ids, mask = encode_conversation(messages, tokenizer)
+    except DataError as error:
+        problems.add(where, str(error))
+        return
+    if not mask.any():
+        problems.add(where, "the chat template marks no text of the assistant to learn")
+    elif tokenizer.eos_id not in token_ids[mask]:
+        problems.add(
+            where,
+            "the chat template ends no answer with the end-of-sequence token "
+            f"(id {tokenizer.eos_id}): the model would not learn to stop",
+        )
+    else:
+        text = "".join(message["content"] for message in messages)
+        yield Example(token_ids, mask, where), text
+
+
+def _fit(example: Example, form: Format, problems: Problems, counts: Counts) -> Example | None:
+    length, most = len(example.token_ids), form.max_tokens
+    if length <= most:
+        return example
+    if form.too_long == "error":
+        problems.add(example.source, f"the example has {length} tokens; at most {most} are allowed")
+        return None
+    if form.too_long == "truncate" and example.loss_mask[:most].any():
+        counts.truncated += 1
+        return Example(example.token_ids[:most], example.loss_mask[:most], example.source)
+    counts.dropped += 1
+    return None

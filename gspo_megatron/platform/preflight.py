@@ -1,0 +1,508 @@
+"""Whether the nodes of a job are fit to train: their devices, and the links between the ranks.
+
+Every rank looks at its device, then measures the device and each kind of process group. Rank 0
+compares every figure with the median of its peers, and names the hosts that are slow or broken.
+
+Reports travel through torch's key-value store over TCP, not through collectives. The store needs
+only rank 0, so a rank that is dead or stuck is found because its report is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from gspo_megatron.config.parallel import ResolvedParallel
+from gspo_megatron.config.precision import device_lacks
+from gspo_megatron.platform.devices import built_for_cuda, collective_backend, select_device
+from gspo_megatron.platform.groups import stop_processes
+
+ARRIVAL_SECONDS = 300.0  # until all ranks have imported torch from a shared file system
+MEASURE_SECONDS = 90.0  # the measurements take a few; NCCL's first connections take longer
+_GRACE_SECONDS = 3.0  # for further reports, once one rank has reported a problem
+_LEAVING_SECONDS = 30.0  # for the other ranks to read the result from the store
+_POLL_SECONDS = 0.1
+_TOOL_SECONDS = 5.0
+
+MEMORY = "free memory"
+_UNITS = {"matmul": "TFLOP/s", MEMORY: "GiB"}  # of links: GB/s
+# Memory that is in use was left behind by another program, so little of it may be missing.
+_MEMORY_SHARE = 0.9
+# The operation that training uses most in each kind of group. A user's minimum applies to it.
+MAIN_OPERATION = {
+    "matmul": "matmul",
+    "tp": "tp all-reduce",
+    "pp": "pp send/recv",
+    "cp": "cp all-reduce",
+    "ep": "ep all-to-all",
+    "dp": "dp all-reduce",
+}
+_ROUNDS = 7  # of each exchange; their median counts
+_MATMUL_SECONDS = 0.3
+_MATMUL_SIZE = {"cuda": 8192, "cpu": 384}
+_MESSAGE_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}
+# What gloo, NCCL and torch's stores report when another rank is gone or late.
+_LOST_PEER = re.compile(r"connection|peer|remote|time[- ]?d? ?out|abort", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank found out."""
+
+    rank: int
+    host: str
+    device: str  # the GPU's name, or cpu
+    problem: str | None = None  # why the rank cannot take part
+    driver: str | None = None  # the GPU driver's version; None: unknown, or no GPU
+    lost_peer: bool = False  # the problem may be that of another rank
+    metrics: Mapping[str, float] = field(default_factory=dict)  # by measure; more is better
+    # For a measure that several ranks take together: these ranks.
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One figure, of a rank or of a group of ranks."""
+
+    ranks: tuple[int, ...]
+    hosts: frozenset[str]
+    value: float
+
+    def __str__(self) -> str:
+        return f"{', '.join(sorted(self.hosts))} ({_names(self.ranks)})"
+
+
+class Row(NamedTuple):
+    """One measure over all ranks."""
+
+    measure: str
+    median: float
+    slowest: Unit
+
+    @property
+    def unit(self) -> str:
+        return _UNITS.get(self.measure, "GB/s")
+
+
+class Verdict(NamedTuple):
+    """The table, and the problems by host; no problems: all hosts are fit."""
+
+    rows: list[Row]
+    problems: dict[str, list[str]]
+
+
+def run_preflight(
+    parallel: ResolvedParallel,
+    precision: str,
+    share: float,
+    minima: Mapping[str, float],
+    show: Callable[[Verdict], None],
+) -> tuple[bool, bool]:
+    """Measure this rank together with all others of RANK and WORLD_SIZE. Rank 0 calls `show`.
+    `share` and `minima`: see `judge`.
+
+    Returns whether every host is fit, the same on all ranks, and whether this process is stuck: a
+    collective hangs in a thread, and only os._exit ends the process.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), parallel.world_size
+    store, thread_store = _stores(rank, world)
+    own, hosts = Report(rank, "", ""), dict.fromkeys(range(world), "unknown host")
+
+    def work(phase: str) -> None:
+        nonlocal own
+        if phase == "device":
+            own = look(rank, precision)
+        else:
+            own = measure(own, parallel, thread_store, MEASURE_SECONDS)
+        thread_store.set(f"{phase}/{rank}", json.dumps(asdict(own)))
+
+    for phase, seconds in (("device", ARRIVAL_SECONDS), ("speed", MEASURE_SECONDS)):
+        thread = threading.Thread(target=work, args=(phase,), name=phase, daemon=True)
+        thread.start()
+        reports: dict[int, Report] = {}
+        if rank == 0:
+            reports = collect(store, phase, range(world), seconds)
+            late = least_advanced(store, {n: hosts[n] for n in hosts if n not in reports})
+            why = f"died or got stuck, or took more than {seconds:.0f} s"
+            verdict = judge(blame(reports.values(), late, why), share, minima)
+            if phase == "speed" or verdict.problems:
+                show(verdict)
+            store.set(phase, "unfit" if verdict.problems else "fit")
+            hosts = {n: report.host for n, report in reports.items()}
+        limit = 2 * seconds + _GRACE_SECONDS  # from here; ranks do not begin at the same time
+        store.wait([phase], datetime.timedelta(seconds=limit))
+        is_fit = store.get(phase) == b"fit"
+        thread.join(_GRACE_SECONDS)
+        if not is_fit:
+            break
+    if not thread.is_alive():
+        stop_processes()
+    _leave(store, rank, reports)
+    return is_fit, thread.is_alive()
+
+
+def _stores(rank: int, world: int) -> tuple[dist.Store, dist.Store]:
+    """Two connections to one store, so that a thread waiting on one does not block the other."""
+    if world == 1:
+        store = dist.HashStore()
+        return store, store
+    first, _, _ = next(iter(dist.rendezvous("env://", rank, world)))
+    while isinstance(first, dist.PrefixStore):  # the rendezvous may have added a prefix
+        first = first.underlying_store
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    second = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return dist.PrefixStore("preflight", first), dist.PrefixStore("preflight", second)
+
+
+def collect(
+    store: dist.Store, subject: str, ranks: Collection[int], seconds: float
+) -> dict[int, Report]:
+    """The reports that arrive in time; soon after the first that has a problem, stop waiting."""
+    found: dict[int, Report] = {}
+    end = time.monotonic() + seconds
+    while len(found) < len(ranks) and time.monotonic() < end:
+        before = len(found)
+        for rank in ranks:
+            key = f"{subject}/{rank}"
+            if rank not in found and store.check([key]):
+                found[rank] = Report(**json.loads(store.get(key)))
+                if found[rank].problem is not None:
+                    end = min(end, time.monotonic() + _GRACE_SECONDS)
+        if len(found) == before:
+            time.sleep(_POLL_SECONDS)
+    return found
+
+
+def least_advanced(store: dist.Store, late: Mapping[int, str]) -> dict[int, str]:
+    """Of the ranks without a report (rank to host), those that came least far: the others wait for
+    them."""
+    done = {
+        rank: int(store.get(key)) if store.check([key := f"done/{rank}"]) else 0 for rank in late
+    }
+    return {rank: host for rank, host in late.items() if done[rank] == min(done.values())}
+
+
+def _leave(store: dist.Store, rank: int, reported: Collection[int] = ()) -> None:
+    """Rank 0 holds the store, so it leaves after all ranks that have reported, slow ones too."""
+    if rank:
+        store.set(f"left/{rank}", "")
+        return
+    with contextlib.suppress(RuntimeError):  # some are too slow
+        keys = [f"left/{other}" for other in reported if other]
+        store.wait(keys, datetime.timedelta(seconds=_LEAVING_SECONDS))
+
+
+# What a rank measures.
+
+
+def look(rank: int, precision: str) -> Report:
+    """The device of this process and its problem, if any; raises nothing."""
+    # Slurm's name of the node, because a user excludes it by that name.
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    report = Report(rank, host, "cpu")
+    try:
+        if not torch.cuda.is_available():
+            return replace(report, problem=_why_no_gpu())
+        device = select_device()
+        report = replace(report, device=torch.cuda.get_device_name(device))
+        torch.ones(1, device=device).add_(1).item()
+        capability = torch.cuda.get_device_capability(device)
+        lacks = device_lacks(precision, capability, built_for_cuda())
+        if lacks is not None:
+            return replace(report, problem=f"training.precision = {precision} {lacks}")
+        free, _ = torch.cuda.mem_get_info(device)
+        drivers = (_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or "").split()
+        driver = drivers[0] if drivers else None
+        return replace(report, driver=driver, metrics={MEMORY: free / 2**30})
+    except Exception as error:  # noqa: BLE001 (whatever it is, the host is named with it)
+        return replace(report, problem=_first_line(error))
+
+
+def _why_no_gpu() -> str | None:
+    """The problem where torch cannot use the GPUs of this host; None where the host has no GPU, or
+    GPUs are hidden on purpose."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not _nvidia_smi("--list-gpus"):
+        return None
+    return f"torch {torch.__version__} can use none of the GPUs that nvidia-smi lists"
+
+
+def _nvidia_smi(*options: str) -> str | None:
+    """The program's output; None where it is missing or fails."""
+    command = ["nvidia-smi", *options]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+
+
+def measure(
+    report: Report, parallel: ResolvedParallel, store: dist.Store, seconds: float
+) -> Report:
+    """Add the speed of the device and of each kind of group of the layout; raises nothing.
+
+    All ranks call it. It may hang where a link hangs, for `seconds` where gloo or NCCL notice. The
+    store shows how far each rank has come, under done/<rank>.
+    """
+    links_begin = False
+    try:
+        device = select_device()
+        report = replace(report, metrics={**report.metrics, "matmul": matmul_rate(device)})
+        links_begin = parallel.world_size > 1
+        return _measure_links(report, parallel, store, seconds, device) if links_begin else report
+    except Exception as error:  # noqa: BLE001 (as above)
+        text = _first_line(error)
+        lost_peer = links_begin and _LOST_PEER.search(text) is not None
+        return replace(report, problem=text, lost_peer=lost_peer)
+
+
+def matmul_rate(device: torch.device) -> float:
+    """TFLOP/s of products of square matrices, bf16 on a GPU and fp32 on a CPU."""
+    size = _MATMUL_SIZE[device.type]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left = torch.ones((size, size), dtype=dtype, device=device)
+    out = torch.empty_like(left)
+
+    def multiply() -> object:
+        return torch.mm(left, left, out=out)
+
+    _seconds(multiply, device)  # loads libraries
+    count = took = 0.0
+    while took < _MATMUL_SECONDS:
+        took += _seconds(multiply, device)
+        count += 1
+    return count * 2 * size**3 / took / 1e12
+
+
+def _measure_links(
+    report: Report,
+    parallel: ResolvedParallel,
+    store: dist.Store,
+    seconds: float,
+    device: torch.device,
+) -> Report:
+    steps = itertools.count(1)
+
+    def advance() -> None:
+        store.set(f"done/{report.rank}", str(next(steps)))
+
+    advance()
+    dist.init_process_group(
+        backend=collective_backend(device),
+        store=dist.PrefixStore("groups", store),
+        rank=report.rank,
+        world_size=parallel.world_size,
+        timeout=datetime.timedelta(seconds=seconds),
+    )
+    parallel_state.initialize_model_parallel(
+        create_gloo_process_groups=False, **parallel.group_sizes()
+    )
+    metrics, groups = dict(report.metrics), {}
+    for kind, group in {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+    }.items():
+        if group.size() == 1:
+            continue
+        advance()
+        dist.barrier()  # one kind at a time
+        advance()
+        for operation, rate, is_of_group in _link_rates(group, kind, device):
+            metrics[f"{kind} {operation}"] = rate
+            if is_of_group:
+                groups[f"{kind} {operation}"] = dist.get_process_group_ranks(group)
+    return replace(report, metrics=metrics, groups=groups)
+
+
+def _link_rates(
+    group: dist.ProcessGroup, kind: str, device: torch.device
+) -> Iterator[tuple[str, float, bool]]:
+    """(operation, GB/s, whether the rate is one of the whole group). The bytes of a collective are
+    those that a rank sends with the algorithm that sends least."""
+    size = group.size()
+    each = _MESSAGE_BYTES[device.type] // 4 // size
+    data = torch.ones(each * size, dtype=torch.float32, device=device)
+    received = torch.empty_like(data)
+    if kind != "pp":
+        sent = (size - 1) / size * data.nbytes / 1e9
+        took = _median_of(lambda: dist.all_reduce(data.fill_(1.0), group=group), device)
+        yield "all-reduce", 2 * sent / took, True
+        took = _median_of(lambda: dist.all_to_all_single(received, data, group=group), device)
+        yield "all-to-all", sent / took, True
+    else:
+        dist.all_reduce(data[:1], group=group)  # all ranks must take part in a group's first call
+    pairs = _pair_seconds(group, data, received, device)
+    if pairs:
+        yield "send/recv", data.nbytes / 1e9 / min(pairs), False
+
+
+def _pair_seconds(
+    group: dist.ProcessGroup, data: torch.Tensor, received: torch.Tensor, device: torch.device
+) -> list[float]:
+    """Seconds of an exchange with the next rank of the group, then with the one before. A slow rank
+    is slow with both; its neighbours are slow with one."""
+    size, rank = group.size(), group.rank()
+    ranks = dist.get_process_group_ranks(group)
+
+    def exchange(peer: int) -> None:
+        sending = dist.P2POp(dist.isend, data, peer, group)
+        receiving = dist.P2POp(dist.irecv, received, peer, group)
+        for work in dist.batch_isend_irecv([sending, receiving]):
+            work.wait()
+
+    found = []
+    for first in (0, 1) if size > 2 else (0,):
+        place = (rank - first) % size
+        if size % 2 and place == size - 1:
+            continue  # no partner this time
+        peer = ranks[(rank + 1 if place % 2 == 0 else rank - 1) % size]
+        found.append(_median_of(partial(exchange, peer), device))
+    return found
+
+
+def _median_of(work: Callable[[], Any], device: torch.device) -> float:
+    work()  # the first call makes connections
+    return statistics.median(_seconds(work, device) for _ in range(_ROUNDS))
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+# Which hosts are unfit, from the reports of all ranks.
+
+
+def blame(reports: Iterable[Report], missing: Mapping[int, str], why: str) -> list[Report]:
+    """The reports without those of ranks that only lost a peer, and with one for each rank that
+    sent none (`missing`: its host).
+
+    Where a rank failed by itself, the others lost it or had no time: none of them is blamed.
+    """
+    reports = list(reports)
+    absent = [Report(rank, host, "unknown", why) for rank, host in sorted(missing.items())]
+    failed = [r for r in reports if r.problem is not None and not r.lost_peer]
+    sound = [r for r in reports if r.problem is None]
+    if failed:
+        return sound + failed
+    return sound + absent if absent else reports
+
+
+def judge_devices(reports: Sequence[Report]) -> dict[str, list[str]]:
+    """The problems by host that are known before anything is measured."""
+    problems: dict[str, list[str]] = defaultdict(list)
+    sound = [report for report in reports if report.problem is None]
+    usual_device = statistics.mode([report.device for report in sound] or [""])
+    usual_driver = statistics.mode([r.driver for r in sound if r.driver] or [""])
+    for report in reports:
+        text = None
+        if report.problem is not None:
+            text = f"rank {report.rank}: {report.problem}"
+        elif report.device != usual_device:
+            device, usual = ("no GPU" if d == "cpu" else d for d in (report.device, usual_device))
+            text = f"rank {report.rank} has {device}, and most have {usual}"
+        elif report.driver not in (None, usual_driver):
+            text = f"rank {report.rank} has driver {report.driver}, and most have {usual_driver}"
+        if text is not None:
+            problems[report.host].append(text)
+    return dict(problems)
+
+
+def judge(reports: Sequence[Report], share: float, minima: Mapping[str, float]) -> Verdict:
+    """Compare every figure with `share` times the median of its peers, and with the user's
+    `minima` (keys of MAIN_OPERATION). The peers of a rank are all other ranks; those of a group are
+    the groups of its kind over as many hosts."""
+    problems = defaultdict(list, judge_devices(reports))
+    minimum = {MAIN_OPERATION[name]: value for name, value in minima.items()}
+    rows, slow_groups = [], []
+    for name in dict.fromkeys(name for report in reports for name in report.metrics):
+        units = _units(reports, name)
+        median = statistics.median(unit.value for unit in units)
+        row = Row(name, median, min(units, key=lambda unit: unit.value))
+        rows.append(row)
+        slow = dict(_slow(row, units, share, minimum.get(name, 0.0)))
+        fast_hosts = {host for unit in units if unit not in slow for host in unit.hosts}
+        for unit, reason in slow.items():
+            if len(unit.ranks) == 1:
+                problems[min(unit.hosts)].append(f"{_names(unit.ranks)}: {reason}")
+            else:
+                slow_groups.append((unit, fast_hosts, reason))
+    faulty = set(problems)
+    for unit, fast_hosts, reason in slow_groups:
+        # Not a host that is also in a fast group; of the rest, one with a problem of its own.
+        suspects = (unit.hosts - fast_hosts) or unit.hosts
+        for host in sorted(suspects & faulty or suspects):
+            problems[host].append(f"{_names(unit.ranks)}: {reason}")
+    return Verdict(rows, dict(problems))
+
+
+def _units(reports: Sequence[Report], measure: str) -> list[Unit]:
+    """A group's figure is that of its slowest member."""
+    hosts = {report.rank: report.host for report in reports}
+    values: dict[tuple[int, ...], float] = {}
+    for report in reports:
+        if measure in report.metrics:
+            ranks = tuple(report.groups.get(measure, (report.rank,)))
+            value = report.metrics[measure]
+            values[ranks] = min(value, values.get(ranks, value))
+    # `blame` may have removed reports of a group's members.
+    return [
+        Unit(ranks, frozenset(hosts[rank] for rank in ranks if rank in hosts), value)
+        for ranks, value in values.items()
+    ]
+
+
+def _slow(
+    row: Row, units: Sequence[Unit], share: float, minimum: float
+) -> Iterator[tuple[Unit, str]]:
+    share = max(share, _MEMORY_SHARE) if row.measure == MEMORY else share
+    for unit in units:
+        text = f"{row.measure} {unit.value:,.3g} {row.unit}"
+        if unit.value < minimum:
+            yield unit, f"{text}, less than {minimum:,.3g}"
+            continue
+        peers = [u.value for u in units if u is not unit and len(u.hosts) == len(unit.hosts)]
+        if peers and unit.value < share * (usual := statistics.median(peers)):
+            yield unit, f"{text}, {unit.value / usual:.0%} of its peers' {usual:,.3g}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    """`rank 4`, `ranks 4-7` or `ranks 3, 7`; the ranks ascend."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,287 @@
+"""What a conversion of files refuses and what it notices."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
+from gspo_megatron.checkpoint.hf.source import open_checkpoint
+from gspo_megatron.checkpoint.manifest import dump_manifest, files_below, record_of
+from gspo_megatron.checkpoint.run_state import (
+    STATE_FILE,
+    TOKENIZER,
+    RunState,
+    describe_model,
+)
+from gspo_megatron.config import parse_config
+from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.files import fingerprint
+from tests.unit.checkpoint.hf.published import (
+    assert_same_bits,
+    model_config,
+    random_tensors,
+    read_folder,
+    write_folder,
+    write_model,
+)
+
+
+def lines_of(action: Callable[[], object]) -> list[str]:
+    with pytest.raises(DataError) as caught:
+        action()
+    return str(caught.value).splitlines()
+
+
+def test_wrong_tensors_are_all_listed(tmp_path: Path) -> None:
+    config = model_config("qwen3_moe")
+    tensors = random_tensors(config, seed=11)
+    del tensors["model.norm.weight"], tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
+    tensors["model.layers.9.mlp.gate.weight"] = torch.zeros(2)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+    source = write_folder(tmp_path / "hf", config, tensors)
+    lines = lines_of(lambda: hf_to_megatron(source, tmp_path / "ours"))
+    assert len(lines) == 4, lines
+    for part in (
+        "model.norm.weight is missing",
+        "model.layers.2.mlp.experts.5.up_proj.weight is missing",
+        "model.layers.9.mlp.gate.weight is no part of the model",
+        "lm_head.weight has the shape [36, 44]; config.json says [37, 44]",
+    ):
+        assert any(part in line for line in lines), part
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "hf", "qwen3_moe", seed=12)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"architectures": ["Qwen3MoEForCausalLM"], "model_type": "qwen3moe"}
+    (source / "config.json").write_text(json.dumps(config))
+    (line,) = lines_of(lambda: hf_to_megatron(source, tmp_path / "ours"))
+    assert line.startswith(f"{source / 'config.json'}: architectures")
+    assert "Qwen3MoeForCausalLM" in line
+
+
+def test_tied_copies_must_be_the_same(tmp_path: Path) -> None:
+    config = model_config("qwen3", tie_word_embeddings=True)
+    tensors = random_tensors(config, seed=13)
+    copy = tensors["model.embed_tokens.weight"].clone()
+    source = write_folder(tmp_path / "hf", config, tensors | {"lm_head.weight": copy})
+    hf_to_megatron(source, tmp_path / "ours")
+    megatron_to_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(read_folder(tmp_path / "back"), tensors)  # published without the copy
+    other = write_folder(tmp_path / "other", config, tensors | {"lm_head.weight": copy + 1})
+    (line,) = lines_of(lambda: hf_to_megatron(other, tmp_path / "no"))
+    assert "tie_word_embeddings, and lm_head.weight differs from model.embed_tokens.weight" in line
+
+
+def write_tokenizer(folder: Path, size: int) -> None:
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {f"t{number}": number for number in range(size)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="t0")).save(str(folder / "tokenizer.json"))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_vocabulary(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "hf", "qwen3_moe", seed=14)
+    write_tokenizer(source, 38)
+    (line,) = lines_of(lambda: hf_to_megatron(source, tmp_path / "no"))
+    assert "tokenizer.json: has token ids up to 37, the model's vocabulary has 37 tokens" in line
+    write_tokenizer(source, 37)
+    (source / "added_tokens.json").write_text('{"<a>": 3, "<b>": 99}')
+    (line,) = lines_of(lambda: hf_to_megatron(source, tmp_path / "no"))
+    assert "added_tokens.json: has token ids up to 99" in line
+    (source / "added_tokens.json").write_text("[")
+    (line,) = lines_of(lambda: hf_to_megatron(source, tmp_path / "no"))
+    assert "added_tokens.json: cannot be read" in line
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "hf", "qwen3_moe", seed=15)
+    write_tokenizer(source, 30)
+    (source / "modeling_own.py").write_text("")
+    hf_to_megatron(source, tmp_path / "ours")
+    megatron_to_hf(tmp_path / "ours", tmp_path / "back")
+    assert (tmp_path / "back/tokenizer.json").read_bytes() == (
+        source / "tokenizer.json"
+    ).read_bytes()
+    assert not (tmp_path / "back/modeling_own.py").exists()
+
+
+def test_a_run_s_tokenizer_comes_along_or_is_missed(converted: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    write_tokenizer(tmp_path / "tokenizer", 37)
+    for place, notes in ((tmp_path / "tokenizer", 0), (tmp_path / "gone", 1)):
+        ours = trained_on(converted, tmp_path / f"ours{notes}", place)
+        taken, said = megatron_to_hf(ours, tmp_path / f"back{notes}")
+        assert taken == ours
+        assert [str(tmp_path / "gone") in note for note in said] == [True] * notes
+        assert (tmp_path / f"back{notes}/tokenizer.json").exists() == (notes == 0)
+
+
+def trained_on(converted: Path, place: Path, tokenizer: Path) -> Path:
+    """The checkpoint of a run that began with somebody else's model and had this tokenizer."""
+    ours = copied(converted, place)
+    shutil.rmtree(ours / "hf")
+    document = json.loads((ours / "model.json").read_text()) | {"tokenizer": str(tokenizer)}
+    (ours / "model.json").write_text(json.dumps(document))
+    sign(ours)
+    return ours
+
+
+def test_the_export_of_a_run_says_where_its_answers_end(converted: Path, tmp_path: Path) -> None:
+    """By its tokenizer, wherever the training began; a folder that came as it is goes as it is."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    write_tokenizer(tokenizer, 37)
+    (tokenizer / "tokenizer_config.json").write_text('{"eos_token": "t5"}')
+    ours = trained_on(converted, tmp_path / "ours", tokenizer)
+    megatron_to_hf(ours, tmp_path / "back")
+    file = tmp_path / "back/generation_config.json"
+    assert json.loads(file.read_text()) == {"eos_token_id": 5}
+    (tokenizer / file.name).write_text('{"eos_token_id": [5, 7], "top_k": 3}')
+    megatron_to_hf(ours, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / file.name).read_text())["top_k"] == 3
+    (tokenizer / file.name).unlink()
+    as_it_is = copied(converted, tmp_path / "as_it_is")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, as_it_is / "hf")
+    sign(as_it_is)
+    megatron_to_hf(as_it_is, tmp_path / "same")
+    assert (tmp_path / "same/tokenizer_config.json").exists()
+    assert not (tmp_path / "same" / file.name).exists()
+
+
+def test_a_tokenizer_is_found_from_another_folder_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse_config({"data": {"tokenizer": "made/t.model", "prompts": "p.jsonl"}}, [])
+    assert describe_model(config, 37)["tokenizer"] == str(tmp_path / "made/t.model")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_tokenizer_with_other_contents_is_not_the_run_s(
+    converted: Path, tmp_path: Path, kind: str
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    write_tokenizer(tokenizer, 37)
+    named = tokenizer if kind == "folder" else tokenizer / "tokenizer.json"
+    ours = trained_on(converted, tmp_path / "ours", named)
+    state = RunState("rl", 3, {}, {}, {TOKENIZER: fingerprint(named)}, "", 1, {})
+    (ours / STATE_FILE).write_bytes(state.dump())
+    sign(ours)
+    assert megatron_to_hf(ours, tmp_path / "back") == (ours, [])
+    assert (tmp_path / "back/tokenizer.json").exists()
+    write_tokenizer(tokenizer, 36)
+    _, (note,) = megatron_to_hf(ours, tmp_path / "other")
+    assert note.startswith(f"{named}: no longer has the contents that the run's tokenizer had")
+    assert not (tmp_path / "other/tokenizer.json").exists()
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("converted")
+    hf_to_megatron(write_model(folder / "hf", "qwen3_moe", seed=16), folder / "ours")
+    return folder / "ours"
+
+
+def copied(converted: Path, place: Path) -> Path:
+    shutil.copytree(converted, place)
+    return place
+
+
+def flip(file: Path, place: float = 0.5) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "expected"),
+    [
+        ("model/__0_0.distcp", flip, "altered, its checksum is not the manifest's"),
+        ("model/__0_0.distcp", lambda f: flip(f, 0.0), "altered"),  # the first archive's mark
+        ("model/__0_0.distcp", lambda f: flip(f, 1.0), "altered"),  # what no tensor is in
+        ("model/__0_0.distcp", Path.unlink, "missing"),
+        ("model/.metadata", lambda f: os.truncate(f, 50), "cut short"),
+        ("model.json", flip, "altered"),
+        ("model/__5_0.distcp", lambda f: f.write_text("x"), "foreign"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(
+    converted: Path,
+    tmp_path: Path,
+    name: str,
+    damage: Callable[[Path], object],
+    expected: str,
+) -> None:
+    ours = copied(converted, tmp_path / "ours")
+    damage(ours / name)
+    (line,) = lines_of(lambda: megatron_to_hf(ours, tmp_path / "back"))
+    assert line.startswith(f"{ours}: {name}: {expected}")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_every_byte_of_a_checkpoint_counts(converted: Path, tmp_path: Path) -> None:
+    """Those of tensors, and those around them in which a reader has no interest."""
+    drawn = random.Random(3)
+    for number in range(8):
+        ours = copied(converted, tmp_path / f"ours{number}")
+        flip(ours / f"model/__0_{number % 2}.distcp", drawn.random())
+        (line,) = lines_of(lambda ours=ours: megatron_to_hf(ours, tmp_path / "back"))
+        assert line.startswith(f"{ours}: model/__0_{number % 2}.distcp: altered")
+
+
+def test_the_newest_whole_checkpoint_of_a_run(converted: Path, tmp_path: Path) -> None:
+    for name in ("warm_start_00000009", "rl_00000002", "rl_00000010", "rl_00000011"):
+        copied(converted, tmp_path / "run/checkpoints" / name)
+    os.truncate(tmp_path / "run/checkpoints/rl_00000011/model/__0_0.distcp", 9)
+    for path in (tmp_path / "run", tmp_path / "run/checkpoints"):
+        assert open_checkpoint(path).folder == tmp_path / "run/checkpoints/rl_00000010"
+    (tmp_path / "empty").mkdir()
+    (line,) = lines_of(lambda: open_checkpoint(tmp_path / "empty"))
+    assert "not a checkpoint of ours, and there is no whole one in it" in line
+    assert lines_of(lambda: open_checkpoint(tmp_path / "none")) == [
+        f"{tmp_path / 'none'}: no such folder"
+    ]
+
+
+def test_a_model_that_no_family_has(converted: Path, tmp_path: Path) -> None:
+    ours = copied(converted, tmp_path / "ours")
+    document = json.loads((ours / "model.json").read_text()) | {"hf": None}
+    document["shape"]["megatron"]["normalization"] = "LayerNorm"
+    (ours / "model.json").write_text(json.dumps(document))
+    sign(ours)
+    with pytest.raises(ConfigError, match="no Hugging Face family has such models"):
+        megatron_to_hf(ours, tmp_path / "back")
+
+
+def test_tensors_that_are_not_those_of_the_model(converted: Path, tmp_path: Path) -> None:
+    ours = copied(converted, tmp_path / "ours")
+    document = json.loads((ours / "model.json").read_text())
+    document["shape"]["num_layers"] = 5
+    document["shape"]["megatron"]["num_layers"] = 5
+    document["hf"]["num_hidden_layers"] = 5
+    document["shape"]["megatron"]["moe_layer_freq"] = [1, 0, 1, 1, 0]
+    document["hf"]["mlp_only_layers"] = [1, 4]
+    document["vocab_size"] = document["hf"]["vocab_size"] = 40
+    (ours / "model.json").write_text(json.dumps(document))
+    sign(ours)
+    lines = lines_of(lambda: megatron_to_hf(ours, tmp_path / "back"))
+    assert sum("decoder.layers.4." in line and "is missing" in line for line in lines) == 8
+    assert sum("has the shape [37, 44]; model.json says [40, 44]" in line for line in lines) == 2
+    assert len(lines) == 10
+
+
+def sign(checkpoint: Path) -> None:
+    files = {name: record_of(checkpoint / name) for name in files_below(checkpoint)}
+    (checkpoint / "manifest.json").write_bytes(dump_manifest(files))

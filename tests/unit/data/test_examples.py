@@ -1,0 +1,307 @@
+"""Examples for fine-tuning: the learned tokens, compared with transformers and by hand."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gspo_megatron.data.chat import CHATML, encode_conversation
+from gspo_megatron.data.documents import read_documents
+from gspo_megatron.data.examples import Counts, Format, load_supervised, read_supervised
+from gspo_megatron.data.prompts import UnknownCharacters, load_prompts
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
+from gspo_megatron.errors import DataError
+from tests.unit.data.corpora import SYLLABLES, make_tokenizer, write_rows
+
+UNMARKED = re.sub(r"\{%-(end)?generation-%\}|\{%- (end)?generation -%\}", "", CHATML)
+assert "generation -%" not in UNMARKED
+
+
+@pytest.fixture(scope="module", params=["unigram", "bpe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / request.param, request.param)
+
+
+def with_template(folder: Path, tmp_path: Path, template: str) -> Path:
+    """A copy of a tokenizer folder with another chat template."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    (copy / "chat_template.jinja").write_text(template)
+    return copy
+
+
+def conversation(source: random.Random) -> list[dict[str, str]]:
+    turns = []
+    if source.random() < 0.5:
+        turns.append(("system", 5))
+    for _ in range(source.randint(1, 4)):
+        turns += [("user", 30), ("assistant", 30)]
+    if source.random() < 0.3:
+        turns.append(("user", 3))
+    pieces = [*SYLLABLES, " ", "\n", "<sep>", "🙂", "||"]
+    return [
+        {"role": role, "content": "".join(source.choices(pieces, k=source.randint(1, longest)))}
+        for role, longest in turns
+    ]
+
+
+def separable(source: random.Random) -> list[dict[str, str]]:
+    """A conversation whose messages do not begin with what a token joins to the line end before."""
+    return [{**m, "content": m["content"].lstrip("\n") or "ka"} for m in conversation(source)]
+
+
+def both(folder: Path) -> list[Tokenizer]:
+    return [load_tokenizer(folder), load_tokenizer(folder / "tokenizer.model")]
+
+
+def exchange(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def refusal(path: Path, tokenizer: Tokenizer, form: Format) -> list[str]:
+    with pytest.raises(DataError) as caught:
+        load_supervised(path, tokenizer, form)
+    return str(caught.value).splitlines()
+
+
+CHAT = Format(100, messages_field="messages")
+
+
+def test_marked_turns_are_those_of_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    source = random.Random(1)
+    for _ in range(60):
+        messages = conversation(source)
+        expected = theirs.apply_chat_template(
+            messages, return_assistant_tokens_mask=True, return_dict=True
+        )
+        for tokenizer in both(folder):
+            ids, mask = encode_conversation(messages, tokenizer)
+            assert ids.tolist() == expected["input_ids"]
+            assert mask.tolist() == [bool(flag) for flag in expected["assistant_masks"]]
+            assert (ids.dtype, mask.dtype) == (np.int32, bool)
+
+
+def test_learned_text_is_what_the_assistant_says(folder: Path) -> None:
+    source = random.Random(2)
+    for _ in range(30):
+        messages = separable(source)
+        said = [m["content"] for m in messages if m["role"] == "assistant"]
+        for tokenizer in both(folder):
+            ids, mask = encode_conversation(messages, tokenizer)
+            assert (ids[mask] == tokenizer.eos_id).sum() == len(said)
+            assert tokenizer.decode(ids[mask].tolist()) == "".join(said)
+            # Each answer begins where a rollout's would: right after the opened conversation.
+            starts = np.flatnonzero(mask & ~np.roll(mask, 1))
+            where = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+            for start, number in zip(starts, where, strict=True):
+                text = tokenizer.render(messages[:number], open_answer=True).text
+                assert tokenizer.encode_rendered(text).ids == ids[:start].tolist()
+
+
+def test_prefixes_find_the_same_tokens_as_marks(folder: Path, tmp_path: Path) -> None:
+    unmarked = with_template(folder, tmp_path, UNMARKED)
+    source = random.Random(3)
+    for _ in range(30):
+        messages = separable(source)
+        for marked, plain in zip(both(folder), both(unmarked), strict=True):
+            assert plain.render(messages).answers is None
+            for one, other in zip(
+                encode_conversation(messages, marked), encode_conversation(messages, plain)
+            ):
+                assert np.array_equal(one, other)
+
+
+def test_an_answer_that_is_spelled_in_bytes_is_learned_whole(folder: Path, tmp_path: Path) -> None:
+    bare = CHATML.replace(
+        "message['content'] ~ eos_token -}}{%- endgen", "message['content'] -}}{%- endgen"
+    )
+    assert bare != CHATML
+    for tokenizer in both(with_template(folder, tmp_path, bare)):
+        ids, mask = encode_conversation(exchange("ka", "lo🙂"), tokenizer)
+        assert tokenizer.decode(ids[mask].tolist()) == "lo🙂"
+
+
+def test_a_template_that_changes_earlier_messages_is_refused(folder: Path, tmp_path: Path) -> None:
+    # Like those that drop the thoughts of earlier turns.
+    changing = UNMARKED.replace(
+        "message['content'] ~", "(message['content'] if loop.last else '…') ~"
+    )
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": exchange("ka", "lo")}])
+    for tokenizer in both(with_template(folder, tmp_path, changing)):
+        (message,) = refusal(path, tokenizer, CHAT)
+        assert message.startswith(f"{path}:1: message 2: cannot tell where the answer begins or ")
+        assert "writes earlier messages differently" in message
+        assert "{% generation %}" in message
+
+
+def test_a_boundary_inside_a_token_is_refused(tmp_path: Path) -> None:
+    # Turns that only spaces part: the first word of the answer takes the space before it.
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+        "{% endif %}{% endfor %}"
+    )
+    folder = make_tokenizer(tmp_path / "bpe", "bpe")
+    for tokenizer in both(with_template(folder, tmp_path, template)):
+        assert tokenizer.encode(" lo") != [*tokenizer.encode(" "), *tokenizer.encode("lo")]
+        with pytest.raises(DataError, match="joins text from before and after that place"):
+            encode_conversation(exchange("ka ", "lo"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "form", "expected"),
+    [
+        (UNMARKED.replace("eos_token", "'.'"), CHAT, "{}:1: the chat template ends no answer with"),
+        (
+            CHATML.replace("<|im_start|>", "<|turn|>"),
+            CHAT,
+            "{tokenizer}: its chat template writes <|turn|>, which",
+        ),
+        (
+            CHATML + "\n\n{% endif %}",
+            Format(100, chat_template=True),
+            "{tokenizer}: its chat template is not valid Jinja: line 3: ",
+        ),
+    ],
+)
+def test_an_unusable_template_is_refused_once(
+    folder: Path, tmp_path: Path, template: str, form: Format, expected: str
+) -> None:
+    row = {"prompt": "ka", "answer": "lo", "messages": exchange("a", "b")}
+    path = write_rows(tmp_path / "rows.jsonl", [row])
+    for tokenizer in both(with_template(folder, tmp_path, template)):
+        (line,) = refusal(path, tokenizer, form)
+        assert line.startswith(expected.format(path, tokenizer=tokenizer.name))
+
+
+def test_prompts_and_answers_by_hand(folder: Path, tmp_path: Path) -> None:
+    rows = [{"q": "kalo?", "a": " mi"}, {"q": "ung", "a": ""}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    for tokenizer in both(folder):
+        form = Format(50, prompt_field="q", answer_field="a")
+        data = load_supervised(path, tokenizer, form)
+        assert len(data) == 2
+        for number, row in enumerate(rows):
+            question, answer = tokenizer.encode(row["q"]), tokenizer.encode(row["a"])
+            example = data[number]
+            assert example.token_ids.tolist() == [*question, *answer, tokenizer.eos_id]
+            assert example.loss_mask.tolist() == [False] * len(question) + [True] * (
+                len(answer) + 1
+            )
+            assert example.source == f"{path}:{number + 1}"
+        assert data.lengths.tolist() == [len(data[0].token_ids), len(data[1].token_ids)]
+
+
+def test_prompts_in_a_chat_template_are_two_messages(folder: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "kalo", "answer": "mi"}])
+    for tokenizer in both(folder):
+        (example,) = read_supervised(path, tokenizer, Format(50, chat_template=True), Counts())
+        ids, mask = encode_conversation(exchange("kalo", "mi"), tokenizer)
+        assert np.array_equal(example.token_ids, ids) and np.array_equal(example.loss_mask, mask)
+
+
+def test_parquet_reads_like_json_lines(folder: Path, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    source = random.Random(5)
+    rows = [{"chat": conversation(source)} for _ in range(9)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    tokenizer, form = load_tokenizer(folder), Format(10**6, messages_field="chat")
+    one, other = (load_supervised(p, tokenizer, form) for p in (path, tmp_path / "rows.parquet"))
+    assert len(one) == len(other) == 9
+    for n in range(9):
+        assert np.array_equal(one[n].token_ids, other[n].token_ids)
+        assert np.array_equal(one[n].loss_mask, other[n].loss_mask)
+
+
+def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    rows = [
+        {"prompt": "ka", "answer": "lo"},
+        {"prompt": "ka", "answer": "lo" * 40},
+        {"prompt": "ka" * 40, "answer": "lo"},
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    lengths = load_supervised(path, tokenizer, Format(1000)).lengths
+    assert lengths[0] < 12 < min(lengths[1:])
+
+    assert refusal(path, tokenizer, Format(12)) == [
+        f"{path}:{n}: the example has {lengths[n - 1]} tokens; at most 12 are allowed"
+        for n in (2, 3)
+    ]
+
+    dropped = load_supervised(path, tokenizer, Format(12, too_long="drop"))
+    assert [dropped[n].source for n in range(len(dropped))] == [f"{path}:1"]
+    assert dropped.counts == Counts(dropped=2)
+
+    # Of the third only the question would be left, from which nothing is learned.
+    cut = load_supervised(path, tokenizer, Format(12, too_long="truncate"))
+    assert cut.lengths.tolist() == [lengths[0], 12]
+    whole = load_supervised(path, tokenizer, Format(1000))
+    assert np.array_equal(cut[1].token_ids, whole[1].token_ids[:12])
+    assert cut[1].loss_mask[-1] and tokenizer.eos_id not in cut[1].token_ids
+    assert cut.counts == Counts(dropped=1, truncated=1)
+
+    message = f"{path}: holds no examples that fit 1 tokens"
+    assert refusal(path, tokenizer, Format(1, too_long="truncate")) == [message]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "a"}, "no field 'messages'; the fields are: 'text' (data.messages_field chooses"),
+        ({"messages": "hi"}, "field 'messages': a string; an array of messages is wanted"),
+        ({"messages": ["hi"]}, "field 'messages': message 1 is a string; an object is wanted"),
+        ({"messages": [{"role": "user"}]}, "'content' of message 1 is missing; a string is wanted"),
+        ({"messages": [{"role": 1, "content": ""}]}, "'role' of message 1 is a number; a string"),
+        ({"messages": [{"role": "user", "content": None}]}, "'content' of message 1 is null; a"),
+        ({"messages": []}, "no message has the role 'assistant', so there is nothing to learn"),
+        (
+            {"messages": [{"role": "assistant", "content": "a\ud800"}]},
+            "'content' of message 1 holds half a surrogate pair at character 2",
+        ),
+    ],
+)
+def test_bad_rows_are_named(folder: Path, tmp_path: Path, row: object, expected: str) -> None:
+    good = {"messages": [{"role": "assistant", "content": "ka"}]}
+    path = write_rows(tmp_path / "rows.jsonl", [good, row, good, row])
+    lines = refusal(path, load_tokenizer(folder), CHAT)
+    assert [line.startswith(f"{path}:{n}: ") for n, line in zip((2, 4), lines)] == [True, True]
+    assert len(lines) == 2 and expected in lines[0]
+
+
+def test_an_empty_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [])
+    assert refusal(path, load_tokenizer(folder), CHAT) == [f"{path}: holds no examples"]
+
+
+@pytest.mark.parametrize("byte_fallback", [False, True])
+def test_unknown_characters_are_counted(tmp_path: Path, byte_fallback: bool) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": exchange("ka🙂", "lo")}])
+    expected = UnknownCharacters() if byte_fallback else UnknownCharacters(1, f"{path}:1", "🙂")
+    for tokenizer in both(make_tokenizer(tmp_path / "t", byte_fallback=byte_fallback)):
+        assert load_supervised(path, tokenizer, CHAT).counts.unknown == expected
+
+
+def test_the_examples_of_the_manual_can_be_read(folder: Path, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+    prompts, chats, documents = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(prompts)
+    assert [prompt.answer for prompt in load_prompts(path)] == ["82", "dbac"]
+    path.write_text(chats)
+    form, tokenizer = Format(10**6, messages_field="messages"), load_tokenizer(folder)
+    data = load_supervised(path, tokenizer, form)
+    learned = [data[n].token_ids[data[n].loss_mask].tolist() for n in (0, 1)]
+    assert [tokenizer.decode(ids) for ids in learned] == ["Paris", "Hello! How can I help?82"]
+    path.write_text(documents)
+    assert [text[:2] for _, text in read_documents([path], "text")] == ["37", "A "]

@@ -1,0 +1,66 @@
+"""Responses as samples for the reward function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
+from gspo_megatron.data.toy import train_toy_tokenizer
+from gspo_megatron.environments.single_turn import SingleTurn
+from gspo_megatron.types import Prompt, Sample
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(train_toy_tokenizer(tmp_path_factory.mktemp("toy") / "tokenizer"))
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_responses_become_samples(tokenizer: Tokenizer, kind: Callable) -> None:
+    eos = tokenizer.eos_id
+    prompts = [
+        Prompt("ab>", "ba", "p:1", {"task": "reversal"}),
+        Prompt("1+1=", "2", "p:2"),
+        Prompt("abc>", "cba", "p:3"),
+    ]
+    # Of the second prompt no response is on this rank.
+    texts = [("ab>", [*tokenizer.encode("ba"), eos]), ("ab>", [eos]), ("abc>", [])]
+    texts.append(("abc>", tokenizer.encode("cbab")))
+    ids = [(tokenizer.encode(text), response) for text, response in texts]
+    samples = SingleTurn(tokenizer).samples(
+        tokens=kind([n for prompt, response in ids for n in prompt + response]),
+        prompt_lengths=kind([len(prompt) for prompt, _ in ids]),
+        response_lengths=kind([len(response) for _, response in ids]),
+        truncated=kind([False, False, True, True]),
+        group_index=kind([7, 7, 9, 9]),
+        prompts=prompts,
+        first=7,
+    )
+    fields = {"task": "reversal"}
+    assert samples == [
+        Sample("ab>", "ba", "ba", False, fields, 3),
+        Sample("ab>", "ba", "", False, fields, 1),
+        Sample("abc>", "cba", "", True, {}, 0),
+        Sample("abc>", "cba", "cbab", True, {}, 4),
+    ]
+    assert [type(sample.truncated) for sample in samples] == [bool] * 4
+
+
+def test_no_responses_are_no_samples(tokenizer: Tokenizer) -> None:
+    assert SingleTurn(tokenizer).samples([], [], [], [], [], []) == []
+
+
+def test_only_the_last_end_of_sequence_token_is_removed() -> None:
+    class Shown:
+        eos_ids = (2, 9)
+
+        def decode(self, token_ids: list[int]) -> str:
+            return str(token_ids)
+
+    environment, prompts = SingleTurn(Shown()), [Prompt("p", "a", "s")]  # type: ignore[arg-type]
+    for last in (2, 9):
+        (sample,) = environment.samples([5, 2, 7, 2, last], [1], [4], [False], [0], prompts)
+        assert sample.response == "[2, 7, 2]" and sample.num_tokens == 4
