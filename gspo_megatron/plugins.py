@@ -1,4 +1,4 @@
-"""Functions of the user's own, named in the configuration as "package.module:function"."""
+"""Custom functions, named in the configuration as "package.module:function"."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def load_function(
     """The function at `import_path`, "package.module:function", that the configuration names under
     `key`. The current directory is searched for the module after the installed packages.
 
-    Raises `error_class` where it cannot be had, with the cause and where it lies.
+    Raises `error_class` with the cause, and its place in the code, if it cannot be loaded.
     """
     key = f"{key} = {import_path}"
     module_name, colon, function_name = import_path.partition(":")
     if not (colon and module_name.strip(".") == module_name != "" and function_name):
         raise error_class(f"{key}: write it as package.module:function")
     if os.getcwd() not in sys.path:
-        # Console scripts do not search it. At the end, so that nothing installed is hidden, and
-        # for good, because the module may import its neighbours when it is called.
+        # Console scripts do not search it. It goes to the end, so that it hides no installed
+        # package, and stays there, because the module may import its neighbours when it is called.
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
@@ -65,8 +65,8 @@ def load_function(
 def option_problems(
     kind: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> list[str]:
-    """What is wrong with `options` as keyword arguments of a `kind` ("reward", "objective"), whose
-    first argument is what it judges; one line each."""
+    """What is wrong with `options` as keyword arguments of a `kind` ("reward", "objective"), one
+    line each. The first argument of the function is its input and no option."""
     try:
         # Annotations are strings in most modules; they are evaluated to compare types below.
         signature = inspect.signature(function, eval_str=True)
@@ -85,7 +85,7 @@ def option_problems(
         if key in named:
             problems += _type_problem(kind, key, value, named[key].annotation)
         elif key == first.name:
-            problems.append(f"{kind}.options.{key}: not an option of {name} but what it judges")
+            problems.append(f"{kind}.options.{key}: not an option of {name} but its input")
         elif not takes_any:
             legal = f"legal: {', '.join(named)}" if named else "it takes none"
             problems.append(f"{kind}.options.{key} = {value!r}: {name} has no such option; {legal}")
@@ -96,7 +96,7 @@ def option_problems(
 
 
 def _type_problem(kind: str, key: str, value: object, annotation: object) -> list[str]:
-    """Compares with plain bool, int, float and str only; whatever else a user wrote is theirs."""
+    """Compares with bool, int, float and str only; other annotations are not checked."""
     if annotation not in (bool, int, float, str):
         return []
     accepted: type | tuple[type, ...] = (int, float) if annotation is float else annotation

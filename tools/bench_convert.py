@@ -3,21 +3,19 @@
     python tools/bench_convert.py [--gigabytes 4] [--rounds 4] [--directory SCRATCH]
 
 A random qwen3_moe checkpoint (the widths of Qwen3-30B-A3B, fewer layers and experts) of several
-files is imported and exported again by `gspo-megatron convert`, each beside a `cp -r` of what it
-reads to the same disk. What is the same for both: the source has just been read or written, so it
-is in the page cache as far as memory allows; nothing else waits to be written (`sync` before each);
-the time ends when all files of the result are on the disk, which the conversion sees to itself, and
-for `cp` this script does (fsync of each). The time of `cp` alone, most of whose bytes are still in
-memory then, is shown too. Copy and conversion take turns, and so does who is first: the second one
-finds memory that the first one's pages were in, which a virtual machine gets faster than fresh
-memory. The last line has the median of each round's ratio. CPU time is the process's own, without
-what the kernel does for it afterwards: on a machine that others use, it tells more than the clock.
+files is imported and exported by `gspo-megatron convert`. Each direction is compared with `cp -r`
+of its source on the same disk, under the same conditions: the source was just read or written, so
+it is in the page cache as far as memory allows; nothing else waits to be written (`sync` before
+each); the time ends when all files of the result are on the disk. The conversion calls fsync
+itself; after `cp`, this script does. The time of `cp` alone, without fsync, is shown too. Copy and
+conversion take turns in being first: the second one reuses memory of the first, and a virtual
+machine hands that out faster than fresh memory. The last line has the median ratio of all rounds.
+CPU time is that of the process alone; on a machine that others use, it says more than the clock.
 
 Peak memory is the largest resident set of the converting process as the kernel counts it (wait4):
-the interpreter and its libraries included, and the pages of their files too. The checkpoints' files
-are read and written, not mapped: no page of theirs is in it.
+with the interpreter, its libraries, and the pages of mapped files.
 
-It takes three times the size in scratch space, and leaves nothing there.
+It needs three times the size in scratch space, and leaves nothing there.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_BLOCK = 1 << 26  # bytes of noise made at once
+_BLOCK = 1 << 26  # bytes of random bits made at once
 _COPIES = 3  # of the checkpoint on the disk at a time
 
 
@@ -93,15 +91,15 @@ def make_checkpoint(folder: Path, gigabytes: float) -> None:
     """
     import torch
 
-    from gspo_megatron.checkpoint.hf.arrangement import weight_map
-    from gspo_megatron.checkpoint.hf.files import HfWriter, TensorSpec
+    from gspo_megatron.checkpoint.hf.weight_map import weight_map
+    from gspo_megatron.checkpoint.hf.writer import HfWriter, TensorSpec
     from gspo_megatron.config.families import describe, family_of
-    from gspo_megatron.config.shape import shape_of
+    from gspo_megatron.config.model_shape import shape_of
 
     config = config_of(gigabytes)
     shape = shape_of(describe(config))
     shapes = weight_map(family_of(config), shape, config["vocab_size"]).shapes
-    specs = {name: TensorSpec("BF16", size) for name, size in shapes.items()}
+    specs = {name: TensorSpec(torch.bfloat16, size) for name, size in shapes.items()}
     total = sum(spec.bytes for spec in specs.values())
     generator = torch.Generator().manual_seed(1)
     with HfWriter(folder, specs, max_shard_bytes=total // 4 + 1) as writer:
@@ -110,8 +108,12 @@ def make_checkpoint(folder: Path, gigabytes: float) -> None:
             for first in range(0, spec.shape[0], rows):
                 block = (min(rows, spec.shape[0] - first), *spec.shape[1:])
                 noise = torch.randint(-(2**15), 2**15, block, generator=generator).to(torch.int16)
-                writer.write(name, noise.view(torch.bfloat16), first)
-        writer.seal()
+                slices = [
+                    slice(first, first + block[0]),
+                    *map(slice, [0] * len(block[1:]), block[1:]),
+                ]
+                writer.write(name, noise.view(torch.bfloat16), slices)
+        writer.finish()
         writer.publish({"config.json": config})
 
 
@@ -123,11 +125,11 @@ def run(command: list[str]) -> Timing:
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
-    said = process.stderr.read()
+    messages = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} failed:\n{said[-3000:]}")
+        raise SystemExit(f"{' '.join(command)} failed:\n{messages[-3000:]}")
     seconds = time.perf_counter() - started
     return Timing(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e3)
 

@@ -56,7 +56,7 @@ class Step:
         self.entropies = torch.rand(total, generator=generator)
         self.sequences = Sequences(
             tokens={n: torch.arange(length) for n, length in enumerate(lengths)},
-            logprobs=self.rollout_logprobs,
+            rollout_logprobs=self.rollout_logprobs,
             offsets=dict(enumerate(offsets)),
         )
         self.index = StepIndex(
@@ -109,7 +109,7 @@ def make_counter() -> Any:
 
 
 def make_updater(objective: str, cp: int) -> PolicyUpdater:
-    """The package's own, without a model: what only the model's part would use is empty."""
+    """The package's policy update without a model: what only the model would use is empty."""
     from gspo_megatron.batching.micro_batches import MicroBatchBuilder
     from gspo_megatron.config.schema import ObjectiveSection
     from gspo_megatron.objectives import build_objective
@@ -136,12 +136,14 @@ def make_updater(objective: str, cp: int) -> PolicyUpdater:
 def count_update(objective: str, step: Step, cp: int) -> list[tuple[int, int, int, int]]:
     """(micro-batches, sequences, collectives, bytes) of each mini-batch of an update, where only
     calls from the loss are counted."""
+    import torch
+
     from gspo_megatron.rl import policy_update as step_module
 
     counted = []
 
     def without_model(_: Any, batch: Any, loss: Any, __: int) -> list[Any]:
-        outputs_of_all, calls, sequences = [], [], 0
+        found, calls, sequences = [], [], 0
         for micro_batch in batch:
             packed = micro_batch.packed
             logprobs = step.trained_logprobs[packed.response_index].requires_grad_()
@@ -153,14 +155,21 @@ def count_update(objective: str, step: Step, cp: int) -> list[tuple[int, int, in
             check_ratios(step, packed.members, outputs.values["ratio/sequence"])
             calls += counter.calls
             sequences += len(packed.members)
-            outputs_of_all.append(outputs)
+            found.append(outputs)
         counted.append((len(batch), sequences, len(calls), sum(size for _, size in calls)))
-        return outputs_of_all
+        return found
 
     original = step_module.forward_backward
     step_module.forward_backward = without_model
     try:
-        make_updater(objective, cp).update(step.sequences, step.index, step.plan)
+        updater = make_updater(objective, cp)
+        batches = updater.build_micro_batches(step.plan, step.sequences, step.index)
+        updater.compute_old_logprobs(batches)
+        advantages = updater.objective.advantages.of_sequences(
+            step.index.rewards, torch.tensor(step.index.groups)
+        )
+        for mini_batch, micro_batches in zip(step.plan, batches, strict=True):
+            updater.train(mini_batch, micro_batches, advantages)
     finally:
         step_module.forward_backward = original
     return counted
@@ -180,14 +189,16 @@ def count_gathering(step: Step, cp: int) -> tuple[int, int]:
             # where it belongs is known to every rank from the lengths alone, and costs nothing
             places: list[Any] = [None] * cp
             dist.all_gather_object(places, (place, packed.sequence_index))
-            longest = max(len(own) for own, _ in places)
+            longest = max(len(index) for index, _ in places)
             shard = local.new_zeros(longest)
             shard[: len(local)] = local
             shards = [torch.empty_like(shard) for _ in range(cp)]
             with make_counter() as counter:
                 dist.all_gather(shards, shard)
-            index = torch.cat([own for _, own in places])
-            values = torch.cat([s[: len(own)] for s, (own, _) in zip(shards, places, strict=True)])
+            index = torch.cat([sequences_of for _, sequences_of in places])
+            values = torch.cat(
+                [s[: len(index)] for s, (index, _) in zip(shards, places, strict=True)]
+            )
             sums = torch.zeros(len(packed.members), dtype=torch.float64)
             sums.index_add_(0, index, values.double())
             check_ratios(step, packed.members, (sums / packed.response_lengths).exp())

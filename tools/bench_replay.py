@@ -115,8 +115,7 @@ class Updates:
         import torch
 
         from gspo_megatron.batching.micro_batches import MicroBatchBuilder
-        from gspo_megatron.config.algorithm import ObjectiveSection, RoutingSection
-        from gspo_megatron.config.schema import OptimizerSection
+        from gspo_megatron.config.schema import ObjectiveSection, OptimizerSection, RoutingSection
         from gspo_megatron.models.optimizer import Schedule, build_trainer
         from gspo_megatron.objectives import build_objective
         from gspo_megatron.rl.policy_update import PolicyUpdater

@@ -1,7 +1,7 @@
-"""manifest.json: size and CRC-32 of every file of a checkpoint, written last of all.
+"""manifest.json: size and CRC-32 of every file of a checkpoint, written last.
 
-A folder without one is no checkpoint; with it, every file can be told to be whole, cut short,
-altered, missing or foreign.
+A folder without one is no checkpoint. With it, files that are cut short, altered, missing or
+foreign are found.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _LINES_SHOWN = 8  # of one checkpoint's damage
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be read as one; the message begins with the file's name."""
+    """A manifest that cannot be read; the message begins with the file's name."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of one file."""
+    """One file in a manifest."""
 
     bytes: int
     crc32: str  # 8 hexadecimal digits
 
 
-Files = dict[str, FileRecord]  # by the path inside the checkpoint, with / on every system
+Files = dict[str, FileRecord]  # by the path inside the checkpoint, with / between folders
 
 
 def record_of(path: Path) -> FileRecord:
@@ -65,7 +65,7 @@ def dump_manifest(files: Mapping[str, FileRecord]) -> bytes:
 
 
 def read_manifest(folder: Path) -> Files:
-    """The files of a checkpoint as its manifest has them. Raises ManifestError."""
+    """The files that a checkpoint's manifest lists. Raises ManifestError."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -97,11 +97,11 @@ def find_damage(
     contents: bool = True,
     only: Callable[[str], bool] | None = None,
 ) -> list[str]:
-    """What is wrong with a checkpoint, one line a file; nothing for a whole one.
+    """What is wrong with a checkpoint, one line a file; empty if nothing is.
 
-    `share` (rank, size): every size-th file is looked at, so that many ranks read a large
-    checkpoint together. Without `contents` sizes alone are. `only` leaves out the files that it is
-    false for.
+    share: (rank, size); only every size-th file is checked, so that many ranks read a large
+    checkpoint together; contents: whether checksums are compared, or sizes alone; only: which files
+    are checked, by their names.
     """
     rank, size = share
     wanted = only or (lambda _: True)
@@ -120,7 +120,7 @@ def find_damage(
 
 
 def damage_notes(name: str, damage: Sequence[str]) -> list[str]:
-    """For the user: a checkpoint that is passed over, and what is wrong with its files."""
+    """Messages about a checkpoint that is skipped, with what is wrong with its files."""
     shown = [f"checkpoint {name} is damaged and not used: {line}" for line in damage[:_LINES_SHOWN]]
     if len(damage) > _LINES_SHOWN:
         shown.append(f"checkpoint {name}: {len(damage) - _LINES_SHOWN} more files are damaged")

@@ -1,7 +1,8 @@
 """Every tensor of the model on this rank as boxes of layout-independent global tensors.
 
-The map is Megatron-Core's own sharded_state_dict; what is added here is which ranges of a flat
-parameter belong to which box, because the distributed optimizer cuts parameters anywhere.
+The places come from Megatron-Core's sharded_state_dict. Added here: which ranges of a flat
+parameter belong to which box, because the distributed optimizer cuts parameters anywhere; and the
+scales of FP8 matrix products.
 """
 
 from __future__ import annotations
@@ -9,16 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from torch import Tensor
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.fp8_utils import get_fp8_recipe
+from torch import Tensor, nn
 
-from gspo_megatron.checkpoint.names import is_one_matrix, native_name
+from gspo_megatron.checkpoint.hf.weight_map import is_one_matrix, is_vocabulary, native_name
 from gspo_megatron.checkpoint.storage import Piece
 from gspo_megatron.models.build import Policy
+
+_EXTRA_STATE = "_extra_state"
+_DIRECTIONS = {"fwd": "scaling_fwd", "bwd": "scaling_bwd"}
+_TENSORS = ("scale", "amax_history")
 
 
 @dataclass(frozen=True)
@@ -31,9 +42,7 @@ class ModelPiece:
     shape: tuple[int, ...]  # of the box, vocabulary padding cut off; as many axes as global_shape
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    replica: tuple[
-        int, ...
-    ]  # the last number counts data-parallel ranks, the others are not theirs
+    replica: tuple[int, ...]  # the last number counts data-parallel ranks
 
     @property
     def stop(self) -> int:
@@ -48,8 +57,8 @@ class ModelPiece:
         return next(self.range_of(self.tensor.detach().view(-1), 0, self.key))
 
     def range_of(self, flat: Tensor, first: int, key: str) -> Iterator[Piece]:
-        """The pieces that `flat` [n] holds, which stands for elements first to first + n of the
-        flat parameter; views of it. Their global tensor is called `key`."""
+        """The pieces of the global tensor `key` that `flat` [n] holds, as views. `flat` stands for
+        elements first to first + n of the flat parameter."""
         start, stop = max(self.start, first), min(self.stop, first + flat.numel())
         for offset, size in boxes(self.shape, start - self.start, stop - self.start):
             data = flat[start - first : start - first + math.prod(size)].view(size)
@@ -62,13 +71,13 @@ def model_pieces(policy: Policy) -> list[ModelPiece]:
     """All parameters and buffers of the rank's chunks that belong into a checkpoint."""
     found = []
     for model in policy.models:
-        # First: it moves the routers' biases, which bf16 has made its own, back to float32.
+        # First: it converts the routers' biases, which bf16 models hold in bf16, back to float32.
         entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         own = {t.data_ptr(): t for t in [*model.buffers(), *model.parameters()]}
         covered: dict[int, int] = dict.fromkeys((p.data_ptr() for p in model.parameters()), 0)
         for entry in entries.values():
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                continue  # Transformer Engine's extra state: FP8 scales, see fp8_scales
+                continue  # Transformer Engine's extra state: FP8 scales, see scale_pieces
             tensor = own[entry.data.data_ptr()]
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
             parts = list(nested_values(built)) if isinstance(built, dict) else built
@@ -108,8 +117,8 @@ def _piece(part: ShardedTensor, tensor: Tensor, vocab_size: int) -> ModelPiece:
 def _half(
     shape: list[int], global_shape: list[int], offset: list[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Rows of [experts, 2 x ffn, hidden] as rows of [experts, 2, ffn, hidden]; Megatron-Core's
-    factory for gated layers has cut where the halves meet."""
+    """Rows of [experts, 2 * ffn, hidden] as rows of [experts, 2, ffn, hidden]. Megatron-Core's
+    factory for gated layers cuts between the halves."""
     experts, rows, hidden = global_shape
     width = rows // 2
     half, first = divmod(offset[1], width)
@@ -118,14 +127,9 @@ def _half(
     return [shape[0], 1, *shape[1:]], [experts, 2, width, hidden], place
 
 
-def is_vocabulary(key: str) -> bool:
-    """Tensors whose first axis is the vocabulary."""
-    return key.endswith(("word_embeddings.weight", "output_layer.weight"))
-
-
 def pieces_to_write(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
-    """This rank's share of the weights: each is written by one of the data-parallel ranks that
-    hold it, the largest first to the rank with the least to write so far."""
+    """This rank's share of the weights. Of the data-parallel ranks that hold a piece, one writes
+    it: the one with the least to write so far, beginning with the largest piece."""
     dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     expert = parallel_state.get_expert_data_parallel_world_size()
     for size, is_expert in ((dense, False), (expert, True)):
@@ -139,7 +143,7 @@ def pieces_to_write(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
 
 
 def pieces_to_read(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
-    """All of them, replicas too; vocabulary padding, of which nothing is stored, becomes zero."""
+    """All of them, replicas too. Vocabulary padding is not stored and becomes zero."""
     for piece in pieces:
         if is_vocabulary(piece.key):
             with torch.no_grad():
@@ -155,8 +159,8 @@ def _is_expert(piece: ModelPiece) -> bool:
 def boxes(
     shape: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements start to stop of a flattened tensor as boxes (offset, size), in their order: at
-    most 2 * axes - 1 of them."""
+    """Elements start to stop of a flattened tensor as boxes (offset, size) in order: at most
+    2 * axes - 1 of them."""
     if start >= stop:
         return
     if len(shape) < 2:
@@ -178,3 +182,78 @@ def _in_row(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     for offset, size in boxes(shape[1:], start, stop):
         yield (row, *offset), (1, *size)
+
+
+def keeps_scales(policy: Policy) -> bool:
+    """Whether matrix products are scaled by the largest values of earlier micro-batches: under
+    delayed scaling. Blockwise scaling and MXFP8 use the tensor at hand and keep nothing."""
+    return bool(policy.config.fp8) and policy.config.fp8_recipe == "delayed"
+
+
+def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
+    """Scales and histories of all matrix products of this rank; empty where none are kept. They are
+    allocated for modules that have not computed yet.
+
+    Transformer Engine's own form, `_extra_state`, is one pickle per module: newer versions refuse
+    to read it, it is empty after a forward pass in bf16, and Megatron-Core cuts an expert's scales
+    out of it in an order that versions since 2.3 do not have. So the tensors themselves are stored,
+    at the places of Megatron-Core's sharded state dict.
+
+    All ranks of a pipeline stage hold the same: Transformer Engine takes the largest values over
+    them. `originals_only`: of copies, only the first rank's.
+    """
+    if not keeps_scales(policy):
+        return []
+    recipe = get_fp8_recipe(policy.config)
+    found: list[Piece] = []
+    for model in policy.models:
+        entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+        for name, entry in entries.items():
+            # a module with an expert's weights each has more of them, ..._extra_state1 and so on
+            if not (isinstance(entry, ShardedObject) and name.endswith(_EXTRA_STATE)):
+                continue
+            module = model.get_submodule(name.removesuffix(f".{_EXTRA_STATE}"))
+            if not _has_fp8_products(module) or (originals_only and any(entry.replica_id)):
+                continue
+            _allocate_scales(module, recipe)
+            key = entry.key.removesuffix(f".{_EXTRA_STATE}")
+            found += scale_boxes(module, key, entry.global_offset[-1], entry.global_shape[-1])
+    return found
+
+
+def scale_boxes(module: Any, key: str, first: int, total: int) -> Iterator[Piece]:
+    """The scales of one module. `first` is the number of its first expert among `total`; without
+    experts, 0 of 1.
+
+    Transformer Engine holds [tensors] and [history, tensors]: an expert's input, weight and output
+    (backward: its two gradients), then the next expert's.
+    """
+    experts = module.fp8_meta["num_gemms"]
+    for direction, state in _DIRECTIONS.items():
+        for name in _TENSORS:
+            tensor: Tensor = getattr(module.fp8_meta[state], name)
+            rows = tensor.shape[:-1]  # of the history; none for the scale
+            data = tensor.view(*rows, experts, -1)
+            yield Piece(
+                f"fp8.{name}_{direction}.{key}",
+                data,
+                (*rows, total, data.shape[-1]),
+                (*(0 for _ in rows), first, 0),
+            )
+
+
+def _has_fp8_products(module: nn.Module) -> bool:
+    """Of linear layers; attention computes in higher precision."""
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return bool(names & {"Linear", "LayerNormLinear", "GroupedLinear"}) and hasattr(
+        module, "fp8_meta"
+    )
+
+
+def _allocate_scales(module: Any, recipe: Any) -> None:
+    """Allocate the scales, as the module's first forward pass would."""
+    if "scaling_bwd" in module.fp8_meta:
+        return
+    module.fp8_meta["recipe"] = recipe
+    module.fp8_meta["num_gemms"] = getattr(module, "num_gemms", 1)
+    module.init_fp8_meta_tensors(recipe)

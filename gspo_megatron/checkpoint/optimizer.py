@@ -1,11 +1,11 @@
-"""The distributed optimizer's state as boxes of global tensors, whatever the layout.
+"""The distributed optimizer's state as boxes of global tensors, independent of the layout.
 
-Megatron-Core's own formats do not do it: `dp_reshardable` is bound to the layout of its buffers,
-`fully_sharded_model_space` rests on flattened ranges that ShardedTensor no longer has, and
-`fully_reshardable` gathers each buffer on one rank and names the optimizers by how many there are,
-so that a change of EP finds no state. Here every data-parallel rank writes the ranges that it owns,
-and reads those that it is to own: nothing is gathered, and no layout shows in the keys
-`optimizer.<param | exp_avg | exp_avg_sq>.<parameter>`.
+Megatron-Core's own formats are not: `dp_reshardable` depends on the layout of its buffers,
+`fully_sharded_model_space` needs flattened ranges that ShardedTensor no longer has, and
+`fully_reshardable` gathers each buffer on one rank, and its keys depend on the number of
+optimizers, so state is not found after a change of EP. Here every data-parallel rank writes the
+ranges that it owns and reads those that it will own. Nothing is gathered, and the keys
+`optimizer.<param | exp_avg | exp_avg_sq>.<parameter>` are the same on every layout.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from gspo_megatron.checkpoint.model_pieces import ModelPiece, is_vocabulary
+from gspo_megatron.checkpoint.hf.weight_map import is_vocabulary
+from gspo_megatron.checkpoint.model_pieces import ModelPiece
 from gspo_megatron.checkpoint.storage import Piece
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.models.optimizer import Trainer
 
 GROUPS_FILE = "groups.json"
-# What tells the groups of parameters apart. That experts have an optimizer of their own under
-# expert parallelism is the layout's doing, not the group's.
+# These values identify a group of parameters. Under expert parallelism the experts have a separate
+# optimizer, but the same groups.
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
 _SCHEDULED = ("lr", "weight_decay")
 
@@ -45,8 +46,8 @@ class OwnedRange:
     stop: int
 
     def tensors(self) -> dict[str, Tensor]:
-        """[stop - start] fp32 each: the main parameter and the moments. The optimizer's own
-        tensors, or copies of them where it keeps them in another precision."""
+        """[stop - start] fp32 each: the main parameter and the moments. Copies where the optimizer
+        keeps them in another precision, else the optimizer's tensors themselves."""
         found = self.optimizer._get_main_param_and_optimizer_states(self.parameter)
         states = {k: v for k, v in found.items() if torch.is_tensor(v) and v.dim()}
         for name, state in states.items():
@@ -54,7 +55,7 @@ class OwnedRange:
         return {name: state.detach() for name, state in states.items()}
 
     def set_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `tensors` returned; nothing to do where they are the optimizer's own."""
+        """Put back what `tensors` returned, where those were copies."""
         if self.optimizer.config.use_precision_aware_optimizer:
             self.optimizer._set_main_param_and_optimizer_states(self.parameter, tensors)
 
@@ -65,16 +66,16 @@ def trainer_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_trainer_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Continue where `trainer_state` was taken. The configuration's schedule stays: another peak,
-    floor or length takes effect from here on."""
+    """Continue at the position in `state`. The schedule is that of the configuration: a changed
+    peak, floor or length takes effect from here on."""
     scheduler = trainer.scheduler
     scheduler.num_steps = 0
     scheduler.step(increment=int(state["scheduler"]["num_steps"]))
 
 
 def owned_ranges(optimizer: MegatronOptimizer) -> list[OwnedRange]:
-    """All ranges of this rank, of the dense parameters' optimizer and of the experts'. Raises
-    UserError where an optimizer is not the distributed one."""
+    """All ranges of this rank, in the optimizers of dense parameters and of experts. Raises
+    UserError where one is not a DistributedOptimizer."""
     found = []
     for part in _parts(optimizer):
         for buffer in part.gbuf_ranges:
@@ -89,8 +90,8 @@ def owned_ranges(optimizer: MegatronOptimizer) -> list[OwnedRange]:
 def state_pieces(
     model: Sequence[ModelPiece], ranges: Sequence[OwnedRange], *, originals_only: bool
 ) -> Iterator[tuple[OwnedRange, dict[str, Tensor], list[Piece]]]:
-    """The pieces of one range after the other, views of its `tensors`. Of copies that other tensor-
-    or pipeline-parallel ranks hold too, only the original with `originals_only`."""
+    """For each range: its tensors and their pieces, which are views. With `originals_only`, no
+    copies of what another tensor- or pipeline-parallel rank writes."""
     places: dict[int, list[ModelPiece]] = {}
     for place in model:
         places.setdefault(id(place.tensor), []).append(place)
@@ -99,7 +100,7 @@ def state_pieces(
         pieces, covered = [], 0
         for place in places[id(own.parameter)]:
             covered += max(0, min(own.stop, place.stop) - max(own.start, place.start))
-            if is_vocabulary(place.key):  # whose last rows may be padding, of which nothing is kept
+            if is_vocabulary(place.key):  # its last rows may be padding, which is not stored
                 padding = max(0, own.stop - max(own.start, place.stop))
                 covered += padding
                 if padding and not originals_only:
@@ -122,7 +123,7 @@ def prepare_state(optimizer: MegatronOptimizer) -> None:
             for group in part.optimizer.param_groups:
                 on_device = group.get("capturable") or group.get("fused")
                 for parameter in group["params"]:
-                    # without it torch's Adam takes the state for complete, and raises KeyError
+                    # without it torch's Adam raises KeyError: it thinks that the state is complete
                     device = parameter.device if on_device else "cpu"
                     step = torch.zeros((), dtype=torch.float32, device=device)
                     part.optimizer.state[parameter].setdefault("step", step)
@@ -140,7 +141,7 @@ def groups_document(optimizer: MegatronOptimizer) -> dict[str, Any]:
 
 
 def read_groups(folder: Path) -> dict[str, Any]:
-    """What groups_document made. Raises DataError."""
+    """Read what groups_document returned. Raises DataError."""
     path = folder / GROUPS_FILE
     try:
         document = json.loads(path.read_text())
@@ -154,8 +155,8 @@ def read_groups(folder: Path) -> dict[str, Any]:
 
 
 def load_groups(optimizer: MegatronOptimizer, document: dict[str, Any], folder: Path) -> None:
-    """Set the number of updates, and what the schedule changes; all else is the configuration's.
-    Raises DataError where a group of parameters is not saved."""
+    """Set the number of updates, and what the schedule changes; the rest comes from the
+    configuration. Raises DataError where a group of parameters is not in the document."""
     saved = {_identity(group): group for group in document["groups"]}
     for part in _parts(optimizer):
         for group in part.optimizer.param_groups:
@@ -177,8 +178,8 @@ def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     for part in optimizer.chained_optimizers if chained else [optimizer]:
         if type(part) is not DistributedOptimizer:
             raise UserError(
-                f"checkpoints hold the state of Megatron's DistributedOptimizer alone, and this is "
-                f"a {type(part).__name__}; set parallel.ddp.use_distributed_optimizer = true and "
+                f"checkpoints support only Megatron's DistributedOptimizer, and this is a "
+                f"{type(part).__name__}; set parallel.ddp.use_distributed_optimizer = true and "
                 f"optimizer adam"
             )
         if not part.is_stub_optimizer:
@@ -187,7 +188,7 @@ def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
 
 
 def _counts_by_parameter(part: DistributedOptimizer) -> bool:
-    """torch's Adam counts steps for each parameter, fused ones for each group."""
+    """torch's Adam counts steps per parameter, fused optimizers per group."""
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 

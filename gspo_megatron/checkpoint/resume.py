@@ -1,7 +1,7 @@
-"""What a run begins with: an earlier one's newest whole checkpoint, given weights, or nothing.
+"""What a run begins with: the newest whole checkpoint in its folder, given weights, or nothing.
 
-The same command goes on with the run in its folder; nothing here imports torch, so that a refusal
-comes before anything is started.
+The same command resumes the run in its folder. Nothing here imports torch, so that a refusal comes
+before anything is started.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
 from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage
@@ -23,15 +22,22 @@ from gspo_megatron.checkpoint.run_state import (
     versions,
 )
 from gspo_megatron.config import Config
-from gspo_megatron.config.changes import find_changes
+from gspo_megatron.config.families import differences
+from gspo_megatron.config.load import parse_yaml
+from gspo_megatron.config.model_shape import checkpoint_preset, no_checkpoint
 from gspo_megatron.config.problems import problem
+from gspo_megatron.config.resume import find_changes
 from gspo_megatron.config.stages import StageConfig
-from gspo_megatron.config.yaml_text import YamlError, parse_yaml
 from gspo_megatron.errors import ConfigError, DataError, UserError
 from gspo_megatron.files import folder_lacks
 
-# Of a model's shape, what its weights do not depend on; the vocabulary is looked at by itself.
-_NOT_IN_THE_WEIGHTS = ("max_sequence_length", "vocab_size", "megatron")
+# Fields of TransformerConfig that a run on given weights may choose anew: which tokens are dropped.
+_NEW_CHOICES = (
+    "moe_expert_capacity_factor",
+    "moe_expert_rank_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy",
+)
 
 Damage = Mapping[str, Sequence[str]]  # what is wrong, by the checkpoint's name
 
@@ -114,15 +120,21 @@ def preview(config: Config, *, fresh: bool) -> Start:
 
 
 def finished_text(config: Config, state: RunState) -> str:
-    """What to tell of a run that is done already."""
+    """What to print about a run that is finished already."""
     folder, steps = run_folder(config), config.training.steps
     newest = folder / CHECKPOINTS / state.position.name
     ways = []
     if config.optimizer.decay == "constant":
         ways.append("raise training.steps to go on")
-    ways.append(f"give another logging.dir and model.checkpoint_path={newest} to train its weights")
+    ways.append(f"give {_on_these_weights(config, newest)} to train its weights")
     ways.append("move the folder away to begin anew")
     return f"{folder}: finished, with {state.step} of {steps} steps; {'; '.join(ways)}"
+
+
+def _on_these_weights(config: Config, checkpoint: Path) -> str:
+    """The keys with which another run begins from the weights of a checkpoint."""
+    source = "" if config.model.hf_path is None else ", model.hf_path=null"
+    return f"another logging.dir{source} and model.checkpoint_path={checkpoint}"
 
 
 def given_checkpoint(path: str) -> Path:
@@ -134,8 +146,7 @@ def given_checkpoint(path: str) -> Path:
         for position in positions(folder):
             if (folder / position.name / MANIFEST).is_file():
                 return folder / position.name
-    reason = "holds no checkpoint of ours" if given.is_dir() else "no such folder"
-    raise DataError(problem("model.checkpoint_path", path, reason))
+    raise DataError(no_checkpoint(path))
 
 
 def check_given(config: Config, vocab_size: int) -> None:
@@ -148,21 +159,24 @@ def check_given(config: Config, vocab_size: int) -> None:
 
 
 def weights_fit(checkpoint: Path, config: Config, vocab_size: int) -> None:
-    """Raise ConfigError with all sizes in which a checkpoint's model is not the configured one."""
+    """Raise ConfigError with everything in which a checkpoint's model computes something else than
+    the configured one: sizes, and the other numbers of its function."""
     there = read_model(checkpoint)
-    wanted = vars(config.resolved_model())
-    different: list[tuple[str, Any, Any]] = [
-        (name, size, wanted[name])
-        for name, size in there["shape"].items()
-        if name in wanted and name not in _NOT_IN_THE_WEIGHTS and size != wanted[name]
+    shape = config.resolved_model()
+    wanted = {**shape.megatron, **vars(shape), "vocab_size": vocab_size}
+    known = {**there["shape"]["megatron"], **there["shape"], "vocab_size": there["vocab_size"]}
+    names = [name for name in there["shape"] if name in wanted and name != "max_sequence_length"]
+    different = [name for name in names if name != "megatron" and wanted[name] != known[name]]
+    different += [
+        name
+        for name in differences(shape, checkpoint_preset(there))
+        if name not in (*different, *_NEW_CHOICES)
     ]
-    if there["vocab_size"] != vocab_size:
-        different.append(("vocab_size", there["vocab_size"], vocab_size))
     if different:
         raise ConfigError(
             [
-                problem(f"model: {name}", size, f"{checkpoint} has {old}")
-                for name, old, size in different
+                problem(f"model: {name}", wanted.get(name), f"{checkpoint} has {known.get(name)}")
+                for name in different
             ]
         )
 
@@ -177,7 +191,7 @@ def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
     path = checkpoint / CONFIG_FILE
     try:
         before = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, YamlError) as error:
+    except (OSError, ConfigError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     now = fingerprints(config)
     same = {key: now[key] == known for key, known in state.fingerprints.items() if key in now}
@@ -187,19 +201,18 @@ def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
         raise ConfigError(
             [
                 *changes.refused,
-                f"{folder}: holds a run with the values named, which shape it; set them back to go "
-                f"on, or start a run of its own from these weights: another logging.dir and "
-                f"model.checkpoint_path={checkpoint}",
+                f"{folder}: holds a run with other values of these keys; set them back to go on, "
+                f"or start a new run from its weights with {_on_these_weights(config, checkpoint)}",
             ]
         )
     installed = versions()
-    told = changes.told + [
+    warned = changes.warned + [
         f"{package} {known} -> {installed[package]}"
         for package, known in state.versions.items()
         if installed.get(package, known) != known
     ]
     notes = (
         ("without effect on what is learned", changes.allowed),
-        ("and may change results", told),
+        ("and may change results", warned),
     )
     return [f"changed since then, {what}: {'; '.join(lines)}" for what, lines in notes if lines]

@@ -49,9 +49,9 @@ def save_rng(folder: Path) -> None:
 
 
 def load_rng(folder: Path) -> bool:
-    """Set this rank's generators to what save_rng wrote; every rank calls it. Returns False, the
-    same on all ranks, where it was another layout's, or of another kind of device: there is nothing
-    to continue then, and the generators stay as they are. Raises DataError, the same on all ranks.
+    """Set this rank's generators to what save_rng wrote; every rank calls it. Where that was on
+    another layout or kind of device, returns False on all ranks and leaves the generators as they
+    are. Raises DataError, the same on all ranks.
     """
     error, details, tensors = None, {}, {}
     try:
@@ -106,12 +106,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _state_tensor(state: Tensor | torch.Generator) -> Tensor:
-    """Graph-safe trackers keep generators, others their states."""
+    """Graph-safe trackers hold generators, others hold states."""
     return (state.get_state() if isinstance(state, torch.Generator) else state).cpu()
 
 
 def _layout() -> dict[str, Any]:
-    """What decides which rank has which part, and of which kind the states are."""
+    """What must be the same for the states to fit: devices and layout."""
     return {
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "world": dist.get_world_size(),

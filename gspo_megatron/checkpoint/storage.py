@@ -1,38 +1,35 @@
 """Pieces of global tensors, written to and read from a folder in Megatron-Core's torch_dist format.
 
-The format and the planning are torch.distributed.checkpoint's, the wrapped shards Megatron-Core's,
-so that stock `megatron.core.dist_checkpointing.load` reads these folders. What is not stock: the
-index is never unpickled blindly, nothing of a tensor may be missing or written twice, and writing
-needs no helper processes, which Megatron-Core's writer starts and ranks of a local launch may not.
+Format and planning come from torch.distributed.checkpoint (DCP), the wrapped shards from
+Megatron-Core, so that stock `megatron.core.dist_checkpointing.load` reads these folders. Different
+from stock: the index is unpickled safely, no part of a tensor may be missing or written twice, and
+writing starts no helper processes: ranks of a local launch may not have any.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.checkpointable import (
-    CheckpointableShardedTensor,
-    LocalShardsContainer,
-)
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
-from gspo_megatron.checkpoint.restricted import read_index
+from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.heartbeat import heartbeat
 
@@ -43,6 +40,8 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 _SHOWN = 8  # problems of one kind in a message
+# Tensors are stored in blocks of at most so many bytes: what a reader holds in memory at once.
+BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,27 @@ class Piece:
     def end(self) -> tuple[int, ...]:
         return tuple(o + n for o, n in zip(self.offset, self.data.shape, strict=True))
 
+    def in_blocks(self) -> Iterator[Piece]:
+        for block in blocks(tuple(self.data.shape), self.data.dtype, BLOCK_BYTES):
+            offset = tuple(o + s.start for o, s in zip(self.offset, block, strict=True))
+            yield replace(self, data=self.data[block], offset=offset)
+
+
+def blocks(
+    shape: Sequence[int], dtype: torch.dtype, most_bytes: int
+) -> Iterator[tuple[slice, ...]]:
+    """A tensor cut into blocks of at most `most_bytes`, of whole rows where that is possible."""
+    size, cut = dtype.itemsize, len(shape)  # the dimensions from `cut` on stay whole
+    while cut and size * shape[cut - 1] <= most_bytes:
+        cut -= 1
+        size *= shape[cut]
+    steps = [1] * cut + list(shape[cut:])
+    if cut:
+        steps[cut - 1] = max(1, most_bytes // size)
+    starts = (range(0, max(1, n), max(1, step)) for n, step in zip(shape, steps))
+    for start in itertools.product(*starts):
+        yield tuple(slice(a, min(a + step, n)) for a, step, n in zip(start, steps, shape))
+
 
 def write_pieces(
     folder: Path,
@@ -71,12 +91,10 @@ def write_pieces(
     Raises DataError where a rank cannot write, on all ranks alike; AssertionError where the pieces
     of a tensor do not make up all of it, each element once.
     """
-    extra = {"metadata.json": json.dumps(_FORMAT).encode(), "common.pt": _empty_common()}
-    writer = _Writer(folder, extra | dict(files or {}))
+    state_dict = _state_dict(block for piece in pieces for block in piece.in_blocks())
+    writer = TorchDistWriter(folder, files or {})
     try:
-        dcp.save(
-            _state_dict(pieces), storage_writer=writer, planner=_SavePlanner(), process_group=group
-        )
+        dcp.save(state_dict, storage_writer=writer, planner=SavePlanner(), process_group=group)
     except CheckpointException as error:
         raise _cause(folder, error) from error
 
@@ -98,21 +116,27 @@ def read_pieces(folder: Path, pieces: Sequence[Piece], *, all_keys: bool = True)
     if all_keys:
         raise_everywhere(_unread(folder, index, pieces))
     try:
-        with warnings.catch_warnings():
-            # every rank plans for itself, and is told so each time
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with without_warning():
             dcp.load(
                 _state_dict(pieces),
-                storage_reader=_Reader(folder, index),
+                storage_reader=TorchDistReader(folder, index),
                 planner=_LoadPlanner(folder),
                 no_dist=True,
             )
     except (CheckpointException, Exception) as found:  # noqa: BLE001 (damaged files raise anything)
-        cause = _root(found)
+        cause = root_cause(found)
         known = isinstance(cause, DataError)
         error = str(cause) if known else f"{folder}: cannot be read: {_first_line(cause)}"
     raise_everywhere(error)
     return index
+
+
+@contextmanager
+def without_warning() -> Iterator[None]:
+    """Around calls with no_dist=True, where DCP warns that each process works alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def raise_everywhere(error: str | None) -> None:
@@ -139,12 +163,13 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-class _Writer(dcp.FileSystemWriter):
-    """The index does not tell where it was first written, and small files join it."""
+class TorchDistWriter(dcp.FileSystemWriter):
+    """Writes small files, too, and an index that does not tell the folder's first path."""
 
-    def __init__(self, folder: Path, files: Mapping[str, bytes]) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(folder)
-        self._folder, self._files = folder, files
+        standard = {"metadata.json": json.dumps(_FORMAT).encode(), "common.pt": _empty_common()}
+        self._folder, self._files = folder, standard | dict(files or {})
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
@@ -152,8 +177,8 @@ class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Any:
         try:
             return super().write_data(plan, planner)
-        except RuntimeError as error:  # torch's file writer, closing what it could not write
-            raise _operating_system_error(error) or error from None
+        except RuntimeError as error:  # from torch's file writer, when it closes the file
+            raise operating_system_error(error) or error from None
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         for name, content in self._files.items():
@@ -161,19 +186,20 @@ class _Writer(dcp.FileSystemWriter):
         super().finish(metadata, results)
 
 
-class _Reader(dcp.FileSystemReader):
-    """Reads with an index that has been checked."""
+class TorchDistReader(dcp.FileSystemReader):
+    """Reads with an index that was checked."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
         self._folder, self._index = folder, index
+        self.storage_data = index.storage_data
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Any:
-        """File by file, so that one that is damaged is named; torch's own words would advise to
-        read it without precautions."""
+        """File by file, so that the damaged one can be named. torch's own message is not shown: it
+        advises to unpickle without safety."""
         items: dict[str, list] = {}
         for item in plan.items:
             items.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -187,7 +213,7 @@ class _Reader(dcp.FileSystemReader):
         return done
 
 
-class _SavePlanner(dcp.DefaultSavePlanner):
+class SavePlanner(dcp.DefaultSavePlanner):
     """Every element of every tensor is written exactly once."""
 
     def __init__(self) -> None:
@@ -209,7 +235,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Every element of every piece is read exactly once; the default leaves gaps as they are."""
+    """Every element of every piece is read exactly once; DCP's default ignores gaps."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -233,8 +259,15 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def _state_dict(pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    """The pieces by key, in the wrapper that Megatron-Core hands to torch.distributed.checkpoint.
-    They lie anywhere in the global tensor, not on a grid."""
+    """The pieces by key, in the wrappers that Megatron-Core uses for DCP. They may lie anywhere in
+    the global tensor."""
+    # Imported here, because the offline converter uses this module without Megatron-Core.
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.checkpointable import (
+        CheckpointableShardedTensor,
+        LocalShardsContainer,
+    )
+
     shards: dict[str, list[CheckpointableShardedTensor]] = {}
     seen = set()
     for piece in pieces:
@@ -269,7 +302,7 @@ def _mismatches(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> list[
 
 
 def _unread(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> str | None:
-    """What is stored and belongs to no rank's model; rank 0 tells."""
+    """Tensors that are stored and belong to no rank's model; a message on rank 0."""
     mine = {piece.key for piece in pieces}
     everyones: list[set[str] | None] = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -288,29 +321,30 @@ def _unread(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> str | Non
 
 
 def _empty_common() -> bytes:
-    """Megatron-Core 0.16 insists on a file of what is not sharded."""
+    """Megatron-Core 0.16 needs this file, for what is not sharded."""
     buffer = io.BytesIO()
     torch.save({}, buffer)
     return buffer.getvalue()
 
 
 def _cause(folder: Path, error: CheckpointException) -> BaseException:
-    """What went wrong on the first rank that failed, in the words of a user's error where the
-    machine refused to write."""
+    """The error of the first rank that failed; a DataError where the system refused to write."""
     rank, (cause, _) = min(error.failures.items())
-    cause = _root(cause)
+    cause = root_cause(cause)
     if isinstance(cause, OSError):
         return DataError(f"{folder}: rank {rank} cannot write: {cause.strerror or cause}")
     return cause
 
 
-def _operating_system_error(error: BaseException | None) -> OSError | None:
+def operating_system_error(error: BaseException | None) -> OSError | None:
+    """The OSError that an error of torch's file writer comes from."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
 
 
-def _root(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
+    """The error that a CheckpointException, or a chain of errors, began with."""
     while True:
         if isinstance(error, CheckpointException) and error.failures:
             error = min(error.failures.items())[1][0]

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from gspo_megatron.checkpoint import optimizer as states
-from gspo_megatron.checkpoint.fp8_scales import keeps_scales, scale_pieces
 from gspo_megatron.checkpoint.model_pieces import (
+    keeps_scales,
     model_pieces,
     pieces_to_read,
     pieces_to_write,
+    scale_pieces,
 )
 from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
 from gspo_megatron.checkpoint.storage import Piece, raise_everywhere, read_pieces, write_pieces
@@ -74,12 +75,12 @@ class Save:
 def save_tensors(
     folder: Path, policy: Policy, trainer: Trainer | None, *, asynchronous: bool
 ) -> Save:
-    """Write `folder`/model and, with a trainer, `folder`/optimizer and what FP8 scales by; every
-    rank calls it.
+    """Write `folder`/model and, with a trainer, `folder`/optimizer and the FP8 scales; every rank
+    calls it.
 
-    Asynchronously, it returns as soon as everything is copied to host memory, and the weights may
-    change. In either case ranks talk to each other over a group of their own (`writers`). Wait for
-    a save before the next one starts and before torch.distributed is taken down.
+    An asynchronous save returns as soon as everything is copied to host memory; then the weights
+    may change. Ranks communicate over a separate group (`writers`). Wait for a save before the next
+    one starts and before torch.distributed is shut down.
     """
     _finish_parameter_gather(policy)
     model = model_pieces(policy)
@@ -109,8 +110,8 @@ def save_tensors(
 
 
 def load_model(folder: Path, policy: Policy) -> None:
-    """Read `folder`/model into the policy, of any layout; every rank calls it. An optimizer that is
-    built already keeps its own fp32 copy of 16-bit weights: load its state too, or call its
+    """Read `folder`/model, of any layout, into the policy; every rank calls it. An optimizer that
+    exists already keeps its fp32 copy of 16-bit weights: load its state too, or call its
     reload_model_params.
 
     Raises DataError, the same on all ranks.
@@ -121,9 +122,9 @@ def load_model(folder: Path, policy: Policy) -> None:
 
 
 def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
-    """Read `folder`/optimizer into the trainer's optimizer, and what FP8 scales by into the
-    policy, of any layout, after load_model of the same folder; every rank calls it. The schedule is
-    not in it (load_trainer_state).
+    """Read `folder`/optimizer, of any layout, into the trainer's optimizer, and the FP8 scales into
+    the policy; after load_model of the same folder. Every rank calls it. The schedule is not in it
+    (see load_trainer_state).
 
     Raises DataError, the same on all ranks.
     """
@@ -155,7 +156,7 @@ def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
 
 
 def _check_weights(folder: Path, ranges: list[states.OwnedRange]) -> None:
-    """16-bit weights are the rounded fp32 ones: else model and optimizer are of different saves."""
+    """16-bit weights must be the rounded fp32 ones, or model and optimizer do not fit together."""
     for own in ranges:
         weight = own.parameter.detach().view(-1)[own.start : own.stop]
         main = own.tensors()["param"]
@@ -164,7 +165,7 @@ def _check_weights(folder: Path, ranges: list[states.OwnedRange]) -> None:
 
 
 def _finish_parameter_gather(policy: Policy) -> None:
-    """Under overlap_param_gather the weights of the last update may still be on their way."""
+    """Under overlap_param_gather, the last update's weights may still be in transit."""
     for chunk in policy.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
@@ -182,15 +183,14 @@ def _copies(pieces: list[Piece]) -> list[Piece]:
 
 
 _group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the world, and its writers
-# So long ranks wait for the one with the slowest disk. Where a hang is what they wait for, the
-# heartbeat finds it much sooner.
+# How long ranks wait for the one with the slowest disk. The heartbeat detects a hang much sooner.
 _SLOWEST_WRITER = datetime.timedelta(hours=6)
 
 
 def writers() -> dist.ProcessGroup:
-    """All ranks over gloo, for one save at a time: plans and names are of the host and have nothing
-    to do on its devices, and collectives of a save in the background must not mix with those of
-    training. The first call of a process is a collective of all ranks."""
+    """All ranks, over gloo, for one save at a time: collectives of a save in the background must
+    not mix with those of training, and its plans do not belong on devices. The first call of a
+    process is a collective."""
     global _group
     world = dist.group.WORLD
     if _group is None or _group[0] is not world:

@@ -25,9 +25,14 @@ def new_parser(
     return parser
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
+def add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """CONFIG.yaml and its overrides, as `train` and `check` take them."""
-    parser.add_argument("config", metavar="CONFIG.yaml", help="the configuration file")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG.yaml",
+        nargs=None if required else "?",
+        help="the configuration file",
+    )
     parser.add_argument(
         "overrides",
         metavar="section.key=value",

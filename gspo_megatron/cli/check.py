@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
@@ -18,7 +17,7 @@ from gspo_megatron.cli.check_inputs import Checked, check_any
 from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from gspo_megatron.config.any_stage import AnyConfig
+    from gspo_megatron.config.stages import AnyConfig
 
 DEFAULT_GB = 80.0  # of an H100
 STAGES = ("rl", "sft", "pretrain")
@@ -39,7 +38,15 @@ def add_parser(commands: Commands) -> None:
         "a GPU and without memory. Exit codes: 0 sound, 2 something is wrong, 1 sound but larger "
         "than --gpu-memory."
     )
-    add_config(parser)
+    add_config(parser, required=False)
+    parser.add_argument(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="WORD",
+        help="print all keys, or those with WORD in their name or description, and check nothing; "
+        "CONFIG.yaml is not needed",
+    )
     parser.add_argument(
         "--stage",
         choices=STAGES,
@@ -70,14 +77,18 @@ def add_parser(commands: Commands) -> None:
         "--no-files",
         action="store_true",
         help="leave data, tokenizer, weights, run folder and installed packages alone: the run is "
-        "for another machine; a shape that model.hf_path would tell is then named by model.preset=",
+        "for another machine; model.preset= then names the shape of weights that are not here",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what the run will be. Raises ConfigError with everything that is wrong."""
+    if arguments.keys is not None:
+        return _print_keys(arguments.keys, arguments.stage)
+    if arguments.config is None:
+        arguments.parser.error("the following arguments are required: CONFIG.yaml")
     from gspo_megatron.cli.check_summary import longest_of, summary
-    from gspo_megatron.config.any_stage import load_any_config
+    from gspo_megatron.config.load import load_any_config
 
     config = load_any_config(arguments.config, arguments.overrides, arguments.stage)
     if arguments.no_files:
@@ -118,20 +129,29 @@ def run(arguments: argparse.Namespace) -> int:
     return 2 if problems else int(not fits)
 
 
+def _print_keys(word: str, stage: str | None) -> int:
+    from gspo_megatron.config.keys import find_keys
+
+    lines = find_keys(word, stage)
+    if not lines:
+        raise UserError(f"--keys {word}: no key has that in its name or description")
+    print("\n".join(lines))
+    return 0
+
+
 def _without_weights(config: AnyConfig) -> AnyConfig:
-    """With the preset's shape in the place of a Hugging Face folder that is not here. Raises
-    ConfigError where no preset is named."""
-    folder = config.model.hf_path
-    if folder is None or Path(folder, "config.json").exists():
-        return config
-    if "preset" not in config.model.model_fields_set:
-        raise ConfigError(
-            [
-                f"model.hf_path = {folder!r}: not here; name its shape, as in "
-                "model.preset=qwen3-30b-a3b"
-            ]
+    """With the preset's shape in the place of weights that are not here. Raises ConfigError where
+    no preset is named."""
+    try:
+        config.resolved_model()
+    except ConfigError as error:
+        if config.model.preset is None:
+            advice = "name its shape, as in model.preset=qwen3-30b-a3b"
+            raise ConfigError([f"{line}; {advice}" for line in error.problems]) from None
+        return config.model_copy(
+            update={"model": config.model.model_copy(update={"hf_path": None})}
         )
-    return config.model_copy(update={"model": config.model.model_copy(update={"hf_path": None})})
+    return config
 
 
 def _gigabytes(text: str) -> float:
@@ -145,13 +165,13 @@ def _gigabytes(text: str) -> float:
 
 
 def _only_the_layout_is_wrong(config: AnyConfig, problems: list[str], world_size: int) -> bool:
-    """Whether another layout would do: then there is something to search for."""
+    """Whether another layout may solve all problems, so that a search makes sense."""
     return all(line.startswith(("parallel.", f"world size = {world_size}")) for line in problems)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the dry run is of."""
+    """What the dry run estimates."""
 
     config: AnyConfig
     world_size: int
@@ -190,7 +210,7 @@ def estimate(request: Request) -> bool:
 def search(request: Request) -> None:
     """Print the best layouts for this number of ranks."""
     from gspo_megatron.cli import estimate_table
-    from gspo_megatron.cli.parameters import count_parameters
+    from gspo_megatron.cli.check_summary import count_parameters
 
     counts = count_parameters(request.config.resolved_model(), request.vocab_size)
     if counts is None:
@@ -215,10 +235,10 @@ def search(request: Request) -> None:
 
 @contextlib.contextmanager
 def _dry_run() -> Iterator[None]:
-    """A dry run needs no GPU, and must not take memory of one that is in use.
+    """Hide the GPUs: a dry run needs none, and must not take memory of one that is in use.
 
-    Every rank that it builds is collected as garbage; the modules that are loaded by then, most of
-    what the collector would look at, are left out.
+    Every rank that is built becomes garbage. `gc.freeze` takes the loaded modules, most of what the
+    garbage collector would scan, out of its way.
     """
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

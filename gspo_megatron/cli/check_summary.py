@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gspo_megatron.config import ModelShape
+from gspo_megatron.config.model_shape import experts_in_layers
+
 if TYPE_CHECKING:
     from gspo_megatron.cli.check_inputs import AnyInputs, Checked
 
 Rows = list[tuple[str, str]]
+
+# Each adds parameters that the plain formula leaves out.
+_NOT_COUNTED = (
+    "add_bias_linear",
+    "add_qkv_bias",
+    "attention_output_gate",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_gate",
+    "moe_latent_size",
+    "mtp_num_layers",
+    "multi_latent_attention",
+)
 
 
 def summary(checked: Checked, world_size: int) -> Rows:
@@ -43,13 +58,12 @@ def longest_of(inputs: AnyInputs | None) -> int | None:
 
 
 def _of_model(checked: Checked, world_size: int) -> Rows:
-    from gspo_megatron.cli.parameters import count_parameters
     from gspo_megatron.config import resolve_parallel
 
     config: Any = checked.config
     inputs = checked.inputs
     shape, section = config.resolved_model(), config.model
-    name = section.preset if section.hf_path is None else section.hf_path
+    name = section.hf_path or section.preset or section.checkpoint_path
     model = f"{name}: {shape.num_layers} layers of {shape.hidden_size}"
     if shape.num_moe_experts is not None:
         model += f", {shape.moe_router_topk} of {shape.num_moe_experts} experts"
@@ -134,3 +148,31 @@ def _of_pretraining(config: Any, inputs: Any) -> Rows:
         ("lengths", f"samples of {length:,} tokens"),
         ("step", f"{training.batch_size} samples = {tokens:,} tokens; {learned}"),
     ]
+
+
+def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | None:
+    """All parameters, and those that take part in one token; None for shapes beyond the formula.
+
+    Counts the vocabulary as it is, without the rows that padding adds.
+    """
+    megatron = shape.megatron
+    if megatron.get("normalization") != "RMSNorm" or any(map(megatron.get, _NOT_COUNTED)):
+        return None
+    hidden, head = shape.hidden_size, shape.kv_channels
+    matrices = 3 if megatron.get("gated_linear_unit") else 2
+    attention = hidden * head * 2 * (shape.num_attention_heads + shape.num_query_groups)
+    norms = 2 * hidden + (2 * head if megatron.get("qk_layernorm") else 0)
+    outside = hidden * vocab_size * (1 if shape.tie_embeddings else 2) + hidden
+    total = active = outside + shape.num_layers * (attention + norms)
+    for has_experts in experts_in_layers(shape):
+        if not has_experts:
+            total += (dense := matrices * hidden * shape.ffn_hidden_size)
+            active += dense
+            continue
+        assert shape.num_moe_experts and shape.moe_router_topk and shape.moe_ffn_hidden_size
+        expert = matrices * hidden * shape.moe_ffn_hidden_size
+        shared = matrices * hidden * (shape.moe_shared_expert_intermediate_size or 0)
+        router = hidden * shape.num_moe_experts
+        total += router + shared + expert * shape.num_moe_experts
+        active += router + shared + expert * shape.moe_router_topk
+    return total, active

@@ -7,14 +7,19 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, new_parser
 from gspo_megatron.errors import UserError
 
-_DTYPES = {"bf16": "BF16", "fp32": "F32"}  # as safetensors files call them
-# Processes that nobody asked for by number: those of a layout meant for a cluster.
-_MOST_PROCESSES = 64
+if TYPE_CHECKING:
+    import torch
+
+    from gspo_megatron.checkpoint.hf.source import Share
+
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_MOST_PROCESSES = 64  # on one machine; a layout may be meant for a cluster
 
 
 def add_parser(commands: Commands) -> None:
@@ -28,47 +33,47 @@ def add_parser(commands: Commands) -> None:
         directions,
         "hf-to-megatron",
         run_import,
-        "make a checkpoint, to be trained on any layout, of a Hugging Face folder",
+        "convert a Hugging Face folder to a checkpoint, which any layout loads",
     )
     to_ours.add_argument("source", metavar="SRC", type=Path, help="a folder with safetensors files")
     to_ours.add_argument(
         "--ignore-custom-code",
         action="store_true",
-        help="take a folder whose config.json names code of its own for what its model_type says; "
+        help="accept a config.json that names Python code of its own, and go by its model_type; "
         "the code is not run",
     )
     to_hf = new_parser(
         directions,
         "megatron-to-hf",
         run_export,
-        "make a Hugging Face folder of a checkpoint that was written on any layout",
+        "convert a checkpoint, written on any layout, to a Hugging Face folder",
     )
     to_hf.add_argument(
         "source",
         metavar="SRC",
         type=Path,
-        help="a checkpoint; of a run or of its checkpoints folder, the newest of which no file is "
-        "missing or cut short. Contents are verified while they are read: where they are altered, "
-        "the command ends and names the checkpoint; give an older one by its path then",
+        help="a checkpoint, a run, or a folder of checkpoints; of several, the newest one is taken "
+        "whose files are all there in their full size. Its checksums are compared first: where its "
+        "contents are altered, the command fails; then give the path of an older one",
     )
     to_hf.add_argument(
         "--layout",
         metavar="LAYOUT",
-        help="convert a large model in as many processes as this layout has ranks, as tp=2,pp=2; "
-        "the result is the same",
+        help="convert a large model in as many processes as this layout has ranks, for example "
+        "tp=2,pp=2; the tensors are the same",
     )
     for direction in (to_ours, to_hf):
         direction.add_argument("destination", metavar="DST", type=Path, help="a new folder")
         direction.add_argument(
             "--dtype",
             choices=tuple(_DTYPES),
-            help="of all tensors but the biases of routers (default: each keeps its own)",
+            help="dtype of all tensors but the biases of routers (default: each keeps its own)",
         )
 
 
 def run_import(arguments: argparse.Namespace) -> int:
     """Convert to a checkpoint of ours."""
-    from gspo_megatron.checkpoint.hf.offline import hf_to_megatron
+    from gspo_megatron.checkpoint.hf.convert import hf_to_megatron
 
     hf_to_megatron(
         arguments.source,
@@ -76,12 +81,13 @@ def run_import(arguments: argparse.Namespace) -> int:
         dtype=_dtype(arguments),
         ignore_custom_code=arguments.ignore_custom_code,
     )
-    _tell(arguments, arguments.source)
+    _report(arguments, arguments.source)
     return 0
 
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Convert to a Hugging Face folder: alone, as a rank, or as the launcher of the ranks."""
+    from gspo_megatron.checkpoint.hf.source import ALONE, shared_by_ranks
     from gspo_megatron.config import Layout
 
     ranks.adopt_slurm_task(os.environ)
@@ -94,7 +100,8 @@ def run_export(arguments: argparse.Namespace) -> int:
                 f"already one of {rank_of} (WORLD_SIZE in the environment); leave --layout out "
                 "under torchrun and srun"
             )
-        return _export_as_rank(arguments)
+        with shared_by_ranks() as share:
+            return _export(arguments, share)
     if processes > _MOST_PROCESSES:
         raise UserError(
             f"--layout {arguments.layout}: takes {processes} processes; legal: {_MOST_PROCESSES} "
@@ -107,31 +114,27 @@ def run_export(arguments: argparse.Namespace) -> int:
         command += [str(arguments.source), str(arguments.destination)]
         command += ["--dtype", arguments.dtype] if arguments.dtype else []
         return launch(command, processes)
-    from gspo_megatron.checkpoint.hf.offline import megatron_to_hf
-
-    taken, notes = megatron_to_hf(arguments.source, arguments.destination, dtype=_dtype(arguments))
-    _tell(arguments, taken, notes)
-    return 0
+    return _export(arguments, ALONE)
 
 
-def _export_as_rank(arguments: argparse.Namespace) -> int:
-    from gspo_megatron.checkpoint.hf.offline import megatron_to_hf
-    from gspo_megatron.checkpoint.hf.offline_share import shared_by_ranks
+def _export(arguments: argparse.Namespace, share: Share) -> int:
+    from gspo_megatron.checkpoint.hf.convert import megatron_to_hf
 
-    with shared_by_ranks() as share:
-        taken, notes = megatron_to_hf(
-            arguments.source, arguments.destination, dtype=_dtype(arguments), share=share
-        )
+    taken, notes = megatron_to_hf(
+        arguments.source, arguments.destination, dtype=_dtype(arguments), share=share
+    )
     if share.is_main:
-        _tell(arguments, taken, notes)
+        _report(arguments, taken, notes)
     return 0
 
 
-def _dtype(arguments: argparse.Namespace) -> str | None:
-    return _DTYPES[arguments.dtype] if arguments.dtype else None
+def _dtype(arguments: argparse.Namespace) -> torch.dtype | None:
+    import torch
+
+    return getattr(torch, _DTYPES[arguments.dtype]) if arguments.dtype else None
 
 
-def _tell(arguments: argparse.Namespace, source: Path, notes: Sequence[str] = ()) -> None:
+def _report(arguments: argparse.Namespace, source: Path, notes: Sequence[str] = ()) -> None:
     for note in notes:
         print(note, file=sys.stderr)
-    print(f"{arguments.destination}: written, and every tensor compared with {source}")
+    print(f"{arguments.destination}: written from {source}")

@@ -62,13 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
     Returns the exit code; only rank 0 returns that of an unfit host. Raises UserError for what is
     wrong with the configuration or the environment.
     """
-    from gspo_megatron.config.any_stage import check_any_config, load_any_config
+    from gspo_megatron.config import check_config
+    from gspo_megatron.config.load import load_any_config
 
     ranks.adopt_slurm_task(os.environ)
     rank_of = ranks.world_size_of_rank(os.environ)
     config = load_any_config(arguments.config, arguments.overrides)
     world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
-    check_any_config(config, world_size)
+    check_config(config, world_size)
     if rank_of is None and world_size > 1:
         from gspo_megatron.cli.launch import launch
 

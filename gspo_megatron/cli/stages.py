@@ -31,23 +31,21 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(name: str, arguments: argparse.Namespace) -> int:
-    """Be a rank where the environment says so, else be the only one, or launch them all here.
+    """Be a rank if the environment says so, else be the only one, or launch all of them here.
 
     Returns the exit code. Raises UserError for everything that is wrong with the configuration, its
-    files or the run that it would go on with, before any process group or other process exists.
+    files or the run that it would resume, before any process group or other process exists.
     """
+    from gspo_megatron.cli.check_inputs import check_stage
     from gspo_megatron.config.load import load_config
     from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
-    from gspo_megatron.config.stages_rules import check_stage
 
     ranks.adopt_slurm_task(os.environ)
     rank_of = ranks.world_size_of_rank(os.environ)
     schema = PretrainingConfig if name == "pretrain" else FineTuningConfig
     config: Any = load_config(arguments.config, arguments.overrides, schema)
     world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
-    check_stage(config, world_size)
-    config, inputs = read_stage(config)
-    check_stage(config, world_size)  # the number of steps is known now
+    config, inputs = check_stage(config, world_size, fresh=arguments.fresh)
     if rank_of is None and _is_finished(config, inputs, arguments.fresh):
         return 0
     if rank_of is None and world_size > 1:
@@ -61,23 +59,11 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     return 0 if run_stage(config, inputs, fresh=arguments.fresh) else STOPPED
 
 
-def read_stage(config: StageConfig) -> tuple[StageConfig, Any]:
-    """The configuration with its number of steps, and what its files hold. Raises ConfigError."""
-    from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
-    from gspo_megatron.data.inputs import read_fine_tuning, read_pretraining
-
-    if isinstance(config, FineTuningConfig):
-        inputs = read_fine_tuning(config)
-        return config.with_steps(len(inputs.train)), inputs
-    assert isinstance(config, PretrainingConfig)
-    return config.with_steps(), read_pretraining(config)
-
-
 def _is_finished(config: StageConfig, inputs: Any, fresh: bool) -> bool:
-    """Whether the run folder holds this run, done, with its export; says so.
+    """Whether the run folder holds this run, finished and exported; prints that it does.
 
-    Raises UserError where the run in the folder is not one to go on with, or a new one could not
-    begin with the weights that it names or end with the folder that it is to write.
+    Raises UserError if the run in the folder cannot be resumed, or if a new one could not begin
+    with the weights that it names.
     """
     from gspo_megatron.checkpoint.resume import check_given, finished_text, preview
     from gspo_megatron.data.inputs import model_vocab_size

@@ -54,7 +54,7 @@ def train(
     world_size = ranks.decide_world_size(config, nproc, rank_of)
     if rank_of is None:
         try:
-            inputs = check_all(config, world_size)  # torch is not even imported yet
+            inputs = check_all(config, world_size, fresh=fresh)  # torch is not even imported yet
             if _is_finished(config, inputs, fresh):
                 return 0
         except UserError as error:

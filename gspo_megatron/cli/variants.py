@@ -49,7 +49,7 @@ class PlannedRun:
 
 def override(key: str, value: Any) -> str:
     """section.key=value, as the command line takes it; text is quoted only where YAML needs it."""
-    from gspo_megatron.config.yaml_text import parse_yaml
+    from gspo_megatron.config.load import parse_yaml
 
     plain = isinstance(value, str) and _NEEDS_NO_QUOTES.fullmatch(value)
     if plain and parse_yaml(value, key) == value:
@@ -88,14 +88,12 @@ def read_variants(path: Path) -> list[Variant]:
 
     Raises ConfigError with all problems of the file.
     """
-    from gspo_megatron.config.yaml_text import YamlError, parse_yaml
+    from gspo_megatron.config.load import parse_yaml
 
     try:
         values = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from error
-    except YamlError as error:
-        raise ConfigError(error.problems) from error
     form = "a mapping of variants, as in `grpo+r2: {objective.name: grpo, routing.replay: r2}`"
     if not isinstance(values, Mapping) or not values:
         raise ConfigError([f"{path}: must be {form}"])

@@ -1,11 +1,11 @@
-"""Configuration: YAML and overrides in, a typed and checked Config out. Imports no torch."""
+"""Configuration: YAML and overrides in, a typed and checked Config out. Imports no torch, unless
+fields of Megatron-Core's own classes are given, which it then checks."""
 
 from gspo_megatron.config.load import load_config, parse_config, to_yaml
-from gspo_megatron.config.parallel import Layout, ResolvedParallel, apply_layout, resolve_parallel
-from gspo_megatron.config.presets import PRESETS, ModelPreset
+from gspo_megatron.config.model_shape import PRESETS, ModelPreset, ModelShape
+from gspo_megatron.config.parallel import Layout, ResolvedParallel
 from gspo_megatron.config.rules import check_config
-from gspo_megatron.config.schema import Config
-from gspo_megatron.config.shape import ModelShape
+from gspo_megatron.config.schema import Config, apply_layout, resolve_parallel
 
 __all__ = [
     "PRESETS",

@@ -1,4 +1,9 @@
-"""From a YAML file and dotted overrides to a Config, with all that is wrong in one error."""
+"""From a YAML file and dotted overrides to a configuration, with all that is wrong in one error.
+
+YAML is read as people mean it: with the scalar types of YAML 1.2, and without duplicate keys.
+PyYAML follows YAML 1.1, where `off` is false, `1e-6` is a string, `12:30` is a number and the
+second of two equal keys wins silently. Each of these has turned a typing slip into a different run.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,25 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from gspo_megatron.config.megatron_fields import megatron_problems
 from gspo_megatron.config.parallel import expand_layout
 from gspo_megatron.config.problems import did_you_mean, problem, suggest
 from gspo_megatron.config.schema import Config
-from gspo_megatron.config.stages import StageConfig
-from gspo_megatron.config.yaml_text import YamlError, dump_yaml, parse_yaml
+from gspo_megatron.config.section import keys_of, sections_of
+from gspo_megatron.config.stages import (
+    AnyConfig,
+    FineTuningConfig,
+    PretrainingConfig,
+    StageConfig,
+)
 from gspo_megatron.errors import ConfigError
 
-C = TypeVar("C", Config, StageConfig)  # what a file is read as
+C = TypeVar("C", Config, StageConfig)  # the kind of configuration
 
 _MEGATRON_KEYS = (("model", "megatron"), ("optimizer", "megatron"), ("parallel", "ddp"))
 
@@ -26,8 +37,8 @@ _MEGATRON_KEYS = (("model", "megatron"), ("optimizer", "megatron"), ("parallel",
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:
     """Read `path`, apply `section.key=value` overrides in order, validate as `schema`.
 
-    `logging.dir` left open becomes runs/<name of the file>. Raises ConfigError with every problem
-    of file, overrides and schema; what several keys must satisfy together is `check_config`'s.
+    Without `logging.dir` the run folder is runs/<name of the file>. Raises ConfigError with every
+    problem of file, overrides and schema; `check_config` checks several keys together.
     """
     path = Path(path)
     values, problems = read_mapping(path)
@@ -76,7 +87,7 @@ def apply_overrides(
 ) -> tuple[dict[str, Any], list[str]]:
     """A copy of `values` with the overrides applied in order, and what is wrong with them.
 
-    An override is split at its first "=", its value is YAML: `training.warm_start.steps=10`,
+    An override is split at its first "=", its value is YAML: `training.steps=10`,
     `parallel.layout=tp=2,pp=2`, `rollout.stop=["a", "b"]`; nothing after "=" is null.
     """
     result = copy.deepcopy(dict(values))
@@ -89,7 +100,7 @@ def apply_overrides(
             continue
         try:
             value = parse_yaml(text, f"override {override!r}")
-        except YamlError as error:
+        except ConfigError as error:
             problems += error.problems
             continue
         wrong = _set(result, parts, value)
@@ -123,7 +134,7 @@ def read_mapping(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
         return None, [f"{path}: cannot be read: {error.strerror}"]
     try:
         values = parse_yaml(text, str(path))
-    except YamlError as error:
+    except ConfigError as error:
         return None, error.problems
     if values is None:
         return None, [f"{path}: empty; a configuration needs at least data.tokenizer"]
@@ -141,7 +152,7 @@ def _fill(raw: dict[str, Any], schema: type[BaseModel]) -> list[str]:
         return []
     filled, problems = expand_layout(raw["parallel"])
     if problems:
-        # Reported here; without it the schema can still look at the rest of the section.
+        # Reported here; without `layout` the schema can still check the rest of the section.
         filled.pop("layout")
     raw["parallel"] = filled
     return problems
@@ -184,35 +195,169 @@ def _dotted(location: Sequence[Any]) -> str:
     return text
 
 
-def _section_class(location: Sequence[Any], schema: type[BaseModel]) -> type[BaseModel]:
-    found = schema
-    for part in location:
-        annotation = found.model_fields[part].annotation
-        assert isinstance(annotation, type), "the parent of a key is a section"
-        assert issubclass(annotation, BaseModel), "the parent of a key is a section"
-        found = annotation
-    return found
-
-
 def _description(location: Sequence[Any], schema: type[BaseModel]) -> str:
-    field = _section_class(location[:-1], schema).model_fields[location[-1]]
-    return field.description or "a section"
+    info = keys_of(schema).get(".".join(map(str, location[:2])))
+    return "a section" if info is None else str(info.description)
 
 
 def _key_hint(location: Sequence[Any], schema: type[BaseModel]) -> str:
-    """Where an unknown key may have been meant to go: another section has it, or a near name."""
-    *section, key = location
-    elsewhere = [
-        f"{place}.{key}" for place, model in _sections(schema, "") if key in model.model_fields
-    ]
+    """Where an unknown key may have been meant to go: another section has it, or a similar name."""
+    section, key = location
+    elsewhere = [known for known in keys_of(schema) if known.endswith(f".{key}")]
     if elsewhere:
         return did_you_mean(elsewhere[:3])
-    return suggest(str(key), list(_section_class(section, schema).model_fields))
+    return suggest(str(key), list(sections_of(schema)[section].model_fields))
 
 
-def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            place = f"{prefix}{name}"
-            yield place, field.annotation
-            yield from _sections(field.annotation, f"{place}.")
+STAGES: dict[str, type[AnyConfig]] = {
+    "rl": Config,
+    "sft": FineTuningConfig,
+    "pretrain": PretrainingConfig,
+}
+# The key of the data section that names what a stage learns from; no other stage has it.
+_INPUTS = {"rl": "prompts", "sft": "examples", "pretrain": "train"}
+
+
+def load_any_config(
+    path: str | Path, overrides: Sequence[str] = (), stage: str | None = None
+) -> AnyConfig:
+    """As `load_config`, for a file of any stage; its keys decide which, unless `stage` is given.
+
+    Raises ConfigError, also where the keys fit no stage or several.
+    """
+    path = Path(path)
+    values, problems = read_mapping(path)
+    if values is None:
+        raise ConfigError(problems + apply_overrides({}, overrides)[1])
+    if stage is None:
+        given, problems = apply_overrides(values, overrides)
+        try:
+            stage = stage_of(given)
+        except ConfigError as error:
+            lines = [f"{path}: {line}" for line in error.problems]
+            raise ConfigError(problems + lines) from None
+    return parse_config(values, overrides, path.stem, STAGES[stage])  # type: ignore[type-var]
+
+
+def stage_of(values: Mapping[str, Any]) -> str:
+    """rl, sft or pretrain: the stage whose input these values name, or else whose keys they have.
+    Raises ConfigError where no stage fits, or several."""
+    data = values.get("data")
+    named = {
+        stage: f"data.{key}"
+        for stage, key in _INPUTS.items()
+        if isinstance(data, Mapping) and data.get(key)
+    }
+    if len(named) > 1:
+        keys = ", ".join(f"{key} ({stage})" for stage, key in named.items())
+        raise ConfigError([f"names what several stages learn from: {keys}; keep one of them"])
+    if named:
+        return next(iter(named))
+    telling = {
+        key: stages for key, stages in _places(values) if stages and len(stages) < len(STAGES)
+    }
+    left = [stage for stage in STAGES if all(stage in stages for stages in telling.values())]
+    if len(left) == 1:
+        return left[0]
+    if not left:
+        keys = ", ".join(f"{key} ({' or '.join(stages)})" for key, stages in telling.items())
+        raise ConfigError([f"has keys of different stages: {keys}; keep those of one"])
+    keys = ", ".join(f"data.{_INPUTS[stage]} ({stage})" for stage in left)
+    raise ConfigError(
+        [f"may be a configuration of {' or '.join(left)}: legal: one of {keys}, or give --stage"]
+    )
+
+
+def _places(values: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Sections and their keys, and the stages that have each of them."""
+    for name, section in values.items():
+        yield str(name), [stage for stage, schema in STAGES.items() if name in schema.model_fields]
+        for key in section if isinstance(section, Mapping) else ():
+            place = f"{name}.{key}"
+            yield place, [stage for stage, schema in STAGES.items() if place in keys_of(schema)]
+
+
+_SCALARS: tuple[tuple[str, str, list[str | None]], ...] = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", None]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    ("merge", r"<<", ["<"]),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.duplicates: list[tuple[yaml.Mark, str, yaml.Mark]] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first_seen: dict[str, yaml.Mark] = {}
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
+                continue
+            if key_node.value in first_seen:
+                mark = first_seen[key_node.value]
+                self.duplicates.append((key_node.start_mark, key_node.value, mark))
+            first_seen.setdefault(key_node.value, key_node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    # Keeps PyYAML's own scalar types beside ours: a string that one of them would read as another
+    # type is quoted, so that every YAML reader gets a string.
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # a list used twice is written twice, without `&id001`
+
+
+for _name, _pattern, _first in _SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _first
+        )
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value that `text` holds, None for empty text.
+
+    Raises ConfigError with `source:line:column` for syntax errors and for duplicate keys.
+    """
+    try:
+        loader = _Loader(text)
+        value = loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        what = ": ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(
+            [f"{_place(source, error.problem_mark)}: not valid YAML: {what}"]
+        ) from None
+    except yaml.YAMLError as error:  # a character that YAML does not allow: no mark
+        what = " ".join(str(error).split())
+        raise ConfigError([f"{source}: not valid YAML: {what}"]) from None
+    except (ValueError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML does not wrap these: `!!int abc`, a number of 5,000 digits, a thousand brackets.
+        what = f"a value that cannot be read: {error}"
+        raise ConfigError([f"{source}: not valid YAML: {what}"]) from None
+    if loader.duplicates:
+        raise ConfigError(
+            [
+                f"{_place(source, mark)}: {key} appears twice, first on line {first.line + 1}"
+                for mark, key, first in loader.duplicates
+            ]
+        )
+    return value
+
+
+def dump_yaml(value: Any) -> str:
+    """Text that `parse_yaml` turns back into `value`, keys in the order given."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _place(source: str, mark: yaml.Mark | None) -> str:
+    return source if mark is None else f"{source}:{mark.line + 1}:{mark.column + 1}"

@@ -1,7 +1,7 @@
-"""The objectives by name: of which parts each is made, with what numbers, and what does not mix.
+"""The section `objective`: the objectives by name, their parts and numbers, and what does not mix.
 
-The parts themselves are in gspo_megatron/objectives/, under the same names; this table needs no
-torch, so that a configuration is judged before anything is loaded. A further objective is one more
+The parts themselves are in gspo_megatron/objectives/, under the same names; this file needs no
+torch, so that a configuration is checked before anything is loaded. Another objective is one more
 entry here, and at most one more part there.
 """
 
@@ -9,21 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from gspo_megatron.config.problems import format_value, problem
-
-if TYPE_CHECKING:
-    from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.config.section import (
+    ImportPath,
+    Positive,
+    Section,
+    harmless,
+    key,
+    shapes,
+)
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What an objective is made of."""
 
-    ratio: str  # token | sequence | sequence_token | sequence_product
-    rule: str  # what is done with a ratio far from 1
-    aggregation: str  # sequence_mean | token_mean | token_sum | constant_length
+    ratio: str  # one of RATIOS
+    rule: str  # one of RULES
+    aggregation: str  # one of AGGREGATIONS
     advantage: str = "group_mean_std"
     parameters: Mapping[str, float] = field(default_factory=dict)  # of the rule
     correction: str = "none"
@@ -43,105 +48,62 @@ class Recipe:
         return "token" if self.ratio in ("token", "sequence_token") else "sequence"
 
 
+def _recipe(parts: str, source: str, numbers: Mapping[str, float], advantage: str = "") -> Recipe:
+    """`parts`: ratio, rule and aggregation; `source`: a paper on arXiv."""
+    ratio, rule, aggregation = parts.split()
+    advantage = advantage or "group_mean_std"
+    return Recipe(ratio, rule, aggregation, advantage, numbers, source=f"arXiv {source}")
+
+
 # The numbers are those of the papers; `objective.*` keys replace them one by one.
+_SEQUENCE_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
+_TOKEN_CLIP = {"clip_low": 0.2, "clip_high": 0.27}
+_PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+_DAPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+_CISPO_CAP = {"clip_high": 4.0}  # a weight of at most 5
+_SAPO_GATE = {"tau_positive": 1.0, "tau_negative": 1.05}
+_GMPO_CLIP = {"log_clip": 0.4}
 RECIPES: dict[str, Recipe] = {
-    "gspo": Recipe(
-        "sequence",
-        "min_clip",
-        "sequence_mean",
-        parameters={"clip_low": 3e-4, "clip_high": 4e-4},
-        source="arXiv 2507.18071, eqs. 5-7",
+    "gspo": _recipe("sequence min_clip sequence_mean", "2507.18071, eqs. 5-7", _SEQUENCE_CLIP),
+    "gspo_token": _recipe(
+        "sequence_token min_clip sequence_mean", "2507.18071, eqs. 13-14", _SEQUENCE_CLIP
     ),
-    "gspo_token": Recipe(
-        "sequence_token",
-        "min_clip",
-        "sequence_mean",
-        parameters={"clip_low": 3e-4, "clip_high": 4e-4},
-        source="arXiv 2507.18071, eqs. 13-14",
+    "grpo": _recipe(
+        "token min_clip sequence_mean",
+        "2402.03300, eq. 3; the clip range of the baseline in arXiv 2507.18071",
+        _TOKEN_CLIP,
     ),
-    "grpo": Recipe(
-        "token",
-        "min_clip",
-        "sequence_mean",
-        parameters={"clip_low": 0.2, "clip_high": 0.27},
-        source="arXiv 2402.03300, eq. 3; the clip range of the baseline in arXiv 2507.18071",
+    "dapo": _recipe("token min_clip token_mean", "2503.14476, eq. 8", _DAPO_CLIP),
+    "dr_grpo": _recipe(
+        "token min_clip constant_length", "2503.20783, section 3.2", _PPO_CLIP, "group_mean"
     ),
-    "dapo": Recipe(
-        "token",
-        "min_clip",
-        "token_mean",
-        parameters={"clip_low": 0.2, "clip_high": 0.28},
-        source="arXiv 2503.14476, eq. 8",
+    "cispo": _recipe(
+        "token capped token_mean",
+        "2506.13585, eqs. 4-5; the cap of 5 is that of arXiv 2510.13786",
+        _CISPO_CAP,
     ),
-    "dr_grpo": Recipe(
-        "token",
-        "min_clip",
-        "constant_length",
-        advantage="group_mean",
-        parameters={"clip_low": 0.2, "clip_high": 0.2},
-        source="arXiv 2503.20783, section 3.2",
+    "sapo": _recipe("token soft_gate sequence_mean", "2511.20347", _SAPO_GATE),
+    "gmpo": _recipe("sequence geometric_clip sequence_mean", "2507.20673, eq. 4", _GMPO_CLIP),
+    "luspo": _recipe(
+        "sequence min_clip token_sum", "2602.05261: GSPO times the length", _SEQUENCE_CLIP
     ),
-    "cispo": Recipe(
-        "token",
-        "capped",
-        "token_mean",
-        parameters={"clip_high": 4.0},  # a weight of at most 5
-        source="arXiv 2506.13585, eqs. 4-5; the cap of 5 is that of arXiv 2510.13786",
-    ),
-    "sapo": Recipe(
-        "token",
-        "soft_gate",
-        "sequence_mean",
-        parameters={"tau_positive": 1.0, "tau_negative": 1.05},
-        source="arXiv 2511.20347",
-    ),
-    "gmpo": Recipe(
-        "sequence",
-        "geometric_clip",
-        "sequence_mean",
-        parameters={"log_clip": 0.4},
-        source="arXiv 2507.20673, eq. 4",
-    ),
-    "luspo": Recipe(
-        "sequence",
-        "min_clip",
-        "token_sum",
-        parameters={"clip_low": 3e-4, "clip_high": 4e-4},
-        source="arXiv 2602.05261: GSPO times the length",
-    ),
-    "minirl": Recipe(
-        "token",
-        "masked",
-        "token_sum",
-        advantage="group_mean",
-        parameters={"clip_low": 0.2, "clip_high": 0.27},
-        source="arXiv 2512.01374, section 3",
-    ),
-    "reinforce_leave_one_out": Recipe(
-        "sequence_product",
-        "min_clip",
-        "sequence_mean",
-        advantage="leave_one_out",
-        parameters={"clip_low": 0.2, "clip_high": 0.2},
-        source="arXiv 2402.14740",
+    "minirl": _recipe("token masked token_sum", "2512.01374, section 3", _TOKEN_CLIP, "group_mean"),
+    "reinforce_leave_one_out": _recipe(
+        "sequence_product min_clip sequence_mean", "2402.14740", _PPO_CLIP, "leave_one_out"
     ),
 }
 
 # What each part reads of the `objective` section, and on which ratios a rule is defined.
+RATIOS = ("token", "sequence", "sequence_token", "sequence_product")
 RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "min_clip": (
-        ("clip_low", "clip_high"),
-        ("token", "sequence", "sequence_token", "sequence_product"),
-    ),
-    "dual_clip": (
-        ("clip_low", "clip_high", "dual_clip"),
-        ("token", "sequence", "sequence_token", "sequence_product"),
-    ),
+    "min_clip": (("clip_low", "clip_high"), RATIOS),
+    "dual_clip": (("clip_low", "clip_high", "dual_clip"), RATIOS),
     "capped": (("clip_high",), ("token",)),
     "soft_gate": (("tau_positive", "tau_negative"), ("token", "sequence", "sequence_token")),
     "masked": (("clip_low", "clip_high"), ("token",)),
     "geometric_clip": (("log_clip",), ("sequence",)),
 }
+ADVANTAGES = ("group_mean_std", "group_mean", "batch_std", "leave_one_out")
 AGGREGATIONS = ("sequence_mean", "token_mean", "token_sum", "constant_length")
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -155,15 +117,8 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 TOKEN_CORRECTIONS = ("token_tis", "icepop")
 # Those that are weights; the others are masks, 0 or 1.
 _WEIGHTING_CORRECTIONS = (*TOKEN_CORRECTIONS, "sequence_tis", "sequence_product_tis")
-# Where a part is chosen that the objective's own recipe does not have.
-DEFAULTS: dict[str, float] = {
-    "dual_clip": 3.0,  # arXiv 1912.09729
-    "tau_positive": 1.0,
-    "tau_negative": 1.05,
-    "log_clip": 0.4,
-}
-_CLIP_RANGE = {True: (3e-4, 4e-4), False: (0.2, 0.27)}  # of sequences, of tokens
-_CAP = 4.0  # CISPO's clip_high
+# Numbers of parts that the objective's own recipe does not have. Dual clip: arXiv 1912.09729.
+_DEFAULTS: dict[str, float] = {"dual_clip": 3.0, **_SAPO_GATE, **_GMPO_CLIP}
 _CLIPPING_RULES = ("min_clip", "dual_clip", "masked")  # to which a clip range means the same
 CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "token_tis": (None, 2.0),
@@ -175,8 +130,8 @@ CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "k3_mask": (None, 1e-3),
 }
 
-# A ratio of whole sequences stays within about 1e-3 of 1: at 0.05 and above nothing is ever clipped
-# and the algorithm is another one. 0.2 is the usual leftover of a token-level configuration.
+# A ratio of whole sequences mostly stays within 1e-3 of 1: with a range of 0.05 and above few are
+# clipped, and the algorithm is another one. 0.2 is usually left over from a token-level objective.
 WIDE_CLIP = 0.05
 
 _PARTS = ("ratio", "rule", "aggregation", "advantage", "correction")
@@ -190,6 +145,94 @@ _NUMBERS = (
     "correction_low",
     "correction_high",
 )
+
+
+# A part or a number that is null is that of the objective named.
+class ObjectiveSection(Section):
+    """What is maximised: an objective by name, each part and number of which can be replaced."""
+
+    name: Literal[tuple(RECIPES)] = shapes(
+        "gspo", "the objective; docs/objectives.md has their formulas"
+    )
+    import_path: ImportPath | None = key(
+        "code", None, "a custom objective function, package.module:function; replaces name"
+    )
+    options: dict[str, Any] = shapes({}, "keyword arguments of the custom objective")
+    ratio: Literal[RATIOS] | None = shapes(
+        None,
+        "the importance ratio: of single tokens, or of a sequence as geometric mean "
+        "(sequence, sequence_token) or product",
+    )
+    rule: Literal[tuple(RULES)] | None = shapes(None, "what is done with a ratio far from 1")
+    aggregation: Literal[AGGREGATIONS] | None = shapes(
+        None,
+        "how tokens are summed: sequence_mean gives every sequence the same weight; the others "
+        "every token, and divide by the tokens of the mini-batch (token_mean), by its sequences "
+        "(token_sum), or by its sequences times max_response_tokens (constant_length)",
+    )
+    advantage: Literal[ADVANTAGES] | None = shapes(
+        None,
+        "reward minus the group's mean, divided by the group's std, by nothing, or by the batch's "
+        "std; leave_one_out: minus the mean of the others in the group",
+    )
+    correction: Literal[tuple(CORRECTIONS)] | None = shapes(
+        None, "for old log-probs that differ from the rollout engine's"
+    )
+    clip_low: float | None = shapes(None, "the ratio is clipped below at 1 - clip_low", gt=0, lt=1)
+    clip_high: float | None = shapes(None, "the ratio is clipped above at 1 + clip_high", gt=0)
+    allow_wide_clip: bool = shapes(
+        False, "allow a clip range meant for tokens with a sequence ratio"
+    )
+    dual_clip: float | None = shapes(
+        None, "largest ratio that counts where the advantage is negative", gt=1
+    )
+    tau_positive: float | None = shapes(
+        None, "temperature of the soft gate for advantages above 0", gt=0
+    )
+    tau_negative: float | None = shapes(None, "the same for the other advantages", gt=0)
+    log_clip: float | None = shapes(
+        None, "bound of a token's log-ratio in the geometric mean", gt=0
+    )
+    correction_low: float | None = shapes(
+        None, "smallest ratio of old policy to rollout that counts", gt=0
+    )
+    correction_high: float | None = shapes(
+        None,
+        "largest ratio of old policy to rollout that counts: a cap, or the bound of a mask",
+        gt=0,
+    )
+    off_policy_mask: float | None = shapes(
+        None,
+        "a sequence with a negative advantage is dropped when the mean of log(old / new policy) "
+        "over its tokens exceeds this; null: none is dropped",
+        gt=0,
+    )
+    old_logprobs: Literal["recompute", "rollout"] = shapes(
+        "recompute",
+        "the denominator of the ratio: a forward pass of the trainer before the first mini-batch, "
+        "or the log-probs that the rollout engine reported",
+    )
+    mini_batches: Positive = shapes(4, "optimizer steps on each batch of responses")
+    advantage_std: Literal["sample", "population"] = shapes(
+        "sample", "a std divides by the number of rewards minus 1 (sample) or by the number"
+    )
+    advantage_import_path: ImportPath | None = key(
+        "code", None, "a custom advantage function, package.module:function; replaces advantage"
+    )
+    kl: Literal["none", "k1", "k2", "k3"] = shapes(
+        "none", "estimator of the KL divergence to the policy that RL started from"
+    )
+    kl_coefficient: float | None = shapes(None, "weight of the KL divergence", gt=0)
+    kl_in: Literal["loss", "reward"] = shapes(
+        "loss",
+        "where the KL divergence goes: into each token's loss, or subtracted from the reward",
+    )
+    reference_offload: bool = harmless(
+        False, "keep the reference policy's weights in host memory while not in use"
+    )
+    entropy_coefficient: float = shapes(
+        0.0, "weight of a bonus on the mean entropy of the response tokens", ge=0
+    )
 
 
 def resolve_objective(section: ObjectiveSection) -> Recipe:
@@ -212,185 +255,146 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
 
 def _default_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
     """Of all rules' numbers: the named objective's own where they mean the same to `recipe`."""
-    low, high = _CLIP_RANGE[recipe.clips_sequences]
+    defaults = _DEFAULTS | (_SEQUENCE_CLIP if recipe.clips_sequences else _TOKEN_CLIP)
     if recipe.rule == "capped":
-        high = _CAP
-    defaults = DEFAULTS | {"clip_low": low, "clip_high": high}
+        defaults |= _CISPO_CAP
     same_ratio = recipe.ratio == named.ratio or (recipe.clips_sequences and named.clips_sequences)
     same_rule = recipe.rule == named.rule or {recipe.rule, named.rule} <= set(_CLIPPING_RULES)
     return defaults | dict(named.parameters) if same_ratio and same_rule else defaults
 
 
 def objective_problems(section: ObjectiveSection) -> Iterator[str]:
-    """What is wrong with the section by itself: parts that do not mix, numbers nothing reads."""
-    if section.import_path is not None:
-        yield from _own_objective(section)
-        return
+    """What is wrong with the section by itself: parts that do not mix, numbers that nothing
+    reads."""
     recipe = resolve_objective(section)
-    yield from _parts_mix(section, recipe)
-    read = (*RULES[recipe.rule][0], *CORRECTIONS[recipe.correction])
-    for name in _NUMBERS:
-        value = getattr(section, name)
-        if value is not None and name not in read:
-            yield problem(
-                f"objective.{name}",
-                value,
-                f"nothing reads it with rule {recipe.rule} and correction {recipe.correction}; "
-                f"legal: null; read are {', '.join(read)}",
-            )
-    if section.options:
-        yield problem(
-            "objective.options",
-            section.options,
-            "nothing reads it without an objective of your own; legal: {}, or "
-            "objective.import_path = package.module:function",
-        )
-    yield from _clip_range_is_sane(section, recipe)
-    yield from _correction_is_sane(section, recipe)
-    yield from _advantage(section)
-    yield from _regularisation(section)
+    rules = (_custom_objective,) if section.import_path is not None else _RULES_OF_RECIPES
+    for rule in (*rules, _advantage, _regularisation):
+        for name, wrong in rule(section, recipe):
+            value = getattr(section, name)
+            if value is None:  # it comes from the recipe
+                value = recipe.parameters.get(name, getattr(recipe, name, None))
+            yield problem(f"objective.{name}", value, wrong)
 
 
-def _own_objective(section: ObjectiveSection) -> Iterator[str]:
+_Problems = Iterator[tuple[str, str]]  # a key of the section, and what is wrong with its value
+
+
+def _custom_objective(section: ObjectiveSection, _: Recipe) -> _Problems:
     unread: dict[str, Any] = dict.fromkeys(
         ("ratio", "rule", "aggregation", "correction", *_NUMBERS, "off_policy_mask")
     )
     unread |= {"allow_wide_clip": False, "entropy_coefficient": 0.0}
     for name, unset in unread.items():
-        value = getattr(section, name)
-        if value != unset:
-            yield problem(
-                f"objective.{name}",
-                value,
-                "an objective of your own reads objective.options alone; legal: "
-                + format_value(unset),
-            )
+        if getattr(section, name) != unset:
+            legal = format_value(unset)
+            yield name, f"a custom objective reads only objective.options; legal: {legal}"
     if section.kl != "none" and section.kl_in == "loss":
-        yield problem(
-            "objective.kl",
-            section.kl,
-            "an objective of your own has its own terms in the loss; legal: none, or "
-            "objective.kl_in = reward",
-        )
-    yield from _advantage(section)
-    yield from _regularisation(section)
+        wrong = "a custom objective has its own terms in the loss"
+        yield "kl", f"{wrong}; legal: none, or objective.kl_in = reward"
 
 
-def _advantage(section: ObjectiveSection) -> Iterator[str]:
-    if section.advantage_import_path is not None:
-        reader, divides = "an advantage of your own", False
-        if section.advantage is not None:
-            yield problem(
-                "objective.advantage",
-                section.advantage,
-                "objective.advantage_import_path replaces it; legal: null",
-            )
-    else:
-        name = resolve_objective(section).advantage
-        reader, divides = f"advantage {name}", name in ("group_mean_std", "batch_std")
-    if section.advantage_std != "sample" and not divides:
-        yield problem(
-            "objective.advantage_std",
-            section.advantage_std,
-            f"{reader} does not read it; legal: sample, the default",
-        )
-
-
-def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> Iterator[str]:
-    ratios = RULES[recipe.rule][1]
-    if recipe.ratio not in ratios:
-        yield problem(
-            "objective.rule",
-            recipe.rule,
-            f"is not defined on ratio {recipe.ratio}; legal: "
-            + ", ".join(name for name, (_, on) in RULES.items() if recipe.ratio in on),
-        )
-    own = RECIPES[section.name]
+def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
+    if recipe.ratio not in RULES[recipe.rule][1]:
+        legal = ", ".join(name for name, (_, on) in RULES.items() if recipe.ratio in on)
+        yield "rule", f"is not defined on ratio {recipe.ratio}; legal: {legal}"
+    named = RECIPES[section.name]
     sums_tokens = recipe.ratio != "token" and recipe.aggregation != "sequence_mean"
-    # by its recipe alone: there it is the algorithm, elsewhere a mistake
-    if sums_tokens and (recipe.ratio, recipe.aggregation) != (own.ratio, own.aggregation):
-        yield problem(
-            "objective.aggregation",
-            recipe.aggregation,
+    # Where an objective's own recipe has this mixture it is the algorithm, elsewhere a mistake.
+    if sums_tokens and (recipe.ratio, recipe.aggregation) != (named.ratio, named.aggregation):
+        yield (
+            "aggregation",
             f"sums over tokens weight a ratio of whole sequences ({recipe.ratio}) by its "
-            "length; legal: sequence_mean, or objective.name = luspo where that is meant",
+            "length; legal: sequence_mean, or objective.name = luspo if that is meant",
         )
+
+
+def _correction_mixes(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     correction = recipe.correction
-    if correction == "none":
-        return
     if correction in TOKEN_CORRECTIONS and recipe.ratio != "token":
-        yield problem(
-            "objective.correction",
-            correction,
-            f"weights of single tokens on ratio {recipe.ratio}: what the objective takes from "
-            "a whole sequence would vary within it; legal: sequence_tis, sequence_mask, k3_mask",
+        yield (
+            "correction",
+            f"weights single tokens: the ratio of a whole sequence ({recipe.ratio}) would vary "
+            "within it; legal: sequence_tis, sequence_mask, k3_mask",
         )
     if correction == "sequence_product_tis" and recipe.ratio in ("sequence", "sequence_token"):
-        yield problem(
-            "objective.correction",
-            correction,
+        yield (
+            "correction",
             "a product over all tokens beside a geometric mean over them: it is exponential in the "
             "length, and scales the update down many times; legal: sequence_tis",
         )
     if recipe.rule == "masked" and correction in _WEIGHTING_CORRECTIONS:
-        yield problem(
-            "objective.correction",
-            correction,
+        yield (
+            "correction",
             "rule masked weights by the ratio to the rollout's log-probs already, and this would "
             "weight by it once more; legal: none, sequence_mask, k3_mask",
         )
-    if section.old_logprobs == "rollout":
-        yield problem(
-            "objective.correction",
-            correction,
+    if correction != "none" and section.old_logprobs == "rollout":
+        yield (
+            "correction",
             "corrects for old log-probs that differ from the rollout's; with old_logprobs = "
             "rollout they are the same; legal: none",
         )
-
-
-def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> Iterator[str]:
-    if section.allow_wide_clip:
-        if not recipe.clips_sequences:
-            yield problem(
-                "objective.allow_wide_clip",
-                True,
-                f"{section.name} clips no ratios of whole sequences; legal: false",
-            )
-        return
-    for key in ("clip_low", "clip_high"):
-        value = getattr(section, key)
-        if recipe.clips_sequences and value is not None and value >= WIDE_CLIP:
-            yield problem(
-                f"objective.{key}",
-                value,
-                f"{section.name} clips ratios of whole sequences, which hardly leave 1, so this "
-                f"never clips; legal: below {WIDE_CLIP}, or objective.allow_wide_clip = true",
-            )
-
-
-def _correction_is_sane(section: ObjectiveSection, recipe: Recipe) -> Iterator[str]:
     low = recipe.parameters.get("correction_low")
     high = recipe.parameters.get("correction_high")
     if low is not None and high is not None and low >= high:
-        key, value, legal = "correction_high", high, f"above correction_low = {low}"
+        wrong = "every response would be dropped; legal: "
         if section.correction_high is None:
-            key, value, legal = "correction_low", low, f"below correction_high = {high}"
-        yield problem(f"objective.{key}", value, f"every response would be dropped; legal: {legal}")
+            yield "correction_low", f"{wrong}below correction_high = {high}"
+        else:
+            yield "correction_high", f"{wrong}above correction_low = {low}"
 
 
-def _regularisation(section: ObjectiveSection) -> Iterator[str]:
-    if section.kl == "none":
-        unread: list[tuple[str, Any]] = [("kl_coefficient", None), ("kl_in", "loss")]
-        if section.import_path is None:  # else the function may ask for a reference policy
-            unread.append(("reference_offload", False))
-        for key, unset in unread:
-            value = getattr(section, key)
-            if value != unset:
-                legal = unset if isinstance(unset, str) else format_value(unset)
-                yield problem(
-                    f"objective.{key}", value, f"nothing reads it with kl = none; legal: {legal}"
-                )
-    if section.kl != "none" and section.kl_coefficient is None:
-        yield problem(
-            "objective.kl_coefficient", None, f"needed with kl = {section.kl}; legal: above 0"
-        )
+def _numbers_are_read(section: ObjectiveSection, recipe: Recipe) -> _Problems:
+    read = (*RULES[recipe.rule][0], *CORRECTIONS[recipe.correction])
+    for name in _NUMBERS:
+        if getattr(section, name) is not None and name not in read:
+            wrong = f"nothing reads it with rule {recipe.rule} and correction {recipe.correction}"
+            yield name, f"{wrong}; legal: null; read are {', '.join(read)}"
+    if section.options:
+        wrong = "nothing reads it without a custom objective"
+        yield "options", f"{wrong}; legal: {{}}, or objective.import_path = package.module:function"
+
+
+def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> _Problems:
+    if section.allow_wide_clip:
+        if not recipe.clips_sequences:
+            wrong = f"{section.name} clips no ratios of whole sequences; legal: false"
+            yield "allow_wide_clip", wrong
+        return
+    for name in ("clip_low", "clip_high"):
+        value = getattr(section, name)
+        if recipe.clips_sequences and value is not None and value >= WIDE_CLIP:
+            yield (
+                name,
+                f"a range for ratios of single tokens; {section.name} clips ratios of whole "
+                "sequences, which vary much less, so it would clip few of them; "
+                f"legal: below {WIDE_CLIP}, or objective.allow_wide_clip = true",
+            )
+
+
+_RULES_OF_RECIPES = (_parts_mix, _correction_mixes, _numbers_are_read, _clip_range_is_sane)
+
+
+def _advantage(section: ObjectiveSection, recipe: Recipe) -> _Problems:
+    reader = f"advantage {recipe.advantage}"
+    divides = recipe.advantage in ("group_mean_std", "batch_std")
+    if section.advantage_import_path is not None:
+        reader, divides = "a custom advantage", False
+        if section.advantage is not None:
+            yield "advantage", "objective.advantage_import_path replaces it; legal: null"
+    if section.advantage_std != "sample" and not divides:
+        yield "advantage_std", f"{reader} does not read it; legal: sample, the default"
+
+
+def _regularisation(section: ObjectiveSection, _: Recipe) -> _Problems:
+    if section.kl != "none":
+        if section.kl_coefficient is None:
+            yield "kl_coefficient", f"needed with kl = {section.kl}; legal: above 0"
+        return
+    unread = {"kl_coefficient": None, "kl_in": "loss"}
+    if section.import_path is None:  # a custom objective may ask for a reference policy
+        unread["reference_offload"] = False
+    for name, unset in unread.items():
+        if getattr(section, name) != unset:
+            legal = unset if isinstance(unset, str) else format_value(unset)
+            yield name, f"nothing reads it with kl = none; legal: {legal}"

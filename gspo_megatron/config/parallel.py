@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gspo_megatron.config.problems import problem, suggest
 from gspo_megatron.errors import ConfigError
-
-if TYPE_CHECKING:
-    from gspo_megatron.config.schema import Config
 
 # Short name -> the key of the parallel section, which is Megatron-Core's own name.
 LAYOUT_KEYS: dict[str, str] = {
@@ -27,7 +24,7 @@ LAYOUT_KEYS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout in short form; None stands for "not said".
+    """A layout in short form.
 
     etp None is 1, vpp None is no interleaving, dp None is whatever the world size leaves.
     """
@@ -50,12 +47,12 @@ class Layout:
 
     def __str__(self) -> str:
         """The text that `parse` reads back: only what differs from the defaults, or `tp=1`."""
-        said = [
+        sizes = [
             f"{field.name}={getattr(self, field.name)}"
             for field in fields(self)
             if getattr(self, field.name) != field.default
         ]
-        return ",".join(said) or "tp=1"
+        return ",".join(sizes) or "tp=1"
 
     @property
     def model_parallel_size(self) -> int:
@@ -69,10 +66,24 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks of this layout; the smallest possible number where dp is not said."""
+        """Ranks of this layout; the smallest possible number where dp is None."""
         if self.dp is not None:
             return self.model_parallel_size * self.dp
         return math.lcm(self.model_parallel_size, self.expert_parallel_size)
+
+    def resolve(self, world_size: int, sequence_parallel: bool) -> ResolvedParallel:
+        """All sizes for a world size that this layout fits."""
+        assert world_size % self.model_parallel_size == 0, "check_config comes first"
+        assert world_size % self.expert_parallel_size == 0, "check_config comes first"
+        sizes = {key: getattr(self, short) for short, key in LAYOUT_KEYS.items()}
+        sizes["expert_tensor_parallel_size"] = self.etp or 1
+        sizes["data_parallel_size"] = world_size // self.model_parallel_size
+        return ResolvedParallel(
+            **sizes,
+            expert_data_parallel_size=world_size // self.expert_parallel_size,
+            sequence_parallel=sequence_parallel,
+            world_size=world_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,7 @@ class ResolvedParallel:
 
     @property
     def layout(self) -> Layout:
-        """The same in short form, all sizes said."""
+        """The same in short form, with all sizes."""
         return Layout(**{short: getattr(self, key) for short, key in LAYOUT_KEYS.items()})
 
     def __str__(self) -> str:
@@ -101,32 +112,6 @@ class ResolvedParallel:
     def group_sizes(self) -> dict[str, int | None]:
         """The keyword arguments that `initialize_model_parallel` and TransformerConfig share."""
         return {key: getattr(self, key) for short, key in LAYOUT_KEYS.items() if short != "dp"}
-
-
-def resolve_parallel(config: Config, world_size: int) -> ResolvedParallel:
-    """Concrete sizes for a configuration that passed `check_config` at this world size."""
-    layout = config.layout()
-    assert world_size % layout.model_parallel_size == 0, "check_config comes first"
-    assert world_size % layout.expert_parallel_size == 0, "check_config comes first"
-    return ResolvedParallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp or 1,
-        context_parallel_size=layout.cp,
-        data_parallel_size=world_size // layout.model_parallel_size,
-        expert_data_parallel_size=world_size // layout.expert_parallel_size,
-        sequence_parallel=config.parallel.uses_sequence_parallel(),
-        world_size=world_size,
-    )
-
-
-def apply_layout(config: Config, layout: Layout) -> Config:
-    """The same configuration on another layout; sequence parallelism follows its default again."""
-    sizes = {key: getattr(layout, short) for short, key in LAYOUT_KEYS.items()}
-    sizes |= {"layout": None, "sequence_parallel": None}
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})
 
 
 def parse_sizes(text: str, key: str) -> tuple[dict[str, int], list[str]]:

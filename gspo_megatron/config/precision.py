@@ -1,9 +1,9 @@
 """What `training.precision` means: Megatron-Core's fields, and what the hardware has to be.
 
-In FP8 the matrix products of the transformer layers are, forward and backward. Weights stay bf16,
-with fp32 gradients and optimizer; the router, the norms, attention and the log-prob head compute as
-in bf16. The head's inputs are bf16 then, its logits and all that comes of them fp32; gradients of
-logits are rounded to bf16 for the two products of the backward pass.
+FP8 is used for the matrix products of the transformer layers, forward and backward. Weights stay
+bf16, with fp32 gradients and optimizer; the router, the norms, attention and the log-prob head
+compute as in bf16: the head's inputs are bf16, its logits and everything after them fp32, and
+gradients of logits are rounded to bf16 for the two products of the backward pass.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Fp8:
     recipe: str  # TransformerConfig.fp8_recipe
     format: str  # TransformerConfig.fp8: e4m3 everywhere, or hybrid, with e5m2 for gradients
     multiple: int  # of tokens and of features, that its matrix products take
-    capability: tuple[int, int]  # smallest of the device, as Transformer Engine has it
-    beyond: tuple[int, int] | None = None  # the first that it does not support again
+    capability: tuple[int, int]  # the smallest that Transformer Engine supports
+    beyond: tuple[int, int] | None = None  # the first that it no longer supports
     cuda: tuple[int, int] = (12, 1)  # smallest that torch was built for
-    hardware: str = ""  # the same for people
+    hardware: str = ""  # the same in words
     fields: dict[str, Any] = field(default_factory=dict)  # further defaults of TransformerConfig
 
 
@@ -84,7 +84,7 @@ def device_lacks(
     precision: str, capability: tuple[int, int], cuda: tuple[int, int] | None
 ) -> str | None:
     """What a GPU of this compute capability lacks for a precision, in words; None: nothing. `cuda`
-    is the version that torch was built for, None where it was built without."""
+    is the version that torch was built for, None without CUDA."""
     fp8 = FP8.get(precision)
     if fp8 is None:
         return None
@@ -95,13 +95,13 @@ def device_lacks(
 
 
 def engine_lacks() -> str | None:
-    """What is wrong with the installed Transformer Engine, where FP8 is wanted; None: nothing."""
+    """What the installed Transformer Engine lacks for FP8, in words; None: nothing."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "needs Transformer Engine: pip install 'gspo-megatron[gpu]'"
     try:
         version = importlib.metadata.version(ENGINE_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        return None  # built in place, as in NVIDIA's containers: whatever it is
+        return None  # built in place, as in NVIDIA's containers: any version is accepted
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is not None and tuple(map(int, found.groups())) < ENGINE_MINIMUM:
         minimum = ".".join(map(str, ENGINE_MINIMUM))

@@ -1,356 +1,318 @@
 """What several keys must satisfy together, checked before any process group exists.
 
-A rule looks at the whole configuration and yields one line a problem. Megatron-Core refuses most of
-these too, but one at a time, on a thousand ranks, minutes after the start.
+Megatron-Core refuses most of these too, but one at a time, on a thousand ranks, minutes after the
+start. The rules about model, layout and precision are in model_rules.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import math
 
-from gspo_megatron.config.checkpoint_rules import checkpoint_problems
-from gspo_megatron.config.hf_rules import hf_problems
+from gspo_megatron.config.families import family_of_shape
+from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule
+from gspo_megatron.config.model_shape import ModelShape
 from gspo_megatron.config.objectives import objective_problems
-from gspo_megatron.config.parallel import Layout
-from gspo_megatron.config.pipeline_split import stage_problems
-from gspo_megatron.config.precision_rules import backend_problems, precision_problems
+from gspo_megatron.config.precision import tokens_multiple
 from gspo_megatron.config.problems import problem
-from gspo_megatron.config.routing_rules import routing_problems
-from gspo_megatron.config.schema import Config
-from gspo_megatron.config.shape import ModelShape
+from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, StageConfig
 from gspo_megatron.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the rules look at."""
-
-    config: Config
-    shape: ModelShape
-    layout: Layout
-    world_size: int
-    for_training: bool
-    here: bool = True  # with what is installed where the rules are asked
-
-
-Rule = Callable[[Plan], Iterator[str]]
-
-
 def check_config(
-    config: Config, world_size: int, for_training: bool = False, *, here: bool = True
+    config: AnyConfig, world_size: int, for_training: bool = False, *, here: bool = True
 ) -> None:
-    """Raise ConfigError with every problem the configuration has on `world_size` ranks.
+    """Raise ConfigError with every problem that a configuration of any stage has on `world_size`
+    ranks.
 
-    `for_training` adds what only a training run needs, such as prompts; `here`, what it needs of
-    the packages that are installed.
+    `for_training` adds what only an RL training run needs, such as prompts; `here`, what the run
+    needs of the packages that are installed.
     """
-    plan = Plan(config, config.resolved_model(), config.layout(), world_size, for_training, here)
-    problems = [line for rule in RULES for line in rule(plan)]
+    is_stage = isinstance(config, StageConfig)
+    plan = Plan(config, world_size, for_training or is_stage, here)
+    own = _FINE_TUNING if isinstance(config, FineTuningConfig) else _PRETRAINING
+    problems: list[str] = []
+    for rule in (*MODEL_RULES, *_SHARED, *(own if is_stage else _REINFORCEMENT)):
+        try:
+            problems.extend(problem(key, plan.value(key), wrong) for key, wrong in rule(plan))
+        except ConfigError as error:  # the model's shape is not known; other rules do without
+            problems.extend(error.problems)
+    if not is_stage:
+        problems.extend(objective_problems(config.objective))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def world_size_fits(plan: Plan) -> Iterator[str]:
-    layout, world = plan.layout, plan.world_size
-    model, experts = layout.model_parallel_size, layout.expert_parallel_size
-    smallest = replace(layout, dp=None).world_size
-    if world % model:
-        yield (
-            f"world size = {world}: not divisible by tp * pp * cp = {layout.tp} * {layout.pp} * "
-            f"{layout.cp} = {model}; legal: multiples of {smallest}"
-        )
-    if world % experts:
-        yield (
-            f"world size = {world}: not divisible by etp * ep * pp = {layout.etp or 1} * "
-            f"{layout.ep} * {layout.pp} = {experts}, the ranks that hold all experts; "
-            f"legal: multiples of {smallest}"
-        )
-    if layout.dp is not None and layout.dp * model != world:
-        yield problem(
-            "parallel.data_parallel_size",
-            layout.dp,
-            f"with tp * pp * cp = {model} that takes {layout.dp * model} ranks, not {world}; "
-            "legal: null, which takes all ranks",
-        )
+def learning_rates_agree(plan: Plan) -> Problems:
+    optimizer = plan.config.optimizer
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        wrong = f"above the peak; legal: at most learning_rate = {optimizer.learning_rate}"
+        yield "optimizer.min_learning_rate", wrong
 
 
-def tensor_parallel_divides(plan: Plan) -> Iterator[str]:
-    shape, tp = plan.shape, plan.layout.tp
-    key = "parallel.tensor_model_parallel_size"
-    if shape.num_attention_heads % tp:
-        yield problem(key, tp, _must_divide("num_attention_heads", shape.num_attention_heads))
-    groups = shape.num_query_groups
-    if groups % tp and tp % groups:
-        yield problem(
-            key, tp, f"neither divides num_query_groups = {groups} nor is a multiple of it"
-        )
-    if shape.num_attention_heads % groups:
-        yield problem(
-            "model.megatron.num_query_groups",
-            groups,
-            _must_divide("num_attention_heads", shape.num_attention_heads),
-        )
-    if plan.config.parallel.uses_sequence_parallel() and shape.hidden_size % tp:
-        yield problem(key, tp, _must_divide("hidden_size", shape.hidden_size))
-    if shape.has_dense_layers and shape.ffn_hidden_size % tp:
-        yield problem(key, tp, _must_divide("ffn_hidden_size", shape.ffn_hidden_size))
-    shared = shape.moe_shared_expert_intermediate_size
-    if shared is not None and shared % tp:
-        yield problem(key, tp, _must_divide("moe_shared_expert_intermediate_size", shared))
-
-
-def sequence_parallel_fits(plan: Plan) -> Iterator[str]:
-    said = plan.config.parallel.sequence_parallel
-    if said and plan.layout.tp == 1:
-        yield problem(
-            "parallel.sequence_parallel",
-            said,
-            "splits over the tensor-parallel ranks, of which there is one; legal: null, or tp > 1",
-        )
-    if said is False and plan.layout.tp > 1 and plan.shape.num_moe_experts is not None:
-        yield problem(
-            "parallel.sequence_parallel",
-            said,
-            f"experts with tp = {plan.layout.tp} need it, or every token is routed tp times; "
-            "legal: null or true",
-        )
-
-
-def pipeline_divides(plan: Plan) -> Iterator[str]:
-    layout, layers = plan.layout, plan.shape.num_layers
-    if layout.vpp is not None and layout.pp == 1:
-        yield problem(
-            "parallel.virtual_pipeline_model_parallel_size",
-            layout.vpp,
-            "interleaving needs stages; legal: null, or pipeline_model_parallel_size > 1",
-        )
-    else:
-        yield from stage_problems(layers, layout, plan.shape.megatron)
-
-
-def experts_divide(plan: Plan) -> Iterator[str]:
-    shape, layout = plan.shape, plan.layout
-    etp = layout.etp or 1
-    if shape.num_moe_experts is None:
-        for key, size in (("expert_model", layout.ep), ("expert_tensor", etp)):
-            if size > 1:
-                yield problem(
-                    f"parallel.{key}_parallel_size", size, "the model has no experts; legal: 1"
-                )
+def checkpoints_can_be_kept(plan: Plan) -> Problems:
+    """Nothing keeps the run from being saved, and the best checkpoints are known."""
+    section, training = plan.config.checkpoint, plan.config.training
+    if section.interval:
+        # A checkpoint holds the moments of Megatron's distributed Adam, by parameter.
+        optimizer, ddp = plan.config.optimizer.megatron, plan.config.parallel.ddp
+        lost = "its state cannot be saved; legal: {}, or checkpoint.interval = 0"
+        if optimizer.get("optimizer", "adam") not in (None, "adam"):
+            yield "optimizer.megatron.optimizer", lost.format("adam")
+        if ddp.get("use_distributed_optimizer") not in (None, True):
+            yield "parallel.ddp.use_distributed_optimizer", lost.format("true")
+    if not (section.keep_best and section.best_metric.startswith("evaluation/")):
         return
-    if shape.num_moe_experts % layout.ep:
-        wrong = _must_divide("num_moe_experts", shape.num_moe_experts)
-        yield problem("parallel.expert_model_parallel_size", layout.ep, wrong)
-    assert shape.moe_ffn_hidden_size is not None
-    if shape.moe_ffn_hidden_size % etp:
-        wrong = _must_divide("moe_ffn_hidden_size", shape.moe_ffn_hidden_size)
-        yield problem("parallel.expert_tensor_parallel_size", etp, wrong)
-
-
-def router_is_sound(plan: Plan) -> Iterator[str]:
-    shape = plan.shape
-    if shape.num_moe_experts is None:
-        given = plan.config.model.megatron.get("moe_ffn_hidden_size")
-        if given is not None:
-            yield problem(
-                "model.megatron.moe_ffn_hidden_size",
-                given,
-                "the model has no experts; leave it out, or set model.megatron.num_moe_experts",
-            )
-        return
-    topk = shape.moe_router_topk
-    assert topk is not None
-    if topk > shape.num_moe_experts:
-        yield problem(
-            "model.megatron.moe_router_topk",
-            topk,
-            f"there are {shape.num_moe_experts} experts; legal: 1 to {shape.num_moe_experts}",
+    evaluated, saved, steps = training.evaluation_interval, section.interval, training.steps
+    if evaluated == 0:
+        yield (
+            "checkpoint.keep_best",
+            f"no checkpoint before the last has {section.best_metric}; legal: 0, or set "
+            "training.evaluation_interval",
         )
-    megatron = shape.megatron
-    softmax_after = not megatron.get("moe_router_pre_softmax")
-    scores_softmax = megatron.get("moe_router_score_function", "softmax") == "softmax"
-    if topk == 1 and scores_softmax and softmax_after:
-        yield problem(
-            "model.megatron.moe_router_topk",
-            topk,
-            "a softmax over one expert has no gradient; "
-            "legal: 2 or more, or model.megatron.moe_router_pre_softmax = true",
+    # A stage may not know its number of steps yet.
+    elif saved and steps is not None and math.lcm(evaluated, saved) >= steps:
+        yield (
+            "checkpoint.keep_best",
+            f"no step before the last is both saved (checkpoint.interval = {saved}) and evaluated "
+            f"(training.evaluation_interval = {evaluated}), as {section.best_metric} needs; legal: "
+            f"0, or intervals with a common multiple below training.steps = {steps}",
         )
 
 
-def dropout_is_off(plan: Plan) -> Iterator[str]:
-    for name in ("hidden_dropout", "attention_dropout"):
-        value = plan.config.model.megatron.get(name)
-        if value:
-            yield problem(
-                f"model.megatron.{name}",
-                value,
-                "old and new policy would differ by noise, and their ratio with it; legal: 0.0",
-            )
-
-
-def backend_is_installed(plan: Plan) -> Iterator[str]:
-    if plan.here:
-        yield from backend_problems(plan.config)
-
-
-def precision_is_possible(plan: Plan) -> Iterator[str]:
-    precision, training = plan.config.training.precision, plan.for_training
-    yield from precision_problems(
-        precision, plan.config, plan.shape, plan.layout, for_training=training, here=plan.here
-    )
-
-
-def lengths_fit(plan: Plan) -> Iterator[str]:
-    config = plan.config
+def lengths_fit(plan: Plan) -> Problems:
     longest = plan.shape.max_sequence_length
-    response = config.rollout.max_response_tokens
-    prompt = config.data.max_prompt_tokens
+    response = plan.config.rollout.max_response_tokens
+    prompt = plan.config.data.max_prompt_tokens
     if response >= longest:
-        yield problem(
+        yield (
             "rollout.max_response_tokens",
-            response,
             f"leaves no room for a prompt in max_sequence_length = {longest}; "
             f"legal: at most {longest - 1}",
         )
     elif prompt is not None and prompt + response > longest:
-        yield problem(
+        yield (
             "data.max_prompt_tokens",
-            prompt,
             f"with max_response_tokens = {response} that is more than max_sequence_length = "
             f"{longest}; legal: at most {longest - response}",
         )
 
 
-def batches_fit(plan: Plan) -> Iterator[str]:
-    rollout, objective = plan.config.rollout, plan.config.objective
+def batches_fit(plan: Plan) -> Problems:
+    rollout = plan.config.rollout
     if rollout.group_size < 2:
-        yield problem(
-            "rollout.group_size",
-            rollout.group_size,
-            "the advantage compares the responses of a group; legal: from 2",
-        )
+        wrong = "the advantage compares the responses of a group; legal: from 2"
+        yield "rollout.group_size", wrong
     sequences = rollout.prompts_per_step * rollout.group_size
-    if objective.mini_batches > sequences:
-        yield problem(
+    if plan.config.objective.mini_batches > sequences:
+        yield (
             "objective.mini_batches",
-            objective.mini_batches,
             f"a step has prompts_per_step * group_size = {sequences} sequences and each "
             f"mini-batch needs one; legal: 1 to {sequences}",
         )
 
 
-def objective_is_sound(plan: Plan) -> Iterator[str]:
-    yield from objective_problems(plan.config.objective)
-
-
-def rewards_are_shaped(plan: Plan) -> Iterator[str]:
+def rewards_are_shaped(plan: Plan) -> Problems:
     reward, longest = plan.config.reward, plan.config.rollout.max_response_tokens
     if reward.overlong_buffer is None:
         if reward.overlong_penalty != 1.0:
-            yield problem(
-                "reward.overlong_penalty",
-                reward.overlong_penalty,
-                "nothing reads it without reward.overlong_buffer; legal: 1.0",
-            )
+            wrong = "nothing reads it without reward.overlong_buffer; legal: 1.0"
+            yield "reward.overlong_penalty", wrong
     elif reward.overlong_buffer >= longest:
-        yield problem(
+        yield (
             "reward.overlong_buffer",
-            reward.overlong_buffer,
             f"leaves no response of max_response_tokens = {longest} without a penalty; "
             f"legal: null, or below {longest}",
         )
 
 
-def refills_are_read(plan: Plan) -> Iterator[str]:
+def refills_are_read(plan: Plan) -> Problems:
     rollout = plan.config.rollout
     usual = type(rollout).model_fields["max_refills"].default
     if not rollout.dynamic_sampling and rollout.max_refills != usual:
-        yield problem(
-            "rollout.max_refills",
-            rollout.max_refills,
-            f"nothing reads it without rollout.dynamic_sampling; legal: {usual}",
-        )
+        wrong = f"nothing reads it without rollout.dynamic_sampling; legal: {usual}"
+        yield "rollout.max_refills", wrong
 
 
-def learning_rates_agree(plan: Plan) -> Iterator[str]:
-    optimizer = plan.config.optimizer
-    if optimizer.min_learning_rate > optimizer.learning_rate:
-        yield problem(
-            "optimizer.min_learning_rate",
-            optimizer.min_learning_rate,
-            f"above the peak; legal: at most learning_rate = {optimizer.learning_rate}",
-        )
-
-
-def prompts_are_given(plan: Plan) -> Iterator[str]:
+def prompts_are_given(plan: Plan) -> Problems:
     data = plan.config.data
     if plan.for_training and data.prompts is None:
-        yield problem("data.prompts", None, "needed to train; legal: a .jsonl or .parquet file")
-    interval = plan.config.training.evaluation_interval
-    if interval and data.eval_prompts is None:
-        yield problem(
-            "training.evaluation_interval",
-            interval,
-            "there is nothing to evaluate on; legal: 0, or give data.eval_prompts",
+        yield "data.prompts", "needed to train; legal: a .jsonl or .parquet file"
+    if data.eval_prompts is None:
+        yield from _nothing_to_evaluate(plan, "data.eval_prompts")
+
+
+def _nothing_to_evaluate(plan: Plan, keys: str) -> Problems:
+    if plan.config.training.evaluation_interval:
+        wrong = f"there is nothing to evaluate on; legal: 0, or give {keys}"
+        yield "training.evaluation_interval", wrong
+
+
+# What changes or watches the routers' choice of experts, with the value that turns it off.
+_IDLE = {"replay": "off", "reference_replay": "off", "volatility": False, "rollout_noise": 0.0}
+
+
+def routing_can_be_replayed(plan: Plan) -> Problems:
+    routing, shape = plan.config.routing, plan.shape
+    for name, idle in _IDLE.items():
+        if getattr(routing, name) == idle:
+            continue
+        if shape.num_moe_experts is None:
+            reasons = [f"the model has no experts; legal: {str(idle).lower()}"]
+        else:
+            reasons = _ways_past_the_hooks(shape)
+            reasons += _ways_to_drop(shape) if name.endswith("replay") else []
+        for reason in reasons:
+            yield f"routing.{name}", reason
+    if routing.store_on_host and not routing.modes:
+        wrong = "nothing reads it with replay = off and reference_replay = off; legal: false"
+        yield "routing.store_on_host", wrong
+    if routing.reference_replay != "off" and plan.config.objective.kl == "none":
+        wrong = "there is no reference with objective.kl = none; legal: off"
+        yield "routing.reference_replay", wrong
+
+
+def _ways_past_the_hooks(shape: ModelShape) -> list[str]:
+    """Settings with which a router chooses experts without calling its hook."""
+    megatron, reasons = shape.megatron, []
+    if megatron.get("moe_router_fusion"):
+        reasons.append(
+            "a fused router does not call the hook that replays experts; "
+            "legal with it: model.megatron.moe_router_fusion = false"
         )
-    target = plan.config.training.warm_start.target_accuracy
-    if target and data.eval_prompts is None:
-        yield problem(
-            "training.warm_start.target_accuracy",
-            target,
-            "there is nothing to evaluate on; legal: null, or give data.eval_prompts",
+    key = "model.megatron.moe_router_load_balancing_type"
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in str(megatron.get("moe_router_load_balancing_type")):
+            reasons.append(
+                f"{kind.replace('_', ' ')} does not call the hook that replays experts; "
+                f"legal with it: another {key}"
+            )
+    graphs = [name for name in ("enable_cuda_graph", "external_cuda_graph") if megatron.get(name)]
+    if megatron.get("cuda_graph_impl", "none") != "none":
+        graphs.append("cuda_graph_impl")
+    reasons += [
+        "a captured CUDA graph calls the hook that replays experts only once; "
+        f"legal with it: no model.megatron.{name}"
+        for name in graphs
+    ]
+    if megatron.get("overlap_moe_expert_parallel_comm"):
+        reasons.append(
+            "layers of two micro-batches alternate, and would take each other's routes; "
+            "legal with it: model.megatron.overlap_moe_expert_parallel_comm = false"
+        )
+    return reasons
+
+
+def _ways_to_drop(shape: ModelShape) -> list[str]:
+    """Settings that take tokens away from the experts that were replayed."""
+    return [
+        "full experts drop tokens after the choice, so the experts that are used would not be "
+        f"those that are replayed; legal with it: model.megatron.{name} = null"
+        for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor")
+        if shape.megatron.get(name) is not None
+    ]
+
+
+def decay_is_read(plan: Plan) -> Problems:
+    optimizer, steps, key = plan.config.optimizer, plan.config.training.steps, "optimizer.wsd_steps"
+    if optimizer.decay != "wsd":
+        if optimizer.wsd_steps is not None:
+            yield key, "nothing reads it without optimizer.decay = wsd; legal: null"
+    elif optimizer.wsd_steps is None:
+        yield key, "optimizer.decay = wsd needs it; legal: from 1"
+    elif steps is not None and optimizer.warmup_steps + optimizer.wsd_steps > steps:
+        yield (
+            key,
+            f"with warmup_steps = {optimizer.warmup_steps} more than training.steps = {steps}; "
+            f"legal: at most {max(steps - optimizer.warmup_steps, 0)}",
         )
 
 
-def routing_can_be_replayed(plan: Plan) -> Iterator[str]:
-    yield from routing_problems(plan.config, plan.shape)
+def warm_up_ends(plan: Plan) -> Problems:
+    steps = plan.config.training.steps
+    if steps is not None and plan.config.optimizer.warmup_steps > steps:
+        yield "optimizer.warmup_steps", f"longer than training.steps = {steps}; legal: at most that"
 
 
-def weights_have_one_source(plan: Plan) -> Iterator[str]:
-    model = plan.config.model
-    if model.checkpoint_path is not None and model.hf_path is not None:
-        yield problem(
-            "model.checkpoint_path",
-            model.checkpoint_path,
-            f"the weights would come from model.hf_path = {model.hf_path!r} too; legal: null, or "
-            "leave model.hf_path out",
-        )
+def export_has_a_family(plan: Plan) -> Problems:
+    if plan.config.export.hf_path is None or plan.config.model.hf_path is not None:
+        return
+    try:
+        family_of_shape(plan.shape)
+    except ConfigError as error:
+        yield "export.hf_path", f"{error}; legal: null"
 
 
-def hf_path_decides_the_shape(plan: Plan) -> Iterator[str]:
-    yield from hf_problems(plan.config.model, plan.shape)
+def examples_are_given(plan: Plan) -> Problems:
+    data = plan.config.data
+    if data.examples is None:
+        yield "data.examples", "needed to train; legal: a .jsonl or .parquet file"
+    if data.eval_examples is None:
+        yield from _nothing_to_evaluate(plan, "data.eval_examples")
+    if data.messages_field is not None and data.chat_template:
+        yield "data.chat_template", "data.messages_field uses the template anyway; legal: false"
+    if data.max_tokens is not None and data.max_tokens > (most := plan.shape.max_sequence_length):
+        yield "data.max_tokens", f"more than max_sequence_length = {most}; legal: at most that"
 
 
-def checkpoints_can_be_kept(plan: Plan) -> Iterator[str]:
-    yield from checkpoint_problems(plan.config)
+def corpora_are_given(plan: Plan) -> Problems:
+    data, training = plan.config.data, plan.config.training
+    if not data.train:
+        yield "data.train", "needed to train; legal: a list of prefixes"
+    if training.steps is None and training.tokens is None:
+        yield "training.steps", "needed to train, or training.tokens; legal: from 1"
+    if data.weights is not None and len(data.weights) != len(data.train):
+        wrong = f"{len(data.weights)} weights of {len(data.train)} prefixes; legal: one each"
+        yield "data.weights", wrong
+    for key, prefixes in (("data.train", data.train), ("data.evaluation", data.evaluation)):
+        if len(set(prefixes)) < len(prefixes):
+            yield key, "a prefix is listed twice; legal: once, with a weight"
+    if data.evaluation and data.evaluation_share:
+        wrong = "data.evaluation names data for it too; legal: 0, or leave that out"
+        yield "data.evaluation_share", wrong
+    if not (data.evaluation or data.evaluation_share):
+        yield from _nothing_to_evaluate(plan, "data.evaluation or data.evaluation_share")
 
 
-def _must_divide(name: str, size: int) -> str:
-    divisors = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
-    return f"does not divide {name} = {size}; legal: {divisors}{' ...' if size > 64 else ''}"
+def samples_fit(plan: Plan) -> Problems:
+    most, layout, key = plan.shape.max_sequence_length, plan.layout, "data.sequence_length"
+    length = plan.config.data.sequence_length or most
+    if length > most:
+        yield key, f"more than max_sequence_length = {most}; legal: at most that"
+    unit = sample_multiple(plan.config)
+    if length % unit:
+        wrong = f"{length} tokens do not split over cp = {layout.cp} and tp = {layout.tp}"
+        yield key, f"{wrong}; legal: multiples of {unit}"
 
 
-RULES: tuple[Rule, ...] = (
-    world_size_fits,
-    tensor_parallel_divides,
-    sequence_parallel_fits,
-    pipeline_divides,
-    experts_divide,
-    router_is_sound,
-    dropout_is_off,
-    backend_is_installed,
-    precision_is_possible,
+def sample_multiple(config: StageConfig) -> int:
+    """What the tokens of a sample must be a multiple of, so that no padding is needed."""
+    layout = config.layout()
+    multiple = layout.tp if config.parallel.uses_sequence_parallel() else 1
+    multiple *= tokens_multiple(config.training.precision)
+    return math.lcm(multiple * layout.cp, 2 * layout.cp if layout.cp > 1 else 1)
+
+
+def batches_divide(plan: Plan) -> Problems:
+    layout = plan.layout
+    if plan.world_size % layout.model_parallel_size:
+        return  # world_size_fits reports it
+    dp = plan.world_size // layout.model_parallel_size
+    unit = dp * (layout.pp if layout.vpp is not None else 1)
+    if plan.config.training.batch_size % unit:
+        of_stages = f", in rounds of pp = {layout.pp}" if unit > dp else ""
+        wrong = f"does not split evenly over {dp} data-parallel ranks{of_stages}"
+        yield "training.batch_size", f"{wrong}; legal: multiples of {unit}"
+
+
+_SHARED: tuple[Rule, ...] = (learning_rates_agree, checkpoints_can_be_kept)
+_REINFORCEMENT: tuple[Rule, ...] = (
     lengths_fit,
     batches_fit,
-    objective_is_sound,
     rewards_are_shaped,
     refills_are_read,
-    learning_rates_agree,
     prompts_are_given,
     routing_can_be_replayed,
-    weights_have_one_source,
-    hf_path_decides_the_shape,
-    checkpoints_can_be_kept,
 )
+_STAGE: tuple[Rule, ...] = (warm_up_ends, decay_is_read, export_has_a_family)
+_FINE_TUNING: tuple[Rule, ...] = (*_STAGE, examples_are_given)
+_PRETRAINING: tuple[Rule, ...] = (*_STAGE, corpora_are_given, samples_fit, batches_divide)

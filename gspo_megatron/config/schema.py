@@ -1,89 +1,129 @@
 """Every key of a configuration: its type, its default and what it means.
 
-What one key alone can get wrong is refused here; what several keys together get wrong, in rules.py.
+What a single key can get wrong is refused here; what several keys together get wrong, in rules.py.
+The configurations of pre-training and fine-tuning are in stages.py.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from gspo_megatron.config.algorithm import ObjectiveSection, RoutingSection
-from gspo_megatron.config.checkpointing import CheckpointSection
-from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
+from gspo_megatron.config.families import preset_of_folder
+from gspo_megatron.config.model_shape import (
+    PRESETS,
+    ModelPreset,
+    ModelShape,
+    preset_of_checkpoint,
+    shape_of,
+)
+from gspo_megatron.config.objectives import ObjectiveSection
+from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, ResolvedParallel, expand_layout
 from gspo_megatron.config.precision import Precision
-from gspo_megatron.config.section import ImportPath, NotNegative, Positive, Section, Seed, Text
-from gspo_megatron.config.shape import ModelShape, resolve_shape
+from gspo_megatron.config.section import (
+    ImportPath,
+    NotNegative,
+    Positive,
+    Section,
+    Seed,
+    Text,
+    harmless,
+    key,
+    shapes,
+)
 
 
 class ModelSection(Section):
     """What is trained."""
 
-    preset: Literal["tiny", "qwen3-30b-a3b", "qwen3-235b-a22b"] = Field(
-        "tiny", description="the named shape to start from"
-    )
-    hf_path: Text | None = Field(
-        None, description="Hugging Face folder with the weights to start from; null: random weights"
-    )
-    checkpoint_path: Text | None = Field(
+    preset: Literal[tuple(PRESETS)] | None = shapes(
         None,
-        description="a checkpoint of ours with the weights to start from; of a run folder, or of "
-        "its checkpoints folder, the newest; null: random weights",
+        "the named shape to start from; null: the shape that hf_path or checkpoint_path has, or "
+        "tiny without them",
     )
-    backend: Literal["auto", "torch_native", "transformer_engine"] = Field(
+    hf_path: Text | None = shapes(
+        None, "Hugging Face folder with the weights to start from; null: random weights"
+    )
+    checkpoint_path: Text | None = shapes(
+        None,
+        "a checkpoint of gspo-megatron with the weights to start from; for a run folder, or its "
+        "checkpoints folder, the newest one; null: random weights",
+    )
+    backend: Literal["auto", "torch_native", "transformer_engine"] = shapes(
         "auto",
-        description="layer implementation; auto takes Transformer Engine on a GPU that has it, in "
-        "bf16 and FP8",
+        "layer implementation; auto takes Transformer Engine on a GPU that has it, in bf16 and FP8",
     )
-    vocab_size: Positive | None = Field(
-        None, description="null: the preset's, else the tokenizer's size"
+    vocab_size: Positive | None = shapes(None, "null: the preset's, else the tokenizer's size")
+    max_sequence_length: Positive | None = shapes(
+        None, "prompt and response together, in tokens; null: the preset's"
     )
-    max_sequence_length: Positive | None = Field(
-        None, description="prompt and response together, in tokens; null: the preset's"
+    rotary_base: float | None = shapes(
+        None, "base of the rotary position embedding; null: the preset's", gt=0
     )
-    rotary_base: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="base of the rotary position embedding; null: the preset's"
+    tie_embeddings: bool | None = shapes(
+        None, "share input and output embedding; null: the preset's"
     )
-    tie_embeddings: bool | None = Field(
-        None, description="share input and output embedding; null: the preset's"
+    megatron: dict[str, Any] = shapes(
+        {}, "fields of the installed TransformerConfig, which replace the preset's"
     )
-    megatron: dict[str, Any] = Field(
-        default_factory=dict,
-        description="any field of the installed TransformerConfig, over the preset's",
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_preset(cls, values: Any) -> Any:
+        """Without weights to take the shape from, a resolved configuration names its preset."""
+        sources = ("preset", "hf_path", "checkpoint_path")
+        if isinstance(values, dict) and all(values.get(name) is None for name in sources):
+            return {**values, "preset": "tiny"}
+        return values
+
+    def starting_shape(self) -> ModelPreset:
+        """The model before the keys of this section replace parts of it. Raises ConfigError where
+        it is described by a file that cannot be read or used."""
+        if self.hf_path is not None:
+            return preset_of_folder(self.hf_path)
+        if self.preset is None and self.checkpoint_path is not None:
+            return preset_of_checkpoint(self.checkpoint_path)
+        return PRESETS[self.preset or "tiny"]
+
+    def shape(self) -> ModelShape:
+        """The starting shape with the keys of this section in place; sizes that both leave open get
+        TransformerConfig's defaults. Raises ConfigError like `starting_shape`."""
+        given = {
+            "vocab_size": self.vocab_size,
+            "max_sequence_length": self.max_sequence_length,
+            "rotary_base": self.rotary_base,
+            "tie_embeddings": self.tie_embeddings,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        return shape_of(self.starting_shape(), self.megatron, **given)
 
 
 class ParallelSection(Section):
     """Over how many ranks each axis is split."""
 
-    layout: Text | None = Field(
-        None, description='short form of the sizes below, as in "tp=2,pp=2,ep=2"'
+    layout: Text | None = harmless(None, 'short form of the sizes below, as in "tp=2,pp=2,ep=2"')
+    tensor_model_parallel_size: Positive = harmless(1, "tp: shards of every matrix")
+    pipeline_model_parallel_size: Positive = harmless(1, "pp: stages of the layer stack")
+    virtual_pipeline_model_parallel_size: Positive | None = harmless(
+        None, "vpp: chunks of layers in each stage (interleaved schedule)"
     )
-    tensor_model_parallel_size: Positive = Field(1, description="tp: shards of every matrix")
-    pipeline_model_parallel_size: Positive = Field(1, description="pp: stages of the layer stack")
-    virtual_pipeline_model_parallel_size: Positive | None = Field(
-        None, description="vpp: chunks of layers a stage holds (interleaved schedule)"
-    )
-    expert_model_parallel_size: Positive = Field(1, description="ep: shards of the set of experts")
-    expert_tensor_parallel_size: Positive | None = Field(
+    expert_model_parallel_size: Positive = harmless(1, "ep: shards of the set of experts")
+    expert_tensor_parallel_size: Positive | None = harmless(
         None,
-        description="etp: shards of every expert's matrices; null: 1, where Megatron's own default "
-        "is tp. Expert matrices are small: cutting them costs communication and saves nothing that "
-        "ep does not save",
+        "etp: shards of every expert's matrices; null: 1, where Megatron's own default is tp. "
+        "Expert matrices are small: splitting them costs communication and saves nothing that ep "
+        "does not save",
     )
-    context_parallel_size: Positive = Field(1, description="cp: shards of every sequence")
-    sequence_parallel: bool | None = Field(
-        None, description="split activations between matrices over tp; null: on when tp > 1"
+    context_parallel_size: Positive = harmless(1, "cp: shards of every sequence")
+    sequence_parallel: bool | None = harmless(
+        None, "split activations between matrices over tp; null: on when tp > 1"
     )
-    data_parallel_size: Positive | None = Field(
-        None, description="dp: copies of the model; null: world size / (tp * pp * cp)"
+    data_parallel_size: Positive | None = harmless(
+        None, "dp: copies of the model; null: world size / (tp * pp * cp)"
     )
-    ddp: dict[str, Any] = Field(
-        default_factory=dict,
-        description="any field of the installed DistributedDataParallelConfig",
-    )
+    ddp: dict[str, Any] = harmless({}, "fields of the installed DistributedDataParallelConfig")
 
     @model_validator(mode="before")
     @classmethod
@@ -111,155 +151,202 @@ class ParallelSection(Section):
 class DataSection(Section):
     """Prompts and tokenizer."""
 
-    prompts: Text | None = Field(
-        None, description="training prompts, a .jsonl or .parquet file; required to train"
+    prompts: Text | None = key(
+        "contents", None, "training prompts, a .jsonl or .parquet file; required to train"
     )
-    eval_prompts: Text | None = Field(None, description="prompts of the evaluation, likewise")
-    tokenizer: Text = Field(
-        description="a sentencepiece .model file or a folder with a Hugging Face tokenizer"
+    eval_prompts: Text | None = key(
+        "shown", None, "prompts of the evaluation, a .jsonl or .parquet file"
     )
-    prompt_field: Text = Field("prompt", description="the field that holds the prompt")
-    answer_field: Text = Field("answer", description="the field that holds the right answer")
-    max_prompt_tokens: Positive | None = Field(
-        None, description="null: model.max_sequence_length - rollout.max_response_tokens"
+    tokenizer: Text = key(
+        "contents", ..., "a sentencepiece .model file or a folder with a Hugging Face tokenizer"
     )
-    chat_template: bool = Field(False, description="wrap prompts in the tokenizer's chat template")
-    shuffle: bool = Field(True, description="a fresh order every epoch, from training.seed")
+    prompt_field: Text = shapes("prompt", "the field that holds the prompt")
+    answer_field: Text = shapes("answer", "the field that holds the right answer")
+    max_prompt_tokens: Positive | None = shapes(
+        None, "null: model.max_sequence_length - rollout.max_response_tokens"
+    )
+    chat_template: bool = shapes(False, "wrap prompts in the tokenizer's chat template")
+    shuffle: bool = shapes(True, "a new order in every epoch, from training.seed")
 
 
 class RolloutSection(Section):
     """How responses are sampled."""
 
-    engine: Literal["megatron"] = Field("megatron", description="what generates the responses")
-    group_size: Positive = Field(8, description="responses to each prompt")
-    prompts_per_step: Positive = Field(16, description="prompts of a step, over all ranks")
-    max_response_tokens: Positive = Field(32, description="a longer response is cut off there")
-    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="1.0: the model itself")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus; 1.0: off")
-    top_k: NotNegative = Field(0, description="the likeliest tokens only; 0: off")
-    stop: list[Text] = Field(default_factory=list, description="texts that end a response")
-    batch_size: Positive | None = Field(
-        None, description="sequences decoded together on a rank, in whole groups; null: all of them"
+    engine: Literal["megatron"] = shapes("megatron", "what generates the responses")
+    group_size: Positive = shapes(8, "responses to each prompt")
+    prompts_per_step: Positive = shapes(16, "prompts of a step, over all ranks")
+    max_response_tokens: Positive = shapes(32, "longer responses are cut off")
+    temperature: float = shapes(1.0, "sampling temperature; 1.0: the model itself", gt=0)
+    top_p: float = shapes(1.0, "nucleus sampling; 1.0: off", gt=0, le=1)
+    top_k: NotNegative = shapes(0, "sample from the k most likely tokens; 0: off")
+    stop: list[Text] = shapes([], "texts that end a response")
+    batch_size: Positive | None = harmless(
+        None, "sequences decoded together on a rank, in whole groups; null: all of them"
     )
-    dynamic_sampling: bool = Field(
-        False, description="train on groups with a spread of shaped rewards only, and draw more"
+    dynamic_sampling: bool = shapes(
+        False,
+        "train only on groups whose shaped rewards differ, and draw more prompts to replace the "
+        "others",
     )
-    max_refills: NotNegative = Field(4, description="further batches of prompts a step may draw")
+    max_refills: NotNegative = shapes(4, "additional batches of prompts a step may draw")
 
 
 class RewardSection(Section):
-    """What a response is worth."""
+    """How responses are rewarded."""
 
-    name: Text = Field("exact_match", description="a registered reward")
-    import_path: ImportPath | None = Field(
-        None, description="a function of your own, package.module:function; replaces name"
+    name: Text = shapes("exact_match", "a registered reward")
+    import_path: ImportPath | None = key(
+        "code", None, "a custom reward function, package.module:function; replaces name"
     )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of the reward"
+    options: dict[str, Any] = shapes({}, "keyword arguments of the reward")
+    scale: float = shapes(1.0, "applied first: rewards are multiplied by it", gt=0)
+    clip: float | None = shapes(
+        None,
+        "applied next: each turn's reward is clipped to [-clip, clip]; null: no clipping",
+        gt=0,
     )
-    scale: Annotated[float, Field(gt=0)] = Field(1.0, description="first, rewards are multiplied")
-    clip: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="then cut to [-clip, clip], each turn's by itself; null: they are not"
+    overlong_buffer: Positive | None = shapes(
+        None,
+        "the last tokens before max_response_tokens, each of which costs more than the one before; "
+        "null: no such cost",
     )
-    overlong_buffer: Positive | None = Field(
-        None, description="tokens below max_response_tokens that cost more and more; null: none do"
+    overlong_penalty: float = shapes(
+        1.0,
+        "applied last: what a response that uses the whole buffer, or is cut off, loses",
+        gt=0,
     )
-    overlong_penalty: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="what all of the buffer, or a cut response, costs; taken off last"
+
+
+class RoutingSection(Section):
+    """Which experts the new policy uses."""
+
+    replay: Literal["off", "r2", "r3"] = shapes(
+        "off", "replay the experts of the old policy (r2) or of the rollout (r3)"
     )
+    reference_replay: Literal["off", "r2", "r3"] = shapes(
+        "off", "the same for the reference policy, independently of replay"
+    )
+    store_on_host: bool = harmless(
+        False, "keep recorded routes in host memory until their micro-batch"
+    )
+    volatility: bool = harmless(False, "measure how many experts change during a step, by layer")
+    rollout_noise: float = shapes(
+        0.0,
+        "std of Gaussian noise on the routers' scores while rolling out: imitates an engine that "
+        "chooses other experts than the trainer; 0.0: none",
+        ge=0,
+    )
+
+    @property
+    def modes(self) -> frozenset[str]:
+        """The replay modes in use, by the policy or by the reference policy: r2, r3, both or
+        none."""
+        return frozenset({self.replay, self.reference_replay} - {"off"})
 
 
 class OptimizerSection(Section):
     """AdamW and its learning rate."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = Field(1e-6, description="the peak")
-    min_learning_rate: Annotated[float, Field(ge=0)] = Field(0.0, description="where decay ends")
-    warmup_steps: NotNegative = Field(0, description="steps of linear warm-up")
-    decay: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="after the warm-up, until training.steps"
+    learning_rate: float = shapes(1e-6, "the peak", gt=0)
+    min_learning_rate: float = shapes(0.0, "the learning rate at the end of the decay", ge=0)
+    warmup_steps: NotNegative = shapes(0, "steps of linear warm-up")
+    decay: Literal["constant", "linear", "cosine"] = shapes(
+        "constant", "after the warm-up, until training.steps"
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="decoupled")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of the first moment")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="of the second moment")
-    epsilon: Annotated[float, Field(gt=0)] = Field(1e-8, description="in Adam's denominator")
-    clip_grad: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="largest global gradient norm; 0: no clipping"
+    weight_decay: float = shapes(0.1, "decoupled weight decay", ge=0)
+    beta1: float = shapes(0.9, "decay rate of the first moment", ge=0, lt=1)
+    beta2: float = shapes(0.95, "decay rate of the second moment", ge=0, lt=1)
+    epsilon: float = shapes(1e-8, "added to Adam's denominator", gt=0)
+    clip_grad: float = shapes(1.0, "largest global gradient norm; 0: no clipping", ge=0)
+    megatron: dict[str, Any] = shapes({}, "fields of the installed OptimizerConfig")
+
+
+class RunSection(Section):
+    """What a run of any stage needs to know."""
+
+    seed: Seed = shapes(1, "of weights, data order and sampling")
+    precision: Precision = shapes(
+        "bf16",
+        "of weights and activations; fp64 is for `verify` and cannot train; fp8-delayed, "
+        "fp8-blockwise and mxfp8: matrix products in FP8 by Transformer Engine, everything else "
+        "as in bf16",
     )
-    megatron: dict[str, Any] = Field(
-        default_factory=dict, description="any field of the installed OptimizerConfig"
+    micro_batch_tokens: Positive = harmless(
+        4096, "token budget of a micro-batch: bounds the memory of activations"
+    )
+    evaluation_interval: NotNegative = harmless(
+        0, "steps between evaluations; 0: at start and end only"
+    )
+    recompute: Literal["none", "full", "selective"] = harmless(
+        "none", "activations recomputed in the backward pass to save memory"
+    )
+    hang_timeout_seconds: NotNegative = harmless(
+        1200,
+        "a rank without progress for this long ends the run, and the stacks of every rank are "
+        "written; 0: never",
+    )
+    stop_margin_seconds: NotNegative = harmless(
+        300,
+        "the run is saved and stops when a Slurm job has less time left than this and the longest "
+        "step so far together",
+    )
+    idle_restarts: NotNegative = harmless(
+        3, "restarts of a Slurm job at the same point of the run; one more ends it"
     )
 
 
-class WarmStartSection(Section):
-    """Supervised steps on prompt and answer before RL, so that rewards start above zero."""
-
-    steps: NotNegative = Field(0, description="0: no warm start")
-    batch_size: Positive = Field(64, description="prompts of a step, over all ranks")
-    learning_rate: Annotated[float, Field(gt=0)] = Field(1e-3, description="the peak")
-    prompts: Text | None = Field(None, description="null: data.prompts")
-    warmup_steps: NotNegative = Field(0, description="steps of linear warm-up")
-    target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None,
-        description="held-out accuracy that ends the warm start before `steps`, looked at every "
-        "5 steps: RL then starts from models of like quality, whatever the seed; null: all steps",
-    )
-
-
-class TrainingSection(Section):
+class TrainingSection(RunSection):
     """The run itself."""
 
-    steps: Positive = Field(100, description="RL steps: roll out, score, update")
-    seed: Seed = Field(1, description="of weights, data order and sampling")
-    precision: Precision = Field(
-        "bf16",
-        description="of weights and activations; fp64 for `verify` alone; the last three: matrix "
-        "products in FP8 by Transformer Engine, everything else as in bf16",
+    steps: Positive = key("steps", 100, "RL steps: roll out, score, update")
+    packing: bool = harmless(
+        True, "sequences end to end in a row; false: a row each, padded to the longest"
     )
-    micro_batch_tokens: Positive = Field(
-        4096, description="token budget of a micro-batch: bounds the memory of activations"
-    )
-    packing: bool = Field(
-        True, description="sequences end to end in a row; false: a row each, padded to the longest"
-    )
-    evaluation_interval: NotNegative = Field(
-        0, description="steps between evaluations; 0: at start and end only"
-    )
-    evaluation_prompts: Positive = Field(256, description="at most so many of data.eval_prompts")
-    recompute: Literal["none", "full", "selective"] = Field(
-        "none", description="activations recomputed in the backward pass to save memory"
-    )
-    dump_batches: NotNegative = Field(
+    evaluation_prompts: Positive = harmless(256, "use at most this many of data.eval_prompts")
+    dump_batches: NotNegative = harmless(
         0,
-        description="the inputs of the last so many steps are kept in the run folder, for "
-        "`verify --from-dump`; 0: none",
-    )
-    hang_timeout_seconds: NotNegative = Field(
-        1200,
-        description="so long a rank may stand still before the run is ended, with the stacks of "
-        "every rank; 0: for ever",
-    )
-    stop_margin_seconds: NotNegative = Field(
-        300,
-        description="time left of a Slurm job, besides that of the longest step so far, at which "
-        "the run is saved and stops",
-    )
-    idle_restarts: NotNegative = Field(
-        3, description="restarts of a Slurm job at the same point of the run; one more ends it"
-    )
-    warm_start: WarmStartSection = Field(
-        default_factory=WarmStartSection, description="supervised steps before RL"
+        "keep the inputs of this many last steps in the run folder, for `verify --from-dump`; "
+        "0: none",
     )
 
 
-class LoggingSection(Section):
+class CheckpointSection(Section):
+    """Saving and resuming."""
+
+    interval: NotNegative = harmless(
+        0,
+        "steps between checkpoints; one more is saved at the end, and when the run is told to "
+        "stop; 0: none",
+    )
+    keep_last: Positive | None = harmless(3, "keep this many of the newest; null: all")
+    keep_best: NotNegative = harmless(
+        0, "keep also this many with the highest `best_metric` at their step"
+    )
+    keep_every: NotNegative = harmless(
+        0, "keep also those whose step is a multiple of this; 0: none"
+    )
+    best_metric: Text = harmless(
+        "evaluation/accuracy", "a metric of metrics.jsonl; higher is better"
+    )
+    asynchronous: bool = harmless(
+        False, "write while training goes on, which waits for the copy in host memory only"
+    )
+
+
+class RecordSection(Section):
     """Where the record of the run goes."""
 
-    dir: Text | None = Field(None, description="the run folder; null: runs/<config file's name>")
-    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
-        default_factory=list, description="where metrics go besides metrics.jsonl"
+    dir: Text | None = harmless(None, "the run folder; null: runs/<config file's name>")
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = harmless(
+        [], "where metrics go besides metrics.jsonl"
     )
-    samples_per_step: NotNegative = Field(2, description="responses a step kept in samples.jsonl")
-    plots: bool = Field(True, description="draw plots/*.png at the end")
+    plots: bool = harmless(True, "draw plots/*.png at the end")
+
+
+class LoggingSection(RecordSection):
+    """Where the record of the run goes."""
+
+    samples_per_step: NotNegative = harmless(2, "responses a step kept in samples.jsonl")
 
 
 class RunConfig(Section):
@@ -277,12 +364,12 @@ class RunConfig(Section):
         return self.layout().world_size
 
     def resolved_model(self) -> ModelShape:
-        """The model's sizes, preset and `model` section merged."""
-        return resolve_shape(self.model)
+        """The model's sizes. Raises ConfigError where weights are named that do not tell them."""
+        return self.model.shape()
 
 
 class Config(RunConfig):
-    """A whole configuration, one section a subject."""
+    """The configuration of an RL run."""
 
     data: DataSection
     rollout: RolloutSection = Field(default_factory=RolloutSection)
@@ -299,3 +386,15 @@ class Config(RunConfig):
         if self.data.max_prompt_tokens is not None:
             return self.data.max_prompt_tokens
         return self.resolved_model().max_sequence_length - self.rollout.max_response_tokens
+
+
+def resolve_parallel(config: RunConfig, world_size: int) -> ResolvedParallel:
+    """Concrete sizes for a configuration that passed `check_config` at this world size."""
+    return config.layout().resolve(world_size, config.parallel.uses_sequence_parallel())
+
+
+def apply_layout(config: RunConfig, layout: Layout) -> Any:
+    """The same configuration on another layout; sequence parallelism follows its default again."""
+    sizes = {key: getattr(layout, short) for short, key in LAYOUT_KEYS.items()}
+    sizes |= {"layout": None, "sequence_parallel": None}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})

@@ -11,10 +11,15 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from gspo_megatron.config.checkpointing import CheckpointSection
-from gspo_megatron.config.precision import Precision
-from gspo_megatron.config.schema import OptimizerSection, RunConfig
-from gspo_megatron.config.section import NotNegative, Positive, Section, Seed, Text
+from gspo_megatron.config.schema import (
+    CheckpointSection,
+    Config,
+    OptimizerSection,
+    RecordSection,
+    RunConfig,
+    RunSection,
+)
+from gspo_megatron.config.section import Positive, Section, Text, harmless, key, shapes
 
 PRETRAINING, FINE_TUNING = "pretrain", "sft"  # the phases' names in metrics and checkpoints
 
@@ -22,71 +27,29 @@ PRETRAINING, FINE_TUNING = "pretrain", "sft"  # the phases' names in metrics and
 class StageOptimizerSection(OptimizerSection):
     """AdamW and its learning rate."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = Field(1e-4, description="the peak")
-    decay: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine",
-        description="after the warm-up, until training.steps; wsd: constant, then the decay below",
+    learning_rate: float = shapes(1e-4, "the peak", gt=0)
+    decay: Literal["constant", "linear", "cosine", "wsd"] = shapes(
+        "cosine", "after the warm-up, until training.steps; wsd: constant, then the decay below"
     )
-    wsd_steps: Positive | None = Field(None, description="wsd: so many steps at the end decay")
-    wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
-        "linear", description="wsd: the curve of the decay"
-    )
-
-
-class StageTrainingSection(Section):
-    """What both stages need to know of the run."""
-
-    seed: Seed = Field(1, description="of weights and data order")
-    precision: Precision = Field(
-        "bf16",
-        description="of weights and activations; fp64 is for `verify` and cannot train; the last "
-        "three: matrix products in FP8 by Transformer Engine, everything else as in bf16",
-    )
-    micro_batch_tokens: Positive = Field(
-        4096, description="token budget of a micro-batch: bounds the memory of activations"
-    )
-    evaluation_interval: NotNegative = Field(
-        0, description="steps between evaluations; 0: at start and end only"
-    )
-    recompute: Literal["none", "full", "selective"] = Field(
-        "none", description="activations recomputed in the backward pass to save memory"
-    )
-    hang_timeout_seconds: NotNegative = Field(
-        1200, description="so long a rank may stand still before the run is ended; 0: for ever"
-    )
-    stop_margin_seconds: NotNegative = Field(
-        300,
-        description="time left of a Slurm job, besides that of the longest step so far, at which "
-        "the run is saved and stops",
-    )
-    idle_restarts: NotNegative = Field(
-        3, description="restarts of a Slurm job at the same point of the run; one more ends it"
+    wsd_steps: Positive | None = shapes(None, "wsd: the number of steps at the end that decay")
+    wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = shapes(
+        "linear", "wsd: the curve of the decay"
     )
 
 
 class StageCheckpointSection(CheckpointSection):
     """Saving and resuming."""
 
-    best_metric: Text = Field(
-        "evaluation/logprob", description="a figure of metrics.jsonl; the higher the better"
+    best_metric: Text = harmless(
+        "evaluation/logprob", "a metric of metrics.jsonl; higher is better"
     )
-
-
-class StageLoggingSection(Section):
-    """Where the record of the run goes."""
-
-    dir: Text | None = Field(None, description="the run folder; null: runs/<config file's name>")
-    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
-        default_factory=list, description="where metrics go besides metrics.jsonl"
-    )
-    plots: bool = Field(True, description="draw plots/*.png at the end")
 
 
 class ExportSection(Section):
     """What becomes of the model at the end."""
 
-    hf_path: Text | None = Field(
-        None, description="a Hugging Face folder to write, which must not exist; null: none"
+    hf_path: Text | None = harmless(
+        None, "a Hugging Face folder to write, which must not exist; null: none"
     )
 
 
@@ -97,54 +60,56 @@ class StageConfig(RunConfig):
 
     optimizer: StageOptimizerSection = Field(default_factory=StageOptimizerSection)
     checkpoint: StageCheckpointSection = Field(default_factory=StageCheckpointSection)
-    logging: StageLoggingSection = Field(default_factory=StageLoggingSection)
+    logging: RecordSection = Field(default_factory=RecordSection)
     export: ExportSection = Field(default_factory=ExportSection)
 
     @abstractmethod
     def input_files(self) -> dict[str, list[str]]:
-        """What is read to train, by the key that names it; the tokenizer left out."""
+        """The files that are read to train, by the key that names them; without the tokenizer."""
 
 
 class FineTuningDataSection(Section):
     """Conversations, or prompts with answers, and the tokenizer."""
 
-    examples: Text | None = Field(
-        None, description="examples to learn, a .jsonl or .parquet file; required to train"
+    examples: Text | None = key(
+        "contents", None, "examples to learn, a .jsonl or .parquet file; required to train"
     )
-    eval_examples: Text | None = Field(None, description="examples of the evaluation, likewise")
-    tokenizer: Text = Field(
-        description="a sentencepiece .model file or a folder with a Hugging Face tokenizer"
+    eval_examples: Text | None = key(
+        "shown", None, "examples of the evaluation, a .jsonl or .parquet file"
     )
-    messages_field: Text | None = Field(
+    tokenizer: Text = key(
+        "contents", ..., "a sentencepiece .model file or a folder with a Hugging Face tokenizer"
+    )
+    messages_field: Text | None = shapes(
         None,
-        description="the field that holds a conversation, learned where the assistant speaks; "
-        "null: rows are a prompt and its answer, which is learned",
+        "the field that holds a conversation, of which the assistant's messages are learned; null: "
+        "rows are a prompt and its answer, which is learned",
     )
-    prompt_field: Text = Field("prompt", description="the field that holds the prompt")
-    answer_field: Text = Field("answer", description="the field that holds the answer")
-    chat_template: bool = Field(
-        False, description="a prompt and its answer go through the tokenizer's chat template"
+    prompt_field: Text = shapes("prompt", "the field that holds the prompt")
+    answer_field: Text = shapes("answer", "the field that holds the answer")
+    chat_template: bool = shapes(
+        False, "a prompt and its answer go through the tokenizer's chat template"
     )
-    max_tokens: Positive | None = Field(
-        None, description="of an example; null: model.max_sequence_length"
+    max_tokens: Positive | None = shapes(
+        None, "longest example in tokens; null: model.max_sequence_length"
     )
-    too_long: Literal["error", "drop", "truncate"] = Field(
-        "error",
-        description="a longer example is refused, left out, or cut if a learned token is left",
+    too_long: Literal["error", "drop", "truncate"] = shapes(
+        "error", "a longer example is refused, left out, or cut if a learned token is left"
     )
-    shuffle: bool = Field(True, description="a fresh order every epoch, from training.seed")
+    shuffle: bool = shapes(True, "a new order in every epoch, from training.seed")
 
 
-class FineTuningTrainingSection(StageTrainingSection):
+class FineTuningTrainingSection(RunSection):
     """The run itself."""
 
-    steps: Positive | None = Field(None, description="optimizer updates at most; null: epochs tell")
-    epochs: Positive | None = Field(
-        None, description="passes over the examples at most; null: steps tell, or 1 without them"
+    steps: Positive | None = key("steps", None, "maximum number of updates; null: epochs decide")
+    # What it makes of training.steps counts.
+    epochs: Positive | None = harmless(
+        None, "maximum number of passes over the examples; null: steps decide, or 1 without them"
     )
-    batch_size: Positive = Field(64, description="examples of a step, over all ranks")
-    packing: bool = Field(
-        True, description="sequences end to end in a row; false: a row each, padded to the longest"
+    batch_size: Positive = shapes(64, "examples of a step, over all ranks")
+    packing: bool = harmless(
+        True, "sequences end to end in a row; false: a row each, padded to the longest"
     )
 
 
@@ -181,43 +146,45 @@ class FineTuningConfig(StageConfig):
 
 
 class PretrainingDataSection(Section):
-    """Tokenized corpora: datasets of Megatron-Core's, as tools/prepare_data.py writes them."""
+    """Tokenized corpora: datasets of Megatron-Core, as tools/prepare_data.py writes them."""
 
-    train: list[Text] = Field(
-        default_factory=list,
-        description="prefixes of .bin and .idx files to learn; required to train",
+    train: list[Text] = key(
+        "contents", [], "prefixes of .bin and .idx files to learn; required to train"
     )
-    weights: list[Annotated[float, Field(gt=0)]] | None = Field(
+    weights: list[Annotated[float, Field(gt=0)]] | None = shapes(
         None,
-        description="share of each prefix in what is learned, up to a common factor; null: in "
-        "proportion to its tokens",
+        "the share of each prefix in what is learned, up to a common factor; null: in proportion "
+        "to its tokens",
     )
-    evaluation: list[Text] = Field(
-        default_factory=list,
-        description="prefixes of the evaluation, in proportion to their tokens",
+    evaluation: list[Text] = key(
+        "shown", [], "prefixes of the evaluation, in proportion to their tokens"
     )
-    evaluation_share: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="or else: documents at the end of every training prefix kept for it"
+    evaluation_share: float = shapes(
+        0.0,
+        "instead of evaluation: the share of documents at the end of every training prefix that is "
+        "kept for the evaluation",
+        ge=0,
+        lt=1,
     )
-    tokenizer: Text = Field(description="the tokenizer that the datasets were made with")
-    sequence_length: Positive | None = Field(
-        None, description="tokens of a sample; null: model.max_sequence_length"
+    tokenizer: Text = key("contents", ..., "the tokenizer that the datasets were made with")
+    sequence_length: Positive | None = shapes(
+        None, "tokens of a sample; null: model.max_sequence_length"
     )
-    mask_end_of_document: bool = Field(
-        False, description="where a document has ended, the token after it is not learned"
+    mask_end_of_document: bool = shapes(
+        False, "the first token after the end of a document is not learned"
     )
 
 
-class PretrainingTrainingSection(StageTrainingSection):
+class PretrainingTrainingSection(RunSection):
     """The run itself."""
 
-    steps: Positive | None = Field(None, description="optimizer updates at most; null: tokens tell")
-    tokens: Positive | None = Field(
-        None, description="tokens to learn at least, the last step whole; null: steps tell"
+    steps: Positive | None = key("steps", None, "maximum number of updates; null: tokens decide")
+    tokens: Positive | None = harmless(
+        None, "tokens to learn, rounded up to whole steps; null: steps decide"
     )
-    batch_size: Positive = Field(64, description="samples of a step, over all ranks")
-    evaluation_batches: Positive = Field(
-        8, description="batches of an evaluation; fewer where its data hold fewer"
+    batch_size: Positive = shapes(64, "samples of a step, over all ranks")
+    evaluation_batches: Positive = harmless(
+        8, "batches of an evaluation; fewer if its data hold fewer"
     )
 
 
@@ -249,3 +216,6 @@ class PretrainingConfig(StageConfig):
     def sequence_length(self) -> int:
         """data.sequence_length with its default filled in."""
         return self.data.sequence_length or self.resolved_model().max_sequence_length
+
+
+AnyConfig = Config | FineTuningConfig | PretrainingConfig

@@ -166,17 +166,19 @@ def model_vocab_size(config: Config | StageConfig, tokenizer: Tokenizer) -> int:
 
 def _load_tokenizer(config: Config | StageConfig) -> tuple[Tokenizer | None, list[str]]:
     """The tokenizer of the configuration, and what is wrong with it."""
-    name, folder = config.data.tokenizer, config.model.hf_path  # type: ignore[union-attr]
+    name, model = config.data.tokenizer, config.model  # type: ignore[union-attr]
     try:
         tokenizer = load_tokenizer(name)
         wanted = model_vocab_size(config, tokenizer)
     except UserError as error:
         return None, str(error).splitlines()
     problems = []
-    if wanted < tokenizer.vocab_size and folder is not None:
+    by_weights = model.hf_path is not None or (model.preset is None and model.vocab_size is None)
+    if wanted < tokenizer.vocab_size and by_weights:
+        key = "checkpoint_path" if model.hf_path is None else "hf_path"
         problems.append(
             f"data.tokenizer = {name}: it has {tokenizer.vocab_size} ids, the model in "
-            f"model.hf_path = {folder} {wanted}; legal: at most {wanted}"
+            f"model.{key} = {getattr(model, key)} {wanted}; legal: at most {wanted}"
         )
     elif wanted < tokenizer.vocab_size:
         problems.append(

@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
     name: str  # the path it was loaded from
     vocab_size: int  # the largest id + 1
     eos_id: int
-    eos_ids: tuple[int, ...]  # all that end an answer: eos_id, and those of GENERATION_FILE
+    eos_ids: tuple[int, ...]  # each ends a response: eos_id, and the ids of GENERATION_FILE
     pad_id: int
     bos_id: int | None  # None unless the tokenizer's models expect it before plain text
     unk_id: int | None  # None if no id stands for unknown characters alone

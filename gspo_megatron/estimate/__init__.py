@@ -1,7 +1,7 @@
-"""What a run will need, before it runs: memory, communication and bubble of any layout.
+"""Memory, communication and pipeline bubble of any layout, before a run.
 
-The rank's part of the model is built and run by the training code itself, on the meta device and
-over pretended process groups (platform.megatron_meta); nothing here knows a layer's formula.
+The training code itself builds and runs a rank's part of the model, on the meta device and over
+fake process groups (platform.megatron_meta). There are no formulas of layers here.
 """
 
 import gspo_megatron.platform  # noqa: F401  (prepares the process for megatron.core)

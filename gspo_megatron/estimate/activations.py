@@ -1,4 +1,4 @@
-"""What one micro-batch keeps for its backward pass, and what it moves, by running it on meta."""
+"""The activations and collectives of one micro-batch, found by running it on meta."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class ChunkPass:
     saved_bytes: int  # kept for the backward pass, parameters apart
     input_bytes: int  # received from the stage before, and kept with the rest
     output_bytes: int  # sent to the next stage, and kept until the backward pass
-    forward_peak_bytes: int  # without gradients; 0 where there are no rollouts
-    workspace_bytes: int  # beyond `saved_bytes`, at the worst moment of forward and backward pass
+    forward_peak_bytes: int  # without gradients; 0 without rollouts
+    workspace_bytes: int  # the most beyond `saved_bytes` in forward and backward pass
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
 
 
 def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBatch:
-    """One micro-batch of sequences of (prompt, response) tokens as the trainer builds it, its
-    tensors on the meta device; what the host reads stays real."""
+    """One micro-batch of sequences of (prompt, response) tokens as the trainer builds it, with its
+    tensors on the meta device, except those that the host reads."""
     if isinstance(model.config, PretrainingConfig):
         built = _samples(len(lengths), sum(lengths[0]), model)
     else:
@@ -130,7 +130,7 @@ def _forward_peak(model: RankModel, number: int, batch: MicroBatch) -> int:
 
 
 def give_input(chunk: torch.nn.Module, batch: MicroBatch) -> None:
-    """Hand a chunk that does not embed tokens what the stage before would have sent."""
+    """Give a chunk without embedding an input like that of the previous stage."""
     model = unwrap(chunk)
     if model.pre_process:
         return
@@ -144,10 +144,10 @@ def give_input(chunk: torch.nn.Module, batch: MicroBatch) -> None:
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """What autograd keeps of the forward pass inside; on any device."""
+    """The tensors that autograd keeps of the forward pass inside, on any device."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """The parameters of `module` do not count."""
+        """The parameters of `module` are not counted."""
         self._parameters = {p.untyped_storage()._cdata for p in module.parameters()}
         self._kept: list[weakref.ref[Tensor]] = []
         super().__init__(self._pack, lambda tensor: tensor)
@@ -157,7 +157,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return self
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        # a tensor object of our own: it lives as long as the graph does
+        # a new tensor object, which lives as long as the graph
         kept = tensor.detach()
         self._kept.append(weakref.ref(kept))
         return kept
@@ -169,6 +169,6 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                 yield tensor
 
     def num_bytes(self) -> int:
-        """Of the storages that the graph still keeps, each counted once."""
+        """The bytes of the storages that the graph still keeps, each counted once."""
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._alive()}
         return sum(n for key, n in storages.items() if key not in self._parameters)

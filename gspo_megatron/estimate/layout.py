@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gspo_megatron.config import ResolvedParallel, resolve_parallel
-from gspo_megatron.config.any_stage import AnyConfig
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass, chunk_passes, micro_batch
 from gspo_megatron.estimate.memory import RankMemory, head_bytes, rank_memory
 from gspo_megatron.estimate.model import RankModel, global_parameters, rank_model, state_bytes

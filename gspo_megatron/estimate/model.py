@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.config import ResolvedParallel
-from gspo_megatron.config.any_stage import AnyConfig
 from gspo_megatron.config.precision import FP8, base_precision
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import UserError
 from gspo_megatron.models import build
 from gspo_megatron.models.build import Policy
@@ -33,7 +33,7 @@ class RankModel:
     policy: Policy
     trainer: Trainer
     trace: Trace
-    fp8_copies: int = 0  # bytes of what FP8 matrix products keep of the weights
+    fp8_copies: int = 0  # bytes of the weights' copies for FP8 matrix products
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ class StateBytes:
 def rank_model(
     config: AnyConfig, parallel: ResolvedParallel, rank: int, vocab_size: int
 ) -> Iterator[RankModel]:
-    """The model of `rank`, with its optimizer. Layers are torch_native's, whatever the backend.
+    """The model of `rank`, with its optimizer. Layers are torch_native's for every backend.
 
-    Raises UserError with what Megatron-Core has against the configuration.
+    Raises UserError with the reason if Megatron-Core refuses the configuration.
     """
     in_fp8 = config.training.precision in FP8
     config = without_kernels(config)
     with pretended_rank(rank, parallel.world_size) as trace:
         try:
             policy, trainer = _build(config, parallel, vocab_size)
-        # all of them are how Megatron-Core refuses what it does not have
+        # the errors by which Megatron-Core refuses a configuration
         except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
             raise UserError(f"rank {rank} of {parallel} cannot be built: {error}") from error
         copies = fp8_copy_bytes(policy) if in_fp8 else 0
@@ -71,7 +71,7 @@ def rank_model(
 
 def _build(config: Any, parallel: ResolvedParallel, vocab_size: int) -> tuple[Policy, Trainer]:
     set_up_model_parallel(parallel, seed=0)
-    # shapes are all there is; and what Megatron-Core has to say, it says to those who train
+    # there are only shapes to initialise, and warnings are for those who train
     with (
         warnings.catch_warnings(),
         replaced(build, "initialize_weights", lambda *_args, **_kwargs: None),
@@ -84,8 +84,8 @@ def _build(config: Any, parallel: ResolvedParallel, vocab_size: int) -> tuple[Po
 
 
 def without_kernels(config: AnyConfig) -> AnyConfig:
-    """The configuration without what only a GPU's kernels can do: Transformer Engine's layers, and
-    low precision, in whose place it has bf16."""
+    """The configuration without what needs a GPU's kernels: Transformer Engine's layers, and low
+    precision, which becomes bf16."""
     low = ("fp8", "moe_router_padding_for")
     megatron = {k: v for k, v in config.model.megatron.items() if not k.startswith(low)}
     model = config.model.model_copy(update={"backend": "torch_native", "megatron": megatron})
@@ -95,8 +95,8 @@ def without_kernels(config: AnyConfig) -> AnyConfig:
 
 
 def fp8_copy_bytes(policy: Policy) -> int:
-    """Transformer Engine keeps every weight that it multiplies by in FP8, a byte, and transposed,
-    another one, from micro-batch to micro-batch, beside the weight itself."""
+    """Transformer Engine keeps two FP8 copies of every weight of a matrix product, one of them
+    transposed, from micro-batch to micro-batch."""
     if getattr(policy.config, "disable_parameter_transpose_cache", False):
         return 0
     return 2 * sum(
@@ -107,7 +107,7 @@ def fp8_copy_bytes(policy: Policy) -> int:
 
 
 def state_bytes(model: RankModel) -> StateBytes:
-    """Of weights and gradients as DDP lays them out, padding included, and of the optimizer."""
+    """Bytes of weights and gradients in DDP's buffers, padding included, and of the optimizer."""
     parameters, gradients = _zeros(), _zeros()
     for chunk in model.policy.chunks:
         for buffers, kind in ((chunk.buffers, DENSE), (chunk.expert_parallel_buffers, EXPERTS)):
@@ -132,13 +132,13 @@ def state_bytes(model: RankModel) -> StateBytes:
 
 
 def _move(table: dict[str, int], count: int, kind: str) -> None:
-    """From the dense buffer, in which DDP keeps all that is replicated alike."""
+    """From dense to `kind`: DDP has one buffer for all parameters with the same replicas."""
     table[DENSE] -= count
     table[kind] += count
 
 
 def _optimizer_bytes(model: RankModel) -> dict[str, int]:
-    """Of what the optimizer adds: its own copies of the weights, and after a step its moments."""
+    """Bytes of the optimizer's own copies of the weights and, after a step, of its moments."""
     result = _zeros()
     weights = {p.untyped_storage()._cdata for _, p in _parameters(model.policy)}
     owners = {}

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo_megatron.config import Layout, ResolvedParallel, apply_layout, resolve_parallel
-from gspo_megatron.config.any_stage import AnyConfig, check_any_config
+from gspo_megatron.config.rules import check_config
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.estimate.layout import (
     HEADROOM,
@@ -125,7 +126,7 @@ def _candidates(
     for layout, placed in _layouts(config, world_size, machine):
         laid_out = _apply(config, layout, placed)
         try:
-            check_any_config(laid_out, world_size)
+            check_config(laid_out, world_size)
         except ConfigError:
             continue
         parallel = resolve_parallel(laid_out, world_size)

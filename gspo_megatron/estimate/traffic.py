@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from gspo_megatron.config import ModelShape, ResolvedParallel
-from gspo_megatron.config.any_stage import AnyConfig
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import EXPERTS, RankModel, StateBytes
 from gspo_megatron.estimate.workload import Workload

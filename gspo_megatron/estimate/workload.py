@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from gspo_megatron.batching.plan import largest_equal_share
 from gspo_megatron.config import Config, ResolvedParallel
-from gspo_megatron.config.any_stage import AnyConfig
-from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
+from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig
 
 
 @dataclass(frozen=True)

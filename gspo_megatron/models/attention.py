@@ -17,14 +17,14 @@ from gspo_megatron.models.transformer_config import without_fp8
 class KeyValueCache:
     """Keys and values of a batch of sequences that grow token by token, for one pipeline stage.
 
-    Sequences in one batch differ in length: each has its own position, and a query sees the keys up
-    to it. The prompts are written at once (`prefill`), padded on the right; what padding leaves
-    behind lies beyond a sequence's position and is overwritten when the position gets there.
+    The sequences of a batch differ in length: each has its own position, and a query sees the keys
+    up to its position. All prompts are written at once (`prefill`), padded on the right. Keys of
+    padding come after a sequence's position, and are overwritten when the sequence grows.
     """
 
     def __init__(self, frequencies: Tensor, max_length: int) -> None:
-        """frequencies: rotary angles [positions, 1, 1, dim], as Megatron's RotaryEmbedding gives
-        them; max_length: the positions to make room for."""
+        """frequencies: rotary angles [positions, 1, 1, dim] of Megatron's RotaryEmbedding;
+        max_length: the number of positions to allocate."""
         self._frequencies = frequencies
         self._cos, self._sin = frequencies.cos(), frequencies.sin()
         self._max_length = max_length
@@ -41,8 +41,8 @@ class KeyValueCache:
         self.angles = self._frequencies[:length]
 
     def start_token(self, positions: Tensor, longest: int) -> None:
-        """The next forward pass adds one token a sequence, at `positions` [sequences]; `longest`
-        is one more than the largest of them, known to the caller without a look at the device."""
+        """The next forward pass adds one token per sequence, at `positions` [sequences]; `longest`
+        is one more than the largest position, which the caller knows without asking the device."""
         self._positions, self._length = positions, longest
         self._rows = torch.arange(len(positions), device=positions.device)
         self._mask = (torch.arange(longest, device=positions.device) <= positions[:, None])[
@@ -79,10 +79,10 @@ class KeyValueCache:
 
 
 class CachedSelfAttention(SelfAttention):
-    """Megatron-Core's SelfAttention; while a cache is attached, its forward decodes with it.
+    """Megatron-Core's SelfAttention, which decodes while a cache is attached.
 
-    Megatron-Core's own inference contexts either want CUDA kernels (dynamic batching) or one common
-    position for the whole batch (static batching), and neither starts on a CPU.
+    Megatron-Core's own inference contexts need CUDA kernels (dynamic batching) or one common
+    position for the whole batch (static batching), and neither runs on a CPU.
     """
 
     key_value_cache: KeyValueCache | None = None
@@ -101,7 +101,7 @@ def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:
     """The rotary angles of positions 0 to length - 1 [length, 1, 1, dim], under context parallelism
     too."""
     rotary = getattr(model, "rotary_pos_emb", None)
-    if rotary is None:  # latent attention has them in each layer
+    if rotary is None:  # with latent attention each layer has its own
         rotary = next(m.rotary_pos_emb for m in model.modules() if hasattr(m, "rotary_pos_emb"))
     # packed_seq: the angles of all positions
     frequencies = rotary(length, packed_seq=True)
@@ -118,7 +118,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-# What Megatron-Core's modules and configs call the switches of sequence parallelism.
+# Attributes of Megatron-Core's modules and configs that turn sequence parallelism on.
 _SEQUENCE_PARALLEL_SWITCHES = (
     "sequence_parallel",
     "scatter_to_sequence_parallel",
@@ -128,8 +128,8 @@ _SEQUENCE_PARALLEL_SWITCHES = (
 
 @contextlib.contextmanager
 def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterator[None]:
-    """Let the attention layers of a policy's chunks use `cache`, and switch off what decoding has
-    no use for: sequence parallelism (one token does not divide by TP), and FP8."""
+    """Let the attention layers of a policy's chunks use `cache`, without sequence parallelism (one
+    token cannot be divided by TP) and without FP8."""
     modules = [module for model in models for module in model.modules()]
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     switched = [
@@ -143,8 +143,8 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterato
         module.key_value_cache = cache
     for owner, name in switched:
         setattr(owner, name, False)
-    # The cache rotates by each sequence's own positions. GPTModel's angles would not be used, and
-    # it cannot cut those of one token for context parallelism.
+    # The cache has the angles of each sequence's position. GPTModel cannot cut the angles of one
+    # token for context parallelism.
     position_embeddings = [model.position_embedding_type for model in models]
     for model in models:
         model.position_embedding_type = "none"

@@ -17,9 +17,9 @@ from torch import Tensor
 class GroupedExperts(MegatronModule):
     """Gated or plain two-layer experts over tokens that the dispatcher has sorted by expert.
 
-    Stock SequentialMLP runs a Python loop of small modules per layer; Transformer Engine's grouped
-    linear layers need CUDA. The weights here are stacked by expert, gate and up projection apart,
-    so that every cut (experts over EP, rows over ETP) is a plain slice of one tensor:
+    Stock SequentialMLP loops over small modules in Python; Transformer Engine's grouped linear
+    layers need CUDA. Here the weights are stacked by expert, with gate and up projection on an axis
+    of their own, so every shard (experts over EP, rows over ETP) is a slice of one tensor:
 
         weight1  [local experts, 2 (gate, up) or 1, ffn / ETP, hidden]
         weight2  [local experts, hidden, ffn / ETP]
@@ -46,8 +46,8 @@ class GroupedExperts(MegatronModule):
         self.weight1 = torch.nn.Parameter(torch.empty(shape, **kind))
         shape = (num_local_experts, config.hidden_size, ffn)
         self.weight2 = torch.nn.Parameter(torch.empty(shape, **kind))
-        # Experts are replicated over fewer ranks than the other weights as soon as EP or ETP
-        # differ from the dense layout; DDP then reduces them over the expert group of their own.
+        # If EP or ETP differ from the dense layout, experts are replicated over fewer ranks than
+        # the other weights; DDP then reduces them over the expert data-parallel group.
         replicated_alike = config.expert_model_parallel_size == 1 and (
             etp == config.tensor_model_parallel_size
         )
@@ -69,12 +69,12 @@ class GroupedExperts(MegatronModule):
             states = self.activation(gate) * up
         else:
             states = self.activation(states)
-        # the router's weight goes in before the second projection, as in stock experts
+        # multiplied by the router's weight before the second projection, as in stock experts
         states = (states * probs.unsqueeze(-1)).to(tokens.dtype)
         return grouped_linear(states, self.weight2, counts), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are not delayed here; the pipeline schedules call this regardless."""
+        """Weight gradients are not delayed here, but the pipeline schedules call this."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -107,7 +107,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def _grouped_mm_takes(rows: Tensor, weight: Tensor) -> bool:
-    """torch's grouped matmul wants rows of a multiple of 16 bytes, and no float64."""
+    """torch's grouped matmul needs rows of a multiple of 16 bytes, and has no float64."""
     if rows.dtype == torch.float64 or not hasattr(F, "grouped_mm"):
         return False
     return all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])

@@ -21,14 +21,14 @@ _RESOLVED = (
     "q_layernorm",
     "kv_layernorm",
 )
-LATENT_EPSILON = 1e-6  # whatever rms_norm_eps says, in DeepSeek's models and transformers
+LATENT_EPSILON = 1e-6  # in DeepSeek's models and transformers, independent of rms_norm_eps
 
 
 class CachedLatentAttention(MLASelfAttention):
-    """Megatron-Core's MLASelfAttention; while a cache is attached, its forward decodes with it.
+    """Megatron-Core's MLASelfAttention, which decodes while a cache is attached.
 
-    The cache holds keys and values of all heads, which needs more memory than the latent they are
-    made of and no second way to compute attention.
+    The cache holds keys and values of all heads. This takes more memory than the latents, but needs
+    no second way to compute attention.
     """
 
     key_value_cache: KeyValueCache | None = None
@@ -41,9 +41,8 @@ class CachedLatentAttention(MLASelfAttention):
                 setattr(self, name, ReplicatedLinear(getattr(self, name), self.config))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """0.19 asks here which layers to build; what the spec of our own backend says is taken as
-        it is. It would put a norm before queries that have no latent, and no model has one there.
-        """
+        """0.19 decides here which layers to build. It would add a norm to queries without a latent,
+        which no model has; the torch_native backend's spec is used unchanged."""
         if submodules.kv_layernorm is not LatentNorm:
             return super()._resolve_qk_norm_config(submodules)
         return {name: getattr(submodules, name) for name in _RESOLVED}
@@ -62,14 +61,14 @@ class CachedLatentAttention(MLASelfAttention):
 
 
 class LatentNorm(TorchNorm):
-    """The norms of the latents, whose epsilon is not the other norms'."""
+    """The norms of the latents, which have their own epsilon."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
         super().__init__(config, hidden_size, eps=LATENT_EPSILON)
 
 
 class RotaryAngles(torch.nn.Module):
-    """Megatron-Core's rotary angles of positions 0, 1, 2, ..., or those it is given."""
+    """Megatron-Core's rotary angles of positions 0, 1, 2, ..., or other angles that are set."""
 
     def __init__(self, stock: torch.nn.Module) -> None:
         super().__init__()
@@ -84,19 +83,19 @@ class RotaryAngles(torch.nn.Module):
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """The projection down to the latent, whole on every tensor-parallel rank.
+    """The projection down to the latent, replicated on every tensor-parallel rank.
 
     Under sequence parallelism each rank projects its own tokens, as with Transformer Engine's
-    layers. Megatron-Core's fallback for other backends cuts the latent over the ranks and joins it
-    again, and the gradient of the positional part of the keys, which the heads of all ranks share,
-    is then that of one rank's heads alone.
+    layers. Megatron-Core's fallback for other backends shards the latent and gathers it again. The
+    heads of all ranks share the positional part of the keys, but its gradient would then come from
+    one rank's heads only.
     """
 
     def __init__(self, replaced: ColumnParallelLinear, config: TransformerConfig) -> None:
         super().__init__()
         shape = (replaced.output_size, replaced.input_size)
         self.weight = torch.nn.Parameter(replaced.weight.new_empty(shape).detach())
-        # partial sums over the ranks' tokens: finalize_model_grads adds up what bears the mark
+        # finalize_model_grads sums the gradients of parameters with this attribute over the ranks
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:

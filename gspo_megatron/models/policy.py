@@ -19,8 +19,8 @@ from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
 
 @dataclass
 class HeadInputs:
-    """What the log-prob head computes: the rows of the hidden states that predict a response token,
-    and these tokens. It travels through Megatron-Core as the `labels`."""
+    """The work of the log-prob head: the rows of the hidden states that predict a response token,
+    and these tokens. Megatron-Core passes it on as the `labels`."""
 
     rows: Tensor  # [rows] int64, into the flattened [sequence, batch] of this rank's shard
     targets: Tensor  # [rows] int64, global vocabulary ids
@@ -29,15 +29,15 @@ class HeadInputs:
 
 
 class HiddenStates(ColumnParallelLinear):
-    """GPTModel's output layer, passing the hidden states on: the head multiplies them later, row by
-    row where a response token is predicted, so that logits never exist for a whole micro-batch."""
+    """GPTModel's output layer, which returns the hidden states unchanged. The head multiplies only
+    the rows that predict a response token, so logits never exist for a whole micro-batch."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, None]:
         """[sequence / TP under sequence parallelism, batch, hidden] -> whole sequence."""
         if self.sequence_parallel:
-            # each TP rank's part of the vocabulary adds to the gradient: reduce-scatter them
+            # each TP rank has the gradient from its part of the vocabulary: reduce-scatter
             return gather_from_sequence_parallel_region(
                 input_, tensor_parallel_output_grad=True, group=self.tp_group
             ), None
@@ -58,7 +58,7 @@ class PolicyModel(GPTModel):
         if self.pre_process:
             self.embedding.word_embeddings.register_forward_hook(self._freeze_padding_token)
         if self.post_process:
-            # same parameters, same checkpoint keys, another forward
+            # the same parameters and checkpoint keys, another forward
             assert type(self.output_layer) is ColumnParallelLinear
             self.output_layer.__class__ = HiddenStates
 
@@ -78,7 +78,7 @@ class PolicyModel(GPTModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """[padded vocabulary / TP, hidden], the embedding's where they are tied."""
+        """[padded vocabulary / TP, hidden]; the embedding's weight if they are tied."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -104,9 +104,9 @@ class PolicyModel(GPTModel):
 
     @torch.no_grad()
     def next_token_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [sequences, hidden] -> logits [sequences, vocabulary] fp32, all TP shards joined
-        (decoding looks at one position a sequence, so this stays small). Like the log-prob head's
-        they are not rounded to the dtype of the weight."""
+        """hidden [sequences, hidden] -> logits [sequences, vocabulary] fp32, gathered over TP (few:
+        decoding needs one position per sequence). As in the log-prob head they are not rounded to
+        the dtype of the weight."""
         group = self.pg_collection.tp
         weight = self.head_weight
         size = (len(hidden), len(weight))

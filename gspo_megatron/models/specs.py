@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of, on each of the two layer backends."""
+"""The modules of a transformer layer, for each of the two layer backends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TorchSpecProvider(LocalSpecProvider):
         return TorchCoreAttention
 
     def grouped_mlp_modules(self, *_args: Any, **_kwargs: Any) -> Any:
-        # 0.16 wants (module, submodules), 0.19 something to call.
+        # 0.16 needs (module, submodules), 0.19 a callable
         wants_pair = (
             "moe_use_legacy_grouped_gemm"
             in inspect.signature(LocalSpecProvider.grouped_mlp_modules).parameters
@@ -59,8 +59,8 @@ class TorchSpecProvider(LocalSpecProvider):
 
 
 def choose_backend(wanted: str, precision: str) -> str:
-    """`auto` is Transformer Engine where it is installed and there is a GPU for it; not in fp32 and
-    fp64, for which it has few kernels or none."""
+    """`auto` is Transformer Engine if it is installed and there is a GPU, except in fp32 and fp64,
+    for which it has few kernels or none."""
     import torch
 
     installed = importlib.util.find_spec("transformer_engine") is not None
@@ -81,8 +81,8 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage (and virtual stage), MoE and dense by moe_layer_freq.
 
-    joint_qk_norm: queries and keys are normalised over all heads together. Raises UserError for a
-    layout that the attention cannot be cut for.
+    joint_qk_norm: queries and keys are normalised over all heads together. Raises UserError if the
+    layout does not fit the attention.
     """
     _check_attention(config, joint_qk_norm, backend)
     if backend == "transformer_engine":
@@ -124,7 +124,7 @@ def _check_attention(config: TransformerConfig, joint_qk_norm: bool, backend: st
     if joint_qk_norm and config.num_query_groups % tp:
         raise UserError(
             f"parallel.tensor_model_parallel_size = {tp}: keys are normalised over all "
-            f"{config.num_query_groups} heads of keys together; legal: what divides that number"
+            f"{config.num_query_groups} heads of keys together; legal: a divisor of that number"
         )
     if config.multi_latent_attention and tp > 1 and not config.sequence_parallel:
         raise UserError(

@@ -42,19 +42,19 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # The loss callback hands Megatron a sum and a count, never a mean of means.
+        # The loss callback returns a sum and a count, never a mean of means.
         "calculate_per_token_loss": True,
-        # Weights come from models.initialize, the same on every layout, or from a checkpoint. Not
-        # by perform_initialization=False: Megatron-Core would then not mark which weights are cut
-        # over TP, and the gradient norm would count some of them on one rank only.
+        # Weights come from models.initialize or a checkpoint. Not perform_initialization=False:
+        # Megatron-Core would then not mark the weights that are sharded over TP, and the gradient
+        # norm would count them on one rank only.
         "init_method": leave_as_it_is,
         "output_layer_init_method": leave_as_it_is,
         "embedding_init_method": leave_as_it_is,
-        # Micro-batches are filled up to a token budget: their lengths differ. The allgather
-        # dispatcher wants them alike, and they are padded for it.
+        # Micro-batches are filled to a token budget, so their lengths differ. The allgather
+        # dispatcher needs equal lengths; for it they are padded.
         "variable_seq_lengths": shape.megatron.get("moe_token_dispatcher_type") != "allgather",
         "moe_token_dispatcher_type": "alltoall",
-        # Fusions that need apex, Transformer Engine or torch.compile; TE layers bring their own.
+        # Fusions that need apex, Transformer Engine or torch.compile; TE layers have their own.
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -72,7 +72,7 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
     kind: type[TransformerConfig] = TransformerConfig
     if values.get("multi_latent_attention"):
         kind = MLATransformerConfig
-        values["rotary_base"] = shape.rotary_base  # its layers make their rotary angles themselves
+        values["rotary_base"] = shape.rotary_base  # its layers compute their own rotary angles
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in values.items() if name in known})
 
@@ -83,13 +83,12 @@ def leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _interleaving(parallel: ResolvedParallel) -> dict[str, Any]:
-    """How the stages of an interleaved schedule exchange activations and gradients: one by one, as
-    Megatron-LM sets it too.
+    """The stages of an interleaved schedule send activations and gradients one by one, as in
+    Megatron-LM.
 
-    Batched, both travel between the same two ranks at pp=2, told apart by their order alone, which
-    is not the same at the two ends. And where the first stage has all its micro-batches in the
-    warm-up, the exchange of their lengths waits for itself over gloo, where a send ends only when
-    it is received.
+    Batched at pp=2, both go between the same two ranks and are matched only by their order, which
+    differs at the two ends. And if all micro-batches of the first stage are in the warm-up, the
+    exchange of their lengths deadlocks over gloo, where a send ends only when it is received.
     """
     if parallel.virtual_pipeline_model_parallel_size is None:
         return {}

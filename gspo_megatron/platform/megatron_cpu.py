@@ -1,16 +1,15 @@
 """Stock Megatron-Core on a machine without CUDA: every substitution in one place.
 
 Megatron-Core allocates on 'cuda', synchronises streams and compares tensor type names in a few
-dozen places. None of it is essential to the mathematics; with the stand-ins below the unchanged
-package runs over gloo on CPU tensors, in the same code path as on GPUs. Where CUDA is available
-`install` does nothing.
+dozen places. The mathematics does not need this. With the substitutes below the unchanged package
+runs over gloo on CPU tensors, by the same code as on GPUs. With CUDA `install` does nothing.
 
-No stand-in sits on the path of an ordinary tensor operation: a global TorchFunctionMode, the
-obvious way to redirect device arguments, costs 1 to 2 microseconds on every torch call. Instead
-the tensor factories are wrapped (a dictionary look-up when no device is given).
+Ordinary tensor operations are not slowed down: a global TorchFunctionMode, the obvious way to
+redirect device arguments, costs 1 to 2 microseconds per torch call. Instead the tensor factories
+are wrapped, which costs a dictionary look-up.
 
-tests/unit/platform/test_megatron_cpu.py holds each substitution against the installed
-Megatron-Core and fails when an upgrade makes one superfluous.
+tests/unit/platform/test_megatron_cpu.py compares each substitution with the installed
+Megatron-Core, and fails when an upgrade makes one superfluous.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _installed = False
 
 
 class InertStream:
-    """Stands in for a CUDA stream or event: CPU work is already in order when a call returns."""
+    """Replaces a CUDA stream or event: on a CPU the work is done when a call returns."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -65,7 +64,7 @@ class Splits(list):
 
 
 def is_needed() -> bool:
-    """True on machines where Megatron-Core's CUDA calls cannot be served by CUDA."""
+    """True on machines without CUDA."""
     return not torch.cuda.is_available()
 
 
@@ -77,7 +76,7 @@ def install() -> None:
     _installed = True
     _redirect_factories()
     _redirect_tensor_methods()
-    _still_cuda_runtime()
+    _replace_cuda_runtime()
     _redirect_random_state()
     _hide_gpu_packages()
     with _without_torch_compile():
@@ -86,13 +85,13 @@ def install() -> None:
     _adapt_megatron()
 
 
-# What Megatron-Core takes kernels from wherever it can be imported.
+# Megatron-Core uses their kernels whenever it can import them.
 GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
 
 
 def _hide_gpu_packages() -> None:
-    """Their kernels cannot compute here: where they are installed and no GPU is there, or one is
-    hidden as for a dry run, this process is not to find them."""
+    """They may be installed on a machine without a GPU, or with a GPU hidden for a dry run: their
+    kernels cannot compute here."""
     for name in GPU_PACKAGES:
         sys.modules[name] = None  # type: ignore[assignment]  # an import raises ImportError
 
@@ -118,9 +117,9 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def _redirect_factories() -> None:
-    # `with torch.device(...)` knows the factories by a list that it makes at its first use: made
-    # after this, it would lack the native ones, and transformers' models, built on "meta" and
-    # filled later, would keep uninitialised buffers.
+    # `with torch.device(...)` lists the factories at its first use. Made after this, the list would
+    # lack the native ones, and models of transformers, built on "meta" and filled later, would
+    # keep uninitialised buffers.
     torch.utils._device._device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -139,7 +138,7 @@ def _redirect_tensor_methods() -> None:
     torch.Tensor.record_stream = lambda self, *_args: None
 
 
-def _still_cuda_runtime() -> None:
+def _replace_cuda_runtime() -> None:
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda *_args: None
@@ -161,8 +160,8 @@ def _redirect_random_state() -> None:
 
 @contextlib.contextmanager
 def _without_torch_compile():
-    """Megatron-Core compiles its small fused functions; on CPU that costs start-up and wins
-    nothing, and merely decorating with torch.compile imports dynamo (2 s a rank)."""
+    """Megatron-Core compiles its small fused functions. On a CPU this gains nothing, and the
+    decorator alone imports dynamo (2 s per rank)."""
     native = torch.compile
 
     def passthrough(model: Any = None, **_kwargs: Any) -> Any:
@@ -184,7 +183,7 @@ def _adapt_megatron() -> None:
     native_move = moe_utils.maybe_move_tensor_to_cpu
 
     def move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # A CPU tensor would stay a tensor, and all_to_all_single wants a list of ints.
+        # stock returns CPU tensors unchanged, and all_to_all_single needs a list of ints
         if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:
             return Splits(tensor.tolist())
         return native_move(tensor, as_numpy=as_numpy, record_stream=record_stream)
@@ -199,7 +198,7 @@ def _adapt_megatron() -> None:
 
 
 def _uneven(native: Any, substitute: Any) -> Any:
-    """Gloo gathers and scatters equal shares only; expert tensor parallelism has unequal ones."""
+    """Gloo gathers and scatters only equal shares; expert tensor parallelism has unequal ones."""
 
     @functools.wraps(native)
     def collective(

@@ -1,6 +1,6 @@
-"""Defects of stock Megatron-Core that training here would meet, mended in one place.
+"""Fixes of the defects of stock Megatron-Core that affect training here.
 
-Each has a test that fails when an upgrade makes the mending superfluous.
+Each has a test that fails when an upgrade makes the fix superfluous.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def install() -> None:
 
 
 def _count_no_tokens_as_one() -> None:
-    """A micro-batch of padding alone has no token by the padding mask, and the aux loss divides by
-    their number squared: 0 / 0 would make every gradient NaN. Data-parallel ranks with fewer
+    """A micro-batch with only padding has 0 tokens by the padding mask, and the aux loss divides by
+    the squared number: 0 / 0 would make every gradient NaN. Data-parallel ranks with fewer
     sequences than micro-batches run such micro-batches to take part in the collectives."""
     from megatron.core.transformer.moe import router
 
@@ -41,9 +41,9 @@ def _count_no_tokens_as_one() -> None:
 
 
 def _average_z_loss_over_tokens() -> None:
-    """Stock takes the mean of the z loss over each shard's real tokens, and of these means the mean
-    over the shards (TP under sequence parallelism, CP): another number, with another gradient, as
-    soon as padding makes the shards hold different numbers of tokens."""
+    """Stock takes the mean of the z loss over the real tokens of each shard (TP under sequence
+    parallelism, CP), and then the mean of these means. With padding the shards have different
+    numbers of real tokens, and this is not the mean over all tokens."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -65,11 +65,11 @@ def _average_z_loss_over_tokens() -> None:
 
 
 def _carry_context_into_recompute() -> None:
-    """A checkpointed function runs again in the backward pass, between other micro-batches and on a
-    device in another thread: its context variables are then not those of its forward pass, and
-    routing.hooks would not know whose experts to replay. (Megatron-Core's own RouterReplay relies
-    on the order of micro-batches instead.) In FP8 Megatron-Core recomputes by Transformer Engine,
-    which keeps the function as it is too."""
+    """A checkpointed function runs again in the backward pass, between other micro-batches, and for
+    GPUs in another thread. Its context variables are then not those of its forward pass, and
+    routing.hooks would not know which micro-batch's experts to replay. (Megatron-Core's own
+    RouterReplay relies on the order of micro-batches.) In FP8 Megatron-Core recomputes by
+    Transformer Engine, which has the same defect."""
     from megatron.core.tensor_parallel.random import CheckpointFunction
 
     native = CheckpointFunction.forward
@@ -82,7 +82,7 @@ def _carry_context_into_recompute() -> None:
 
     CheckpointFunction.forward = staticmethod(forward)
     try:
-        # Megatron-Core imports the function from there at each call.
+        # Megatron-Core imports the function from this module at each call.
         from transformer_engine.pytorch import distributed as transformer_engine
     except ImportError:
         return
@@ -96,8 +96,8 @@ def _carry_context_into_recompute() -> None:
 
 
 def _latent_attention_without_transformer_engine() -> None:
-    """0.16 takes Transformer Engine for installed, because what it imports is there either way, as
-    mocks, and then asks whether a layer is an instance of one."""
+    """0.16 imports mocks if Transformer Engine is missing, believes that it is installed, and then
+    uses a mock in isinstance()."""
     from megatron.core.transformer import multi_latent_attention
 
     if not isinstance(multi_latent_attention.TELinear, type):
@@ -105,8 +105,8 @@ def _latent_attention_without_transformer_engine() -> None:
 
 
 def _count_real_tokens_of_experts() -> None:
-    """A router with a bias for each expert counts the tokens of each, padding left out, by a mask
-    of one flag a token against a map of one flag a token and expert: tokens do not broadcast."""
+    """A router with expert biases counts the real tokens of each expert. Stock combines the padding
+    mask [tokens] with the routing map [tokens, experts], whose shapes do not broadcast."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     native = TopKRouter._apply_expert_bias
@@ -123,8 +123,8 @@ def _count_real_tokens_of_experts() -> None:
 
 
 def _route_without_transformer_engine() -> None:
-    """0.16 reads the name where moe_router_dtype is set, and binds it only where Transformer Engine
-    is installed; None says that it is not."""
+    """With moe_router_dtype 0.16 reads a name that it defines only with Transformer Engine; None
+    means that it is not installed."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -132,9 +132,8 @@ def _route_without_transformer_engine() -> None:
 
 
 def _split_empty_extra_state() -> None:
-    """Recipes that keep nothing (blockwise, MXFP8) have an empty extra state since Transformer
-    Engine 2.16; 0.16 looks for the parts of each expert in it, whenever a checkpoint asks where
-    the weights lie."""
+    """Recipes without state (blockwise, MXFP8) have an empty extra state since Transformer Engine
+    2.16. In sharded_state_dict 0.16 looks for each expert's part in it, and fails."""
     from megatron.core.extensions import transformer_engine
 
     grouped = getattr(transformer_engine, "TEGroupedLinear", None)

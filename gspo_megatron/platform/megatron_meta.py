@@ -1,9 +1,9 @@
-"""Any one rank of any world in a single process: shapes and bytes without memory or peers.
+"""One rank of any layout in a single process: shapes and bytes, without memory or other ranks.
 
-The unchanged package builds and runs a rank's part of the model on torch's meta device, over
-process groups that only pretend. Two things in it cannot be done on shapes alone: values that
-decide shapes (how many tokens go to which expert: here equally many to each), and attention, whose
-reference formula would keep what no fused kernel keeps.
+The unchanged package builds and runs a rank's part of the model on torch's meta device, over fake
+process groups. Two things need more than shapes: values that decide shapes (the number of tokens
+of each expert: here the same for all), and attention, whose reference formula would keep tensors
+that no fused kernel keeps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ META = torch.device("meta")
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, the attribute is another one."""
+    """Inside, the attribute has another value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -40,9 +40,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretended_rank(rank: int, world_size: int) -> Iterator[Trace]:
-    """Inside, torch.distributed says that this process is `rank` of `world_size`, and what
-    Megatron-Core allocates on the device lies on the meta device. Gives a record of what happens.
-    Wants no process group started.
+    """Inside, this process is `rank` of `world_size` for torch.distributed, and Megatron-Core
+    allocates on the meta device. Yields a record of collectives and memory. torch.distributed must
+    not be initialised.
     """
     # registers the backend `fake`
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -57,16 +57,16 @@ def pretended_rank(rank: int, world_size: int) -> Iterator[Trace]:
     native_gather = mappings._gather_along_first_dim
 
     def gather(values: Tensor, group: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Real are only counts of tokens, which are the same on every rank."""
+        """Only counts of tokens are real tensors, and they are the same on every rank."""
         if values.is_meta:
             return native_gather(values, group, *args, **kwargs)
         return torch.cat([values] * group.size())
 
     def gather_objects(objects: list[Any], own: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Objects travel while the optimizer is built, to be found equal."""
+        """The optimizer's construction compares objects of all ranks."""
         objects[:] = [own] * len(objects)
 
-    # torch.distributed puts the rank before every line of a traceback, once more at each start
+    # each init_process_group makes torch put the rank before every line of a traceback once more
     with replaced(sys, "excepthook", sys.excepthook):
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
@@ -75,7 +75,7 @@ def pretended_rank(rank: int, world_size: int) -> Iterator[Trace]:
             replaced(mappings, "_gather_along_first_dim", gather),
             replaced(dist, "all_gather_object", gather_objects),
             _no_record_of_losses(router),
-            # kept by the process, on the device of the first backward pass
+            # a class attribute, on the device of the first backward pass
             replaced(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
             Trace() as trace,
         ):
@@ -86,12 +86,12 @@ def pretended_rank(rank: int, world_size: int) -> Iterator[Trace]:
 
 class _NoRecord:
     def record(self, *_args: Any, **_kwargs: Any) -> None:
-        """In the place of Megatron-Core 0.19's record."""
+        """Replaces Megatron-Core 0.19's record."""
 
 
 def _no_record_of_losses(router: Any) -> contextlib.AbstractContextManager[None]:
-    """Routers add their losses to a record of the process, which has the size of the first model
-    in it and would outlive this world."""
+    """Routers add their losses to a process-wide record of the first model's size, which must not
+    be created for a fake rank."""
     if hasattr(router, "save_to_aux_losses_tracker"):  # 0.16
         return replaced(router, "save_to_aux_losses_tracker", lambda *_args, **_kwargs: None)
     return replaced(router, "get_moe_metrics_tracker", _NoRecord)
@@ -99,8 +99,8 @@ def _no_record_of_losses(router: Any) -> contextlib.AbstractContextManager[None]
 
 @dataclass(frozen=True)
 class Collective:
-    """One call: what it was, over which ranks, and the bytes of the whole message: of a gather the
-    output, of a scatter the input."""
+    """One call, its ranks, and the bytes of the whole message: the output of a gather, the input of
+    a scatter."""
 
     kind: str  # all_reduce | all_gather | reduce_scatter | all_to_all | broadcast | other
     ranks: tuple[int, ...]
@@ -117,12 +117,12 @@ _KINDS = {
     "alltoall_": "all_to_all",
     "broadcast_": "broadcast",
 }
-# these return a Work and nothing else
+# these return only a Work
 _WORK_ALONE = ("alltoall_base_", "barrier", "send", "recv_", "gather_", "reduce_")
 
 
 class Trace(TorchDispatchMode):
-    """What happens inside: the collectives, and the bytes of meta tensors made here and alive."""
+    """Records the collectives inside, and the bytes of the meta tensors created inside."""
 
     results: ClassVar = MetaResults()  # the same for every rank
 
@@ -137,7 +137,7 @@ class Trace(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs or {})
-        # in here nothing decides about shapes: without this, EqualLoad would see every t.shape
+        # without this, EqualLoad would see every t.shape
         with torch._C.DisableTorchFunction():
             result = self.results(func, args, kwargs or {})
             for tensor in tensors_in(result):
@@ -147,8 +147,8 @@ class Trace(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would wrap the method, and load its compiler for that: a second, and some
-        microseconds at every operation."""
+        """Else torch wraps the method and loads its compiler: a second, and microseconds at every
+        operation."""
         return False
 
     def start_peak(self) -> None:
@@ -183,10 +183,11 @@ class Trace(TorchDispatchMode):
 
 
 class EqualLoad(TorchFunctionMode):
-    """Python values for what Megatron-Core reads off tensors: each expert gets equally many tokens.
+    """Gives real values to the numbers that Megatron-Core reads from tensors: every expert gets the
+    same number of tokens.
 
-    Counts of tokens are real (small) tensors; where they meet tensors of the meta device they
-    become such.
+    Counts of tokens are real (small) tensors; in an operation with meta tensors they become meta
+    tensors.
     """
 
     def __init__(self, share: float) -> None:
@@ -218,8 +219,7 @@ class EqualLoad(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _backward(self, tensors: Any, grad_tensors: Any, *_args: Any, **_kwargs: Any) -> None:
-        """As autograd's own; but that would leave this mode while it computes, and what is
-        recomputed then needs it like the forward pass."""
+        """autograd's backward, but inside this mode, which recomputation needs."""
         graph = torch.autograd.graph
         tensors, gradients = (
             (values,) if isinstance(values, Tensor) else tuple(values)
@@ -262,7 +262,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 class _Selected(torch.autograd.Function):
-    """masked_select with a known number of results; it keeps the mask."""
+    """masked_select with a given number of results; keeps the mask for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor, count: int) -> Tensor:
@@ -276,7 +276,7 @@ class _Selected(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """rows [rows, in] in runs x weights [groups, in, out]; it keeps both."""
+    """rows [rows, in] by group x weights [groups, in, out]; keeps both for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What a fused kernel keeps: its inputs, its output and a log-sum-exp of each row."""
+    """Keeps what a fused kernel keeps: inputs, output, and the log-sum-exp of each row."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What operations return on the meta device, remembered.
+"""A cache of the results of operations on the meta device.
 
-torch works out the shape of a result in Python for most operations, anew each time, in up to a
-millisecond. A dry run does the same few hundred operations on the same shapes in every layer.
+torch computes the shape of most results in Python, in up to a millisecond. A dry run does the same
+few hundred operations on the same shapes in every layer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those in nested lists, tuples and dictionaries. (torch's pytree takes ten times as long, and
-    this runs at every operation.)"""
+    """The tensors in nested lists, tuples and dictionaries. (This runs at every operation, and
+    torch's pytree takes ten times as long.)"""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -42,10 +42,10 @@ class _Result:
 
 
 class MetaResults:
-    """Operations on meta tensors; one that was done on such inputs before is not done again.
+    """Runs operations on meta tensors, and caches them by the shapes and values of their inputs.
 
-    Remembered is only what can be told from shapes: operations that write nothing, whose results
-    are new meta tensors, dense in memory of their own, as those that take meta tensors alone.
+    Cached are only operations that write nothing, that take only meta tensors, and whose results
+    are new, dense meta tensors.
     """
 
     def __init__(self) -> None:
@@ -67,13 +67,13 @@ class MetaResults:
 
 
 def _makes_its_results(func: Any) -> bool:
-    """By its schema. Some whose schema says so return a view nevertheless: see `_remembered`."""
+    """By its schema. Some return a view although the schema denies it: see `_remembered`."""
     schema = func._schema
     return not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
 
 
 def _description(value: Any) -> Hashable:
-    """Equal where torch does the same: 1, 1.0 and True are equal, but of different types."""
+    """A key of the cache. 1, 1.0 and True are equal in Python, so the type is part of the key."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
@@ -82,7 +82,7 @@ def _description(value: Any) -> Hashable:
 
 
 def _remembered(result: Any, inputs: Any) -> _Result | None:
-    """None: this operation has to be done each time."""
+    """None: this operation cannot be cached."""
     tensors = tuple(tensors_in(result))
     kind = Tensor if isinstance(result, Tensor) else type(result)
     if kind not in (Tensor, tuple, list) or not tensors:

@@ -6,11 +6,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.checkpoint.hf.writer_folder import check_destination
+from gspo_megatron.checkpoint.hf.writer import check_destination
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import load_starting_weights, open_logger, open_session
-from gspo_megatron.config.parallel import resolve_parallel
+from gspo_megatron.config import resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.data.inputs import FineTuningInputs, PretrainingInputs, model_vocab_size
 from gspo_megatron.models.build import build_policy
@@ -24,7 +24,7 @@ Inputs = FineTuningInputs | PretrainingInputs
 
 def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bool:
     """Train as this process's rank of the run. Every rank calls it with the same configuration,
-    which has passed `check_stage` and knows its steps. A run that is already in the run folder is
+    which has passed `check_config` and knows its steps. A run that is already in the run folder is
     continued, unless `fresh` is true: then the folder has to be empty.
 
     Returns whether the run is done; False if it was told to stop, and is saved. Raises UserError

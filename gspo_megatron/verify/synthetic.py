@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo_megatron.config.algorithm import ObjectiveSection
 from gspo_megatron.config.objectives import Recipe, resolve_objective
+from gspo_megatron.config.schema import ObjectiveSection
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def command_environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def gspo() -> Command:
     """Run `gspo-megatron` with the arguments given, and wait for it."""
 

@@ -60,10 +60,18 @@ def test_the_examples_differ_in_their_objective_alone(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(gspo: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What run.sh makes."""
     folder = tmp_path_factory.mktemp("data")
     write_toy_dataset(folder, "mixed", train=4000, test=400, seed=1)
+    result = gspo(
+        "sft",
+        FOLDER / "start" / "sft.yaml",
+        f"data.examples={folder / 'train.jsonl'}",
+        f"data.tokenizer={folder / 'tokenizer.model'}",
+        f"logging.dir={folder / 'start'}",
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
     return folder
 
 
@@ -84,6 +92,7 @@ def test_an_example_trains(gspo: Command, path: Path, data: Path, tmp_path: Path
         path,
         f"data.prompts={data / 'train.jsonl'}",
         f"data.tokenizer={data / 'tokenizer.model'}",
+        f"model.checkpoint_path={data / 'start'}",
         f"logging.dir={run}",
         "logging.plots=false",
     )

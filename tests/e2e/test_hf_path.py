@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from gspo_megatron.checkpoint.hf.offline import megatron_to_hf
+from gspo_megatron.checkpoint.hf.convert import megatron_to_hf
 from gspo_megatron.cli.main import main
 from tests.e2e.conftest import Command, write_config
 from tests.e2e.resuming import assert_same_run, make_small, train

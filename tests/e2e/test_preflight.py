@@ -21,7 +21,7 @@ PATIENCE = 240
 # A rank as srun starts it, whose imports are done before anything happens to it.
 _RANK = """
 import os, sys, threading, time
-import gspo_megatron.config.any_stage, gspo_megatron.platform.preflight
+import gspo_megatron.config.load, gspo_megatron.platform.preflight
 from gspo_megatron.cli.main import main
 
 def when_measuring(act):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gspo_megatron.checkpoint.hf.offline import hf_to_megatron, megatron_to_hf
+from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from tests.e2e.conftest import Command, write_config
 from tests.e2e.resuming import command, environment, make_small
 
@@ -56,6 +56,12 @@ def test_a_layout_that_the_model_does_not_fit_is_refused(gspo: Command, config_f
     assert "Traceback" not in result.stderr
 
 
+def train(path: Path) -> None:
+    options = {"capture_output": True, "text": True, "timeout": 240, "check": False}
+    result = subprocess.run(command(path), env=environment(path), **options)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 @pytest.fixture(scope="module")
 def dumped_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The configuration of a run of 3 steps on two pipeline stages, of which the last 2 are dumped:
@@ -70,15 +76,7 @@ def dumped_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         routing={"replay": "r3", "reference_replay": "r2"},
         training={"steps": 3, "dump_batches": 2},
     )
-    result = subprocess.run(
-        command(path),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment(path),
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    train(path)
     return path
 
 
@@ -190,15 +188,7 @@ def test_a_step_in_bf16_is_computed_with_the_fp32_weights_behind_it(
     path = make_small(
         write_config(toy, tmp_path), training={"precision": "bf16", "dump_batches": 1}
     )
-    result = subprocess.run(
-        command(path),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment(path),
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    train(path)
     dump = tmp_path / "run" / "dumps" / "step_00000002"
     result = gspo("verify", path, "--from-dump", dump, "--layouts", "dp=2", "ep=2,dp=2")
     assert result.returncode == 0, result.stderr[-3000:]

@@ -20,10 +20,10 @@ from gspo_megatron.batching.micro_batches import (
     forward_backward,
     response_logprobs,
 )
-from gspo_megatron.checkpoint.fp8_scales import scale_pieces
 from gspo_megatron.checkpoint.hf.export import export_hf
 from gspo_megatron.checkpoint.hf.load import load_hf
 from gspo_megatron.checkpoint.hf.stream import stream_hf
+from gspo_megatron.checkpoint.model_pieces import scale_pieces
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer, save_tensors
 from gspo_megatron.config import Config, check_config, parse_config, resolve_parallel
 from gspo_megatron.config.families import family_of_shape

@@ -47,7 +47,7 @@ class WordTokenizer:
     def symbol_id(self, symbol: str) -> None:
         """No special tokens."""
 
-    def apply_chat_template(self, messages: Any) -> str:
+    def render(self, messages: Any, **_: Any) -> str:
         raise AssertionError("the benchmark has no chat")
 
 

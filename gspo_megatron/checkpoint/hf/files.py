@@ -1,32 +1,42 @@
-"""A Hugging Face model folder: what is in it, and any part of any tensor of it."""
+"""A Hugging Face model folder: its config, its tensors, and whether they fit a model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import mmap
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from gspo_megatron.checkpoint.hf.files_header import (
-    DTYPES,
-    TensorEntry,
-    TensorSpec,
-    bounds,
-    read_header,
-    read_part,
-    tensor_bytes,
-    torch_dtype,
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gspo_megatron.checkpoint.hf.weight_map import (
+    MOST_ELEMENTS,
+    Box,
+    WeightMap,
+    split,
+    weight_map,
 )
-from gspo_megatron.checkpoint.hf.files_open import OpenFiles
-from gspo_megatron.checkpoint.hf.writer import SINGLE_FILE, WEIGHT_INDEX, HfWriter
-from gspo_megatron.errors import DataError
+from gspo_megatron.config.families import Family, describe, family_of
+from gspo_megatron.config.model_shape import ModelShape, shape_conflicts
+from gspo_megatron.config.problems import format_value
+from gspo_megatron.errors import ConfigError, DataError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["DTYPES", "SIDE_FILES", "HfFolder", "HfWriter", "TensorEntry", "TensorSpec"]
-
-# What travels with the weights: settings and tokenizer. Never code.
+SINGLE_FILE = "model.safetensors"
+WEIGHT_INDEX = "model.safetensors.index.json"
+# Dtypes of weights, by their names in safetensors files.
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+# The files that travel with the weights: settings and tokenizer. Never code.
 SIDE_FILES = (
     "config.json",
     "generation_config.json",
@@ -45,37 +55,46 @@ SIDE_FILES = (
 )
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_MAPPED_BYTES = 32 << 20  # read from mapped files before their pages are given back
+
+
+class FileTensor(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    dtype: str  # its name in the file format
+    shape: tuple[int, ...]
+    file: Path
+    offset: int  # its first byte in the file
 
 
 class HfFolder:
     """Config and tensors of a folder. Opening it reads the headers of the files, no tensor.
 
-    `config` is config.json; `generation_config` likewise, or None; `tensors` maps each name to its
-    dtype, shape and place; `side_files` are the folder's settings and tokenizer files. A config
-    that names Python code of its own (`auto_map`) describes a model that nobody else knows: it is
-    refused unless `ignore_custom_code`, and the code is not run then either.
+    `config` is config.json; `tensors` maps names to dtype, shape and file. A config that names
+    Python code of its own (`auto_map`) is refused unless `ignore_custom_code`; the code is never
+    run.
 
     Raises DataError with all that is wrong with the folder, one line each.
     """
 
     def __init__(self, path: str | Path, *, ignore_custom_code: bool = False) -> None:
         self.path = Path(path)
-        self._files = OpenFiles()
         if not self.path.is_dir():
             raise DataError(f"{self.path}: no such folder")
         problems: list[str] = []
         self.config: dict[str, Any] = _read_json(self.path / "config.json", problems) or {}
         generation = self.path / "generation_config.json"
-        self.generation_config: dict[str, Any] | None = (
-            _read_json(generation, problems) if generation.exists() else None
-        )
+        if generation.exists():
+            _read_json(generation, problems)
         if "auto_map" in self.config and not ignore_custom_code:
             problems.append(
                 f"{self.path / 'config.json'}: auto_map: the model is defined by code in its"
                 " folder, which is never run; --ignore-custom-code takes the folder for what its"
                 " model_type says"
             )
-        self.tensors: dict[str, TensorEntry] = self._read_tensors(problems)
+        self.tensors: dict[str, FileTensor] = self._read_tensors(problems)
+        self._mapped: dict[Path, mmap.mmap] = {}
+        self._read_bytes = 0
         if problems:
             raise DataError("\n".join(problems))
 
@@ -83,38 +102,37 @@ class HfFolder:
     def side_files(self) -> list[Path]:
         return [file for name in SIDE_FILES if (file := self.path / name).is_file()]
 
-    @property
-    def bytes(self) -> int:
-        """Of all tensors."""
-        return sum(entry.bytes for entry in self.tensors.values())
+    def read(self, name: str, slices: Sequence[slice]) -> Tensor:
+        """A part of a tensor of a legal dtype: a view of its memory-mapped file, not to be written
+        to. Safe in any thread.
 
-    def read(self, name: str, slices: Sequence[slice] | None = None) -> Tensor:
-        """The tensor, or the part of it that `slices` cut out (leading dimensions first; missing
-        ones are whole). Reads no more of the file than that, but for gaps below 64 KiB.
-
-        Raises KeyError for a name that the folder lacks; EOFError where the file has shrunk.
+        Raises KeyError for a name that the folder lacks.
         """
-        import torch
-
         entry = self.tensors[name]
-        sizes = [size for _, size in bounds(entry.shape, slices)]
-        out = torch.empty(sizes, dtype=torch_dtype(entry.dtype))
-        self.read_into(name, slices, tensor_bytes(out))
-        return out
+        dtype, count = DTYPES[entry.dtype], math.prod(entry.shape)
+        if not count:
+            return torch.empty(entry.shape, dtype=dtype)[tuple(slices)]
+        mapped = self._mapped.get(entry.file)
+        if mapped is None:
+            with entry.file.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._mapped[entry.file] = mapped
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.offset)
+        part = flat.view(entry.shape)[tuple(slices)]
+        # Pages that were read count as this process's memory until they are given back.
+        self._read_bytes += part.nbytes
+        if self._read_bytes > _MAPPED_BYTES:
+            self._read_bytes = 0
+            for each in list(self._mapped.values()):
+                each.madvise(mmap.MADV_DONTNEED)
+        return part
 
-    def read_into(self, name: str, slices: Sequence[slice] | None, out: memoryview) -> None:
-        """The same, its bytes."""
-        entry = self.tensors[name]
-        with self._files.descriptor(entry.file) as descriptor:
-            read_part(descriptor, entry.offset, entry, bounds(entry.shape, slices), out)
-
-    def close(self) -> None:
-        self._files.close()
-
-    def _read_tensors(self, problems: list[str]) -> dict[str, TensorEntry]:
+    def _read_tensors(self, problems: list[str]) -> dict[str, FileTensor]:
         single, index = self.path / SINGLE_FILE, self.path / WEIGHT_INDEX
-        if single.exists():  # as transformers does: before an index
-            return read_header(single, problems)
+        if single.exists():  # transformers, too, takes it before an index
+            return _read_header(single, problems) or {}
         if index.exists():
             return _read_indexed(index, problems)
         pickles = sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern))
@@ -128,44 +146,53 @@ class HfFolder:
         return {}
 
 
-def _read_indexed(index: Path, problems: list[str]) -> dict[str, TensorEntry]:
+def _read_header(file: Path, problems: list[str]) -> dict[str, FileTensor] | None:
+    """All tensors of one file; None where it is damaged, which goes to `problems`."""
+    try:
+        # The library checks the file. Its own mapping of tensors for torch needs as much free
+        # memory as the file is large; its numpy side maps without that.
+        with safe_open(file, framework="np"), file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length))
+    except SafetensorError as error:
+        cause = str(error).removeprefix("Error while deserializing header: ")
+        problems.append(f"{file}: damaged ({cause}); copy or download it again")
+    except OSError as error:
+        problems.append(f"{file}: {error.strerror or error}")
+    else:
+        header.pop("__metadata__", None)
+        return {
+            name: FileTensor(
+                entry["dtype"], tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0]
+            )
+            for name, entry in header.items()
+        }
+    return None
+
+
+def _read_indexed(index: Path, problems: list[str]) -> dict[str, FileTensor]:
     content = _read_json(index, problems)
     if content is None:
         return {}
-    weight_map = content.get("weight_map")
-    if not isinstance(weight_map, Mapping) or not all(
-        isinstance(file, str) for file in weight_map.values()
-    ):
+    files = content.get("weight_map")
+    if not isinstance(files, Mapping) or not all(isinstance(f, str) for f in files.values()):
         problems.append(f"{index}: no weight_map from tensor names to file names")
         return {}
-    tensors: dict[str, TensorEntry] = {}
-    readable = True
-    for file_name in sorted(set(weight_map.values())):
-        named = {name for name, file in weight_map.items() if file == file_name}
+    tensors: dict[str, FileTensor] = {}
+    for file_name in sorted(set(files.values())):
+        named = {name for name, file in files.items() if file == file_name}
+        file = index.parent / file_name
         if Path(file_name).name != file_name:
             problems.append(f"{index}: {file_name!r} is not the name of a file beside it")
-            readable = False
-            continue
-        file = index.parent / file_name
-        if not file.exists():
+        elif not file.exists():
             problems.append(f"{index}: {file_name}, with {len(named)} tensors, does not exist")
-            readable = False
-            continue
-        before = len(problems)
-        entries = read_header(file, problems)
-        if len(problems) > before:
-            readable = False
-        else:
-            problems += [f"{file}: {name} is missing" for name in sorted(named - entries.keys())]
+        elif (found := _read_header(file, problems)) is not None:
+            problems += [f"{file}: {name} is missing" for name in sorted(named - found.keys())]
             problems += [
                 f"{file}: {name} is in the file, and not in {index.name} at this place"
-                for name in sorted(entries.keys() - named)
+                for name in sorted(found.keys() - named)
             ]
-        tensors.update({name: entry for name, entry in entries.items() if name in named})
-    total = (content.get("metadata") or {}).get("total_size")
-    size = sum(entry.bytes for entry in tensors.values())
-    if readable and tensors.keys() == weight_map.keys() and total not in (None, size):
-        problems.append(f"{index}: total_size is {total}, the tensors have {size} bytes")
+            tensors |= found
     return tensors
 
 
@@ -174,11 +201,84 @@ def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         problems.append(f"{file}: {error.strerror}")
-        return None
     except ValueError as error:
         problems.append(f"{file}: not JSON: {error}")
-        return None
-    if not isinstance(content, dict):
+    else:
+        if isinstance(content, dict):
+            return content
         problems.append(f"{file}: not a JSON object")
-        return None
-    return content
+    return None
+
+
+def checked_folder(
+    path: str | Path,
+    shape: ModelShape,
+    vocab_size: int,
+    *,
+    ignore_custom_code: bool = False,
+) -> tuple[HfFolder, WeightMap]:
+    """The folder, and the map of its model. No tensor is read.
+
+    Raises DataError with all that is wrong: config.json describes another model than one of
+    `shape` and `vocab_size`; tensors are missing, unknown, or have another shape or dtype.
+    """
+    folder = HfFolder(path, ignore_custom_code=ignore_custom_code)
+    file = folder.path / "config.json"
+    try:
+        family, preset = family_of(folder.config), describe(folder.config)
+    except ConfigError as error:
+        raise DataError("\n".join(f"{file}: {line}" for line in error.problems)) from None
+    problems = [
+        f"{file}: {key} is {format_value(theirs)}, and {format_value(ours)} in the model"
+        for key, ours, theirs in shape_conflicts(replace(shape, vocab_size=vocab_size), preset)
+    ]
+    if problems:
+        raise DataError("\n".join(problems))
+    weights = weight_map(family, shape, vocab_size)
+    problems = list(_tensor_problems(folder, weights, family))
+    if problems:
+        raise DataError("\n".join(problems))
+    return folder, weights
+
+
+def _tensor_problems(folder: HfFolder, weights: WeightMap, family: Family) -> Iterator[str]:
+    for name, shape in weights.shapes.items():
+        entry = folder.tensors.get(name)
+        if entry is None:
+            yield f"{folder.path}: {name} is missing"
+        elif entry.shape != shape:
+            yield (
+                f"{folder.path}: {name} has the shape {list(entry.shape)}; config.json says "
+                f"{list(shape)}"
+            )
+        elif entry.dtype not in DTYPES:
+            yield f"{folder.path}: {name} has the dtype {entry.dtype}; legal: {', '.join(DTYPES)}"
+    copy = _tied_copy(weights, family)
+    for name in folder.tensors:
+        # some published folders hold constants, and a tied embedding twice
+        if name not in weights.shapes and name != copy and not name.endswith(family.unread):
+            yield f"{folder.path}: {name} is no part of the model that config.json describes"
+
+
+def _tied_copy(weights: WeightMap, family: Family) -> str | None:
+    """The name under which a folder may hold the tied embedding a second time."""
+    head = family.names["head"]
+    return None if head in weights.shapes else head
+
+
+def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None) -> None:
+    """Raise DataError where the two copies of a tied embedding differ within a box of it (default:
+    anywhere)."""
+    copy = _tied_copy(weights, family_of(folder.config))
+    if copy is None or copy not in folder.tensors:
+        return
+    box = weights.recipes["embedding.word_embeddings.weight"].boxes[0] if box is None else box
+    same = folder.tensors[copy][:2] == folder.tensors[box.name][:2]
+    for block in split(box, MOST_ELEMENTS) if same else ():
+        bits = [folder.read(n, block.source_slices).view(torch.uint8) for n in (box.name, copy)]
+        same = same and torch.equal(*bits)
+    if not same:
+        raise DataError(
+            f"{folder.path}: config.json says tie_word_embeddings, and {copy} differs from "
+            f"{box.name}"
+        )

@@ -12,22 +12,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from gspo_megatron.checkpoint.hf.arrangement import WeightMap, weight_map
-from gspo_megatron.checkpoint.hf.files_header import TensorSpec, name_of, torch_dtype
-from gspo_megatron.checkpoint.hf.local import Held, held_tensors
-from gspo_megatron.checkpoint.hf.pieces import Box, gather
+from gspo_megatron.checkpoint.hf.load import WeightShard, weight_shards
+from gspo_megatron.checkpoint.hf.weight_map import Box, WeightMap, gather, weight_map
+from gspo_megatron.checkpoint.hf.writer import TensorSpec
 from gspo_megatron.config.families import Family, family_of_shape
 from gspo_megatron.models.build import Policy
 
-MAIN_RANK = 0  # first of all groups: the ranks that share one with it hold a whole model
+MAIN_RANK = 0  # the ranks that share a model-parallel group with it hold a whole model
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank adds to an HF tensor: a box of something that it holds."""
+    """What one rank adds to an HF tensor: a box of one of its shards."""
 
     rank: int
-    held: int  # its place among what that rank holds
+    shard: int  # its number among the shards of that rank
     box: Box
 
 
@@ -40,30 +39,29 @@ def stream_hf(
     everywhere: bool = False,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield (name, tensor) of every tensor of the published layout, layer by layer. All ranks
-    iterate, in step with each other and to the end; a tensor belongs to the caller.
+    iterate together, to the end; a tensor belongs to the caller.
 
-    The main rank gets each tensor whole, the others None; with `everywhere` all of them get it. No
-    more than one tensor exists beside the model. What a rank holds goes to the main rank once, in
-    messages between the two, and only from the ranks of one copy of the model.
+    The main rank gets each tensor whole, the others None; with `everywhere` all ranks get it. Only
+    one tensor exists at a time beside the model. The ranks of one copy of the model send their
+    shards to the main rank, each element once.
 
-    family: whose names (default: the one that has models of this shape; ConfigError where none
-    has); dtype: of the tensors (default: the model's).
+    family: whose names are used (default: the one that has models of this shape; ConfigError where
+    none has); dtype: of the tensors (default: the model's).
     """
     family = family_of_shape(policy.shape) if family is None else family
     weights = weight_map(family, policy.shape, policy.vocab_size)
     specs = tensor_specs(policy, weights, dtype)
     for chunk in policy.chunks:
         if chunk.ddp_config.overlap_param_gather:
-            # the weights of the last update may still be on their way
+            # the last update's weights may still be in transit
             chunk.start_param_sync(force_sync=True)
-    held = held_tensors(policy, weights)
-    copy = _Copy(held, weights)
+    copy = _ModelCopy(weight_shards(policy, weights), weights)
     rank, device = dist.get_rank(), torch.device(torch.cuda.current_device())
     for name, spec in specs.items():
         tensor = None
         if rank == MAIN_RANK or everywhere:
-            tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
-        copy.collect(name, torch_dtype(spec.dtype), tensor)
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        copy.collect(name, spec.dtype, tensor)
         if everywhere and dist.get_world_size() > 1:
             dist.broadcast(tensor, src=MAIN_RANK)
         yield name, tensor
@@ -72,21 +70,21 @@ def stream_hf(
 def tensor_specs(
     policy: Policy, weights: WeightMap, dtype: torch.dtype | None = None
 ) -> dict[str, TensorSpec]:
-    """Dtype and shape of every tensor of the stream, in its order. Biases of routers stay fp32, as
-    Megatron-Core keeps them."""
+    """Dtype and shape of every tensor of the stream, in order. Biases of routers stay fp32, as in
+    Megatron-Core."""
     specs = {}
     for name, shape in weights.shapes.items():
         is_bias = weights.made_of[name][0][0].endswith(".expert_bias")
         kind = torch.float32 if is_bias else dtype or policy.config.params_dtype
-        specs[name] = TensorSpec(name_of(kind), shape)
+        specs[name] = TensorSpec(kind, shape)
     return specs
 
 
-class _Copy:
+class _ModelCopy:
     """One copy of the model, spread over the ranks that share a group with the main rank."""
 
-    def __init__(self, held: list[Held], weights: WeightMap) -> None:
-        self._held = held
+    def __init__(self, shards: list[WeightShard], weights: WeightMap) -> None:
+        self._shards = shards
         self._rank = dist.get_rank()
         self._parts: dict[str, list[_Part]] = {}
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -101,19 +99,19 @@ class _Copy:
                 assert found == math.prod(shape), f"{name}: {found} elements of {list(shape)}"
 
     def _distribute(self, group: dist.ProcessGroup, are_experts: bool, weights: WeightMap) -> None:
-        """Let the ranks of a group agree on who sends what: of replicas, the first rank's."""
+        """Exchange what each rank of a group holds; of replicas, the first rank sends."""
         mine = [
-            (number, tensor.name, tuple((part.start, part.stop) for part in tensor.slices))
-            for number, tensor in enumerate(self._held)
-            if tensor.is_expert == are_experts
+            (number, shard.name, tuple((part.start, part.stop) for part in shard.slices))
+            for number, shard in enumerate(self._shards)
+            if shard.is_expert == are_experts
         ]
         ranks = dist.get_process_group_ranks(group)
         everyone: list[Any] = [mine] * len(ranks)
         if len(ranks) > 1:
             dist.all_gather_object(everyone, mine, group=group)
         taken = set()
-        for rank, tensors in zip(ranks, everyone, strict=True):
-            for number, name, place in tensors:
+        for rank, shards in zip(ranks, everyone, strict=True):
+            for number, name, place in shards:
                 if (name, place) in taken:
                     continue
                 taken.add((name, place))
@@ -126,13 +124,13 @@ class _Copy:
         parts = self._parts.get(name, [])
         if self._rank == MAIN_RANK:
             assert out is not None
-            own = [part for part in parts if part.rank == MAIN_RANK]
-            gather(out, [(part.box, self._held[part.held].data) for part in own])
+            local = [part for part in parts if part.rank == MAIN_RANK]
+            gather(out, [(part.box, self._shards[part.shard].data) for part in local])
             self._receive(name, [part for part in parts if part.rank != MAIN_RANK], out)
             return
         mine = [part for part in parts if part.rank == self._rank]
         if mine:
-            data = [self._held[part.held].data[part.box.target_slices] for part in mine]
+            data = [self._shards[part.shard].data[part.box.target_slices] for part in mine]
             packed = torch.cat([part.reshape(-1).to(dtype) for part in data])
             _exchange([dist.P2POp(dist.isend, packed, MAIN_RANK, self._groups[name])])
 

@@ -1,52 +1,124 @@
-"""Writes a Hugging Face model folder as its tensors come, and shows it only when it is whole."""
+"""Writes a folder that appears under its name whole or not at all, and an HF model in one."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import itertools
 import json
+import math
 import os
+import shutil
 import threading
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from gspo_megatron.checkpoint.hf.checksums import Extents
-from gspo_megatron.checkpoint.hf.files_header import (
-    TensorEntry,
-    TensorSpec,
-    make_header,
-    name_of,
-    read_header,
-    read_into,
-    tensor_bytes,
-    write_from,
+import torch
+from torch import Tensor
+
+from gspo_megatron.checkpoint.folder import sync_file, sync_folder
+from gspo_megatron.checkpoint.hf.files import DTYPES, SINGLE_FILE, WEIGHT_INDEX
+from gspo_megatron.errors import DataError
+from gspo_megatron.files import folder_lacks
+
+MAX_SHARD_BYTES = 5_000_000_000  # as in most published checkpoints
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_FIXABLE = (  # by the user
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.EFBIG,
+    errno.ENAMETOOLONG,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
 )
-from gspo_megatron.checkpoint.hf.offline_blocks import workspace
-from gspo_megatron.checkpoint.hf.offline_share import in_threads
-from gspo_megatron.checkpoint.hf.writer_folder import (
-    NewFolder,
-    copy_file,
-    hidden_place,
-    told,
-    write_file,
-)
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-SINGLE_FILE = "model.safetensors"
-WEIGHT_INDEX = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 5_000_000_000  # as the published checkpoints have it
+class NewFolder:
+    """A context manager: within it, `partial` is a hidden folder beside `path`; `publish` renames
+    it to `path`. Without that it is removed at the end. What a killed process left is replaced.
 
-_METADATA = {"format": "pt"}  # transformers asks for it
-_BLOCK = 4 << 20  # bytes read back at once
+    With owner=False it uses the folder that another process, the owner, makes and publishes.
+
+    Raises DataError where `path` has something in it already, cannot be written, is being written
+    by another process, or where the disk has less than `size` bytes free.
+    """
+
+    def __init__(self, path: str | Path, size: int, *, owner: bool = True) -> None:
+        self.path = Path(path)
+        self.partial = _hidden_place(self.path)
+        self._size, self._owner = size, owner
+        self._lock: int | None = None
+        self._published = False
+
+    def __enter__(self) -> Any:
+        if not self._owner:
+            return self
+        check_destination(self.path)
+        with write_errors(self.path):
+            self.partial.parent.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            free = shutil.disk_usage(self.partial.parent).free
+            if self._size > free:
+                raise DataError(f"{self.path}: {self._size:,} bytes to write, {free:,} are free")
+            self.partial.mkdir()
+            self._lock = _lock(self.partial)
+        return self
+
+    def publish(self) -> None:
+        """Make the names in it durable (files are synced already) and rename it."""
+        with write_errors(self.path):
+            for folder in [*(p for p in self.partial.rglob("*") if p.is_dir()), self.partial]:
+                sync_folder(folder)
+            self.partial.rename(os.path.abspath(self.path))
+            self._published = True
+            sync_folder(self.partial.parent)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._lock is None:
+            return
+        if not self._published:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+    def _remove_leftovers(self) -> None:
+        """Of a process that was killed; a running one keeps its folder locked."""
+        if not self.partial.exists():
+            return
+        lock = _lock(self.partial)
+        if lock is None:
+            raise DataError(f"{self.path}: another process is writing to it")
+        os.close(lock)
+        shutil.rmtree(self.partial)
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor is, without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class _File:
-    """One file as planned; `offsets` are the places of its tensors in it."""
+    """One planned file; `offsets` are the places of its tensors in it."""
 
     name: str
     header: bytes
@@ -54,27 +126,20 @@ class _File:
     bytes: int
 
 
-class HfWriter:
-    """A folder of safetensors files under construction; a context manager.
+class HfWriter(NewFolder):
+    """A folder of safetensors files.
 
         specs = {"model.norm.weight": TensorSpec(torch.bfloat16, (64,)), ...}
         with HfWriter(path, specs) as writer:
             writer.write("model.norm.weight", tensor)
             ...
-            writer.seal()
+            writer.finish()
             writer.publish({"config.json": config}, copies=[folder / "tokenizer.json"])
 
-    All names, dtypes and shapes are known beforehand, and so is every tensor's place: tensors come
-    in any order, whole or in blocks of rows, from any thread, and go straight to their place. Until
-    `publish` they lie in a hidden folder beside `path`, in files without their first bytes until
-    `seal`, which no reader takes for safetensors; leaving the context without `publish` removes
-    them. What a killed writer left is replaced by the next one.
-
-    Several processes can write one folder: the `owner` makes it on entering the context and
-    publishes it; between, each process writes and seals the tensors of whole `files` of its own.
-
-    Raises DataError where the destination cannot be written or has something in it already, and
-    where the disk has no room for all of it.
+    Tensors come in any order, whole or in blocks, from any thread, and are written at once:
+    safetensors' own save_file needs all tensors of a file in memory. Until `finish`, the files lack
+    their headers, so no reader accepts them. Several processes can write one folder, each the
+    tensors of `files` of its own.
     """
 
     def __init__(
@@ -85,146 +150,89 @@ class HfWriter:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         owner: bool = True,
     ) -> None:
-        self.path = Path(path)
         self.tensors = dict(tensors)
+        self.bytes = sum(spec.bytes for spec in self.tensors.values())
+        super().__init__(path, self.bytes, owner=owner)
         self.files = _plan(self.tensors, max_shard_bytes)
-        self._folder = NewFolder(path, self.bytes) if owner else None
-        self._partial = hidden_place(self.path)
         self._file_of = {name: file for file in self.files for name in file.offsets}
-        self._written = {name: Extents() for name in self.tensors}
+        self._missing = {name: spec.bytes for name, spec in self.tensors.items()}
         self._descriptors: dict[str, int] = {}
-        self._opening = threading.Lock()
-        # the kernel lets one thread at a time write a file, and the others spin
-        self._writing = {file.name: threading.Lock() for file in self.files}
+        # The kernel lets one thread at a time write to a file; others would spin.
+        self._writing = threading.Lock()
 
-    @property
-    def folder(self) -> Path:
-        """Where the files are until `publish`."""
-        return self._partial
+    def write(self, name: str, tensor: Tensor, slices: Sequence[slice] | None = None) -> None:
+        """Write a tensor, or the block of it that `slices` cut out; it has the planned dtype."""
+        dtype, shape = self.tensors[name]
+        slices = [slice(0, extent) for extent in shape] if slices is None else slices
+        assert tensor.dtype == dtype, f"{name}: {tensor.dtype}, planned {dtype}"
+        sizes = [part.stop - part.start for part in slices]
+        assert list(tensor.shape) == sizes, f"{name}: {tensor.shape}, expected {sizes}"
+        if not tensor.numel():
+            return
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        offsets = list(_run_offsets(shape, slices))
+        size = len(flat) // len(offsets)
+        file = self._file_of[name]
+        with write_errors(self.path), self._writing:
+            for number, offset in enumerate(offsets):
+                at = file.offsets[name] + offset * dtype.itemsize
+                self._write(file, memoryview(flat[number * size : (number + 1) * size]), at)
+            self._missing[name] -= len(flat)
 
-    @property
-    def bytes(self) -> int:
-        """Of all tensors."""
-        return sum(spec.bytes for spec in self.tensors.values())
-
-    def __enter__(self) -> HfWriter:
-        if self._folder is None:
-            return self
-        self._folder.__enter__()
-        try:
-            with told(self.path):
-                for file in self.files:
-                    with (self._partial / file.name).open("xb") as stream:
-                        stream.truncate(file.bytes)
-        except BaseException:
-            self._folder.__exit__(None, None, None)
-            raise
-        return self
-
-    def write(self, name: str, tensor: Tensor, first_row: int = 0) -> None:
-        """Write a tensor, or the block of its rows that starts at `first_row`. The dtype is the
-        planned one, the device any."""
-        spec = self.tensors[name]
-        assert name_of(tensor.dtype) == spec.dtype, f"{name}: {tensor.dtype}, planned {spec.dtype}"
-        assert tensor.shape[1:] == spec.shape[1:], f"{name}: {tensor.shape} of {spec.shape}"
-        self.write_rows(name, tensor_bytes(tensor.detach().cpu().contiguous()), first_row)
-
-    def write_rows(
-        self, name: str, data: memoryview, first_row: int = 0, crc32: int | None = None
-    ) -> None:
-        """The same, of bytes, whose checksum may be known already."""
-        spec, file = self.tensors[name], self._file_of[name]
-        start = first_row * (spec.bytes // max(1, spec.shape[0])) if spec.shape else 0
-        assert start + len(data) <= spec.bytes, f"{name}: more rows than planned"
-        with told(self.path), self._writing[file.name]:
-            write_from(self._descriptor(file), data, file.offsets[name] + start)
-        if data:
-            crc32 = zlib.crc32(data) if crc32 is None else crc32
-            self._written[name].add(start, len(data), crc32)
-
-    def seal(
-        self, names: Iterable[str] | None = None, done: Callable[[int], None] = lambda _: None
-    ) -> None:
-        """Read these tensors, by default all, back and compare their checksums with what was given
-        to `write`, calling done(bytes) now and then; then make their files durable. They are all
-        the tensors of their files.
-
-        Raises OSError where the disk gives back other bytes than it was given.
-        """
-        names = set(self.tensors if names is None else names)
-        largest_first = sorted(names, key=lambda name: -self.tensors[name].bytes)
-        in_threads(lambda name: self._read_back(name, done), largest_first)
-        for file in self.files:
-            if names.isdisjoint(file.offsets):
-                continue
-            assert names >= file.offsets.keys(), f"{file.name} is not this process's alone"
-            with told(self.path):
-                write_from(self._descriptor(file), memoryview(file.header), 0)
-                os.fsync(self._descriptor(file))
-            self._check_header(file)
+    def finish(self, files: Iterable[_File] | None = None) -> None:
+        """Complete these files, by default all, and wait until they are on the disk."""
+        for file in self.files if files is None else files:
+            for name in file.offsets:
+                assert self._missing[name] == 0, f"never written, or only in part: {name}"
+            with write_errors(self.path):
+                self._write(file, memoryview(file.header), 0)
+                os.fsync(self._descriptors[file.name])
 
     def publish(
-        self, contents: Mapping[str, Mapping[str, Any]], copies: Iterable[Path] = ()
+        self, contents: Mapping[str, Mapping[str, Any]] = {}, copies: Iterable[Path] = ()
     ) -> None:
-        """Add JSON files and copies of other files, and give the folder its name. The owner's part,
-        once everything is sealed."""
-        assert self._folder is not None, "the owner publishes"
+        """Add JSON files and copies of other files, and give the folder its name; the owner does,
+        when all files are finished."""
         if len(self.files) > 1:
-            contents = {**contents, WEIGHT_INDEX: self._index()}
-        with told(self.path):
+            names = {name: file.name for name, file in sorted(self._file_of.items())}
+            index = {"metadata": {"total_size": self.bytes}, "weight_map": names}
+            contents = {**contents, WEIGHT_INDEX: index}
+        with write_errors(self.path):
             for file in copies:
                 if file.name not in contents:
-                    copy_file(file, self._partial)
+                    copy_file(file, self.partial)
             for name, content in contents.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False)
-                write_file(self._partial / name, text + "\n")
-        self._folder.publish()
+                write_text(self.partial / name, text + "\n")
+        super().publish()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
-        if self._folder is not None:
-            self._folder.__exit__(kind, error, traceback)
+        super().__exit__(*error)
 
-    def _read_back(self, name: str, done: Callable[[int], None]) -> None:
-        file, size = self._file_of[name], self.tensors[name].bytes
-        expected = self._written[name].crc32(size)
-        assert expected is not None, f"never written, or only in part: {name}"
-        crc32 = 0
-        for start in range(0, size, _BLOCK):
-            block = workspace.bytes("back", min(_BLOCK, size - start))
-            read_into(self._descriptor(file), block, file.offsets[name] + start)
-            crc32 = zlib.crc32(block, crc32)
-            done(len(block))
-        if crc32 != expected:
-            raise OSError(f"{self.path}: {file.name}: {name} is not what was written")
+    def _write(self, file: _File, data: memoryview, offset: int) -> None:
+        if file.name not in self._descriptors:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            self._descriptors[file.name] = os.open(self.partial / file.name, flags, 0o666)
+        while data:
+            count = os.pwrite(self._descriptors[file.name], data, offset)
+            data, offset = data[count:], offset + count
 
-    def _check_header(self, file: _File) -> None:
-        """What a reader will find is what was planned."""
-        problems: list[str] = []
-        path = self._partial / file.name
-        found = read_header(path, problems)
-        planned = {
-            name: TensorEntry(self.tensors[name].dtype, self.tensors[name].shape, path, offset)
-            for name, offset in file.offsets.items()
-        }
-        if problems or found != planned:
-            raise OSError(f"{self.path}: {file.name}: its header is not what was written")
 
-    def _index(self) -> dict[str, Any]:
-        names = {name: file.name for file in self.files for name in file.offsets}
-        return {"metadata": {"total_size": self.bytes}, "weight_map": dict(sorted(names.items()))}
-
-    def _descriptor(self, file: _File) -> int:
-        with self._opening:
-            if file.name not in self._descriptors:
-                self._descriptors[file.name] = os.open(self._partial / file.name, os.O_RDWR)
-            return self._descriptors[file.name]
+def _run_offsets(shape: Sequence[int], slices: Sequence[slice]) -> Iterator[int]:
+    """The first element of each run of consecutive elements that a block of a tensor has."""
+    whole = len(shape)
+    while whole and slices[whole - 1] == slice(0, shape[whole - 1]):
+        whole -= 1
+    # all dimensions from `whole` on are complete: a run goes over them and the one before
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.insert(0, strides[0] * extent)
+    starts = [part.start for part in slices]
+    for index in itertools.product(*(range(s.start, s.stop) for s in slices[: max(0, whole - 1)])):
+        first = [*index, *starts[len(index) :]]
+        yield sum(at * stride for at, stride in zip(first, strides))
 
 
 def _plan(tensors: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[_File]:
@@ -240,7 +248,75 @@ def _plan(tensors: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[_File
     files = []
     for number, group in enumerate(groups, start=1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        header, offsets = make_header(group, _METADATA)
-        size = len(header) + sum(spec.bytes for spec in group.values())
-        files.append(_File(name if len(groups) > 1 else SINGLE_FILE, header, offsets, size))
+        size = sum(spec.bytes for spec in group.values())
+        files.append(_File(name if len(groups) > 1 else SINGLE_FILE, *_layout(group), size))
     return files
+
+
+def _layout(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
+    """The header of a safetensors file, and where each tensor begins in the file.
+
+    A file is 8 bytes (length of the header, little endian), a JSON header (name -> dtype, shape,
+    data_offsets) and the bytes of the tensors.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    ends = list(itertools.accumulate((spec.bytes for spec in tensors.values()), initial=0))
+    for (name, spec), begin, end in zip(tensors.items(), ends, ends[1:]):
+        dtype, shape = _DTYPE_NAMES[spec.dtype], list(spec.shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns the data
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + begin for name, begin in zip(tensors, ends)}
+
+
+def _hidden_place(path: Path) -> Path:
+    """Where a folder is made."""
+    absolute = Path(os.path.abspath(path))  # a name such as "." has no place beside it
+    return absolute.parent / f".{absolute.name}.partial"
+
+
+def check_destination(path: Path) -> None:
+    """Raise DataError unless `path` is new or an empty folder, where folders can be made."""
+    if path.is_dir():
+        if any(path.iterdir()):
+            raise DataError(f"{path}: has files in it already; give a new or an empty folder")
+    elif path.exists() or path.is_symlink():
+        raise DataError(f"{path}: exists and is not a folder")
+    lacks = folder_lacks(_hidden_place(path).parent)
+    if lacks is not None:
+        raise DataError(f"{path}: cannot be made: {lacks}")
+
+
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Within it, errors that the user can fix become a DataError about `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FIXABLE:
+            raise
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a file and wait until it is on the disk."""
+    path.write_text(content, encoding="utf-8")
+    sync_file(path)
+
+
+def copy_file(source: Path, folder: Path) -> None:
+    """Copy a file's contents into a folder, and wait until they are on the disk."""
+    shutil.copyfile(source, folder / source.name)
+    sync_file(folder / source.name)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that locks the folder until it is closed; None where another process does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -1,7 +1,7 @@
-"""What a family of published models is: its config.json in our terms, and the names of its tensors.
+"""A family of published models: its config.json as TransformerConfig fields, and its tensors.
 
-A family is a table, and torch-free: the configuration takes a model's shape from it before torch is
-imported, and checkpoint/hf its names.
+A family is a table without torch: the configuration takes a model's shape from it before torch is
+imported, and checkpoint/hf the names of tensors.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gspo_megatron.config.presets import ModelPreset
+from gspo_megatron.config.model_shape import (
+    ModelPreset,
+    ModelShape,
+    expert_pattern,
+    experts_in_layers,
+)
 from gspo_megatron.config.problems import format_value
-
-if TYPE_CHECKING:
-    from gspo_megatron.config.shape import ModelShape
 
 REQUIRED = object()
 
@@ -26,9 +28,9 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Field:
-    """A key of config.json that is a keyword argument of TransformerConfig, and how to get from one
-    value to the other; `default` is what transformers takes where the key is missing, `also` its
-    other spelling."""
+    """A key of config.json that corresponds to a field of TransformerConfig, and how to convert the
+    value in both directions. `default` is what transformers takes if the key is missing, `also`
+    another spelling of the key."""
 
     hf: str
     ours: str
@@ -36,19 +38,19 @@ class Field:
     read: Callable[[Any], Any] = _same
     write: Callable[[Any], Any] = _same
     also: str = ""
-    nullable: bool = False  # null is a value; else TransformerConfig's default is taken for it
+    nullable: bool = False  # null is a value; otherwise it means TransformerConfig's default
 
     def value(self, config: Mapping[str, Any]) -> Any:
         return config.get(self.hf, config.get(self.also, self.default))
 
 
 def negated(hf: str, ours: str, default: bool) -> Field:
-    """A flag that says the opposite."""
+    """A flag with the opposite meaning."""
     return Field(hf, ours, default, read=lambda value: not value, write=lambda value: not value)
 
 
-# An expert pattern, both ways: config.json -> one flag a layer, and flags -> keys of config.json or
-# None where it cannot say so.
+# Which layers have experts, in both directions: config.json -> one flag a layer, and flags -> keys
+# of config.json, or None if it cannot express them.
 ReadPattern = Callable[[Mapping[str, Any]], list[bool]]
 WritePattern = Callable[[list[bool]], "dict[str, Any] | None"]
 
@@ -57,9 +59,9 @@ WritePattern = Callable[[list[bool]], "dict[str, Any] | None"]
 class Family:
     """Models that share an architecture of transformers.
 
-    `always` are values of TransformerConfig that all models of the family have; `only` the keys of
-    config.json of which the map knows some values alone, the first being the one of a missing key;
-    `names` the template of each tensor's name by what it is (checkpoint/hf/arrangement.py).
+    `always`: fields of TransformerConfig that all models of the family share. `only`: keys of
+    config.json of which we support some values only; the first one stands for a missing key.
+    `names`: the template of each tensor's name, by its role (checkpoint/hf/weight_map.py).
     """
 
     model_type: str
@@ -70,19 +72,19 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rope_theta: float = 10_000.0
     max_position_embeddings: int = 32_768
-    tied: bool = False  # transformers' own where config.json leaves it out
+    tied: bool = False  # transformers' default if config.json leaves it out
     joint_qk_norm: bool = False
     read_pattern: ReadPattern | None = None
     write_pattern: WritePattern | None = None
-    # What no table says: problems of several keys together, and fields made of several keys.
+    # What the table cannot express: problems of several keys together, fields made of several keys.
     check: Callable[[Mapping[str, Any]], list[str]] | None = None
     read_rest: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     write_rest: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    # Tensors that published files may hold and nobody reads, by the end of their names.
+    # Tensors in published files that are ignored, by the end of their names.
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
     def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:
-        """The model that a config.json describes, and what of it we cannot do, one line each."""
+        """The model that a config.json describes, and a line for each thing not supported."""
         problems = [
             f"{key} = {format_value(hf[key])}: not supported; legal: "
             + " or ".join(format_value(value) for value in legal)
@@ -157,7 +159,7 @@ _ALWAYS: dict[str, Any] = {
     "normalization": "RMSNorm",
     "add_bias_linear": False,
     "gated_linear_unit": True,
-    # Dropout would make the old and the new policy differ by noise: their ratio is the objective.
+    # With dropout the old and the new policy would differ by noise, and so would their ratio.
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
@@ -209,25 +211,13 @@ EXPERTS = {
 }
 
 
-def experts_in_layers(shape: ModelShape) -> list[bool]:
-    """Whether each layer has experts, as Megatron-Core reads moe_layer_freq."""
-    if shape.num_moe_experts is None:
-        return [False] * shape.num_layers
-    frequency = shape.megatron.get("moe_layer_freq", 1)
-    if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(shape.num_layers)]
-    return [bool(flag) for flag in frequency]
-
-
 def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
     """The fields of TransformerConfig in which the function of a model differs from that of a
     preset."""
     own, its = dict(shape.megatron), dict(preset.megatron)
-    # one pattern, two spellings
-    own["moe_layer_freq"] = experts_in_layers(shape)
-    frequency = its.get("moe_layer_freq", [1] * shape.num_layers)
-    flags = [bool(flag) for flag in frequency]
-    its["moe_layer_freq"] = flags if its.get("num_moe_experts") else [False] * shape.num_layers
+    # one pattern may be spelled in two ways
+    for fields in (own, its):
+        fields["moe_layer_freq"] = expert_pattern(fields, shape.num_layers)
     # sizes that a config.json may leave to their defaults; ModelShape has them all
     defaults = ["num_query_groups", "kv_channels"]
     if not shape.has_dense_layers:
@@ -245,75 +235,33 @@ def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
 
 
 def is_neutral(name: str) -> bool:
-    """Whether a field of TransformerConfig changes how a model is computed, cut or trained, and not
-    what it computes."""
-    return name in _NEUTRAL or name.startswith(_NEUTRAL_STARTS) or name.endswith("_fusion")
+    """Whether a field of TransformerConfig changes only how a model is computed, sharded or
+    trained, and not the function that it computes."""
+    starts = tuple(_NEUTRAL_STARTS.split())
+    return name in _NEUTRAL.split() or name.startswith(starts) or name.endswith("_fusion")
 
 
-_NEUTRAL = {
-    "attention_backend",
-    "attention_softmax_in_fp32",
-    "apply_query_key_layer_scaling",
-    "apply_rope_fusion",
-    "barrier_with_L1_time",
-    "batch_p2p_comm",
-    "batch_p2p_sync",
-    "deterministic_mode",
-    "disable_bf16_reduced_precision_matmul",
-    "gradient_accumulation_fusion",
-    "hidden_dropout",
-    "init_method_std",
-    "attention_dropout",
-    "moe_aux_loss_coeff",
-    "moe_grouped_gemm",
-    "moe_layer_recompute",
-    "moe_router_bias_update_rate",
-    "moe_router_dtype",
-    "moe_router_load_balancing_type",
-    "moe_router_padding_for_fp8",
-    "moe_router_padding_for_quantization",
-    "moe_shared_expert_overlap",
-    "moe_token_dispatcher_type",
-    "moe_z_loss_coeff",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "test_mode",
-}
-_NEUTRAL_STARTS = (
-    "cpu_offloading",
-    "cuda_graph",
-    "deallocate_",
-    "defer_embedding",
-    "delay_wgrad",
-    "distribute_saved",
-    "enable_cuda_graph",
-    "external_cuda_graph",
-    "fine_grained_activation",
-    "flash_decode",
-    "fp8",
-    "inference_",
-    "log_",
-    "microbatch_group_size",
-    "moe_deepep",
-    "moe_enable_deepep",
-    "moe_flex",
-    "moe_hybridep",
-    "moe_pad_",
-    "moe_per_layer_logging",
-    "offload_",
-    "overlap_",
-    "recompute_",
-    "tp_comm_",
-    "tp_only_amax",
-    "wgrad_deferral",
-)
+_NEUTRAL = """
+    attention_backend attention_softmax_in_fp32 apply_query_key_layer_scaling apply_rope_fusion
+    barrier_with_L1_time batch_p2p_comm batch_p2p_sync deterministic_mode
+    disable_bf16_reduced_precision_matmul gradient_accumulation_fusion hidden_dropout
+    init_method_std attention_dropout moe_aux_loss_coeff moe_grouped_gemm moe_layer_recompute
+    moe_router_bias_update_rate moe_router_dtype moe_router_load_balancing_type
+    moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_shared_expert_overlap
+    moe_token_dispatcher_type moe_z_loss_coeff num_layers_in_first_pipeline_stage
+    num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split test_mode
+"""
+_NEUTRAL_STARTS = """
+    cpu_offloading cuda_graph deallocate_ defer_embedding delay_wgrad distribute_saved
+    enable_cuda_graph external_cuda_graph fine_grained_activation flash_decode fp8 inference_ log_
+    microbatch_group_size moe_deepep moe_enable_deepep moe_flex moe_hybridep moe_pad_
+    moe_per_layer_logging offload_ overlap_ recompute_ tp_comm_ tp_only_amax wgrad_deferral
+"""
 
 
 def _windows(hf: Mapping[str, Any]) -> list[str]:
-    """Attention to the last tokens alone."""
+    """Sliding-window attention, which is not supported."""
     window, used = hf.get("sliding_window"), hf.get("use_sliding_window", "sliding_window" in hf)
     problems = []
     if window is not None and used:

@@ -1,4 +1,4 @@
-"""Which layers of Qwen's MoE models have experts: two keys that say it together."""
+"""Which layers of Qwen's MoE models have experts: two keys of config.json together."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gspo_megatron.checkpoint.fp8_scales import boxes_of, keeps_scales
+from gspo_megatron.checkpoint.model_pieces import keeps_scales, scale_boxes
 from gspo_megatron.checkpoint.storage import Piece
 
 HISTORY = 4
@@ -45,7 +45,7 @@ def test_each_expert_has_its_own_place_on_every_layout(ranks: int) -> None:
     pieces = []
     for rank in range(ranks):
         own = range(rank * share, (rank + 1) * share)
-        pieces += boxes_of(module_of(own), "experts.linear_fc1", own.start, 6)
+        pieces += scale_boxes(module_of(own), "experts.linear_fc1", own.start, 6)
     tensors = joined(pieces)
     assert len(tensors) == 4
     experts = torch.arange(6.0)[:, None]
@@ -58,7 +58,7 @@ def test_each_expert_has_its_own_place_on_every_layout(ranks: int) -> None:
 
 def test_pieces_are_the_modules_own_tensors() -> None:
     module = module_of(range(1))
-    for piece in boxes_of(module, "linear_qkv", 0, 1):
+    for piece in scale_boxes(module, "linear_qkv", 0, 1):
         piece.data.fill_(7.0)
     for state in ("scaling_fwd", "scaling_bwd"):
         assert (module.fp8_meta[state].scale == 7.0).all()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import Tensor
 
-from gspo_megatron.checkpoint.model_pieces import ModelPiece, _piece
+from gspo_megatron.checkpoint.model_pieces import ModelPiece, _piece, boxes
 
 
 def place_all(piece: ModelPiece, flat: Tensor, cuts: list[int]) -> Tensor:
@@ -102,3 +105,25 @@ def test_copies_of_tensor_parallel_ranks_are_no_originals() -> None:
     for replica, original in (((0, 0, 5), True), ((0, 1, 0), False), ((1, 0, 0), False)):
         shard = ShardedTensor.from_rank_offsets("norm", weight, replica_id=replica)
         assert _piece(shard, weight, 45).is_original is original
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (1, 4), (4, 1), (3, 2, 4), (2, 1, 3, 2)])
+def test_every_run_in_order(shape: tuple[int, ...]) -> None:
+    """All runs of all these shapes: the boxes hold the run's elements, in its order."""
+    count = math.prod(shape)
+    whole = torch.arange(count).view(shape)
+    for start in range(count + 1):
+        for stop in range(start, count + 1):
+            found = list(boxes(shape, start, stop))
+            elements = []
+            for offset, size in found:
+                assert len(offset) == len(size) == len(shape) and 0 not in size
+                box = whole[tuple(slice(o, o + n) for o, n in zip(offset, size))]
+                assert box.shape == size
+                elements += box.flatten().tolist()
+            assert elements == list(range(start, stop))
+            assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_backward_run_is_empty() -> None:
+    assert list(boxes((3, 4), 7, 5)) == []

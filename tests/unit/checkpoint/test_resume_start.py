@@ -203,7 +203,7 @@ def test_a_given_checkpoint_is_found_by_any_of_its_folders(config: Config, tmp_p
         assert given_checkpoint(str(path)) == newest
     with pytest.raises(DataError, match="no such folder"):
         given_checkpoint(str(tmp_path / "absent"))
-    with pytest.raises(DataError, match="holds no checkpoint of ours"):
+    with pytest.raises(DataError, match="holds no checkpoint of gspo-megatron"):
         given_checkpoint(str(tmp_path))
 
 

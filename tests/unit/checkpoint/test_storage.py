@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from gspo_megatron.checkpoint.restricted import read_index
+from gspo_megatron.checkpoint import storage
+from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.checkpoint.storage import Piece, read_pieces, write_pieces
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.heartbeat import heard_by
@@ -56,6 +57,22 @@ def test_cut_in_one_way_and_read_in_another(tmp_path: Path, dtype: torch.dtype) 
     found, number = torch.zeros_like(whole), torch.zeros(())
     read_pieces(tmp_path, [*halves("a", found, 5), Piece("b", number, (), ())])
     assert torch.equal(found, whole) and number == 3.5
+
+
+@pytest.mark.parametrize("limit", [8, 30, 1000])
+def test_large_pieces_are_stored_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """So that a reader can hold one at a time; even rows are cut where they are too large."""
+    monkeypatch.setattr(storage, "BLOCK_BYTES", limit)
+    whole, empty = torch.randn(7, 3, 2), torch.zeros(0, 3)
+    write_pieces(tmp_path, [*halves("a", whole, 2), Piece("b", empty, (0, 3), (0, 0))])
+    chunks = read_index(tmp_path).state_dict_metadata["a"].chunks
+    assert max(chunk.sizes.numel() * 4 for chunk in chunks) <= limit
+    assert len(chunks) == {8: 21, 30: 7, 1000: 2}[limit]
+    found = torch.zeros_like(whole)
+    read_pieces(tmp_path, halves("a", found, 5), all_keys=False)
+    assert torch.equal(found, whole)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +154,7 @@ def _no_places(index: Any) -> None:
         (_drop_place, "a is not whole"),
         (_other_place, "a is not whole"),
         (_no_places, "not an index of a checkpoint"),
-        (lambda _: {"some": "dictionary"}, "not an index of a checkpoint, but a dict"),
+        (lambda _: {"some": "dictionary"}, "not an index of a checkpoint: it is a dict"),
         (lambda _: print, "it names builtins.print"),
         (lambda _: torch.load, "it names torch.serialization.load"),
         (lambda _: torch.save, "it names torch.serialization.save"),

@@ -13,7 +13,7 @@ import yaml
 
 from gspo_megatron.cli.check_inputs import check_any
 from gspo_megatron.cli.main import main
-from gspo_megatron.config.any_stage import load_any_config
+from gspo_megatron.config.load import load_any_config
 from gspo_megatron.data.corpus_files import write_indexed
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.estimate.layout import estimate_layout
@@ -133,11 +133,13 @@ def test_problems_of_all_parts_of_a_stage_are_told_at_once(
     words = ["data.chat_template=true", "data.messages_field=m", f"model.checkpoint_path={nothing}"]
     assert main(["check", str(sft), *words, "data.max_tokens=1000"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" = ")[0] for line in lines[:2]] == [
-        "data.chat_template",
-        "data.max_tokens",
-    ]
-    assert any(line.startswith("model.checkpoint_path = ") for line in lines)
+    absent, template = lines
+    assert absent == f"model.checkpoint_path = '{nothing}': no such folder"
+    assert template.startswith("data.chat_template = true")
+    # with a shape, lengths are known too
+    assert main(["check", str(sft), *words, "data.max_tokens=1000", "model.preset=tiny"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" = ")[0] for line in lines[:2]] == ["data.chat_template", "data.max_tokens"]
     assert len(lines) == 4 and "chat template" in lines[2]  # the tokenizer has none
 
     words = ["training.batch_size=5", "data.sequence_length=15", "parallel.layout=cp=2,dp=2"]

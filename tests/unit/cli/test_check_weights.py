@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import pytest
 
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.cli.main import main
-from gspo_megatron.config.any_stage import load_any_config
+from gspo_megatron.config.load import load_any_config
+from tests.unit.checkpoint.hf.published import CONFIGS
 from tests.unit.checkpoint.test_resume_start import add
 
 ConfigWriter = Callable[..., Path]
 Capture = pytest.CaptureFixture[str]
 VOCAB = 48  # of the checkpoints that `add` writes
 SIZE = f"model.vocab_size={VOCAB}"
+SMALL = CONFIGS["qwen3_moe"] | {"max_position_embeddings": 128}
 
 
 @pytest.fixture
@@ -41,17 +44,24 @@ def test_a_checkpoint_that_is_not_there_or_not_of_this_model(
 ) -> None:
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
     # with everything else that is wrong
-    lines = refused(capsys, config, nothing, "rollout.group_size=1")
-    assert lines[0].startswith("rollout.group_size = 1")
-    assert lines[1:] == [f"model.checkpoint_path = '{tmp_path / 'nothing'}': no such folder"]
-    assert refused(capsys, config, nothing) == lines[1:]
+    absent, size = sorted(refused(capsys, config, nothing, "rollout.group_size=1"))
+    assert size.startswith("rollout.group_size = 1")
+    assert absent == f"model.checkpoint_path = '{tmp_path / 'nothing'}': no such folder"
+    for shape in ("model.preset=", "model.preset=tiny"):
+        assert refused(capsys, config, nothing, shape) == [absent]
 
-    other = load_any_config(config, [f"logging.dir={tmp_path / 'other'}"])
+    dense = "model.megatron.moe_layer_freq=2"  # every second layer
+    other = load_any_config(config, [f"logging.dir={tmp_path / 'other'}", dense])
     path = add(other, Position("rl", 2))
     given = f"model.checkpoint_path={tmp_path / 'other'}"
     assert weights(capsys, config, given, SIZE) == str(tmp_path / "other")
-    lines = refused(capsys, config, given, "model.megatron.num_layers=2")
-    assert [line.split(" = ")[0] for line in lines] == ["model: num_layers", "model: vocab_size"]
+    lines = refused(capsys, config, given, "model.preset=tiny", "model.megatron.num_layers=2")
+    names = [line.split(" = ")[0].removeprefix("model: ") for line in lines]
+    assert names == ["num_layers", "vocab_size", "moe_layer_freq"]
+    # not a size, but another function
+    (line,) = refused(capsys, config, given, "model.megatron.layernorm_epsilon=1e-3")
+    assert line == f"model: layernorm_epsilon = 0.001: {path} has 1e-06"
+    assert main(["check", str(config), given, "model.megatron.moe_expert_capacity_factor=2.0"]) == 0
     (path / "model" / "__0_0.distcp").unlink()
     assert str(path) in refused(capsys, config, given, SIZE)[0]
     assert main(["check", str(config), given, SIZE, "--no-files"]) == 0
@@ -64,38 +74,17 @@ def test_a_run_that_goes_on_and_one_that_cannot(
     assert weights(capsys, config, SIZE) == f"{path}: the run goes on"
     # these weights are not read then
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
-    lines = refused(capsys, config, SIZE, nothing, "training.seed=7")
-    assert [line.split(" = ")[0] for line in lines[:2]] == [
+    words = (SIZE, nothing, "training.seed=7", "objective.clip_low=0.1")
+    lines = refused(capsys, config, *words)  # the rules' problems hide no key that has changed
+    changed = [line for line in lines if ": was " in line]
+    assert [line.split(" = ")[0] for line in changed] == [
         "model.checkpoint_path",
+        "objective.clip_low",
         "training.seed",
     ]
-    assert "was 1" in lines[1]
+    assert any("a range for ratios of single tokens" in line for line in lines)
     assert refused(capsys, config, SIZE, "--fresh")[0].startswith("--fresh: runs/config is not")
     assert weights(capsys, config, SIZE, "--fresh", "logging.dir=new") == "random"
-
-
-SMALL = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "moe_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
 
 
 def test_a_hugging_face_folder_without_weights(
@@ -110,3 +99,34 @@ def test_a_hugging_face_folder_without_weights(
     (line,) = refused(capsys, config, given)
     assert line == f"{folder}: neither model.safetensors nor model.safetensors.index.json"
     assert main(["check", str(config), given, "--no-files"]) == 0
+
+
+def test_the_advice_on_a_refused_change_can_be_followed(
+    config: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """Also by a run that began with a Hugging Face folder: its checkpoint gives the shape."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL | {"vocab_size": VOCAB}))
+    words = [f"model.hf_path={folder}", "rollout.temperature=0.7"]
+    begun = load_any_config(config, words[:1])
+    path = add(begun, Position("rl", 2))
+    changed, advice = refused(capsys, config, *words)
+    assert changed == "rollout.temperature = 0.7: was 1.0"
+    keys = re.findall(r"model\.\w+=\S+", advice)
+    assert weights(capsys, config, *words, *keys, "logging.dir=new") == str(path)
+    assert load_any_config(config, [*words, *keys]).resolved_model() == begun.resolved_model()
+
+
+def test_folders_of_the_other_kind_are_told_apart(
+    config: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    for preset in ("model.preset=", "model.preset=tiny"):
+        (line,) = refused(capsys, config, f"model.checkpoint_path={folder}", preset)
+        assert line.endswith("is a Hugging Face folder; use model.hf_path for it")
+    add(load_any_config(config, [SIZE, "logging.dir=run"]), Position("rl", 2))
+    (line,) = refused(capsys, config, "model.hf_path=run")
+    assert line.endswith("holds checkpoints of gspo-megatron; use model.checkpoint_path for it")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.checkpoint.hf.offline import hf_to_megatron
+from gspo_megatron.checkpoint.hf.convert import hf_to_megatron
 from gspo_megatron.cli.main import main
 from tests.unit.checkpoint.hf.published import write_model
 
@@ -58,7 +58,7 @@ def test_damaged_newer_checkpoints_and_the_one_taken_are_named(
     )
     assert notes[1:] == ["checkpoint rl_00000002 is damaged and not used: manifest.json: missing"]
     taken = run / "checkpoints/rl_00000001"
-    line = f"{tmp_path / 'out'}: written, and every tensor compared with {taken}"
+    line = f"{tmp_path / 'out'}: written from {taken}"
     assert told.out.splitlines()[-1] == line
     os.truncate(weights(run, 1), 9)
     assert export(run, tmp_path / "none") == 2
@@ -95,7 +95,7 @@ def test_the_help_promises_no_more(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["convert", "megatron-to-hf", "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "the newest of which no file is missing or cut short" in told
+    assert "the newest one is taken whose files are all there in their full size" in told
     assert "newest whole" not in told
 
 

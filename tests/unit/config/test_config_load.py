@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from gspo_megatron.config import Config, load_config, parse_config, to_yaml
+from gspo_megatron.config.load import load_any_config, stage_of
+from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.errors import ConfigError
 
 MINIMAL = "data: {tokenizer: letters.model}\n"
@@ -36,7 +39,6 @@ def test_a_file_with_only_a_tokenizer_gets_all_defaults(tmp_path: Path) -> None:
     assert config.objective.old_logprobs == "recompute"
     assert (config.rollout.group_size, config.rollout.prompts_per_step) == (8, 16)
     assert config.training.precision == "bf16"
-    assert config.training.warm_start.steps == 0
 
 
 def test_sections_whose_keys_are_all_commented_out_are_defaults(tmp_path: Path) -> None:
@@ -125,14 +127,12 @@ def test_scalars_are_read_as_people_mean_them(tmp_path: Path) -> None:
     ("overrides", "path", "expected"),
     [
         (["training.steps=7"], "training.steps", 7),
-        (["training.warm_start.steps=10"], "training.warm_start.steps", 10),
         (["model.megatron.num_layers=8"], "model.megatron", {"num_layers": 8}),
         (["rollout.stop=['a', \"\\n\"]"], "rollout.stop", ["a", "\n"]),
         (["objective.clip_low=3e-4"], "objective.clip_low", 3e-4),
         (["objective.clip_low="], "objective.clip_low", None),
         (["data.prompts=a=b.jsonl"], "data.prompts", "a=b.jsonl"),
         (["training.steps=1", "training.steps=2"], "training.steps", 2),
-        (["training.warm_start={steps: 3}"], "training.warm_start.steps", 3),
         (["reward.import_path=pkg.rewards:mine"], "reward.import_path", "pkg.rewards:mine"),
         (["parallel.layout=tp=2,pp=2"], "parallel.pipeline_model_parallel_size", 2),
     ],
@@ -167,7 +167,7 @@ model: {preset: tinny, megatron: [1]}
 data: {prompts: p.jsonl}
 rollout: {temperature: 0.0, group_size: "8", stop: [a, 3]}
 objective: {name: gsop, clip_low: 1.0}
-training: {learning_rate: 1.0, warm_start: {stepz: 1}}
+training: {learning_rate: 1.0, stepz: 1}
 parallel: 4
 """
     lines = problems_of(write(tmp_path, text), "training.seed=-1", "training.steps.x", "a.b=[")
@@ -186,7 +186,7 @@ parallel: 4
             "objective.clip_low",
             "training.learning_rate",
             "training.seed",
-            "training.warm_start.stepz",
+            "training.stepz",
             "parallel",
         ]
     )
@@ -233,11 +233,11 @@ parallel: 4
         (
             "reward.import_path=no_colon",
             "reward.import_path = 'no_colon': malformed; "
-            "a function of your own, package.module:function; replaces name",
+            "a custom reward function, package.module:function; replaces name",
         ),
         (
-            "training.warm_start=5",
-            "training.warm_start = 5: must be a mapping of keys, as in `key: value`",
+            "reward.options=5",
+            "reward.options = 5: must be a mapping of keys, as in `key: value`",
         ),
         (
             "logging.trackers=[tensorbord]",
@@ -295,19 +295,8 @@ def test_written_yaml_means_the_same_to_other_readers(tmp_path: Path) -> None:
     assert yaml.safe_load(to_yaml(config)) == config.model_dump()
 
 
-def test_every_key_has_a_description() -> None:
-    def walk(model: type) -> None:
-        for name, field in model.model_fields.items():  # type: ignore[attr-defined]
-            if hasattr(field.annotation, "model_fields"):
-                walk(field.annotation)
-            else:
-                assert field.description, f"{model.__name__}.{name}"
-
-    walk(Config)
-
-
 def test_config_imports_neither_torch_nor_megatron(tmp_path: Path) -> None:
-    path = write(tmp_path, MINIMAL + "model: {megatron: {num_layers: 8}}\n")
+    path = write(tmp_path, MINIMAL)
     code = (
         "import sys, gspo_megatron.config as c\n"
         f"c.check_config(c.load_config({str(path)!r}), 1)\n"
@@ -320,7 +309,7 @@ def test_config_imports_neither_torch_nor_megatron(tmp_path: Path) -> None:
 
 
 def test_loading_and_checking_takes_less_than_half_a_second(tmp_path: Path) -> None:
-    path = write(tmp_path, MINIMAL + "model: {megatron: {num_layers: 8}}\n")
+    path = write(tmp_path, MINIMAL)
     start = time.process_time()  # CPU time: other work on the machine does not count
     load_config(path)
     assert time.process_time() - start < 0.5
@@ -343,3 +332,90 @@ def test_one_chunk_a_stage_is_no_interleaving(tmp_path: Path, layout: str) -> No
     config = load_config(write(tmp_path, MINIMAL), [f"parallel.layout={layout}"])
     assert config.parallel.virtual_pipeline_model_parallel_size is None
     assert config.layout().vpp is None
+
+
+# Which stage a file is for.
+TOKENIZER = {"tokenizer": "t"}
+
+
+@pytest.mark.parametrize(
+    ("values", "stage"),
+    [
+        ({"data": {"prompts": "p", **TOKENIZER}}, "rl"),
+        ({"data": {"examples": "e", **TOKENIZER}}, "sft"),
+        ({"data": {"train": ["c"], **TOKENIZER}}, "pretrain"),
+        # what it learns from decides, whatever else stands there: that is for the schema to tell
+        ({"data": {"examples": "e"}, "rollout": {"group_size": 4}}, "sft"),
+        ({"data": {"train": ["c"], "prompts": None}}, "pretrain"),
+        # without it, the other keys do
+        ({"data": TOKENIZER, "rollout": {}}, "rl"),
+        ({"data": TOKENIZER, "training": {"dump_batches": 3}}, "rl"),
+        ({"data": TOKENIZER, "training": {"epochs": 2, "batch_size": 4}}, "sft"),
+        ({"data": {"sequence_length": 8, **TOKENIZER}}, "pretrain"),
+        ({"data": TOKENIZER, "optimizer": {"wsd_steps": 2}, "training": {"tokens": 9}}, "pretrain"),
+    ],
+)
+def test_the_keys_tell_the_stage(values: dict[str, Any], stage: str) -> None:
+    assert stage_of(values) == stage
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (
+            {"data": {"prompts": "p", "examples": "e"}},
+            "names what several stages learn from: data.prompts (rl), data.examples (sft)",
+        ),
+        (
+            {"data": {"sequence_length": 8}, "rollout": {}},
+            "has keys of different stages: data.sequence_length (pretrain), rollout (rl)",
+        ),
+        (
+            {"data": TOKENIZER, "export": {"hf_path": "out"}},
+            "may be a configuration of sft or pretrain: legal: one of data.examples (sft), "
+            "data.train (pretrain), or give --stage",
+        ),
+        ({"data": TOKENIZER}, "may be a configuration of rl or sft or pretrain"),
+        ({"data": "text", "colour": {"red": 1}}, "may be a configuration of rl or sft or pretrain"),
+    ],
+)
+def test_where_they_do_not_they_are_named(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        stage_of(values)
+    (line,) = caught.value.problems
+    assert line.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("text", "schema"),
+    [
+        ("data: {tokenizer: t, prompts: p}", Config),
+        ("data: {tokenizer: t, examples: e}", FineTuningConfig),
+        ("data: {tokenizer: t, train: [c]}", PretrainingConfig),
+    ],
+)
+def test_a_resolved_configuration_is_of_the_same_stage(
+    tmp_path: Path, text: str, schema: type
+) -> None:
+    path = write(tmp_path, text)
+    config = load_any_config(path)
+    assert type(config) is schema
+    assert load_any_config(write(tmp_path, to_yaml(config), "resolved.yaml")) == config
+
+
+def test_overrides_count_and_all_problems_come_together(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    assert isinstance(load_any_config(path, ["data.examples=e"]), FineTuningConfig)
+    with pytest.raises(ConfigError) as caught:
+        load_any_config(path, ["nonsense"])
+    first, second = caught.value.problems
+    assert first.startswith("override 'nonsense'") and second.startswith(f"{path}: may be")
+
+
+def test_a_stage_that_is_said_is_what_the_file_is_read_as(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {tokenizer: t, prompts: p}\nrollout: {group_size: 4}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_any_config(path, stage="sft")
+    told = caught.value.problems
+    assert any(line.startswith("rollout: unknown section") for line in told)
+    assert any(line.startswith("data.prompts = 'p': unknown key") for line in told)

@@ -11,7 +11,7 @@ import pytest
 
 from gspo_megatron.config import PRESETS, ModelShape, check_config, parse_config
 from gspo_megatron.config.families import FAMILIES, describe, family_of, family_of_shape
-from gspo_megatron.config.shape import shape_of
+from gspo_megatron.config.model_shape import shape_of
 from gspo_megatron.errors import ConfigError
 
 # Of Qwen/Qwen3-30B-A3B, as published.
@@ -185,12 +185,13 @@ def test_all_of_them_at_once() -> None:
         ({"architectures": ["Qwen3MoeForRewards"], "model_type": "qwen3_moe"}, "ForRewards"),
         ({"model_type": "gpt_oss"}, "gpt_oss"),
         ({}, "null"),
-        ({"architectures": [["x"]], "model_type": ["x"]}, "unknown"),
+        ({"architectures": [["x"]], "model_type": ["x"]}, "[['x']]"),
     ],
 )
 def test_unknown_architectures_are_named(hf: dict[str, Any], named: str) -> None:
     [line] = problems(hf)
     assert named in line and line.startswith("architectures = ")
+    assert ": not supported; supported: Qwen3MoeForCausalLM, " in line
 
 
 @pytest.mark.parametrize(
@@ -233,8 +234,8 @@ def folder(path: Path, **changes: Any) -> Path:
     return path
 
 
-def config(path: Path | str, **model: Any) -> Any:
-    model = {"hf_path": str(path)} | model
+def config(path: Path | None, **model: Any) -> Any:
+    model = {"hf_path": None if path is None else str(path)} | model
     return parse_config({"data": {"tokenizer": "none"}, "model": model})
 
 
@@ -251,6 +252,12 @@ def test_hf_path_decides_the_shape_and_overrides_win(tmp_path: Path) -> None:
     found = changed.resolved_model()
     assert (found.rotary_base, found.max_sequence_length) == (2e6, 4096)
     assert (found.megatron["moe_aux_loss_coeff"], found.moe_router_topk) == (0.5, 4)
+
+
+def test_a_resolved_configuration_names_no_preset_beside_weights(tmp_path: Path) -> None:
+    assert config(folder(tmp_path / "model")).model.preset is None
+    assert config(None, checkpoint_path="run").model.preset is None
+    assert config(None).model.preset == "tiny"
 
 
 def test_a_folder_that_has_changed_is_read_again(tmp_path: Path) -> None:

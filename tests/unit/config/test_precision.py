@@ -10,7 +10,7 @@ import pytest
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_align_size
 
-from gspo_megatron.config import check_config, parse_config
+from gspo_megatron.config import parse_config
 from gspo_megatron.config.load import ConfigError
 from gspo_megatron.config.megatron_fields import installed_literals
 from gspo_megatron.config.precision import (
@@ -21,8 +21,8 @@ from gspo_megatron.config.precision import (
     megatron_fields,
     tokens_multiple,
 )
+from gspo_megatron.config.rules import check_config, sample_multiple
 from gspo_megatron.config.stages import PretrainingConfig
-from gspo_megatron.config.stages_rules import check_stage, sample_multiple
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_fp8_needs_transformer_engine(engine: Any) -> None:
         (4, ["parallel.layout=tp=4", "training.precision=mxfp8"],
          "num_attention_heads * kv_channels over 4 ranks is 16 each"),
         (8, ["parallel.layout=etp=8", "training.precision=fp8-delayed"],
-         "moe_ffn_hidden_size over 8 ranks is 8 each; its matrix products take multiples of 16"),
+         "moe_ffn_hidden_size over 8 ranks is 8 each; FP8 matrix products take multiples of 16"),
         (1, ["model.megatron.hidden_size=72", "training.precision=fp8-blockwise"],
          "hidden_size is 72;"),
         (1, ["model.megatron={moe_layer_freq: 2, ffn_hidden_size: 40}",
@@ -133,7 +133,7 @@ def test_fp8_needs_transformer_engine(engine: Any) -> None:
         (1, ["model.megatron.first_last_layers_bf16=true", "training.precision=fp8-delayed"],
          "model.megatron.first_last_layers_bf16 = true: not with training.precision = fp8-delayed"),
         (1, ["model.megatron.tp_only_amax_red=true", "training.precision=fp8-delayed"],
-         "of which a checkpoint keeps one set; legal: false"),
+         "a checkpoint keeps only one set; legal: false"),
         (1, ["model.megatron.fp8_dot_product_attention=true", "training.precision=fp8-delayed"],
          "a checkpoint does not hold the scales of attention"),
         (2, ["model.megatron={first_last_layers_bf16: true, num_layers_at_end_in_bf16: 3}",
@@ -161,7 +161,7 @@ def test_layers_at_the_ends_may_stay_in_bf16(engine: Any) -> None:
         ("model.megatron.fp8=hybrid", "use training.precision"),
         ("model.megatron.fp8_recipe=mxfp8", "use training.precision"),
         ("model.megatron.fp8_param=true", "the weights stay bf16"),
-        ("model.megatron.fp32_residual_connection=true", "stages send each other activations"),
+        ("model.megatron.fp32_residual_connection=true", "pipeline stages exchange activations"),
         ("parallel.ddp.fp8_param_gather=true", "the weights stay bf16"),
         ("model.megatron.fp4=e2m1", "FP4 is not supported"),
         ("model.megatron.fp8_parm=true", "no such field"),
@@ -182,11 +182,11 @@ def test_stages_follow_the_same_rules(engine: Any) -> None:
     config = parse_config(values, schema=PretrainingConfig)
     assert sample_multiple(config) == 64
     with pytest.raises(ConfigError) as error:
-        check_stage(config, 2, here=False)
+        check_config(config, 2, here=False)
     assert "Transformer Engine" not in str(error.value)
     assert "num_query_groups" in str(error.value)
     with pytest.raises(ConfigError) as error:
-        check_stage(config, 2)
+        check_config(config, 2)
     length, *precision = sorted(error.value.problems)
     assert length.startswith("data.sequence_length = 96") and "multiples of 64" in length
     assert all(line.startswith("training.precision = 'mxfp8'") for line in precision)

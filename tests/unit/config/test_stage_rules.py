@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_megatron.config import Layout
-from gspo_megatron.config.pipeline_split import (
+from gspo_megatron.config.model_rules import (
     FIRST,
     LAST,
     WITH_EMBEDDING,
@@ -23,7 +23,8 @@ from gspo_megatron.config.pipeline_split import (
 
 
 def problems(layers: int, layout: str, **megatron: Any) -> list[str]:
-    return list(stage_problems(layers, Layout.parse(layout), megatron))
+    found = stage_problems(layers, Layout.parse(layout), megatron)
+    return [f"{key}: {wrong}" for key, wrong in found]
 
 
 def megatron_takes(layers: int, layout: Layout, megatron: dict[str, Any]) -> bool:
@@ -82,11 +83,11 @@ def test_written_out_stages_are_judged_as_by_megatron_core(written: str, text: s
 
 
 def test_messages_name_key_value_and_what_is_legal() -> None:
-    assert problems(4, "pp=2", **{FIRST: 9}) == [f"model.megatron.{FIRST} = 9: legal: 1 to 3"]
+    assert problems(4, "pp=2", **{FIRST: 9}) == [f"model.megatron.{FIRST}: legal: 1 to 3"]
     [line] = problems(4, "pp=2", **{FIRST: 1, LAST: 1})
     assert "leaves 2 of 4 layers for 0 other stages" in line
     [line] = problems(4, "pp=2", **{WRITTEN_OUT: "Et|tL"})
-    assert line == f"model.megatron.{WRITTEN_OUT} = 'Et|tL': 2 layers; the model has 4"
+    assert line == f"model.megatron.{WRITTEN_OUT}: 2 layers; the model has 4"
     [line] = problems(4, "pp=4", **{WRITTEN_OUT: "Ett||ttL|"})  # the last rank would lack the loss
     assert "one L, at the end" in line
     [line] = problems(4, "pp=2", **{WRITTEN_OUT: "Ett|ttL", FIRST: 2})

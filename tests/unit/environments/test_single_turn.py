@@ -55,12 +55,12 @@ def test_no_responses_are_no_samples(tokenizer: Tokenizer) -> None:
 
 def test_only_the_last_end_of_sequence_token_is_removed() -> None:
     class Shown:
-        eos_id = 2
-        eos_ids = (2,)
+        eos_ids = (2, 9)
 
         def decode(self, token_ids: list[int]) -> str:
             return str(token_ids)
 
     environment, prompts = SingleTurn(Shown()), [Prompt("p", "a", "s")]  # type: ignore[arg-type]
-    (sample,) = environment.samples([5, 2, 7, 2, 2], [1], [4], [False], [0], prompts)
-    assert sample.response == "[2, 7, 2]" and sample.num_tokens == 4
+    for last in (2, 9):
+        (sample,) = environment.samples([5, 2, 7, 2, last], [1], [4], [False], [0], prompts)
+        assert sample.response == "[2, 7, 2]" and sample.num_tokens == 4

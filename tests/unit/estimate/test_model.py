@@ -184,7 +184,7 @@ def worst_rank(make_config: ConfigMaker, precision: str, **megatron: object) -> 
         model={"vocab_size": 99, "megatron": megatron},
         training={"precision": precision},
     )
-    return estimate(config, 2).worst
+    return estimate_layout(config, 2, 99).worst  # unchecked: no FP8 on this machine
 
 
 @pytest.mark.parametrize("precision", list(FP8))

@@ -118,7 +118,7 @@ def test_options_of_a_reward_without_any() -> None:
 
 def test_the_sample_itself_is_not_an_option(module: str) -> None:
     (line,) = refusal("", f"{module}:anything", {"sample": 1})
-    assert line == f"reward.options.sample: not an option of {module}:anything but what it judges"
+    assert line == f"reward.options.sample: not an option of {module}:anything but its input"
 
 
 @pytest.mark.parametrize("function", ["no_sample", "only_keywords"])

@@ -15,8 +15,7 @@ from torch import Tensor
 from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder
 from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import Sequences, StepIndex
-from gspo_megatron.config.algorithm import ObjectiveSection, RoutingSection
-from gspo_megatron.config.schema import OptimizerSection
+from gspo_megatron.config.schema import ObjectiveSection, OptimizerSection, RoutingSection
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import build_objective

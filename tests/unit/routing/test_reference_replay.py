@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.config.algorithm import RoutingSection
+from gspo_megatron.config.schema import RoutingSection
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.routing_replay import RoutingReplay

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gspo_megatron.batching.micro_batches import MicroBatch, forward_backward, response_logprobs
-from gspo_megatron.config.algorithm import RoutingSection
+from gspo_megatron.config.schema import RoutingSection
 from gspo_megatron.models.optimizer import zero_gradients
 from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing.hooks import attach_hooks

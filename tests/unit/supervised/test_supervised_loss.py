@@ -11,9 +11,8 @@ import torch
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
 from gspo_megatron.checkpoint.hf.load import load_hf
-from gspo_megatron.config import parse_config, resolve_parallel
+from gspo_megatron.config import check_config, parse_config, resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig
-from gspo_megatron.config.stages_rules import check_stage
 from gspo_megatron.data.examples import Counts, Example, SupervisedData
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
@@ -59,7 +58,7 @@ def stage(folder: Path, **training: object) -> FineTuningConfig:
         },
         schema=FineTuningConfig,
     )
-    check_stage(config, 1)
+    check_config(config, 1)
     return config
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from gspo_megatron.batching.packing import pack
-from gspo_megatron.config import parse_config
+from gspo_megatron.config import check_config, parse_config
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
-from gspo_megatron.config.stages_rules import check_stage
 from gspo_megatron.data.corpus_files import write_indexed
 from gspo_megatron.data.examples import Counts, Example, SupervisedData
 from gspo_megatron.data.inputs import PretrainingInputs
@@ -131,7 +130,7 @@ class Corpora:
             },
             schema=PretrainingConfig,
         )
-        check_stage(config, 1)
+        check_config(config, 1)
         inputs = PretrainingInputs(SimpleNamespace(vocab_size=VOCABULARY), eod_id)  # type: ignore[arg-type]
         return PretrainingBatches(config, policy, inputs, goes_on=goes_on)
 

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from gspo_megatron.config import parse_config
+from gspo_megatron.config import check_config, parse_config
 from gspo_megatron.config.stages import PretrainingConfig
-from gspo_megatron.config.stages_rules import check_stage
 from gspo_megatron.models.optimizer import build_trainer, zero_gradients
 from gspo_megatron.supervised.loop import learning_rates
 from tests.unit.models.one_rank import tiny_policy
@@ -39,7 +38,7 @@ def rates(**optimizer: object) -> list[float]:
         },
         schema=PretrainingConfig,
     )
-    check_stage(config, 1)
+    check_config(config, 1)
     policy = tiny_policy()
     trainer = build_trainer(policy, config.optimizer, learning_rates(config))
     found = []

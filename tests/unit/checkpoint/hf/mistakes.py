@@ -8,8 +8,7 @@ from dataclasses import replace
 from unittest import mock
 
 from gspo_megatron.checkpoint.hf import load, stream
-from gspo_megatron.checkpoint.hf.arrangement import WeightMap
-from gspo_megatron.checkpoint.hf.pieces import Box, Recipe
+from gspo_megatron.checkpoint.hf.weight_map import Box, Recipe, WeightMap
 
 Rename = Callable[[str, Box], Box]
 

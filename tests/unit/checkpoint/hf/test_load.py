@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.checkpoint.hf.checked import checked_folder
 from gspo_megatron.checkpoint.hf.export import export_hf
-from gspo_megatron.checkpoint.hf.files import HfFolder
+from gspo_megatron.checkpoint.hf.files import HfFolder, checked_folder
 from gspo_megatron.checkpoint.hf.load import load_hf
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.errors import ConfigError, DataError
@@ -106,7 +105,7 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="Qwen3NextForCausalLM.*unknown; did you mean Qwen3"):
+    with pytest.raises(DataError, match="Qwen3NextForCausalLM.*not supported; supported: Qwen3"):
         load_hf(folder, policy)
 
 

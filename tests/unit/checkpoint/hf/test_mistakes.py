@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspo_megatron.checkpoint.hf import load
 from gspo_megatron.checkpoint.hf.export import export_hf
-from gspo_megatron.checkpoint.hf.local import held_tensors
+from gspo_megatron.checkpoint.hf.load import weight_shards
 from tests.unit.checkpoint.hf.mistakes import MISTAKES, mistaken
 from tests.unit.checkpoint.hf.policies import config_of, logits_of, policy_of
 from tests.unit.checkpoint.hf.published import assert_same_bits, read_folder, write_model
@@ -68,8 +68,8 @@ def test_a_tensor_left_out_is_noticed(
     }
     monkeypatch.setattr(
         load,
-        "held_tensors",
-        lambda *args: [h for h in held_tensors(*args) if not left_out[kind](h.name)],
+        "weight_shards",
+        lambda *args: [s for s in weight_shards(*args) if not left_out[kind](s.name)],
     )
     policy = policy_of(config_of(source))
     export_hf(policy, tmp_path / "again")

@@ -1,16 +1,23 @@
+"""config.json and generation_config.json of exported weights."""
+
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from gspo_megatron.checkpoint.hf.export import export_hf
-from gspo_megatron.checkpoint.hf.generation import generation_files
+from gspo_megatron.checkpoint.hf.side_files import export_config, generation_files
+from gspo_megatron.config.families import describe
+from gspo_megatron.config.model_shape import ModelShape, shape_of
 from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import ConfigError, DataError
 from tests.unit.checkpoint.hf.policies import config_of, policy_of
-from tests.unit.checkpoint.hf.published import write_model
+from tests.unit.checkpoint.hf.published import CONFIGS, VOCABULARY, model_config, write_model
 
 NAME = "generation_config.json"
 
@@ -69,3 +76,44 @@ def test_a_running_model_that_began_as_somebody_else_s(tokenizer: Path, tmp_path
     export_hf(policy, tmp_path / "out", hf_config=original, tokenizer=tokenizer)
     made = json.loads((tmp_path / "out" / NAME).read_text())
     assert made == {"eos_token_id": 2, "pad_token_id": 1}
+
+
+def _shape(hf: dict[str, Any], **megatron: Any) -> ModelShape:
+    return shape_of(describe(hf), megatron)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_without_an_original_it_describes_the_same_model(family: str) -> None:
+    shape = _shape(model_config(family))
+    made = export_config(shape, VOCABULARY, torch.bfloat16)
+    assert shape_of(describe(made)) == shape
+    assert made["torch_dtype"] == "bfloat16"
+    assert made["architectures"] == CONFIGS[family]["architectures"]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_original_is_kept_as_it_is(family: str) -> None:
+    original = model_config(family) | {"bos_token_id": 3, "somebodys_key": [1, 2]}
+    made = export_config(_shape(original), VOCABULARY, torch.float32, original)
+    assert made == original
+
+
+def test_what_has_changed_is_changed_in_the_original() -> None:
+    original = model_config("qwen3_moe") | {"bos_token_id": 3, "decoder_sparse_step": 2}
+    del original["rope_theta"], original["rope_scaling"], original["torch_dtype"]
+    original |= {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}
+    original |= {"dtype": "float32"}
+    shape = replace(_shape(original, moe_aux_loss_coeff=0.5), rotary_base=700.0)
+    made = export_config(shape, VOCABULARY, torch.bfloat16, original)
+    assert made["router_aux_loss_coef"] == 0.5
+    assert made["rope_theta"] == 700.0 and "rope_parameters" not in made
+    assert made["dtype"] == "bfloat16" and "torch_dtype" not in made
+    assert made["bos_token_id"] == 3
+    assert shape_of(describe(made)) == shape
+
+
+def test_a_model_that_is_no_more_of_the_family_is_refused() -> None:
+    original = model_config("mixtral")
+    shape = _shape(original, moe_router_pre_softmax=True)
+    with pytest.raises(ConfigError, match="mixtral"):
+        export_config(shape, VOCABULARY, torch.float32, original)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,12 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.checkpoint.folder import Position, Publication
-from gspo_megatron.checkpoint.hf import offline_blocks, offline_source
-from gspo_megatron.checkpoint.hf.files_header import tensor_bytes
-from gspo_megatron.checkpoint.hf.offline import hf_to_megatron, megatron_to_hf
-from gspo_megatron.checkpoint.hf.offline_reader import TorchDistReader
-from gspo_megatron.checkpoint.hf.offline_share import Share
+from gspo_megatron.checkpoint.hf import convert
+from gspo_megatron.checkpoint.hf import source as source_module
+from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
+from gspo_megatron.checkpoint.hf.source import Share
 from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
-from gspo_megatron.checkpoint.restricted import read_index
+from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.checkpoint.tensors import load_model, save_tensors
 from gspo_megatron.errors import DataError
 from tests.unit.checkpoint.hf.policies import config_of, policy_of
@@ -76,16 +74,15 @@ def test_there_and_back_is_bit_for_bit(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "ours"]
 
 
-@pytest.mark.parametrize("limit", [2_000, 20_000])
+@pytest.mark.parametrize("limit", [100, 2_000, 20_000])
 def test_any_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Blocks that end in the middle of an expert, a query group, a matrix."""
-    monkeypatch.setattr(offline_blocks, "BLOCK_BYTES", limit)
+    """Blocks that end in the middle of an expert, a query group, a matrix, a row."""
+    monkeypatch.setattr(convert, "_BLOCK_BYTES", limit)
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=4)
     hf_to_megatron(source, tmp_path / "ours")
     index = read_index(tmp_path / "ours/model")
     experts = index.state_dict_metadata["decoder.layers.0.mlp.experts.weight1"]
-    assert (len(experts.chunks) > 12) == (limit == 2_000)
-    monkeypatch.setattr(offline_blocks, "BLOCK_BYTES", 3_000)
+    assert (len(experts.chunks) > 12) == (limit < 20_000)
     megatron_to_hf(tmp_path / "ours", tmp_path / "back")
     assert_same_bits(read_folder(tmp_path / "back"), read_folder(source))
 
@@ -103,10 +100,10 @@ def test_every_bit_pattern(tmp_path: Path, dtype: str) -> None:
 def test_dtype(tmp_path: Path) -> None:
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=6)
     hf_to_megatron(source, tmp_path / "ours")
-    hf_to_megatron(source, tmp_path / "ours16", dtype="BF16")
-    megatron_to_hf(tmp_path / "ours", tmp_path / "late", dtype="BF16")
+    hf_to_megatron(source, tmp_path / "ours16", dtype=torch.bfloat16)
+    megatron_to_hf(tmp_path / "ours", tmp_path / "late", dtype=torch.bfloat16)
     megatron_to_hf(tmp_path / "ours16", tmp_path / "early")
-    megatron_to_hf(tmp_path / "ours16", tmp_path / "wide", dtype="F32")
+    megatron_to_hf(tmp_path / "ours16", tmp_path / "wide", dtype=torch.float32)
     rounded = {name: t.to(torch.bfloat16) for name, t in read_folder(source).items()}
     assert_same_bits(read_folder(tmp_path / "late"), rounded)
     assert_same_bits(read_folder(tmp_path / "early"), rounded)
@@ -119,8 +116,8 @@ def test_dtype(tmp_path: Path) -> None:
 
 def test_biases_of_routers_keep_their_dtype(tmp_path: Path) -> None:
     source = write_model(tmp_path / "hf", "deepseek_v3", seed=6)
-    hf_to_megatron(source, tmp_path / "ours", dtype="BF16")
-    megatron_to_hf(tmp_path / "ours", tmp_path / "back", dtype="BF16")
+    hf_to_megatron(source, tmp_path / "ours", dtype=torch.bfloat16)
+    megatron_to_hf(tmp_path / "ours", tmp_path / "back", dtype=torch.bfloat16)
     back = read_folder(tmp_path / "back")
     biases = {name for name in back if name.endswith("e_score_correction_bias")}
     assert biases
@@ -206,48 +203,22 @@ def save_checkpoint(parent: Path, source: Path, hf: bool = False) -> Path:
     return new.publish({name: record_of(new.folder / name) for name in files_below(new.folder)})
 
 
-def test_parts_of_tensors_of_any_archive(tmp_path: Path) -> None:
-    """Blocks cut anywhere and archives whose bytes have another order than the tensor."""
-    from torch.distributed import checkpoint as dcp
-
-    generator = torch.Generator().manual_seed(1)
-    plain = torch.randn(13, 7, 5, generator=generator)
-    state = {"plain": plain, "turned": plain.transpose(0, 2), "scalar": torch.tensor(3.5)}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "x"), no_dist=True)
-    reader = TorchDistReader(tmp_path / "x")
-    drawn = random.Random(1)
-    for name in ("plain", "turned"):
-        for _ in range(10):
-            slices = []
-            for extent in state[name].shape:
-                start = drawn.randrange(extent)
-                slices.append(slice(start, drawn.randint(start + 1, extent)))
-            expected = state[name][tuple(slices)]
-            out = torch.empty(expected.shape)
-            reader.read_into(name, tuple(slices), tensor_bytes(out))
-            assert torch.equal(out, expected)
-    out = torch.empty(())
-    reader.read_into("scalar", (), tensor_bytes(out))
-    assert out.item() == 3.5
-
-
 def in_processes(count: int, work: Callable[[Share], object]) -> list[BaseException]:
     """Do `work` as so many processes that convert together, in threads; returns their errors."""
     barrier = threading.Barrier(count, timeout=60)
-    told: list[Any] = [None]
+    values: list[Any] = [None] * count
     failures: list[BaseException] = []
 
     def be(rank: int) -> None:
-        def broadcast(value: Any) -> Any:
-            if rank == 0:
-                told[0] = value
+        def gather(value: Any) -> list[Any]:
+            values[rank] = value
             barrier.wait()
-            heard = told[0]
+            gathered = list(values)
             barrier.wait()
-            return heard
+            return gathered
 
         try:
-            work(Share(rank, count, barrier.wait, broadcast))
+            work(Share(rank, count, gather))
         except DataError as error:  # all of them raise it
             failures.append(error)
         except BaseException as error:  # noqa: BLE001 (for the main thread to show)
@@ -282,7 +253,7 @@ def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
     checkpoints.mkdir(parents=True)
     hf_to_megatron(sources[0], checkpoints / names[0])
     hf_to_megatron(sources[1], tmp_path / "next")
-    look = offline_source.positions
+    look = source_module.positions
 
     def look_and_publish(folder: Path) -> list[Position]:
         with lock:
@@ -291,14 +262,19 @@ def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
                 (tmp_path / "next").rename(checkpoints / names[1])
             return found
 
-    monkeypatch.setattr(offline_source, "positions", look_and_publish)
+    monkeypatch.setattr(source_module, "positions", look_and_publish)
     back = tmp_path / "back"
     assert not in_processes(2, lambda share: megatron_to_hf(tmp_path / "run", back, share=share))
     assert [p.name for p in look(checkpoints)] == names[::-1]
     assert_same_bits(read_folder(back), read_folder(sources[0]))
 
 
-def test_all_processes_hear_that_there_is_no_checkpoint(tmp_path: Path) -> None:
-    failures = in_processes(3, lambda share: megatron_to_hf(tmp_path, tmp_path / "x", share=share))
+@pytest.mark.parametrize("problem", ["no checkpoint", "destination in use"])
+def test_all_processes_fail_together(tmp_path: Path, problem: str) -> None:
+    source, back = tmp_path / "ours", tmp_path / "back"
+    if problem == "destination in use":
+        hf_to_megatron(write_model(tmp_path / "hf", "qwen3", seed=13), source)
+        write_model(back, "qwen3", seed=13)
+    failures = in_processes(3, lambda share: megatron_to_hf(source, back, share=share))
     assert [type(error) for error in failures] == [DataError] * 3
     assert len({str(error) for error in failures}) == 1

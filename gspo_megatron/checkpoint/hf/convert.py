@@ -1,0 +1,440 @@
+"""Converts files: a Hugging Face folder to a checkpoint, and a checkpoint back.
+
+Needs no GPU, no Megatron-Core and no memory for the model: tensors pass through in blocks, a few at
+a time, one in each thread. Checkpoints are read and written by torch.distributed.checkpoint (DCP).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from gspo_megatron.checkpoint.hf.files import DTYPES, HfFolder, check_tied_copy, checked_folder
+from gspo_megatron.checkpoint.hf.side_files import (
+    check_tokenizer,
+    export_config,
+    generation_files,
+)
+from gspo_megatron.checkpoint.hf.source import (
+    ALONE,
+    Share,
+    open_checkpoint,
+    thread_count,
+    tokenizer_of,
+)
+from gspo_megatron.checkpoint.hf.weight_map import Box, Recipe, Slices, WeightMap, fill, weight_map
+from gspo_megatron.checkpoint.hf.writer import (
+    MAX_SHARD_BYTES,
+    HfWriter,
+    NewFolder,
+    TensorSpec,
+    copy_file,
+    write_errors,
+    write_text,
+)
+from gspo_megatron.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    dump_manifest,
+    record_of,
+)
+from gspo_megatron.checkpoint.run_state import MODEL_FILE
+from gspo_megatron.checkpoint.safe_pickle import read_index
+from gspo_megatron.checkpoint.storage import (
+    SavePlanner,
+    TorchDistReader,
+    TorchDistWriter,
+    blocks,
+    operating_system_error,
+    root_cause,
+    without_warning,
+)
+from gspo_megatron.config.families import describe, family_of, family_of_shape
+from gspo_megatron.config.model_shape import ModelShape, shape_of
+from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.observe.progress import Progress
+
+_FILE_BYTES = 4 << 30  # of a checkpoint's files: one is synced while others are written
+_BLOCK_BYTES = 16 << 20  # of what is written: the memory of larger ones would not be reused
+_MILLION = 1_000_000
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Done = Callable[[int], None]  # called with the bytes or weights that were finished
+
+
+def hf_to_megatron(
+    source: Path,
+    destination: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    ignore_custom_code: bool = False,
+) -> None:
+    """Convert a Hugging Face folder to a new checkpoint folder, which any layout loads.
+
+    dtype: of all tensors but the biases of routers (default: each keeps its own).
+
+    Raises DataError with all that is wrong with the source before anything is written, and where
+    the destination cannot be written.
+    """
+    folder, weights, shape, vocab_size = _open_hf(source, ignore_custom_code)
+    recipes = _by_key(weights)
+    specs = {
+        key: TensorSpec(_wanted(key, dtype) or _common_dtype(recipe, folder), recipe.shape)
+        for key, recipe in recipes.items()
+    }
+    model_document = {
+        "shape": dataclasses.asdict(shape),
+        "vocab_size": vocab_size,
+        "tokenizer": None,  # in hf/, where there is one
+        "hf": folder.config,
+    }
+    with NewFolder(destination, _bytes(specs)) as new, write_errors(destination):
+        write_text(new.partial / MODEL_FILE, json.dumps(model_document, indent=1) + "\n")
+        (new.partial / "hf").mkdir()
+        for file in folder.side_files:
+            copy_file(file, new.partial / "hf")
+        writer = _BlockWriter(new.partial / "model", _bytes(specs))
+        try:
+            with without_warning():
+                planner = _ImportPlanner(folder, recipes, specs)
+                dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            raise root_cause(error) from error
+        files = {f"model/{name}": record for name, record in writer.records.items()}
+        for path in sorted(path for path in new.partial.rglob("*") if path.is_file()):
+            name = path.relative_to(new.partial).as_posix()
+            files[name] = files.get(name) or record_of(path)
+        write_text(new.partial / MANIFEST, dump_manifest(files).decode())
+        new.publish()
+
+
+class _ImportPlanner(SavePlanner):
+    """Plans the blocks of all tensors; each is read from the source when it is written."""
+
+    def __init__(
+        self, folder: HfFolder, recipes: Mapping[str, Recipe], specs: Mapping[str, TensorSpec]
+    ) -> None:
+        super().__init__()
+        self._folder, self._recipes, self._specs = folder, recipes, specs
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for key, (dtype, shape) in self._specs.items():
+            for number, block in enumerate(blocks(shape, dtype, _BLOCK_BYTES)):
+                offset = torch.Size(part.start for part in block)
+                size = torch.Size(part.stop - part.start for part in block)
+                data = TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=offset, sizes=size),
+                    properties=TensorProperties(dtype=dtype),
+                    size=torch.Size(shape),
+                )
+                index = MetadataIndex(key, offset, number)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        key, chunk = write_item.index.fqn, write_item.tensor_data.chunk
+        out = torch.empty(chunk.sizes, dtype=self._specs[key].dtype)
+        fill(out, self._recipes[key], _slices(chunk), self._folder.read)
+        return out
+
+
+class _BlockWriter(TorchDistWriter):
+    """Writes several files at a time. DCP's own writer keeps the last block of every tensor in
+    memory until a file is complete. `records` has size and checksum of the files."""
+
+    def __init__(self, folder: Path, total: int) -> None:
+        super().__init__(folder)
+        self.records: dict[str, FileRecord] = {}
+        self._total = total
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        count = max(thread_count(), -(-self._total // _FILE_BYTES))
+        files: list[list[WriteItem]] = [[] for _ in range(count)]
+        written = 0
+        for item in plan.items:
+            files[written * count // max(1, self._total)].append(item)
+            written += _item_bytes(item)
+
+        def write(number: int, done: Done) -> list[WriteResult]:
+            return self._write_file(f"__0_{number}.distcp", files[number], planner, done)
+
+        numbers = [number for number in range(count) if files[number]]
+        results = _in_threads(write, numbers, "hf-to-megatron, MB", self._total)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result for listed in results for result in listed])
+        return future
+
+    def _write_file(
+        self, name: str, items: Sequence[WriteItem], planner: dcp.SavePlanner, done: Done
+    ) -> list[WriteResult]:
+        results = []
+        try:
+            with (self._folder / name).open("xb") as stream:
+                for item in items:
+                    start = stream.tell()
+                    torch.save(planner.resolve_data(item), stream)
+                    length = stream.tell() - start
+                    info = _StorageInfo(name, start, length)
+                    results.append(WriteResult(item.index, length, info))
+                    done(_item_bytes(item))
+                stream.flush()
+                os.fsync(stream.fileno())
+        except RuntimeError as error:
+            raise operating_system_error(error) or error from None
+        self.records[name] = record_of(self._folder / name)
+        return results
+
+
+def megatron_to_hf(
+    source: Path,
+    destination: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    share: Share = ALONE,
+) -> tuple[Path, list[str]]:
+    """Convert a checkpoint, of any layout, to a new Hugging Face folder.
+
+    source: a checkpoint folder, or a run's (see `open_checkpoint`); dtype: of all tensors but the
+    biases of routers (default: each keeps its own). Every process of `share` calls it and writes
+    files of its own. Returns the checkpoint, and notes for the user.
+
+    Raises DataError with all that is wrong with the source, before anything is written; ConfigError
+    for a model that no family has, and DataError where the destination cannot be written.
+    """
+    checkpoint = open_checkpoint(source, share)
+    model = checkpoint.folder / "model"
+    index = read_index(model)
+    shape, vocab_size = checkpoint.shape, checkpoint.vocab_size
+    original = checkpoint.hf_config
+    family = family_of_shape(shape) if original is None else family_of(original)
+    weights = weight_map(family, shape, vocab_size)
+    recipes = _by_key(weights)
+    stored = _checked_tensors(model, index, recipes)
+    keys = {box.name: key for key, recipe in recipes.items() for box in recipe.boxes}
+    specs = {
+        name: TensorSpec(_wanted(keys[name], dtype) or stored[keys[name]].properties.dtype, size)
+        for name, size in weights.shapes.items()
+    }
+    main_dtype = specs[family.names["embedding"]].dtype
+    config = export_config(shape, vocab_size, main_dtype, original)
+    copies, notes = tokenizer_of(checkpoint)
+    check_tokenizer(copies, vocab_size)
+    if share.world_size > 1:
+        max_shard_bytes = min(max_shard_bytes, -(-_bytes(specs) // share.world_size))
+    writer = HfWriter(destination, specs, max_shard_bytes=max_shard_bytes, owner=share.is_main)
+    files = writer.files[share.rank :: share.world_size]
+
+    def make_folder() -> None:
+        stack.enter_context(writer)
+
+    def convert() -> None:
+        names = {name for file in files for name in file.offsets}
+        _export(model, index, recipes, writer, names, share.is_main)
+        writer.finish(files)
+
+    def publish() -> None:
+        if share.is_main:
+            # an imported folder has its own generation_config.json, or none
+            made = generation_files(copies) if checkpoint.imported is None else {}
+            writer.publish({"config.json": config, **made}, copies)
+
+    with contextlib.ExitStack() as stack:
+        share.together(make_folder)
+        share.together(convert)
+        share.together(publish)
+    return checkpoint.folder, [*checkpoint.notes, *notes]
+
+
+class _BlockPlanner(dcp.DefaultLoadPlanner):
+    """Receives one stored block as it is."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        self.tensor = torch.empty(read_item.lengths, dtype=self._dtype)
+        return self.tensor
+
+
+def _export(
+    folder: Path,
+    index: Metadata,
+    recipes: Mapping[str, Recipe],
+    writer: HfWriter,
+    names: set[str],
+    progress: bool,
+) -> None:
+    """Read each stored block that the HF tensors of `names` need, once, and write its parts to
+    their places."""
+    reader = TorchDistReader(folder, index)
+    work: list[tuple[MetadataIndex, ChunkStorageMetadata, list[Box]]] = []
+    for key, recipe in recipes.items():
+        for number, chunk in enumerate(index.state_dict_metadata[key].chunks):
+            boxes = [box for box in recipe.cut(_slices(chunk)) if box.name in names]
+            if boxes:
+                work.append((MetadataIndex(key, chunk.offsets, number), chunk, boxes))
+
+    def convert(block: tuple[MetadataIndex, ChunkStorageMetadata, list[Box]], done: Done) -> None:
+        place, chunk, boxes = block
+        planner = _BlockPlanner(index.state_dict_metadata[place.fqn].properties.dtype)
+        start = torch.Size([0] * len(chunk.sizes))
+        item = ReadItem(LoadItemType.TENSOR, place, start, place, start, chunk.sizes)
+        reader.read_data(LoadPlan([item]), planner)
+        for box in boxes:
+            part = planner.tensor[box.target_slices].to(writer.tensors[box.name].dtype)
+            sizes = box.size[len(box.size) - len(box.source) :]
+            writer.write(box.name, part.reshape(sizes), box.source_slices)
+        done(sum(box.numel for box in boxes))
+
+    total = sum(box.numel for _, _, boxes in work for box in boxes)
+    _in_threads(convert, work, "megatron-to-hf, million weights", total, enabled=progress)
+
+
+def _open_hf(source: Path, ignore_custom_code: bool) -> tuple[HfFolder, WeightMap, ModelShape, int]:
+    opened = HfFolder(source, ignore_custom_code=ignore_custom_code)
+    try:
+        preset = describe(opened.config)
+    except ConfigError as error:
+        file = opened.path / "config.json"
+        raise DataError("\n".join(f"{file}: {line}" for line in error.problems)) from None
+    assert preset.vocab_size is not None
+    shape = shape_of(preset)
+    folder, weights = checked_folder(
+        source, shape, preset.vocab_size, ignore_custom_code=ignore_custom_code
+    )
+    check_tokenizer(folder.side_files, preset.vocab_size)
+    check_tied_copy(folder, weights)
+    return folder, weights, shape, preset.vocab_size
+
+
+def _by_key(weights: WeightMap) -> dict[str, Recipe]:
+    """The recipes by the keys of a checkpoint, where the experts of a layer are one tensor."""
+    keys = dict.fromkeys(re.sub(r"\[\d+\]$", "", name) for name in weights.recipes)
+    return {key: weights[key] for key in keys}
+
+
+def _checked_tensors(
+    folder: Path, index: Metadata, recipes: Mapping[str, Recipe]
+) -> dict[str, TensorStorageMetadata]:
+    """The tensors of a checkpoint. Raises DataError where they are not those of the model."""
+    stored = {
+        key: entry
+        for key, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    problems = []
+    for key, recipe in recipes.items():
+        if key not in stored:
+            problems.append(f"{folder}: {key} is missing")
+        elif tuple(stored[key].size) != recipe.shape:
+            problems.append(
+                f"{folder}: {key} has the shape {list(stored[key].size)}; model.json says "
+                f"{list(recipe.shape)}"
+            )
+        elif stored[key].properties.dtype not in DTYPES.values():
+            problems.append(f"{folder}: {key} has the dtype {stored[key].properties.dtype}")
+    problems += [
+        f"{folder}: {key} belongs to nothing in the model that model.json describes"
+        for key in stored
+        if key not in recipes
+    ]
+    if problems:
+        raise DataError("\n".join(problems))
+    return stored
+
+
+def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The biases of routers keep their dtype: Megatron-Core accumulates them in fp32."""
+    return None if key.endswith(".expert_bias") else dtype
+
+
+def _common_dtype(recipe: Recipe, folder: HfFolder) -> torch.dtype:
+    """One that holds the values of all tensors that become one."""
+    dtypes = {DTYPES[folder.tensors[box.name].dtype] for box in recipe.boxes}
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _slices(chunk: ChunkStorageMetadata) -> Slices:
+    return tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes))
+
+
+def _bytes(specs: Mapping[str, TensorSpec]) -> int:
+    return sum(spec.bytes for spec in specs.values())
+
+
+def _item_bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _in_threads(
+    work: Callable[[Item, Done], Result],
+    items: Sequence[Item],
+    title: str,
+    total: int,
+    *,
+    enabled: bool = True,
+) -> list[Result]:
+    """work(item, done) for all items, a few at a time; `done` moves a progress bar up to `total`.
+    After the first error, or Ctrl-C, `done` raises in all threads."""
+    lock, stopped = threading.Lock(), threading.Event()
+    count, size = 0, max(1, total // _MILLION)
+
+    def done(more: int) -> None:
+        nonlocal count
+        if stopped.is_set():
+            raise InterruptedError
+        with lock:
+            count += more
+            bar.update(size if count >= total else min(size - 1, count // _MILLION), {})
+
+    torch.set_num_threads(1)  # these threads share the work
+    with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(thread_count()) as pool:
+        futures = [pool.submit(work, item, done) for item in items]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]

@@ -1,0 +1,195 @@
+"""Where a conversion to Hugging Face reads from: one checkpoint, by one or several processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
+from gspo_megatron.checkpoint.hf.side_files import tokenizer_files
+from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage
+from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
+from gspo_megatron.config.model_shape import ModelShape
+from gspo_megatron.errors import DataError
+from gspo_megatron.files import fingerprint
+
+_MOST_THREADS = 4  # each holds a few blocks of tensors in memory
+
+Result = TypeVar("Result")
+
+
+def thread_count() -> int:
+    """Threads of a process that converts."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+
+
+@dataclass(frozen=True)
+class Share:
+    """This process of several that convert together. gather(value) is a collective: it returns the
+    values of all processes."""
+
+    rank: int = 0
+    world_size: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def together(self, work: Callable[[], Result]) -> list[Result]:
+        """What `work` returns in each process. Where it raises DataError or OSError in one of them,
+        all raise."""
+        result, problem = None, None
+        try:
+            result = work()
+        except (DataError, OSError) as error:
+            problem = error
+        gathered = self.gather((result, None if problem is None else str(problem)))
+        if problem is not None:
+            raise problem
+        messages = [message for _, message in gathered if message is not None]
+        if messages:
+            raise DataError("\n".join(messages))
+        return [found for found, _ in gathered]
+
+
+ALONE = Share()
+
+
+@contextmanager
+def shared_by_ranks() -> Iterator[Share]:
+    """The share of a rank that torchrun's variables describe (RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT)."""
+    import torch.distributed as dist
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size == 1:
+        yield ALONE
+        return
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    dist.init_process_group("gloo")
+    try:
+        yield Share(dist.get_rank(), world_size, gather)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint without damage. `hf_config`: the config.json that its weights were imported
+    with; `tokenizer`: the path that the run's configuration named, and `fingerprint` that of its
+    contents then, where it is known; `notes`: about damaged newer checkpoints."""
+
+    folder: Path
+    notes: tuple[str, ...]
+    shape: ModelShape
+    vocab_size: int
+    tokenizer: str | None
+    fingerprint: str | None
+    hf_config: Mapping[str, Any] | None
+
+    @property
+    def imported(self) -> Path | None:
+        """Settings and tokenizer of the folder that it was converted from; None for a run's."""
+        folder = self.folder / "hf"
+        return folder if folder.is_dir() else None
+
+
+def open_checkpoint(path: Path, share: Share = ALONE) -> Source:
+    """`path` is a checkpoint, or a folder of them, or a run: then the newest one whose files all
+    have their sizes is taken.
+
+    The main process chooses, because a run may publish another one at any time; all processes read
+    the files and compare their checksums. Raises DataError with all that is wrong.
+    """
+    folder, notes = share.together(lambda: _find(path) if share.is_main else None)[0]
+    threads = thread_count()
+    shares = [(share.rank * threads + n, share.world_size * threads) for n in range(threads)]
+
+    def damage_of(part: tuple[int, int]) -> list[str]:
+        return find_damage(folder, share=part, only=_matters)
+
+    def damage() -> list[str]:
+        with ThreadPoolExecutor(threads) as pool:
+            return list(itertools.chain(*pool.map(damage_of, shares)))
+
+    lines = [f"{folder}: {line}" for found in share.together(damage) for line in found]
+    if lines:
+        if folder != path:
+            lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
+        raise DataError("\n".join([*notes, *lines]))
+    document = read_model(folder)
+    try:
+        known = {field.name for field in dataclasses.fields(ModelShape)}
+        sizes = {name: value for name, value in document["shape"].items() if name in known}
+        return Source(
+            folder,
+            tuple(notes),
+            ModelShape(**sizes),
+            int(document["vocab_size"]),
+            document.get("tokenizer"),
+            _fingerprint(folder),
+            document.get("hf"),
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / MODEL_FILE}: does not describe a model: {error}") from error
+
+
+def _matters(name: str) -> bool:
+    """Whether a file is needed: the optimizer's are not."""
+    return name.startswith(("model/", "hf/")) or name == MODEL_FILE
+
+
+def _find(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that a path means, and notes about damaged newer ones."""
+    if (path / MANIFEST).exists():
+        return path, []
+    if not path.is_dir():
+        raise DataError(f"{path}: no such folder")
+    checkpoints = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    problems, notes = [], []
+    for position in positions(checkpoints):
+        folder = checkpoints / position.name
+        damage = find_damage(folder, contents=False, only=_matters)
+        if not damage:
+            return folder, notes
+        notes += damage_notes(position.name, damage)
+        problems += [f"{folder}: {line}" for line in damage]
+    raise DataError(
+        "\n".join([*problems, f"{path}: not a checkpoint of ours, and there is no whole one in it"])
+    )
+
+
+def _fingerprint(folder: Path) -> str | None:
+    """Of the run's tokenizer; None where no run wrote the checkpoint, or its run.json is damaged:
+    the weights do not need it."""
+    try:
+        return RunState.read(folder).fingerprints.get(TOKENIZER)
+    except DataError:
+        return None
+
+
+def tokenizer_of(checkpoint: Source) -> tuple[list[Path], list[str]]:
+    """The tokenizer's files, and notes for the user: from the folder that the checkpoint was
+    imported from, else the tokenizer that the run named."""
+    if checkpoint.imported is not None or checkpoint.tokenizer is None:
+        return tokenizer_files(checkpoint.imported), []
+    path = Path(checkpoint.tokenizer)
+    if not path.exists():
+        return [], [f"{path}: the run's tokenizer is not there (any more), and is left out"]
+    if checkpoint.fingerprint not in (None, fingerprint(path)):
+        lacks = "no longer has the contents that the run's tokenizer had, and is left out"
+        return [], [f"{path}: {lacks}"]
+    return tokenizer_files(path), []

@@ -1,0 +1,100 @@
+"""All keys in words: for `gspo-megatron check --keys`, and for docs/configuration.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_megatron.config.load import STAGES, dump_yaml
+from gspo_megatron.config.section import sections_of
+
+_TYPES = {
+    "integer": "integer",
+    "number": "number",
+    "boolean": "true or false",
+    "string": "text",
+    "object": "mapping",
+    "null": "null",
+}
+_LIMITS = {
+    "minimum": "from {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+}
+_RESUME = {
+    "shapes": "no",
+    "harmless": "yes",
+    "contents": "with the same contents",
+    "shown": "yes",
+    "steps": "without decay",
+    "code": "no; its code may",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a configuration, in words."""
+
+    name: str  # section.key
+    type: str
+    default: str
+    meaning: str
+    legal: str  # beyond the type; may be empty
+    resume: str  # whether it may change when a run is resumed
+
+    def __str__(self) -> str:
+        legal = f"; legal: {self.legal}" if self.legal else ""
+        default = "required" if self.default == "required" else f"default {self.default}"
+        return f"{self.name} ({self.type}, {default}): {self.meaning}{legal}"
+
+
+def list_keys(stage: str) -> Iterator[Key]:
+    """All keys of the configuration of rl, sft or pretrain, by section."""
+    for section, schema in sections_of(STAGES[stage]).items():
+        for name, node in schema.model_json_schema()["properties"].items():
+            default = dump_yaml(node["default"]) if "default" in node else "required"
+            yield Key(
+                f"{section}.{name}",
+                _type(node),
+                default.removesuffix("...\n").strip(),
+                node["description"],
+                ", ".join(_legal(node)),
+                _RESUME[node["resume"]],
+            )
+
+
+def find_keys(word: str = "", stage: str | None = None) -> list[str]:
+    """A line for each key that has `word` in its name or meaning. A key that a stage does not share
+    with RL names the stage."""
+    lines = []
+    listed: set[Key] = set()
+    for each in [stage] if stage else STAGES:
+        label = "" if each == (stage or "rl") else f"[{each}] "
+        for key in list_keys(each):
+            if word.lower() in f"{key.name} {key.meaning}".lower() and key not in listed:
+                lines.append(f"{label}{key}")
+            listed.add(key)
+    return lines
+
+
+def _type(node: dict[str, Any]) -> str:
+    if "anyOf" in node:
+        return " or ".join(map(_type, node["anyOf"]))
+    if node.get("type") == "array":
+        return f"list of {_type(node['items'])}s"
+    return _TYPES[node.get("type", "string")]
+
+
+def _legal(node: dict[str, Any]) -> list[str]:
+    """The values of a choice, or the limits of a number."""
+    if "const" in node:
+        return [node["const"]]
+    found = [str(value) for value in node.get("enum", [])]
+    found += [text.format(node[limit]) for limit, text in _LIMITS.items() if limit in node]
+    if "pattern" in node:
+        found.append("package.module:function")
+    for inner in (*node.get("anyOf", ()), *([node["items"]] if "items" in node else ())):
+        found += _legal(inner)
+    return found

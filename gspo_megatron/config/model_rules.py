@@ -1,0 +1,370 @@
+"""Rules about the model, its layout and its precision: what several keys must satisfy together."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from gspo_megatron.config.megatron_fields import installed_literals
+from gspo_megatron.config.model_shape import ModelShape, shape_conflicts
+from gspo_megatron.config.parallel import Layout
+from gspo_megatron.config.precision import FP8, engine_lacks
+from gspo_megatron.config.problems import format_value
+from gspo_megatron.config.stages import AnyConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the rules look at."""
+
+    config: AnyConfig
+    world_size: int
+    for_training: bool
+    here: bool = True  # with the packages that are installed on this machine
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The model. Raises ConfigError where the weights it is taken from cannot be read."""
+        return self.config.resolved_model()
+
+    @cached_property
+    def layout(self) -> Layout:
+        return self.config.layout()
+
+    def value(self, key: str) -> Any:
+        """What the configuration holds under a dotted key."""
+        if key == "world size":
+            return self.world_size
+        if key.startswith("model.megatron."):
+            return self.shape.megatron.get(key.rpartition(".")[2])
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part)
+        return value
+
+
+# A rule yields a key, and what is wrong with its value; after a semicolon, what is legal.
+Problems = Iterator[tuple[str, str]]
+Rule = Callable[[Plan], Problems]
+
+
+def world_size_fits(plan: Plan) -> Problems:
+    layout, world = plan.layout, plan.world_size
+    model, experts = layout.model_parallel_size, layout.expert_parallel_size
+    legal = f"legal: multiples of {replace(layout, dp=None).world_size}"
+    if world % model:
+        sizes = f"{layout.tp} * {layout.pp} * {layout.cp}"
+        yield "world size", f"not divisible by tp * pp * cp = {sizes} = {model}; {legal}"
+    if world % experts:
+        yield (
+            "world size",
+            f"not divisible by etp * ep * pp = {layout.etp or 1} * {layout.ep} * {layout.pp} = "
+            f"{experts}, the ranks that hold all experts; {legal}",
+        )
+    if layout.dp is not None and layout.dp * model != world:
+        yield (
+            "parallel.data_parallel_size",
+            f"with tp * pp * cp = {model} that takes {layout.dp * model} ranks, not {world}; "
+            "legal: null, which takes all ranks",
+        )
+
+
+def tensor_parallel_divides(plan: Plan) -> Problems:
+    shape, tp = plan.shape, plan.layout.tp
+    key = "parallel.tensor_model_parallel_size"
+    heads, groups = shape.num_attention_heads, shape.num_query_groups
+    if heads % tp:
+        yield key, _must_divide("num_attention_heads", heads)
+    if groups % tp and tp % groups:
+        yield key, f"neither divides num_query_groups = {groups} nor is a multiple of it"
+    if heads % groups:
+        yield "model.megatron.num_query_groups", _must_divide("num_attention_heads", heads)
+    sizes = {"moe_shared_expert_intermediate_size": shape.moe_shared_expert_intermediate_size}
+    if plan.config.parallel.uses_sequence_parallel():
+        sizes["hidden_size"] = shape.hidden_size
+    if shape.has_dense_layers:
+        sizes["ffn_hidden_size"] = shape.ffn_hidden_size
+    for name, size in sizes.items():
+        if size is not None and size % tp:
+            yield key, _must_divide(name, size)
+
+
+def sequence_parallel_fits(plan: Plan) -> Problems:
+    given, tp = plan.config.parallel.sequence_parallel, plan.layout.tp
+    key = "parallel.sequence_parallel"
+    if given and tp == 1:
+        yield (
+            key,
+            "splits over tensor-parallel ranks, and there is only one; legal: null, or tp > 1",
+        )
+    if given is False and tp > 1 and plan.shape.num_moe_experts is not None:
+        yield (
+            key,
+            f"experts with tp = {tp} need it, or every token is routed tp times; "
+            "legal: null or true",
+        )
+
+
+def experts_divide(plan: Plan) -> Problems:
+    shape, ep, etp = plan.shape, plan.layout.ep, plan.layout.etp or 1
+    ep_key, etp_key = (f"parallel.expert_{kind}_parallel_size" for kind in ("model", "tensor"))
+    if shape.num_moe_experts is None:
+        for key, size in ((ep_key, ep), (etp_key, etp)):
+            if size > 1:
+                yield key, "the model has no experts; legal: 1"
+        return
+    if shape.num_moe_experts % ep:
+        yield ep_key, _must_divide("num_moe_experts", shape.num_moe_experts)
+    assert shape.moe_ffn_hidden_size is not None
+    if shape.moe_ffn_hidden_size % etp:
+        yield etp_key, _must_divide("moe_ffn_hidden_size", shape.moe_ffn_hidden_size)
+
+
+def _must_divide(name: str, size: int) -> str:
+    divisors = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
+    return f"does not divide {name} = {size}; legal: {divisors}{' ...' if size > 64 else ''}"
+
+
+def router_is_sound(plan: Plan) -> Problems:
+    shape = plan.shape
+    if shape.num_moe_experts is None:
+        if plan.config.model.megatron.get("moe_ffn_hidden_size") is not None:
+            yield (
+                "model.megatron.moe_ffn_hidden_size",
+                "the model has no experts; leave it out, or set model.megatron.num_moe_experts",
+            )
+        return
+    topk, key = shape.moe_router_topk, "model.megatron.moe_router_topk"
+    assert topk is not None
+    if topk > shape.num_moe_experts:
+        number = shape.num_moe_experts
+        yield key, f"there are {number} experts; legal: 1 to {number}"
+    megatron = shape.megatron
+    uses_softmax = megatron.get("moe_router_score_function", "softmax") == "softmax"
+    if topk == 1 and uses_softmax and not megatron.get("moe_router_pre_softmax"):
+        yield (
+            key,
+            "a softmax over one expert has no gradient; "
+            "legal: 2 or more, or model.megatron.moe_router_pre_softmax = true",
+        )
+
+
+def dropout_is_off(plan: Plan) -> Problems:
+    for name in ("hidden_dropout", "attention_dropout"):
+        if plan.config.model.megatron.get(name):
+            yield (
+                f"model.megatron.{name}",
+                "its noise depends on the layout, and old and new policy would differ by it; "
+                "legal: 0.0",
+            )
+
+
+# How layers are split over pipeline stages: evenly, or as fields of Megatron-Core say.
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+WITH_EMBEDDING = "account_for_embedding_in_pipeline_split"
+WITH_LOSS = "account_for_loss_in_pipeline_split"
+WRITTEN_OUT = "pipeline_model_parallel_layout"
+_WAYS = ((FIRST, LAST), (WITH_EMBEDDING, WITH_LOSS), (WRITTEN_OUT,))
+_PP = "parallel.pipeline_model_parallel_size"
+
+
+def pipeline_divides(plan: Plan) -> Problems:
+    layout = plan.layout
+    if layout.vpp is not None and layout.pp == 1:
+        yield (
+            "parallel.virtual_pipeline_model_parallel_size",
+            "interleaving needs stages; legal: null, or pipeline_model_parallel_size > 1",
+        )
+    else:
+        yield from stage_problems(plan.shape.num_layers, layout, plan.shape.megatron)
+
+
+def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Problems:
+    """What is wrong with `layers` on the stages of `layout`, given the fields in `megatron`."""
+    used = [way for way in _WAYS if any(megatron.get(name) for name in way)]
+    chunks = layout.pp * (layout.vpp or 1)
+    if len(used) > 1:
+        names = [name for way in used for name in way if megatron.get(name)]
+        wrong = f"another way to place layers than {names[0]}; legal: one of the two"
+        yield f"model.megatron.{names[-1]}", wrong
+    elif not used:
+        if layers % chunks:
+            wrong = f"{layers} layers do not split evenly into {_chunks(layout)} chunks"
+            yield _PP, f"{wrong}; legal: pp * vpp that divides {layers}"
+    elif WRITTEN_OUT in used[0]:
+        wrong = _written_out(layers, layout, megatron[WRITTEN_OUT])
+        if wrong is not None:
+            yield f"model.megatron.{WRITTEN_OUT}", wrong
+    elif FIRST in used[0]:
+        yield from _first_and_last(layers, layout, megatron)
+    else:
+        extra = bool(megatron.get(WITH_EMBEDDING)) + bool(megatron.get(WITH_LOSS))
+        if (layers + extra) % chunks:
+            yield (
+                _PP,
+                f"{layers} layers and {extra} for embedding and loss do not split evenly into "
+                f"{_chunks(layout)} chunks; legal: pp * vpp that divides {layers + extra}",
+            )
+
+
+def _chunks(layout: Layout) -> str:
+    return f"{layout.pp}" if layout.vpp is None else f"{layout.pp} * {layout.vpp}"
+
+
+def _first_and_last(layers: int, layout: Layout, megatron: dict[str, Any]) -> Problems:
+    given = {name: megatron[name] for name in (FIRST, LAST) if megatron.get(name) is not None}
+    chunks = layout.vpp or 1
+    for name, count in given.items():
+        if not isinstance(count, int) or not 0 < count < layers or count % chunks:
+            rule = f", a multiple of vpp = {chunks}" if chunks > 1 else ""
+            yield f"model.megatron.{name}", f"legal: 1 to {layers - 1}{rule}"
+            return
+    stages, left = layout.pp - len(given), layers - sum(given.values())
+    if stages < 0 or (stages == 0 and left) or (stages and (left <= 0 or left % (stages * chunks))):
+        yield (
+            f"model.megatron.{next(iter(given))}",
+            f"leaves {left} of {layers} layers for {max(stages, 0)} other stages; "
+            "legal: a number that leaves them equal shares",
+        )
+
+
+def _written_out(layers: int, layout: Layout, written: Any) -> str | None:
+    if not isinstance(written, str):
+        return "legal: a text such as Et*3|t*4L"
+    text = written.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # Megatron-Core's own grammar
+        text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
+    stages, wanted = len(text.split("|")), layout.pp * (layout.vpp or 1)
+    if re.search(r"[^EtL|]", text):
+        return "legal: E (embedding), t (a layer), L (loss), |, and t*3"
+    if stages != wanted:
+        return f"{stages} stages; legal: pp * vpp = {_chunks(layout)} = {wanted}"
+    if text.count("t") != layers:
+        return f"{text.count('t')} layers; the model has {layers}"
+    if not re.fullmatch(r"E[t|]*L", text):
+        return "legal: one E, at the start, and one L, at the end"
+    return None
+
+
+def weights_are_named_once(plan: Plan) -> Problems:
+    """hf_path, checkpoint_path and preset do not contradict each other."""
+    model = plan.config.model
+    if model.hf_path is None:
+        return
+    folder = f"model.hf_path = {format_value(model.hf_path)}"
+    if model.checkpoint_path is not None:
+        yield (
+            "model.checkpoint_path",
+            f"the weights would come from {folder} too; legal: null, or model.hf_path = null",
+        )
+    # A resolved configuration of an earlier version names the preset `tiny` beside hf_path.
+    if model.preset not in (None, "tiny"):
+        yield "model.preset", f"{folder} decides the shape; legal: leave one of them out"
+    for key, _, theirs in shape_conflicts(plan.shape, model.starting_shape()):
+        wrong = f"the weights in {folder} have {format_value(theirs)}; legal: leave it out"
+        yield f"model.{key}", wrong
+
+
+_PRECISION = "training.precision"
+
+
+def backend_is_installed(plan: Plan) -> Problems:
+    wanted = plan.config.model.backend == "transformer_engine"
+    if plan.here and wanted and importlib.util.find_spec("transformer_engine") is None:
+        wrong = "the package transformer_engine is not installed; legal: torch_native or auto"
+        yield "model.backend", wrong
+
+
+def precision_is_possible(plan: Plan) -> Problems:
+    """All that can be known without the device; models.precision asks that."""
+    precision = plan.config.training.precision
+    if plan.for_training and precision == "fp64":
+        yield (
+            _PRECISION,
+            "Megatron-Core's optimizers do not support float64, it is for `verify`; "
+            "legal: fp32 or bf16",
+        )
+    fp8 = FP8.get(precision)
+    if fp8 is None:
+        return
+    if plan.config.model.backend == "torch_native":
+        yield (
+            _PRECISION,
+            "model.backend = torch_native has no FP8; legal: fp32 or bf16, or "
+            "model.backend = transformer_engine",
+        )
+    elif plan.here and (lacks := engine_lacks()) is not None:
+        yield _PRECISION, f"{lacks}; legal: fp32 or bf16"
+    recipes = installed_literals("fp8_recipe")
+    if recipes is not None and fp8.recipe not in recipes:
+        wrong = f"the installed megatron-core has no fp8_recipe {fp8.recipe!r}; legal: bf16"
+        yield _PRECISION, wrong
+    for name, (size, parts) in _fp8_sides(plan.shape, plan.layout).items():
+        # Sizes that do not divide are the business of the rules above.
+        if size % parts == 0 and (size // parts) % fp8.multiple:
+            split = f" over {parts} ranks is {size // parts} each" if parts > 1 else f" is {size}"
+            wrong = f"{name}{split}; FP8 matrix products take multiples of {fp8.multiple}"
+            yield _PRECISION, f"{wrong}; legal: bf16"
+    yield from _fp8_fields(plan, fp8.recipe)
+
+
+def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
+    """The sides of the weights that FP8 multiplies by: size, and over how many ranks."""
+    tp, etp = layout.tp, layout.etp or 1
+    heads, groups = shape.num_attention_heads, shape.num_query_groups
+    sides = {"hidden_size": (shape.hidden_size, 1)}
+    if not shape.megatron.get("multi_latent_attention"):
+        channels = shape.kv_channels
+        sides["num_attention_heads * kv_channels"] = (heads * channels, tp)
+        sides["num_query_groups * kv_channels"] = (groups * channels, min(tp, groups))
+    if shape.has_dense_layers:
+        sides["ffn_hidden_size"] = (shape.ffn_hidden_size, tp)
+    if shape.moe_ffn_hidden_size is not None and shape.num_moe_experts is not None:
+        sides["moe_ffn_hidden_size"] = (shape.moe_ffn_hidden_size, etp)
+    shared = shape.moe_shared_expert_intermediate_size
+    if shared is not None:
+        sides["moe_shared_expert_intermediate_size"] = (shared, tp)
+    return sides
+
+
+def _fp8_fields(plan: Plan, recipe: str) -> Problems:
+    """Fields below model.megatron that this recipe does not support."""
+    given, precision = plan.shape.megatron, plan.config.training.precision
+    in_attention = "a checkpoint does not hold the scales of attention"
+    if recipe == "delayed":
+        for name, reason in {
+            "first_last_layers_bf16": "scales from earlier micro-batches cover all layers",
+            "tp_only_amax_red": "every data-parallel rank would have scales of its own, and a "
+            "checkpoint keeps only one set",
+            "fp8_dot_product_attention": in_attention,
+            "fp8_multi_head_attention": in_attention,
+        }.items():
+            if given.get(name):
+                wrong = f"not with training.precision = {precision}: {reason}; legal: false"
+                yield f"model.megatron.{name}", wrong
+    elif given.get("first_last_layers_bf16"):
+        most = plan.shape.num_layers // plan.layout.pp
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if not 0 <= given.get(name, 1) <= most:
+                yield (
+                    f"model.megatron.{name}",
+                    f"a pipeline stage has {most} layers; legal: 0 to {most}",
+                )
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    world_size_fits,
+    tensor_parallel_divides,
+    sequence_parallel_fits,
+    pipeline_divides,
+    experts_divide,
+    router_is_sound,
+    dropout_is_off,
+    backend_is_installed,
+    precision_is_possible,
+    weights_are_named_once,
+)

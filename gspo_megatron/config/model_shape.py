@@ -1,0 +1,260 @@
+"""The sizes of a model: named presets, and what preset and configuration make together.
+
+Everything under `megatron` is a keyword argument of megatron-core's TransformerConfig, in its own
+names; what belongs to the whole model (vocabulary, positions, tied embeddings) stands beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from gspo_megatron.config.problems import problem
+from gspo_megatron.errors import ConfigError
+
+_CHECKPOINT_MODEL = "model.json"  # describes the model in a checkpoint of ours
+
+
+@dataclass(frozen=True)
+class ModelPreset:
+    """A model to start from; `vocab_size` None: the tokenizer decides. `joint_qk_norm`: queries and
+    keys are normalised over all heads together instead of each head by itself."""
+
+    vocab_size: int | None
+    max_sequence_length: int
+    rotary_base: float
+    tie_embeddings: bool
+    megatron: Mapping[str, Any]
+    joint_qk_norm: bool = False
+
+
+def _qwen3_moe(vocab_size: int | None, length: int, rotary_base: float, **sizes: int) -> Any:
+    settings = {
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        # With dropout the old and the new policy would differ by noise, and so would their ratio.
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Softmax over the chosen experts only is what Qwen3 calls norm_topk_prob.
+        "moe_router_pre_softmax": False,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-3,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    return ModelPreset(vocab_size, length, rotary_base, False, MappingProxyType(sizes | settings))
+
+
+# The Qwen3 sizes are those of config.json in Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
+PRESETS: Mapping[str, ModelPreset] = MappingProxyType(
+    {
+        "tiny": _qwen3_moe(
+            None,
+            128,
+            10_000.0,
+            num_layers=4,
+            hidden_size=64,
+            num_attention_heads=4,
+            num_query_groups=2,
+            kv_channels=16,
+            ffn_hidden_size=256,
+            num_moe_experts=8,
+            moe_router_topk=2,
+            moe_ffn_hidden_size=64,
+        ),
+        "qwen3-30b-a3b": _qwen3_moe(
+            151_936,
+            40_960,
+            1_000_000.0,
+            num_layers=48,
+            hidden_size=2048,
+            num_attention_heads=32,
+            num_query_groups=4,
+            kv_channels=128,
+            ffn_hidden_size=6144,
+            num_moe_experts=128,
+            moe_router_topk=8,
+            moe_ffn_hidden_size=768,
+        ),
+        "qwen3-235b-a22b": _qwen3_moe(
+            151_936,
+            40_960,
+            1_000_000.0,
+            num_layers=94,
+            hidden_size=4096,
+            num_attention_heads=64,
+            num_query_groups=4,
+            kv_channels=128,
+            ffn_hidden_size=12_288,
+            num_moe_experts=128,
+            moe_router_topk=8,
+            moe_ffn_hidden_size=1536,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the model will be; every MoE size is None in a model without experts.
+
+    `vocab_size` None means the tokenizer's. `megatron` holds all keyword arguments of
+    TransformerConfig that preset and configuration give (without layout and precision), with
+    `activation_func` and `attention_backend` as strings. `joint_qk_norm`: see ModelPreset.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    num_moe_experts: int | None
+    moe_router_topk: int | None
+    moe_ffn_hidden_size: int | None
+    moe_shared_expert_intermediate_size: int | None
+    vocab_size: int | None
+    max_sequence_length: int
+    rotary_base: float
+    tie_embeddings: bool
+    megatron: dict[str, Any]
+    joint_qk_norm: bool = False
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layer has an MLP of `ffn_hidden_size` instead of experts."""
+        return self.num_moe_experts is None or self.megatron.get("moe_layer_freq", 1) != 1
+
+
+def shape_of(
+    preset: ModelPreset, overrides: Mapping[str, Any] = MappingProxyType({}), **own: Any
+) -> ModelShape:
+    """The model of a preset, with `overrides` of its TransformerConfig and of its `own` fields."""
+    preset = replace(preset, **own)
+    megatron: dict[str, Any] = {**preset.megatron, **overrides}
+    num_experts = megatron.get("num_moe_experts")
+    if num_experts is None:
+        # `num_moe_experts: null` on an MoE preset asks for the dense model of the same shape, and
+        # TransformerConfig refuses expert sizes there. What the user wrote stays, to be refused.
+        megatron = {
+            name: value
+            for name, value in megatron.items()
+            if not name.startswith("moe_") or name in overrides
+        }
+    heads = megatron["num_attention_heads"]
+    sizes = {
+        "num_query_groups": megatron.get("num_query_groups") or heads,
+        "kv_channels": megatron.get("kv_channels") or megatron["hidden_size"] // heads,
+        "ffn_hidden_size": megatron.get("ffn_hidden_size") or 4 * megatron["hidden_size"],
+    }
+    if num_experts is not None:
+        width = megatron.get("moe_ffn_hidden_size") or sizes["ffn_hidden_size"]
+        sizes["moe_ffn_hidden_size"] = width
+        sizes["moe_router_topk"] = megatron.get("moe_router_topk", 2)
+    megatron.update(sizes)
+    taken = {name: megatron.get(name) for name in _MEGATRON_SIZES}
+    if num_experts is None:
+        taken |= {"moe_router_topk": None, "moe_ffn_hidden_size": None}
+    outer = {field.name: getattr(preset, field.name) for field in fields(preset)}
+    return ModelShape(**taken, **(outer | {"megatron": megatron}))
+
+
+_MEGATRON_SIZES = tuple(
+    field.name
+    for field in fields(ModelShape)
+    if field.name not in {field.name for field in fields(ModelPreset)}
+)
+
+
+def experts_in_layers(shape: ModelShape) -> list[bool]:
+    """Whether each layer has experts."""
+    return expert_pattern(shape.megatron, shape.num_layers)
+
+
+def expert_pattern(megatron: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """The same from fields of TransformerConfig: `moe_layer_freq` stands for every n-th layer from
+    the first on, or is a list of flags."""
+    if megatron.get("num_moe_experts") is None:
+        return [False] * num_layers
+    frequency = megatron.get("moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(num_layers)]
+    return [bool(flag) for flag in frequency]
+
+
+def checkpoint_model_file(path: str) -> Path | None:
+    """model.json of a checkpoint, or of any checkpoint in a run folder or its checkpoints folder,
+    which all have the same model; None where there is none."""
+    folder = Path(path)
+    found = [folder / _CHECKPOINT_MODEL]
+    for pattern in ("checkpoints/[!.]*", "[!.]*"):  # names of unfinished ones begin with a dot
+        found += sorted(folder.glob(f"{pattern}/{_CHECKPOINT_MODEL}"), reverse=True)
+    return next((file for file in found if file.is_file()), None)
+
+
+def no_checkpoint(path: str) -> str:
+    """The line about a `model.checkpoint_path` that holds no checkpoint."""
+    reason = "holds no checkpoint of gspo-megatron" if Path(path).is_dir() else "no such folder"
+    if Path(path, "config.json").is_file():
+        reason = "is a Hugging Face folder; use model.hf_path for it"
+    return problem("model.checkpoint_path", path, reason)
+
+
+def preset_of_checkpoint(path: str) -> ModelPreset:
+    """The model of a checkpoint, as its model.json describes it. Raises ConfigError."""
+    file = checkpoint_model_file(path)
+    if file is None:
+        raise ConfigError([no_checkpoint(path)])
+    return _read_checkpoint_model(file, file.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_checkpoint_model(file: Path, _changed: int) -> ModelPreset:
+    """A model's shape is asked for many times in a run."""
+    try:
+        return checkpoint_preset(json.loads(file.read_bytes()))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError([f"model.checkpoint_path: {file}: cannot be read: {error}"]) from None
+
+
+def checkpoint_preset(model: Mapping[str, Any]) -> ModelPreset:
+    """The model that the contents of model.json describe. Raises LookupError."""
+    shape = {"joint_qk_norm": False, **model["shape"], "vocab_size": model["vocab_size"]}
+    return ModelPreset(**{field.name: shape[field.name] for field in fields(ModelPreset)})
+
+
+def shape_conflicts(shape: ModelShape, preset: ModelPreset) -> Iterator[tuple[str, Any, Any]]:
+    """Keys of the `model` section in which a model's tensors differ from those of `preset`, with
+    both values: weights of one cannot be loaded into the other."""
+    theirs = shape_of(preset)
+    for key in ("vocab_size", "tie_embeddings", "joint_qk_norm"):
+        ours, its = getattr(shape, key), getattr(theirs, key)
+        if (ours or None) != (its or None):
+            yield key, ours, its
+    for key in _TENSOR_FIELDS.split():
+        ours, its = shape.megatron.get(key), theirs.megatron.get(key)
+        if (ours or None) != (its or None):
+            yield f"megatron.{key}", ours, its
+    same_layers = shape.num_layers == theirs.num_layers
+    if same_layers and experts_in_layers(shape) != experts_in_layers(theirs):
+        frequencies = [each.megatron.get("moe_layer_freq", 1) for each in (shape, theirs)]
+        yield "megatron.moe_layer_freq", *frequencies
+
+
+# Fields of TransformerConfig that decide which tensors there are, and their sizes.
+_TENSOR_FIELDS = """
+    num_layers hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts
+    moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_router_enable_expert_bias qk_layernorm add_qkv_bias add_bias_linear gated_linear_unit
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+"""

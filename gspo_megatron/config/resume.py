@@ -1,0 +1,122 @@
+"""Which keys may differ from those that a run was started with, when it is resumed.
+
+Every key has a resume class (config/section.py). A key that shapes the run would silently make its
+second half another experiment than the first: a change is refused. The other keys change where and
+how fast the run goes, what is written down and how long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gspo_megatron.config.problems import format_value, problem
+from gspo_megatron.config.section import ResumeClass, keys_of
+from gspo_megatron.config.stages import AnyConfig
+
+# Fields below `model.megatron` that change where and how fast something is computed, and no result
+# by more than rounding.
+_HARMLESS_FIELDS = """
+    moe_token_dispatcher_type moe_permute_fusion recompute_granularity recompute_method
+    recompute_num_layers recompute_modules distribute_saved_activations cpu_offloading
+    cpu_offloading_num_layers tp_comm_overlap overlap_p2p_comm batch_p2p_comm
+    deallocate_pipeline_outputs barrier_with_L1_time num_layers_in_first_pipeline_stage
+    num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+"""
+
+
+@dataclass
+class Changes:
+    """What differs from a checkpoint's configuration: one line a key."""
+
+    refused: list[str] = field(default_factory=list)
+    allowed: list[str] = field(default_factory=list)  # without effect on what is learned
+    warned: list[str] = field(default_factory=list)  # allowed, but may change results
+
+
+def find_changes(
+    before: Mapping[str, Any], config: AnyConfig, same_contents: Mapping[str, bool]
+) -> Changes:
+    """Compare a configuration with the one that a run was started with.
+
+    `before` is config.yaml of a checkpoint as plain data. `same_contents` has, by key, whether an
+    input file, or the file of a function, still holds what it held then; it lacks the keys that
+    name no file now or named none then.
+    """
+    then, now = dict(_leaves(before)), dict(_leaves(config.model_dump()))
+    keys = keys_of(type(config))
+    changes = Changes()
+    for key in sorted({*then, *now, *same_contents}):
+        if key.startswith(_GONE):
+            continue
+        top = ".".join(key.split(".")[:2])
+        if top not in keys:
+            changes.refused.append(f"{key}: was {format_value(then.get(key))} and is no key now")
+            continue
+        # A version that did not know the key yet did what its default says.
+        fallback = keys[top].default if key == top else None
+        old, new = then.get(key, fallback), now.get(key, fallback)
+        resume = resume_class(keys[top])
+        if resume in ("contents", "shown"):
+            _compare_contents(changes, key, resume, (old, new), same_contents.get(key))
+        elif old != new and (key, old, new) != _RENAMED_PRESET:
+            _compare_values(changes, key, resume, (old, new), config)
+        elif resume == "code" and same_contents.get(key) is False:
+            changes.warned.append(f"{key}: the code of {format_value(new)}")
+    return changes
+
+
+def resume_class(info: Any) -> ResumeClass:
+    """The resume class of a key, from pydantic's description of it."""
+    return info.json_schema_extra["resume"]  # type: ignore[no-any-return]
+
+
+# Keys of earlier versions that acted before the first RL step only.
+_GONE = ("training.warm_start.",)
+# Earlier versions wrote the default preset where the weights give the shape.
+_RENAMED_PRESET = ("model.preset", "tiny", None)
+
+
+def _compare_contents(
+    changes: Changes, key: str, resume: ResumeClass, paths: tuple[Any, Any], same: bool | None
+) -> None:
+    old, new = paths
+    renamed = f"{key}: {format_value(old)} -> {format_value(new)}"
+    if same:
+        if old != new:
+            changes.allowed.append(f"{renamed}, with the same contents")
+    elif resume == "shown":
+        if same is False or old != new:
+            changes.allowed.append(renamed if old != new else f"{key}: its contents")
+    elif old != new:
+        changes.refused.append(problem(key, new, f"was {format_value(old)}, of other contents"))
+    elif same is False:
+        changes.refused.append(problem(key, new, "its contents are not what they were"))
+
+
+def _compare_values(
+    changes: Changes, key: str, resume: ResumeClass, values: tuple[Any, Any], config: AnyConfig
+) -> None:
+    old, new = values
+    decay = config.optimizer.decay
+    harmless = resume == "harmless" or key.rpartition(".")[2] in _HARMLESS_FIELDS.split()
+    if harmless or (resume == "steps" and decay == "constant"):
+        changes.allowed.append(f"{key}: {format_value(old)} -> {format_value(new)}")
+    elif resume == "steps":
+        reason = f"was {old}, and optimizer.decay = {decay} ends there"
+        changes.refused.append(problem(key, new, reason))
+    else:
+        changes.refused.append(problem(key, new, f"was {format_value(old)}"))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values. In a dict of Megatron's fields each field has its own key; a dict of
+    the user's (`options`) is one value."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and name != "options":
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
