@@ -35,7 +35,7 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.platform.collectives import on_main
-from gspo_megatron.supervised.loop import SupervisedBatch
+from gspo_megatron.supervised.batches import SupervisedBatch
 
 INDEX = "samples"  # below the run folder
 _WHOLE = "whole"  # a file in that folder, unless an index is being written
@@ -45,7 +45,7 @@ Samples = GPTDataset | BlendedDataset
 
 
 class PretrainingBatches:
-    """The batches of a run; see loop.Batches."""
+    """The batches of a run, with the interface of `FineTuningBatches`."""
 
     def __init__(
         self,

@@ -9,14 +9,15 @@ import sentencepiece
 
 from gspo_megatron.data import tokenizer_training
 from gspo_megatron.data.chat import CHATML
-from gspo_megatron.data.hugging_face import (
+from gspo_megatron.data.tokenizer_training import (
     STEP,
     SYMBOL_SCORE,
+    TokenizerRecipe,
     check_conversion,
     convert,
+    train_tokenizer,
     with_exact_scores,
 )
-from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
 from gspo_megatron.errors import DataError
 from tests.unit.data.corpora import make_texts, make_tokenizer, write_jsonl
