@@ -206,7 +206,7 @@ def test_a_key_or_a_reader_that_left_ends_the_command_quietly(
         unread.flush()  # as the interpreter does at its end
     assert (tmp_path / "a" / "tokenizer.model").is_file()
 
-    def interrupt(*_: object) -> None:
+    def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(toy, "write_toy_dataset", interrupt)
