@@ -196,12 +196,6 @@ class ChunkTokens:
     digests: np.ndarray  # [documents, DIGEST_BYTES] uint8, or no rows
     empty: int  # documents without text, left out
 
-    def documents(self) -> Iterator[np.ndarray]:
-        """The tokens of each document."""
-        ends = np.cumsum(self.lengths)
-        for start, end in zip(ends - self.lengths, ends):
-            yield self.tokens[start:end]
-
 
 @dataclass(frozen=True)
 class Worker:
@@ -292,7 +286,9 @@ class _JoinedDocuments:
         for path in self._parts:
             part = read_part(path)
             self.empty += part.empty
-            for number, tokens in enumerate(part.documents()):
+            ends = np.cumsum(part.lengths)
+            for number, (start, end) in enumerate(zip(ends - part.lengths, ends)):
+                tokens = part.tokens[start:end]
                 if self._seen is not None:
                     digest = part.digests[number].tobytes()
                     if digest in self._seen:
