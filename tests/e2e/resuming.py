@@ -147,8 +147,13 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
 
 def assert_same_run(run: Path, undisturbed: Path, last: str) -> None:
     """Metrics, samples, weights and optimizer are equal, bit for bit."""
-    for mine, theirs in zip(records(run), records(undisturbed), strict=True):
-        assert mine == theirs
+    assert records(run) == records(undisturbed)
     assert (run / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
     mine, theirs = (tensors(folder / "checkpoints" / last) for folder in (run, undisturbed))
     assert mine == theirs
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 16
+    path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""What the ranks do in test_replay: updates that look at what the routers really used."""
+"""What the ranks do in the tests of Routing Replay: updates that watch the routers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
-from gspo_megatron.models.reference import ReferencePolicy
-from gspo_megatron.rl import policy_update as step
 from gspo_megatron.routing import hooks
 from gspo_megatron.routing.replay import Recording, Replaying
 from gspo_megatron.routing.volatility import Observing
-from gspo_megatron.verify.parity import run_update
 from gspo_megatron.verify.results import StepResult
+from tests.parallel.updates import update_away_from_the_reference
+from tests.unit.routing import mistakes
 
 
 @dataclass
@@ -31,24 +30,8 @@ class Watched:
     passes: dict[str, int]  # forward passes of routers, by what they were told
 
 
-class DistantReference(ReferencePolicy):
-    """Far from the policy, by the same amount whatever the layout: a function of the weight."""
-
-    @torch.no_grad()
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        for weight in self._weights:
-            weight.add_(0.1 * torch.sin(37.0 * weight))
-
-
-def watched_update_away_from_the_reference(**arguments: Any) -> Watched:
-    """`watched_update` with a reference policy that would choose other experts."""
-    with mock.patch.object(step, "ReferencePolicy", DistantReference):
-        return watched_update(**arguments)
-
-
 def watched_update(**arguments: Any) -> Watched:
-    """`run_update`, every routing map of Megatron-Core held against the routes of the pass."""
+    """An update, every routing map of Megatron-Core held against the routes of the pass."""
     counts, passes = defaultdict(int), defaultdict(int)
     native = TopKRouter.routing
 
@@ -63,8 +46,7 @@ def watched_update(**arguments: Any) -> Watched:
             table = inner._table
             wanted = table.experts[table.layers.index(self.layer_number)].long()
             maps = torch.zeros_like(chosen).scatter(1, wanted, True)
-            known = table.known
-            known = torch.ones(len(maps), dtype=torch.bool) if known is None else known
+            known = table.known if table.known is not None else torch.ones(len(maps)).bool()
             own = logits.detach().flatten(0, -2).topk(self.topk, dim=-1).indices
             natural = torch.zeros_like(chosen).scatter(1, own, True)
             counts["replayed"] += int(known.sum())
@@ -76,7 +58,13 @@ def watched_update(**arguments: Any) -> Watched:
         return probs, chosen
 
     with mock.patch.object(TopKRouter, "routing", routing):
-        result = run_update(**arguments)
+        result = update_away_from_the_reference(**arguments)
     values = torch.tensor([counts[name] for name in ("replayed", "wrong", "moved")])
     dist.all_reduce(values)
     return Watched(result, *values.tolist(), passes=dict(passes))
+
+
+def mistaken_update(mistake: str, **arguments: Any) -> Watched:
+    """`watched_update` with a mistake of tests.unit.routing.mistakes."""
+    with getattr(mistakes, mistake)():
+        return watched_update(**arguments)

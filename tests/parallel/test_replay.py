@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from gspo_megatron.config.parallel import Layout
 from gspo_megatron.verify.parity import Cut
-from gspo_megatron.verify.results import StepResult, compare
+from gspo_megatron.verify.results import compare
 from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
-from tests.parallel.models import VOCAB_SIZE, odd_moe
+from tests.parallel.models import NO_ROUTER_LOSSES, VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool
-from tests.parallel.replays import (
-    Watched,
-    watched_update,
-    watched_update_away_from_the_reference,
+from tests.parallel.replays import Watched, watched_update
+from tests.parallel.updates import (
+    FP64_TOLERANCE_OF_ROUTERS,
+    assert_same_gradients,
+    assert_same_update,
+    update,
 )
-from tests.parallel.updates import FP64_TOLERANCE_OF_ROUTERS, assert_same_metrics
 
-CUT = Cut(replicas=2, token_budget=40, multiple=2)
 LAYOUTS = ("tp=2", "pp=2", "pp=2,vpp=2", "ep=2", "cp=2", "tp=2,pp=2,ep=2,cp=2")
 RECOMPUTES = ("none", "selective", "full")
 EXPERTS, TOP_K, LAYERS, MOE_LAYERS = 8, 2, 4, 3
@@ -42,32 +41,21 @@ def batch_with_routes(config: Any) -> SyntheticBatch:
 def run(
     pool: Pool,
     layout: str,
-    mini_batches: int = 3,
     objective: dict[str, Any] | None = None,
+    *,
+    packing: bool = True,
+    recompute: str = "none",
     **routing: Any,
 ) -> Watched:
-    training = {
-        "precision": "fp64",
-        "packing": routing.pop("packing", True),
-        "recompute": routing.pop("recompute", "none"),
-    }
-    megatron: dict[str, Any] = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
-    if training["recompute"] == "selective":
+    training = {"precision": "fp64", "packing": packing, "recompute": recompute}
+    megatron = dict(NO_ROUTER_LOSSES)
+    if recompute == "selective":
         megatron["recompute_modules"] = ["moe"]  # whole layers of experts, router included
     objective = objective or {"name": "grpo"}
     config = odd_moe(layout, objective, training=training, routing=routing, **megatron)
-    batch = synthetic_batch(config.objective, VOCAB_SIZE)
-    if "r3" in config.routing.modes:
-        batch = batch_with_routes(config)
-    return pool.run(
-        Layout.parse(layout).world_size,
-        watched_update_away_from_the_reference if "kl" in objective else watched_update,
-        config=config,
-        vocab_size=VOCAB_SIZE,
-        batch=batch,
-        cut=CUT,
-        mini_batches=mini_batches,
-    )
+    batch = batch_with_routes(config) if "r3" in config.routing.modes else None
+    cut = Cut(replicas=2, token_budget=40, multiple=2)
+    return update(pool, config, watched_update, batch=batch, cut=cut, mini_batches=3)
 
 
 @pytest.fixture(scope="module")
@@ -116,24 +104,16 @@ REST = [
 def test_every_token_goes_to_the_recorded_experts_on_every_layout(
     pool: Pool, alone: dict[str, Watched], layout: str, mode: str, packing: bool, recompute: str
 ) -> None:
-    watched = run(
-        pool,
-        layout,
-        replay=mode,
-        volatility=True,
-        packing=packing,
-        recompute=recompute,
-    )
+    options = {"replay": mode, "volatility": True, "packing": packing, "recompute": recompute}
+    watched = run(pool, layout, **options)
     assert watched.replayed > 0
     assert watched.wrong == 0
     assert (watched.passes["checkpointed"] > 0) == (recompute != "none")
-    worst = compare(alone[mode].result.gradients, watched.result.gradients)[0]
-    assert worst[1] <= FP64_TOLERANCE_OF_ROUTERS, worst
-    if packing:  # rows are cut into other micro-batches
-        figures = dict(watched.result.metrics), dict(alone[mode].result.metrics)
-        for metrics in figures:
-            metrics.pop("replay/bytes")  # padding is stored too
-        assert_same_metrics(*(StepResult(metrics) for metrics in figures))
+    results = watched.result, alone[mode].result
+    if packing:  # padding is stored too
+        assert_same_update(*results, FP64_TOLERANCE_OF_ROUTERS, but="replay/bytes")
+    else:  # rows are cut into other micro-batches
+        assert_same_gradients(*results, FP64_TOLERANCE_OF_ROUTERS)
 
 
 def test_a_route_takes_one_byte_a_layer_and_expert(alone: dict[str, Watched]) -> None:
@@ -167,12 +147,8 @@ def test_policy_and_reference_replay_apart_on_every_layout(
     sharded = run(pool, layout, **modes, recompute="full")
     assert min(plain.replayed, sharded.replayed) > 0
     assert plain.wrong == sharded.wrong == 0
-    worst = compare(plain.result.gradients, sharded.result.gradients)[0]
-    assert worst[1] <= FP64_TOLERANCE_OF_ROUTERS, worst
-    figures = dict(sharded.result.metrics), dict(plain.result.metrics)
-    for metrics in figures:
-        assert metrics.pop("replay/bytes") > 0  # padding is stored too
-    assert_same_metrics(*(StepResult(metrics) for metrics in figures))
+    results = sharded.result, plain.result
+    assert_same_update(*results, FP64_TOLERANCE_OF_ROUTERS, but="replay/bytes")  # of padding too
     if reference != "off":
         other = run(pool, "tp=1", **modes | {"reference_replay": "off"})
         distance = compare(plain.result.gradients, other.result.gradients)[0][1]
