@@ -56,24 +56,24 @@ def command_environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="session")
-def gspo() -> Command:
+def run_gspo(
+    *arguments: object, expect: int | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
     """Run `gspo-megatron` with the arguments given, and wait for it. Where an exit code is
     expected, it is the one, and 2 comes without a traceback."""
+    result = subprocess.run(
+        [sys.executable, "-m", "gspo_megatron", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=command_environment() | environ,
+        check=False,
+    )
+    assert expect in (None, result.returncode), (result.returncode, result.stderr[-3000:])
+    assert expect != 2 or "Traceback" not in result.stderr + result.stdout
+    return result
 
-    def run(
-        *arguments: object, expect: int | None = None, **environ: str
-    ) -> subprocess.CompletedProcess[str]:
-        result = subprocess.run(
-            [sys.executable, "-m", "gspo_megatron", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env=command_environment() | environ,
-            check=False,
-        )
-        assert expect in (None, result.returncode), result.stderr[-3000:]
-        assert expect != 2 or "Traceback" not in result.stderr + result.stdout
-        return result
 
-    return run
+@pytest.fixture(scope="session")
+def gspo() -> Command:
+    return run_gspo

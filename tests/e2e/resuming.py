@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tests.e2e.conftest import command_environment
+from tests.e2e.conftest import command_environment, run_gspo
 
 ROOT = Path(__file__).parents[2]
 TAIL = 3000  # characters of stderr in a failure
@@ -99,16 +99,8 @@ def start(config_file: Path, *words: object) -> subprocess.Popen[str]:
 
 def train(config_file: Path, *words: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
     """Run `train` to its end, with the exit code that is expected."""
-    result = subprocess.run(
-        command(config_file, *words),
-        env=environment(config_file),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == expect, (result.returncode, result.stderr[-TAIL:])
-    return result
+    path = environment(config_file)["PYTHONPATH"]
+    return run_gspo("train", config_file, *words, expect=expect, PYTHONPATH=path)
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> bool:

@@ -1,8 +1,9 @@
-"""What the ranks do in the tests of Routing Replay: updates that watch the routers."""
+"""What the ranks do in test_replay: updates that watch the routers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -30,8 +31,9 @@ class Watched:
     passes: dict[str, int]  # forward passes of routers, by what they were told
 
 
-def watched_update(**arguments: Any) -> Watched:
-    """An update, every routing map of Megatron-Core held against the routes of the pass."""
+def watched_update(mistake: str | None = None, **arguments: Any) -> Watched:
+    """An update, every routing map of Megatron-Core held against the routes of the pass. `mistake`:
+    of tests.unit.routing.mistakes."""
     counts, passes = defaultdict(int), defaultdict(int)
     native = TopKRouter.routing
 
@@ -57,14 +59,9 @@ def watched_update(**arguments: Any) -> Watched:
             assert not (probs[~chosen] != 0).any()
         return probs, chosen
 
-    with mock.patch.object(TopKRouter, "routing", routing):
+    wrong = getattr(mistakes, mistake)() if mistake else nullcontext()
+    with wrong, mock.patch.object(TopKRouter, "routing", routing):
         result = update_away_from_the_reference(**arguments)
     values = torch.tensor([counts[name] for name in ("replayed", "wrong", "moved")])
     dist.all_reduce(values)
     return Watched(result, *values.tolist(), passes=dict(passes))
-
-
-def mistaken_update(mistake: str, **arguments: Any) -> Watched:
-    """`watched_update` with a mistake of tests.unit.routing.mistakes."""
-    with getattr(mistakes, mistake)():
-        return watched_update(**arguments)

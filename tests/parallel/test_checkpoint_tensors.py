@@ -199,7 +199,7 @@ def test_one_rank_looks_for_what_all_have_written(
     assert [rank.looks for rank in by_rank] == [1, 0]
     assert all(rank.problem is None and rank.over_writers for rank in by_rank)
     files = read_manifest(tmp_path / "new")
-    assert {"model/__3_0.distcp", "optimizer/__0_0.distcp", "rank_00001.txt"} <= files.keys()
+    assert {"model/__1_0.distcp", "optimizer/__0_0.distcp", "rank_00001.txt"} <= files.keys()
     assert find_damage(tmp_path / "new") == []
 
 

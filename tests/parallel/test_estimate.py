@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, run_chunk
-from gspo_megatron.config import Config, check_config, parse_config, resolve_parallel
+from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.estimate.activations import SavedTensors, chunk_passes, give_input, micro_batch
 from gspo_megatron.estimate.model import rank_model, state_bytes
 from gspo_megatron.models.optimizer import Schedule, build_trainer
@@ -24,17 +24,14 @@ ACTIVATION_TOLERANCE = 0.05
 
 # A size at which what a layer keeps outweighs masks, indices and sums of a row.
 WIDE: dict[str, Any] = {
-    "num_layers": 4,
     "hidden_size": 256,
     "num_attention_heads": 8,
     "num_query_groups": 4,
     "kv_channels": 32,
     "ffn_hidden_size": 512,
-    "num_moe_experts": 8,
-    "moe_router_topk": 2,
     "moe_ffn_hidden_size": 192,
     "moe_shared_expert_intermediate_size": 128,
-    "moe_layer_freq": [0, 1, 1, 1],
+    "init_method_std": 0.02,
 }
 LENGTHS = [(20, 70), (33, 41), (8, 100), (50, 30)]
 
@@ -93,19 +90,6 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}
 
 
-def wide(layout: str, recompute: str, **training: Any) -> Config:
-    config = parse_config(
-        {
-            "model": {"megatron": WIDE},
-            "parallel": {"layout": layout},
-            "data": {"tokenizer": "none"},
-            "training": {"precision": "bf16", "recompute": recompute} | training,
-        }
-    )
-    check_config(config, config.world_size_hint())
-    return config
-
-
 def estimated_state(config: Config) -> list[dict[str, int]]:
     world_size = config.world_size_hint()
     parallel = resolve_parallel(config, world_size)
@@ -160,7 +144,8 @@ def test_activations_are_what_autograd_keeps(
 ) -> None:
     """Experts get equally many tokens in the estimate and not in reality: the ranks of a stage are
     compared in sum."""
-    config = wide(layout, recompute, packing=packing)
+    training = {"precision": "bf16", "recompute": recompute, "packing": packing}
+    config = odd_moe(layout, training=training, **WIDE)
     world_size = config.world_size_hint()
     measured = pool.each(config, measured_activations, lengths=LENGTHS)
     parallel = resolve_parallel(config, world_size)
