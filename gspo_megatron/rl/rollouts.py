@@ -169,6 +169,23 @@ class Collector:
         return [bool(has) for has in found.tolist()]
 
 
+def evaluate(config: Config, prompts: Sequence[Prompt], collector: Collector) -> dict[str, float]:
+    """One greedy response to each held-out prompt: the mean reward as the reward function gives it,
+    and accuracy, the share with full reward (1). Nothing without prompts. Every rank calls it."""
+    prompts = prompts[: config.training.evaluation_prompts]
+    if not prompts:
+        return {}
+    rollout = config.rollout
+    greedy = Sampling(rollout.max_response_tokens, temperature=0.0, stop=tuple(rollout.stop))
+    batch = collector.roll_out(prompts, 0, 1, greedy, config.training.seed)
+    rewards = collector.score(batch, prompts, 0).scores.rewards
+    metrics = StepMetrics(collector.device)
+    metrics.add_means(
+        {"evaluation/reward": mean_pair(rewards), "evaluation/accuracy": mean_pair(rewards >= 1.0)}
+    )
+    return metrics.reduce(collector.data_group)
+
+
 def mean_pair(values: Tensor) -> Tensor:
     """[sum, count] float64."""
     total = values.double().sum()
