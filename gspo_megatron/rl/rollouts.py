@@ -42,14 +42,9 @@ class Experience:
 
     def describe(self) -> dict[str, Any]:
         """All but the tensors, for JSON. That of the main rank is saved."""
-        return {
-            "samples": [dataclasses.asdict(sample) | {"fields": {}} for sample in self.samples],
-            "sample_rewards": self.sample_rewards,
-            "metrics": self.metrics,
-            "num_tokens": self.num_tokens,
-            "rollout_seconds": self.rollout_seconds,
-            "has_turns": self.has_turns,
-        }
+        kept = {k: v for k, v in vars(self).items() if k not in ("batch", "scores")}
+        samples = [dataclasses.asdict(sample) | {"fields": {}} for sample in self.samples]
+        return kept | {"samples": samples}
 
     def of_groups(self, numbers: Sequence[int]) -> Experience:
         """The responses to these of the step's prompts."""

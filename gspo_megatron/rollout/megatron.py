@@ -195,35 +195,22 @@ class MegatronEngine:
         with decoding(self.policy.models, cache):
             # A group's responses share the work on their prompt.
             of_prompts = randomness and randomness.at(slice(None, None, per_prompt))
-            hidden, routes = self._prefill(prompts, prompt_lengths, longest, cache, of_prompts)
+            ids = _padded(prompts, longest, self.pad_id, self.device)
+            cache.start_prefill(longest)
+            positions = torch.arange(longest, device=self.device).expand_as(ids)
+            hidden, routes = self._forward(ids, positions, of_prompts)
+            of_row = torch.arange(len(prompts), device=self.device)
+            if hidden is not None:  # of the prompts' last tokens, [prompts, hidden]
+                hidden = hidden[of_row, prompt_lengths - 1]
             if routes is not None:
                 responses.routes = routes.new_zeros((rows, longest + max_tokens, *routes.shape[2:]))
                 responses.routes[:, :longest] = routes.repeat_interleave(per_prompt, 0)
             if per_prompt > 1:
-                of_row = torch.arange(len(prompts), device=self.device)
                 cache.keep(of_row.repeat_interleave(per_prompt))
                 prompt_lengths = prompt_lengths.repeat_interleave(per_prompt)
                 hidden = hidden.repeat_interleave(per_prompt, 0) if hidden is not None else None
             self._decode(hidden, prompt_lengths, cache, responses, draws)
         return responses
-
-    def _prefill(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        lengths: Tensor,
-        longest: int,
-        cache: KeyValueCache,
-        randomness: RouterRandomness | None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Fill the cache with the prompts. Returns, on the last stage, the hidden states of their
-        last tokens [prompts, hidden], and the routes [prompts, longest, layers, k] if recorded."""
-        ids = _padded(prompts, longest, self.pad_id, self.device)
-        cache.start_prefill(longest)
-        positions = torch.arange(longest, device=self.device).expand_as(ids)
-        hidden, routes = self._forward(ids, positions, randomness)
-        if hidden is not None:
-            hidden = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
-        return hidden, routes
 
     def _decode(
         self,
