@@ -103,7 +103,7 @@ def test_a_pass_with_gradients_is_no_rollout(logits: Tensor) -> None:
     ("overrides", "wrong"),
     [
         ({"num_moe_experts": None}, "routing.rollout_noise = 0.1: the model has no experts"),
-        ({"moe_router_fusion": True}, "a fused router never asks"),
+        ({"moe_router_fusion": True}, "a fused router does not call the hook"),
     ],
 )
 def test_a_model_whose_routers_cannot_be_noisy_is_refused(
