@@ -6,6 +6,7 @@ import datetime
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,11 +28,11 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
 
 __all__ = [
-    "Save",
     "load_model",
     "load_optimizer",
     "load_trainer_state",
     "save_tensors",
+    "start_work",
     "trainer_state",
     "writers",
 ]
@@ -39,48 +40,33 @@ __all__ = [
 MODEL, OPTIMIZER, SCALES = "model", "optimizer", "fp8_scales"
 
 
-class Save:
-    """A save under way, in a thread if it is asynchronous."""
+def start_work(work: Callable[[], None], *, asynchronous: bool) -> Future[None]:
+    """Do `work`, in a daemon thread if it is asynchronous. Its error is raised by `result`."""
+    future: Future[None] = Future()
 
-    def __init__(self, write: Callable[[], None], *, asynchronous: bool) -> None:
-        self._error: BaseException | None = None
-        self._write: Callable[[], None] | None = write
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        if asynchronous:
-            self._thread.start()
-        else:
-            self._run()
-
-    def done(self) -> bool:
-        """Whether wait() would return (or raise) at once on this rank."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Return when this rank's bytes are on the disk. Raises the writer's error, on all ranks
-        when it is that of any of them: DataError where a file cannot be written."""
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        assert self._write is not None
+    def run() -> None:
         try:
-            self._write()
-        except BaseException as error:  # noqa: BLE001 (raised again by wait, in the main thread)
-            self._error = error
-        self._write = None  # and with it the copies
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (raised again in the main thread)
+            future.set_exception(error)
+
+    if asynchronous:
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    else:
+        run()
+    return future
 
 
 def save_tensors(
     folder: Path, policy: Policy, trainer: Trainer | None, *, asynchronous: bool
-) -> Save:
+) -> Future[None]:
     """Write `folder`/model and, with a trainer, `folder`/optimizer and the FP8 scales; every rank
-    calls it.
+    calls it. An asynchronous save returns when all tensors are copied to host memory: then the
+    weights may change. Ranks communicate over a separate group (`writers`).
 
-    An asynchronous save returns as soon as everything is copied to host memory; then the weights
-    may change. Ranks communicate over a separate group (`writers`). Wait for a save before the next
-    one starts and before torch.distributed is shut down.
+    Call `result` before the next save starts and before torch.distributed is shut down; it returns
+    when this rank's bytes are on the disk, and raises DataError, on all ranks, where a file of any
+    rank cannot be written.
     """
     _finish_parameter_gather(policy)
     model = model_pieces(policy)
@@ -106,7 +92,7 @@ def save_tensors(
         if with_scales:
             write_pieces(folder / SCALES, scales, group)
 
-    return Save(write, asynchronous=asynchronous)
+    return start_work(write, asynchronous=asynchronous)
 
 
 def load_model(folder: Path, policy: Policy) -> None:

@@ -153,7 +153,7 @@ def train_and_save(
             update(config, policy, trainer, seed=updates)
             assert not (held and save.done())
         release()
-        save.wait()
+        save.result()
     assert save.done()
     if not asynchronous:
         update(config, policy, trainer, seed=updates)
@@ -183,7 +183,7 @@ def save_errors(config: Config, folder: Path, *, asynchronous: bool) -> list[str
     policy, trainer = start(config)
 
     def save() -> None:
-        save_tensors(folder, policy, trainer, asynchronous=asynchronous).wait()
+        save_tensors(folder, policy, trainer, asynchronous=asynchronous).result()
 
     return _everyones_errors(save)
 
@@ -247,7 +247,7 @@ def move(config: Config, source: Path, destination: Path) -> Outcome:
     policy, trainer = start(config)
     load_all(source, policy, trainer)
     state = gather_state(policy, trainer)
-    save_tensors(destination, policy, trainer, asynchronous=False).wait()
+    save_tensors(destination, policy, trainer, asynchronous=False).result()
     if dist.get_rank() == 0:
         position = (source / "trainer.json").read_text()
         (destination / "trainer.json").write_text(position)
@@ -346,7 +346,7 @@ def save_expert_biases(config: Config, folder: Path) -> dict[str, Tensor]:
     for name, bias in sorted(_expert_biases(policy).items()):
         generator = torch.Generator().manual_seed(len(name) + int(name.split(".")[2]))
         bias.copy_(torch.randn(bias.shape, generator=generator))
-    save_tensors(folder, policy, None, asynchronous=False).wait()
+    save_tensors(folder, policy, None, asynchronous=False).result()
     return _union(_expert_biases(policy))
 
 

@@ -14,13 +14,7 @@ from safetensors import safe_open
 from gspo_megatron.checkpoint.rng import load_rng, save_rng
 from gspo_megatron.errors import DataError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    from tests.unit.models.one_rank import one_rank_groups
-
-    with one_rank_groups():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def draw() -> list:
