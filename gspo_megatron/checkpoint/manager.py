@@ -19,7 +19,9 @@ from gspo_megatron.checkpoint.folder import (
     positions,
     remove_leftovers,
     set_latest,
+    write_file,
 )
+from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
 from gspo_megatron.checkpoint.resume import Start, run_folder
 from gspo_megatron.checkpoint.rng import save_rng
 from gspo_megatron.checkpoint.run_state import (
@@ -32,13 +34,7 @@ from gspo_megatron.checkpoint.run_state import (
     versions,
 )
 from gspo_megatron.checkpoint.start import load_reference
-from gspo_megatron.checkpoint.storage import write_file
-from gspo_megatron.checkpoint.tensors import (
-    load_model,
-    load_optimizer,
-    load_trainer_state,
-    trainer_state,
-)
+from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.config import Config, to_yaml
 from gspo_megatron.config.problems import did_you_mean, nearest, problem

@@ -21,21 +21,10 @@ from gspo_megatron.checkpoint.model_pieces import (
     pieces_to_write,
     scale_pieces,
 )
-from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
 from gspo_megatron.checkpoint.storage import Piece, raise_everywhere, read_pieces, write_pieces
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
-
-__all__ = [
-    "load_model",
-    "load_optimizer",
-    "load_trainer_state",
-    "save_tensors",
-    "start_work",
-    "trainer_state",
-    "writers",
-]
 
 MODEL, OPTIMIZER, SCALES = "model", "optimizer", "fp8_scales"
 
@@ -68,7 +57,7 @@ def save_tensors(
     when this rank's bytes are on the disk, and raises DataError, on all ranks, where a file of any
     rank cannot be written.
     """
-    _finish_parameter_gather(policy)
+    finish_parameter_gather(policy)
     model = model_pieces(policy)
     weights = list(pieces_to_write(model))
     moments: list[Piece] = []
@@ -102,7 +91,7 @@ def load_model(folder: Path, policy: Policy) -> None:
 
     Raises DataError, the same on all ranks.
     """
-    _finish_parameter_gather(policy)
+    finish_parameter_gather(policy)
     with torch.no_grad():
         read_pieces(folder / MODEL, list(pieces_to_read(model_pieces(policy))))
 
@@ -142,7 +131,7 @@ def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
 
 
 def _check_weights(folder: Path, ranges: list[states.OwnedRange]) -> None:
-    """16-bit weights must be the rounded fp32 ones, or model and optimizer do not fit together."""
+    """Raise DataError where the 16-bit weights are not the rounded fp32 weights."""
     for own in ranges:
         weight = own.parameter.detach().view(-1)[own.start : own.stop]
         main = own.tensors()["param"]
@@ -150,7 +139,7 @@ def _check_weights(folder: Path, ranges: list[states.OwnedRange]) -> None:
             raise DataError(f"{folder}: its fp32 weights are not those of {folder.parent / MODEL}")
 
 
-def _finish_parameter_gather(policy: Policy) -> None:
+def finish_parameter_gather(policy: Policy) -> None:
     """Under overlap_param_gather, the last update's weights may still be in transit."""
     for chunk in policy.chunks:
         if chunk.ddp_config.overlap_param_gather:

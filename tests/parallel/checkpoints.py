@@ -25,13 +25,8 @@ from gspo_megatron.batching.micro_batches import MicroBatchBuilder
 from gspo_megatron.batching.plan import data_ranks, plan_step
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.checkpoint import tensors
-from gspo_megatron.checkpoint.tensors import (
-    load_model,
-    load_optimizer,
-    load_trainer_state,
-    save_tensors,
-    trainer_state,
-)
+from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
+from gspo_megatron.checkpoint.tensors import load_model, load_optimizer, save_tensors
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy, build_policy

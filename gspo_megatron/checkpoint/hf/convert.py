@@ -62,13 +62,7 @@ from gspo_megatron.checkpoint.hf.writer import (
     copy_file,
     write_errors,
 )
-from gspo_megatron.checkpoint.manifest import (
-    MANIFEST,
-    Files,
-    dump_manifest,
-    files_below,
-    record_of,
-)
+from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest, files_below, record_of
 from gspo_megatron.checkpoint.run_state import MODEL_FILE
 from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.checkpoint.storage import (

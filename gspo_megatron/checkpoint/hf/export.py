@@ -17,6 +17,7 @@ from gspo_megatron.checkpoint.hf.load import weight_shards
 from gspo_megatron.checkpoint.hf.side_files import export_config, generation_files, tokenizer_files
 from gspo_megatron.checkpoint.hf.weight_map import Box, WeightMap, gather, weight_map
 from gspo_megatron.checkpoint.hf.writer import MAX_SHARD_BYTES, HfWriter, TensorSpec
+from gspo_megatron.checkpoint.tensors import finish_parameter_gather
 from gspo_megatron.config.families import Family, family_of, family_of_shape
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
@@ -102,10 +103,7 @@ def stream_hf(
     """
     family = family_of_shape(policy.shape) if family is None else family
     weights = weight_map(family, policy.shape, policy.vocab_size)
-    for chunk in policy.chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            # the last update's weights may still be in transit
-            chunk.start_param_sync(force_sync=True)
+    finish_parameter_gather(policy)
     copy = _ModelCopy(weight_shards(policy, weights), weights)
     device = torch.device(torch.cuda.current_device())
     for name, spec in tensor_specs(policy, weights, dtype).items():

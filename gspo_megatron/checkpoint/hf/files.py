@@ -15,13 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gspo_megatron.checkpoint.hf.weight_map import (
-    MOST_ELEMENTS,
-    Box,
-    WeightMap,
-    split,
-    weight_map,
-)
+from gspo_megatron.checkpoint.hf.weight_map import MOST_ELEMENTS, Box, WeightMap, split, weight_map
 from gspo_megatron.config.families import Family, describe, family_of
 from gspo_megatron.config.model_shape import ModelPreset, ModelShape, shape_conflicts
 from gspo_megatron.config.problems import format_value
@@ -257,24 +251,17 @@ def _tensor_problems(folder: HfFolder, weights: WeightMap, family: Family) -> It
             )
         elif entry.dtype not in DTYPES:
             yield f"{folder.path}: {name} has the dtype {entry.dtype}; legal: {', '.join(DTYPES)}"
-    copy = _tied_copy(weights, family)
+    known = {*weights.shapes, family.names["head"]}  # a tied embedding may be there twice
     for name in folder.tensors:
-        # some published folders hold constants, and a tied embedding twice
-        if name not in weights.shapes and name != copy and not name.endswith(family.unread):
+        if name not in known and not name.endswith(family.unread):
             yield f"{folder.path}: {name} is no part of the model that config.json describes"
-
-
-def _tied_copy(weights: WeightMap, family: Family) -> str | None:
-    """The name under which a folder may hold the tied embedding a second time."""
-    head = family.names["head"]
-    return None if head in weights.shapes else head
 
 
 def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None) -> None:
     """Raise DataError where the two copies of a tied embedding differ within a box of it (default:
     anywhere)."""
-    copy = _tied_copy(weights, family_of(folder.config))
-    if copy is None or copy not in folder.tensors:
+    copy = family_of(folder.config).names["head"]
+    if copy in weights.shapes or copy not in folder.tensors:
         return
     box = weights.recipes["embedding.word_embeddings.weight"].boxes[0] if box is None else box
     same = folder.tensors[copy][:2] == folder.tensors[box.name][:2]

@@ -47,6 +47,8 @@ def test_states_of_another_kind_of_device_are_left_alone(
 
 
 def test_what_is_on_the_disk_is_no_pickle(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        load_rng(tmp_path)
     save_rng(tmp_path)
     with safe_open(tmp_path / "rng" / "rank_00000.safetensors", framework="pt") as file:
         names = set(file.keys())
@@ -62,8 +64,3 @@ def test_truncated(tmp_path: Path, keep: int) -> None:
     with pytest.raises(DataError, match="rank_00000.safetensors: cannot be read"):
         load_rng(tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_missing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"):
-        load_rng(tmp_path)

@@ -13,12 +13,7 @@ import pytest
 from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from gspo_megatron.checkpoint.hf.source import open_checkpoint
 from gspo_megatron.checkpoint.manifest import dump_manifest, files_below, record_of
-from gspo_megatron.checkpoint.run_state import (
-    STATE_FILE,
-    TOKENIZER,
-    RunState,
-    describe_model,
-)
+from gspo_megatron.checkpoint.run_state import STATE_FILE, TOKENIZER, RunState, describe_model
 from gspo_megatron.config import parse_config
 from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.files import fingerprint
@@ -60,16 +55,15 @@ def write_tokenizer(folder: Path, size: int) -> None:
 
 def test_a_tokenizer_with_more_tokens_than_the_vocabulary(tmp_path: Path) -> None:
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=14)
-    write_tokenizer(source, 38)
-    (line,) = lines_of(lambda: hf_to_megatron(source, tmp_path / "no"))
-    assert "tokenizer.json: has token ids up to 37, the model's vocabulary has 37 tokens" in line
-    write_tokenizer(source, 37)
-    (source / "added_tokens.json").write_text('{"<a>": 3, "<b>": 99}')
-    (line,) = lines_of(lambda: hf_to_megatron(source, tmp_path / "no"))
-    assert "added_tokens.json: has token ids up to 99" in line
-    (source / "added_tokens.json").write_text("[")
-    (line,) = lines_of(lambda: hf_to_megatron(source, tmp_path / "no"))
-    assert "added_tokens.json: cannot be read" in line
+    for size, added, text in (
+        (38, "{}", "tokenizer.json: has token ids up to 37, the model's vocabulary has 37 tokens"),
+        (37, '{"<a>": 3, "<b>": 99}', "added_tokens.json: has token ids up to 99"),
+        (37, "[", "added_tokens.json: cannot be read"),
+    ):
+        write_tokenizer(source, size)
+        (source / "added_tokens.json").write_text(added)
+        (line,) = lines_of(lambda: hf_to_megatron(source, tmp_path / "no"))
+        assert text in line
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
@@ -78,14 +72,13 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     (source / "modeling_own.py").write_text("")
     hf_to_megatron(source, tmp_path / "ours")
     megatron_to_hf(tmp_path / "ours", tmp_path / "back")
-    assert (tmp_path / "back/tokenizer.json").read_bytes() == (
-        source / "tokenizer.json"
-    ).read_bytes()
+    written = (tmp_path / "back/tokenizer.json").read_bytes()
+    assert written == (source / "tokenizer.json").read_bytes()
     assert not (tmp_path / "back/modeling_own.py").exists()
 
 
 def trained_on(converted: Path, place: Path, tokenizer: Path) -> Path:
-    """The checkpoint of a run that began with somebody else's model and had this tokenizer."""
+    """The checkpoint of a run that started from a Hugging Face model and had this tokenizer."""
     ours = copied(converted, place)
     shutil.rmtree(ours / "hf")
     document = json.loads((ours / "model.json").read_text()) | {"tokenizer": str(tokenizer)}
@@ -221,11 +214,9 @@ def test_tensors_that_are_not_those_of_the_model(converted: Path, tmp_path: Path
     ours = copied(converted, tmp_path / "ours")
     document = json.loads((ours / "model.json").read_text())
     document["shape"]["num_layers"] = 5
-    document["shape"]["megatron"]["num_layers"] = 5
-    document["hf"]["num_hidden_layers"] = 5
-    document["shape"]["megatron"]["moe_layer_freq"] = [1, 0, 1, 1, 0]
-    document["hf"]["mlp_only_layers"] = [1, 4]
-    document["vocab_size"] = document["hf"]["vocab_size"] = 40
+    document["shape"]["megatron"] |= {"num_layers": 5, "moe_layer_freq": [1, 0, 1, 1, 0]}
+    document["hf"] |= {"num_hidden_layers": 5, "mlp_only_layers": [1, 4], "vocab_size": 40}
+    document["vocab_size"] = 40
     (ours / "model.json").write_text(json.dumps(document))
     sign(ours)
     lines = lines_of(lambda: megatron_to_hf(ours, tmp_path / "back"))
