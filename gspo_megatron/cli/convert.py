@@ -90,7 +90,6 @@ def run_export(arguments: argparse.Namespace) -> int:
     from gspo_megatron.checkpoint.hf.source import ALONE, shared_by_ranks
     from gspo_megatron.config import Layout
 
-    ranks.adopt_slurm_task(os.environ)
     rank_of = ranks.world_size_of_rank(os.environ)
     processes = 1 if arguments.layout is None else Layout.parse(arguments.layout).world_size
     if rank_of is not None:
