@@ -105,12 +105,10 @@ def write_pieces(
         raise cause from error
 
 
-def read_pieces(folder: Path, pieces: Sequence[Piece], *, all_keys: bool = True) -> Metadata:
-    """Fill every rank's pieces from the folder; all ranks call it. With `all_keys`, the folder may
-    hold no tensor that no rank asks for.
-
-    Raises DataError, the same on all ranks, where a file is missing, damaged or foreign, and where
-    a tensor is missing, has another shape, or is not asked for.
+def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
+    """Fill every rank's pieces from the folder; all ranks call it. Raises DataError, on all ranks
+    alike, where a file is missing, damaged or foreign, and where a tensor is missing, has another
+    shape, or belongs to no rank's pieces.
     """
     error: str | None = None
     try:
@@ -119,8 +117,7 @@ def read_pieces(folder: Path, pieces: Sequence[Piece], *, all_keys: bool = True)
     except DataError as found:
         error = str(found)
     raise_everywhere(error)
-    if all_keys:
-        raise_everywhere(_unread(folder, index, pieces))
+    raise_everywhere(_unread(folder, index, pieces))
     try:
         with without_warning():
             dcp.load(
@@ -134,7 +131,6 @@ def read_pieces(folder: Path, pieces: Sequence[Piece], *, all_keys: bool = True)
         if not isinstance(cause, DataError):
             error = f"{folder}: cannot be read: {error.partition(chr(10))[0]}"
     raise_everywhere(error)
-    return index
 
 
 @contextmanager
@@ -295,7 +291,7 @@ def _mismatches(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> list[
 
 
 def _unread(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> str | None:
-    """Tensors that are stored and belong to no rank's model; a message on rank 0."""
+    """A message on rank 0 about stored tensors that belong to no rank's model."""
     wanted = gather_objects({piece.key for piece in pieces})
     if wanted is None:
         return None

@@ -119,12 +119,13 @@ def hf_to_megatron(
         "tokenizer": None,  # in hf/, where there is one
         "hf": folder.config,
     }
-    with NewFolder(destination, _bytes(specs)) as new, write_errors(destination):
+    total = sum(spec.bytes for spec in specs.values())
+    with NewFolder(destination, total) as new, write_errors(destination):
         write_file(new.partial / MODEL_FILE, f"{json.dumps(model_document, indent=1)}\n".encode())
         (new.partial / "hf").mkdir()
         for file in folder.side_files:
             copy_file(file, new.partial / "hf")
-        writer = _BlockWriter(new.partial / "model", _bytes(specs))
+        writer = _BlockWriter(new.partial / "model", total)
         try:
             with without_warning():
                 planner = _ImportPlanner(folder, recipes, specs)
@@ -223,12 +224,11 @@ def megatron_to_hf(
 ) -> tuple[Path, list[str]]:
     """Convert a checkpoint, of any layout, to a new Hugging Face folder.
 
-    source: a checkpoint folder, or a run's (see `open_checkpoint`); dtype: of all tensors but the
-    biases of routers (default: each keeps its own). Every process of `share` calls it and writes
-    files of its own. Returns the checkpoint, and notes for the user.
+    source: a checkpoint folder, or a run's (see `open_checkpoint`); dtype: as in `hf_to_megatron`.
+    Every process of `share` calls it and writes files of its own. Returns the checkpoint, and notes
+    for the user.
 
-    Raises DataError with all that is wrong with the source, before anything is written; ConfigError
-    for a model that no family has, and DataError where the destination cannot be written.
+    Raises as `hf_to_megatron`, and ConfigError for a model that no family has.
     """
     checkpoint = open_checkpoint(source, share)
     model = checkpoint.folder / "model"
@@ -248,8 +248,9 @@ def megatron_to_hf(
     config = export_config(shape, vocab_size, main_dtype, original)
     copies, notes = tokenizer_of(checkpoint)
     check_tokenizer(copies, vocab_size)
+    total = sum(spec.bytes for spec in specs.values())
     if share.world_size > 1:
-        max_shard_bytes = min(max_shard_bytes, -(-_bytes(specs) // share.world_size))
+        max_shard_bytes = min(max_shard_bytes, -(-total // share.world_size))
     writer = HfWriter(destination, specs, max_shard_bytes=max_shard_bytes, owner=share.is_main)
 
     def make_folder() -> None:
@@ -294,8 +295,7 @@ def _export(
     names: set[str],
     progress: bool,
 ) -> None:
-    """Read each stored block that the HF tensors of `names` need, once, and write its parts to
-    their places."""
+    """Read each stored block that the HF tensors of `names` need, once, and write its parts."""
     reader = TorchDistReader(folder, index)
     work: list[tuple[MetadataIndex, ChunkStorageMetadata, list[Box]]] = []
     for key, recipe in recipes.items():
@@ -337,21 +337,17 @@ def _checked_tensors(
     problems = []
     for key, recipe in recipes.items():
         if key not in stored:
-            problems.append(f"{folder}: {key} is missing")
-        elif tuple(stored[key].size) != recipe.shape:
-            problems.append(
-                f"{folder}: {key} has the shape {list(stored[key].size)}; model.json says "
-                f"{list(recipe.shape)}"
-            )
-        elif stored[key].properties.dtype not in DTYPES.values():
-            problems.append(f"{folder}: {key} has the dtype {stored[key].properties.dtype}")
-    problems += [
-        f"{folder}: {key} belongs to nothing in the model that model.json describes"
-        for key in stored
-        if key not in recipes
-    ]
+            problems.append(f"{key} is missing")
+            continue
+        shape, dtype = list(stored[key].size), stored[key].properties.dtype
+        if shape != list(recipe.shape):
+            problems.append(f"{key} has the shape {shape}; model.json says {list(recipe.shape)}")
+        elif dtype not in DTYPES.values():
+            problems.append(f"{key} has the dtype {dtype}")
+    foreign = (key for key in stored if key not in recipes)
+    problems += [f"{key} belongs to nothing in the model of model.json" for key in foreign]
     if problems:
-        raise DataError("\n".join(problems))
+        raise DataError("\n".join(f"{folder}: {problem}" for problem in problems))
     return stored
 
 
@@ -362,10 +358,6 @@ def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
 
 def _slices(chunk: ChunkStorageMetadata) -> Slices:
     return tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes))
-
-
-def _bytes(specs: Mapping[str, TensorSpec]) -> int:
-    return sum(spec.bytes for spec in specs.values())
 
 
 def _item_bytes(item: WriteItem) -> int:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gspo_megatron.checkpoint.hf.weight_map import MOST_ELEMENTS, Box, WeightMap, split, weight_map
+from gspo_megatron.checkpoint.hf.weight_map import Box, WeightMap, split, weight_map
 from gspo_megatron.config.families import Family, describe, family_of
 from gspo_megatron.config.model_shape import ModelPreset, ModelShape, shape_conflicts
 from gspo_megatron.config.problems import format_value
@@ -265,7 +265,7 @@ def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None
         return
     box = weights.recipes["embedding.word_embeddings.weight"].boxes[0] if box is None else box
     same = folder.tensors[copy][:2] == folder.tensors[box.name][:2]
-    for block in split(box, MOST_ELEMENTS) if same else ():
+    for block in split(box) if same else ():
         bits = [folder.read(n, block.source_slices).view(torch.uint8) for n in (box.name, copy)]
         same = same and torch.equal(*bits)
     if not same:

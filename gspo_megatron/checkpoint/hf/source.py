@@ -31,8 +31,8 @@ def thread_count() -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """This process of several that convert together. gather(value) is a collective: it returns the
-    values of all processes."""
+    """One of the processes that convert together. `gather`, a collective, returns the values of
+    all."""
 
     rank: int = 0
     world_size: int = 1
@@ -64,8 +64,7 @@ ALONE = Share()
 
 @contextlib.contextmanager
 def shared_by_ranks() -> Iterator[Share]:
-    """The share of a rank that torchrun's variables describe (RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT)."""
+    """The share of a rank of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
     import torch.distributed as dist
 
     world_size = int(os.environ["WORLD_SIZE"])
@@ -105,11 +104,9 @@ class Source:
 
 
 def open_checkpoint(path: Path, share: Share = ALONE) -> Source:
-    """`path` is a checkpoint, or a folder of them, or a run: then the newest one whose files all
-    have their sizes is taken.
-
-    The main process chooses, because a run may publish another one at any time; all processes read
-    the files and compare their checksums. Raises DataError with all that is wrong.
+    """The checkpoint `path`; of a run or a folder of checkpoints, the newest one whose files all
+    have their sizes. The main process chooses, because a run may publish another one at any time;
+    all processes compare checksums. Raises DataError with all that is wrong.
     """
     folder, notes = share.together(lambda: _find(path) if share.is_main else None)[0]
     threads = thread_count()
@@ -171,8 +168,7 @@ def _find(path: Path) -> tuple[Path, list[str]]:
 
 
 def tokenizer_of(checkpoint: Source) -> tuple[list[Path], list[str]]:
-    """The tokenizer's files, and notes for the user: from the folder that the checkpoint was
-    imported from, else the tokenizer that the run named."""
+    """The files of the imported or the run's tokenizer, and notes for the user."""
     if checkpoint.imported is not None or checkpoint.tokenizer is None:
         return tokenizer_files(checkpoint.imported), []
     path = Path(checkpoint.tokenizer)

@@ -153,17 +153,16 @@ def fill(out: Tensor, recipe: Recipe, slices: Sequence[slice], read: Read) -> No
     if sum(box.numel for box in boxes) < out.numel():
         out.zero_()
     for box in boxes:
-        for block in split(box, MOST_ELEMENTS):
+        for block in split(box):
             part = read(block.name, block.source_slices)
             out[block.target_slices].copy_(part.view(block.size))
 
 
-def split(box: Box, most: int) -> Iterator[Box]:
-    """A box cut into boxes of whole rows, each of at most `most` elements or of one row: so little
-    is read at once."""
+def split(box: Box) -> Iterator[Box]:
+    """A box cut into boxes of whole rows, each of at most MOST_ELEMENTS or of one row."""
     axis = len(box.size) - len(box.source)
     rows = box.size[axis]
-    step = max(1, most * rows // max(1, box.numel))
+    step = max(1, MOST_ELEMENTS * rows // max(1, box.numel))
     for first in range(0, rows, step):
         size = (*box.size[:axis], min(step, rows - first), *box.size[axis + 1 :])
         target = (*box.target[:axis], box.target[axis] + first, *box.target[axis + 1 :])

@@ -103,17 +103,15 @@ class _File:
 class HfWriter(NewFolder):
     """A folder of safetensors files.
 
-        specs = {"model.norm.weight": TensorSpec(torch.bfloat16, (64,)), ...}
-        with HfWriter(path, specs) as writer:
+        with HfWriter(path, {"model.norm.weight": TensorSpec(torch.bfloat16, (64,))}) as writer:
             writer.write("model.norm.weight", tensor)
-            ...
             writer.finish()
             writer.publish({"config.json": config}, copies=[folder / "tokenizer.json"])
 
-    Tensors come in any order, whole or in blocks, from any thread, and are written at once:
-    safetensors' own save_file needs all tensors of a file in memory. Until `finish`, the files lack
-    their headers, so no reader accepts them. Several processes can write one folder, each the
-    tensors of `files` of its own.
+    Tensors come in any order, whole or in blocks, from any thread, and are written at once
+    (safetensors' save_file needs all tensors of a file in memory). Until `finish`, the files have
+    no headers, so no reader accepts them. Several processes can write one folder, each the tensors
+    of its own `files`.
     """
 
     def __init__(
@@ -165,8 +163,8 @@ class HfWriter(NewFolder):
     def publish(
         self, contents: Mapping[str, Mapping[str, Any]] = {}, copies: Iterable[Path] = ()
     ) -> None:
-        """Add JSON files and copies of other files, and give the folder its name; the owner does,
-        when all files are finished."""
+        """Add JSON files and copies of other files, and rename the folder; the owner calls it when
+        all files are finished."""
         if len(self.files) > 1:
             names = {name: file.name for name, file in sorted(self._file_of.items())}
             index = {"metadata": {"total_size": self.bytes}, "weight_map": names}
