@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from gspo_megatron.config import load_config
 
-    if ranks.world_size_of_rank(os.environ) is not None or ranks.is_slurm_task(os.environ):
+    if ranks.world_size_of_rank(os.environ) is not None:
         raise UserError(
             "ablate starts the ranks of its runs itself: start it once, outside torchrun and srun; "
             "--print-commands prints the commands of the runs for the tasks of a job"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +65,19 @@ def positive(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1")
     return int(text)
+
+
+def number(
+    text: str,
+    wanted: str = "a number from 0",
+    least: float = 0.0,
+    most: float = sys.float_info.max,
+) -> float:
+    """An argument from `least` to `most`. Raises argparse's error for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return value

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
-from gspo_megatron.cli.check_inputs import Checked, check_any
+from gspo_megatron.cli.arguments import Commands, add_config, new_parser, number, positive
+from gspo_megatron.cli.check_inputs import Checked, check_run
 from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -66,7 +65,10 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--memory", action="store_true", help="do the dry run")
     parser.add_argument(
-        "--gpu-memory", type=_gigabytes, metavar="GB", help="memory of a GPU (10^9 bytes) to fit"
+        "--gpu-memory",
+        type=partial(number, wanted="a number of GB above 0", least=1e-9),
+        metavar="GB",
+        help="memory of a GPU (10^9 bytes) to fit",
     )
     parser.add_argument(
         "--suggest",
@@ -87,45 +89,43 @@ def run(arguments: argparse.Namespace) -> int:
         return _print_keys(arguments.keys, arguments.stage)
     if arguments.config is None:
         arguments.parser.error("the following arguments are required: CONFIG.yaml")
-    from gspo_megatron.cli.check_summary import longest_of, summary
+    from gspo_megatron.cli import check_tables
     from gspo_megatron.config.load import load_any_config
 
-    config = load_any_config(arguments.config, arguments.overrides, arguments.stage)
+    config: Any = load_any_config(arguments.config, arguments.overrides, arguments.stage)
     if arguments.no_files:
         config = _without_weights(config)
     world_size = arguments.world_size or config.world_size_hint()
     problems: list[str] = []
     checked = Checked(config)
     try:
-        checked = check_any(
-            config, world_size, with_files=not arguments.no_files, fresh=arguments.fresh
-        )
+        with_files = not arguments.no_files
+        checked = check_run(config, world_size, with_files=with_files, fresh=arguments.fresh)
     except ConfigError as error:
-        problems = str(error).splitlines()
-        if not arguments.suggest or not _only_the_layout_is_wrong(config, problems, world_size):
+        problems = error.problems
+        # Where another layout may solve all of them, a search makes sense.
+        of_layout = ("parallel.", f"world size = {world_size}")
+        if not arguments.suggest or not all(line.startswith(of_layout) for line in problems):
             raise
     dry = arguments.memory or arguments.suggest
     dry = dry or arguments.world_size is not None or arguments.gpu_memory is not None
     config, inputs = checked.config, checked.inputs
-    vocab_size = config.resolved_model().vocab_size
-    if vocab_size is None and inputs is not None:
-        vocab_size = inputs.tokenizer.vocab_size
+    vocab_size = check_tables.vocab_size_of(checked)
     if dry and vocab_size is None:
         raise ConfigError(
             ["model.vocab_size = None: the tokenizer decides, which was not read; give a number"]
         )
     if not problems:
-        for name, text in summary(checked, world_size):
+        for name, text in check_tables.summary(checked, world_size):
             print(f"{name:<10} {text}")
     if not dry:
         return 0
-    assert vocab_size is not None
-    request = Request(config, world_size, vocab_size, longest_of(inputs), arguments.gpu_memory)
-    fits = bool(problems) or estimate(request)
+    sizes = (config, world_size, vocab_size, check_tables.longest_of(inputs))
+    fits = bool(problems) or _estimate(*sizes, arguments.gpu_memory)
     for line in problems:
         print(line, file=sys.stderr)
     if arguments.suggest:
-        search(request)
+        _search(*sizes, arguments.gpu_memory or DEFAULT_GB)
     return 2 if problems else int(not fits)
 
 
@@ -148,89 +148,55 @@ def _without_weights(config: AnyConfig) -> AnyConfig:
         if config.model.preset is None:
             advice = "name its shape, as in model.preset=qwen3-30b-a3b"
             raise ConfigError([f"{line}; {advice}" for line in error.problems]) from None
-        return config.model_copy(
-            update={"model": config.model.model_copy(update={"hf_path": None})}
-        )
+        model = config.model.model_copy(update={"hf_path": None})
+        return config.model_copy(update={"model": model})
     return config
 
 
-def _gigabytes(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GB above 0")
-    return number
-
-
-def _only_the_layout_is_wrong(config: AnyConfig, problems: list[str], world_size: int) -> bool:
-    """Whether another layout may solve all problems, so that a search makes sense."""
-    return all(line.startswith(("parallel.", f"world size = {world_size}")) for line in problems)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the dry run estimates."""
-
-    config: AnyConfig
-    world_size: int
-    vocab_size: int
-    longest: int | None  # tokens of a prompt or an example; None: as long as allowed
-    gpu_gb: float | None
-
-
-def estimate(request: Request) -> bool:
-    """Print the estimate of the layout that is configured; whether it fits."""
-    from gspo_megatron.cli import estimate_table
+def _estimate(
+    config: Any, world_size: int, vocab_size: int, longest: int | None, gpu_gb: float | None
+) -> bool:
+    """Print the estimate of the layout that is configured; whether it fits. `longest`: tokens of a
+    prompt or an example; None: as long as allowed."""
+    from gspo_megatron.cli import check_tables
 
     with _dry_run():
         from gspo_megatron.estimate.layout import HEADROOM, estimate_layout, recompute_modes
 
-        found = estimate_layout(
-            request.config, request.world_size, request.vocab_size, request.longest
-        )
-        modes = recompute_modes(found, request.vocab_size)
-    estimate_table.show_layout(found, modes)
-    gpu_bytes = None if request.gpu_gb is None else request.gpu_gb * 1e9
-    fits = gpu_bytes is None or found.fits(gpu_bytes)
-    if gpu_bytes is not None:
-        worst = found.worst
+        found = estimate_layout(config, world_size, vocab_size, longest)
+        modes = recompute_modes(found, vocab_size)
+    check_tables.show_layout(found, modes)
+    pairs = check_tables.figures(found)
+    fits = gpu_gb is None or found.fits(gpu_gb * 1e9)
+    if gpu_gb is not None:
         text = (
-            f"rank {worst.rank} needs {worst.total / 1e9:,.1f} GB; of {request.gpu_gb:g} GB, "
+            f"rank {found.worst.rank} needs {found.worst.total / 1e9:,.1f} GB; of {gpu_gb:g} GB, "
             f"{1 - HEADROOM:.0%} can be counted on (the rest: gaps, NCCL, CUDA context)"
         )
         out = sys.stdout if fits else sys.stderr
         print(f"{'fits:' if fits else 'does not fit:'} {text}", file=out)
-    pairs = estimate_table.figures(found, gpu_bytes)
+        pairs["fits"] = "yes" if fits else "no"
     print(" ".join(f"{name}={value}" for name, value in pairs.items()))
     return fits
 
 
-def search(request: Request) -> None:
+def _search(
+    config: Any, world_size: int, vocab_size: int, longest: int | None, gpu_gb: float
+) -> None:
     """Print the best layouts for this number of ranks."""
-    from gspo_megatron.cli import estimate_table
-    from gspo_megatron.cli.check_summary import count_parameters
+    from gspo_megatron.cli import check_tables
 
-    counts = count_parameters(request.config.resolved_model(), request.vocab_size)
+    counts = check_tables.count_parameters(config.resolved_model(), vocab_size)
     if counts is None:
         raise UserError("--suggest: the parameters of this model are beyond its formula")
-    gpu_gb = request.gpu_gb or DEFAULT_GB
     with _dry_run():
         from gspo_megatron.config import Config
         from gspo_megatron.estimate.suggest import suggest
         from gspo_megatron.estimate.traffic import LEFT_OUT
 
-        found = suggest(
-            request.config,
-            request.world_size,
-            request.vocab_size,
-            counts,
-            gpu_gb * 1e9,
-            longest=request.longest,
-        )
-    left_out = f"{LEFT_OUT}, the rollout" if isinstance(request.config, Config) else LEFT_OUT
-    estimate_table.show_search(found, gpu_gb, left_out)
+        found = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, longest=longest)
+    left_out = f"{LEFT_OUT}, the rollout" if isinstance(config, Config) else LEFT_OUT
+    check_tables.show_search(found, gpu_gb, left_out)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""What `check` looks at: the rules for a configuration of its stage, the files that it names, and
-the weights that the run would begin with."""
+"""What is checked before a run begins: the rules for a configuration of its stage, the files that
+it names, its run folder and the weights that it begins with."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gspo_megatron.errors import ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
+    from gspo_megatron.checkpoint.resume import Start
     from gspo_megatron.config import Config
     from gspo_megatron.config.stages import AnyConfig
     from gspo_megatron.data.inputs import FineTuningInputs, Inputs, PretrainingInputs
@@ -25,139 +26,103 @@ class Checked:
 
     config: AnyConfig  # with the number of its steps, where that is known
     inputs: AnyInputs | None = None  # what its files hold; None without them
-    checkpoint: Path | None = None  # what the run resumes from
+    start: Start | None = None  # what the run resumes from; None where that was not looked at
 
 
-def check_any(
+def check_run(
     config: AnyConfig, world_size: int, *, with_files: bool = True, fresh: bool = False
 ) -> Checked:
-    """Check a loaded configuration of any stage as the command of that stage would, together with
-    the run folder; with `fresh` that folder must be empty. Without files the run is for another
-    machine, and what is installed on this one is not checked either.
-
-    Raises ConfigError with the problems of all parts.
-    """
-    from gspo_megatron.config.stages import StageConfig
-
-    problems: list[str] = []
-    inputs = checkpoint = None
-    with gathered_in(problems):
-        if isinstance(config, StageConfig):
-            config, inputs = check_stage(config, world_size, with_files=with_files, fresh=fresh)
-        else:
-            inputs = check_all(config, world_size, with_files=with_files, fresh=fresh)
-    if with_files and inputs is not None:
-        with gathered_in(problems):
-            checkpoint = _check_beginning(config, inputs, fresh)
-    _raise(problems)
-    return Checked(config, inputs, checkpoint)
+    """As `check_all`, and the run folder, which must be empty with `fresh`, the weights that a new
+    run begins with, and where its export goes. Raises ConfigError with the problems of all."""
+    config, inputs = check_all(config, world_size, with_files=with_files, fresh=fresh)
+    start = _check_start(config, inputs, fresh) if inputs is not None else None
+    return Checked(config, inputs, start)
 
 
 def check_all(
-    config: Config, world_size: int, *, with_files: bool = True, fresh: bool = False
-) -> Inputs | None:
-    """Check a loaded RL configuration with everything it names; None without the files.
-
-    Raises ConfigError with the problems of all parts: what keys must satisfy together, reward,
-    a custom objective, tokenizer, prompt files and their lengths, answers that the reward cannot
-    use, and keys that may not differ from those of the run in the run folder.
-    """
-    from gspo_megatron.config import check_config
-    from gspo_megatron.data.inputs import read_inputs
-    from gspo_megatron.rewards.registry import check_answers, get_reward
-
-    problems: list[str] = []
-    inputs = reward = None
-    with gathered_in(problems):
-        check_config(config, world_size, for_training=True, here=with_files)
-    with gathered_in(problems):
-        reward = get_reward(config.reward.name, config.reward.import_path, config.reward.options)
-    with gathered_in(problems):
-        _check_custom_objective(config)
-    if with_files:
-        with gathered_in(problems):
-            inputs = read_inputs(config)
-        with gathered_in(problems):
-            if inputs is not None and reward is not None:
-                check_answers(reward, [*inputs.train, *inputs.evaluation])
-        if problems:
-            problems += _refused_beginning(config, fresh)
-    _raise(problems)
-    return inputs
-
-
-def _check_custom_objective(config: Config) -> None:
-    """Load the user's own functions, which are written with torch; nothing else here needs it."""
-    section = config.objective
-    if section.import_path is None and section.advantage_import_path is None:
-        return
-    from gspo_megatron.objectives import build_objective
-
-    build_objective(section, config.rollout.max_response_tokens)
-
-
-def check_stage(
     config: Any, world_size: int, *, with_files: bool = True, fresh: bool = False
 ) -> tuple[Any, Any]:
-    """The same for a configuration of pre-training or fine-tuning. Returns it with the number of
-    its steps, and what its files hold: None without them, or where none is named.
+    """Check a loaded configuration of any stage with everything it names. Returns it with the
+    number of its steps, and what its files hold: None without them, or where none is named.
+    Without files the run is for another machine, and what is installed here is not checked either.
 
-    The rules are checked again once the number of steps is known. Raises ConfigError.
+    Raises ConfigError with the problems of all parts: what keys must satisfy together, reward, a
+    custom objective, tokenizer, input files and their lengths, answers that the reward cannot use;
+    beside these also what `check_run` finds without the files.
     """
-    from gspo_megatron.config import check_config
+    from gspo_megatron.config import Config, check_config
     from gspo_megatron.config.stages import FineTuningConfig
     from gspo_megatron.data.inputs import read_fine_tuning, read_pretraining
 
     problems: list[str] = []
     inputs = None
     with gathered_in(problems):
-        check_config(config, world_size, here=with_files)
-    named = with_files and {"data.examples", "data.train"} & config.input_files().keys()
-    with gathered_in(problems):
-        if not isinstance(config, FineTuningConfig):
-            config = config.with_steps()
-            inputs = read_pretraining(config) if named else None
-        elif named:
-            inputs = read_fine_tuning(config)
-            config = config.with_steps(len(inputs.train))
-    with gathered_in(problems):
-        check_config(config, world_size, here=with_files)
+        check_config(config, world_size, here=with_files, for_training=isinstance(config, Config))
+    if isinstance(config, Config):
+        inputs = _read_prompts(config, with_files, problems)
+    else:
+        named = with_files and {"data.examples", "data.train"} & config.input_files().keys()
+        with gathered_in(problems):
+            if not isinstance(config, FineTuningConfig):
+                config = config.with_steps()
+                inputs = read_pretraining(config) if named else None
+            elif named:
+                inputs = read_fine_tuning(config)
+                config = config.with_steps(len(inputs.train))
+        with gathered_in(problems):  # once more, as the number of steps is known
+            check_config(config, world_size, here=with_files)
     if problems and with_files:
-        problems += _refused_beginning(config, fresh)
+        with gathered_in(problems):
+            _check_start(config, None, fresh)
     _raise(problems)
     return config, inputs
 
 
-def _refused_beginning(config: AnyConfig, fresh: bool) -> list[str]:
-    """What can be known about the run folder and model.checkpoint_path beside other problems."""
-    from gspo_megatron.checkpoint.resume import given_checkpoint, preview
+def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inputs | None:
+    from gspo_megatron.data.inputs import read_inputs
+    from gspo_megatron.rewards.registry import check_answers, get_reward
 
-    problems: list[str] = []
+    inputs = reward = None
     with gathered_in(problems):
-        try:
-            start = preview(config, fresh=fresh)  # type: ignore[arg-type]
-        except DataError:
-            return []  # an input file cannot be read, which is reported already
-        if start.state is None and config.model.checkpoint_path is not None:
-            given_checkpoint(config.model.checkpoint_path)
-    return problems
+        reward = get_reward(config.reward.name, config.reward.import_path, config.reward.options)
+    section = config.objective
+    # The user's own functions are written with torch; nothing else here needs it.
+    if section.import_path is not None or section.advantage_import_path is not None:
+        from gspo_megatron.objectives import build_objective
+
+        with gathered_in(problems):
+            build_objective(section, config.rollout.max_response_tokens)
+    if with_files:
+        with gathered_in(problems):
+            inputs = read_inputs(config)
+            if reward is not None:
+                check_answers(reward, [*inputs.train, *inputs.evaluation])
+    return inputs
 
 
-def _check_beginning(config: AnyConfig, inputs: AnyInputs, fresh: bool) -> Path | None:
-    """The run in the run folder, whose newest checkpoint is returned, or else the weights that a
-    new run begins with; and where the export goes."""
-    from gspo_megatron.checkpoint.resume import check_given, preview
+def _check_start(config: Any, inputs: AnyInputs | None, fresh: bool) -> Start | None:
+    """What the run resumes from. Without inputs, only what can be known beside other problems."""
+    from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
     from gspo_megatron.config.stages import StageConfig
     from gspo_megatron.data.inputs import model_vocab_size
 
     model = config.model
-    start = preview(config, fresh=fresh)  # type: ignore[arg-type]
+    try:
+        start = preview(config, fresh=fresh)
+    except DataError:
+        if inputs is None:
+            return None  # an input file cannot be read, which is reported already
+        raise
+    if inputs is None:
+        if start.state is None and model.checkpoint_path is not None:
+            given_checkpoint(model.checkpoint_path)
+        return start
     problems: list[str] = []
     if start.state is None:
-        vocab_size = model_vocab_size(config, inputs.tokenizer)  # type: ignore[arg-type]
+        vocab_size = model_vocab_size(config, inputs.tokenizer)
         if model.checkpoint_path is not None:
             with gathered_in(problems):
-                check_given(config, vocab_size)  # type: ignore[arg-type]
+                check_given(config, vocab_size)
         if model.hf_path is not None:
             from gspo_megatron.checkpoint.hf.files import checked_folder
 
@@ -171,7 +136,7 @@ def _check_beginning(config: AnyConfig, inputs: AnyInputs, fresh: bool) -> Path 
             if not (start.is_finished and (path / "config.json").exists()):
                 check_destination(path)
     _raise(problems)
-    return start.checkpoint
+    return start
 
 
 def _raise(problems: list[str]) -> None:

@@ -1,5 +1,4 @@
-"""`gspo-megatron doctor`: what this machine has of what a run can use, and what to do about the
-rest."""
+"""`gspo-megatron doctor`: what this machine has of what a run can use, and what it lacks."""
 
 from __future__ import annotations
 
@@ -9,9 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from gspo_megatron.cli.arguments import Commands, new_parser
+from gspo_megatron.observe import environment
 
 # The first version that works, and the first that was not tried; as in setup.py.
 SUPPORTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -31,12 +31,7 @@ except BaseException as error:
 """
 
 
-class Finding(NamedTuple):
-    """One row of the table; `remedy` is empty where nothing has to be done."""
-
-    name: str
-    text: str
-    remedy: str = ""
+Finding = tuple[str, str, str]  # name, what was found, and what to do: nothing where it is empty
 
 
 def add_parser(commands: Commands) -> None:
@@ -51,9 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from gspo_megatron.observe.environment import describe_environment
-
-    found = findings(describe_environment(), engine_trouble())
+    found = findings(environment.describe_environment(), engine_trouble())
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", style="bold", no_wrap=True)
     table.add_column("found", overflow="fold")
@@ -61,31 +54,31 @@ def run(arguments: argparse.Namespace) -> int:
     for row in found:
         table.add_row(*row)
     Console(highlight=False).print(table, markup=False)
-    return 1 if any(row.name in SUPPORTED and row.remedy for row in found) else 0
+    return int(any(name in SUPPORTED and remedy for name, _, remedy in found))
 
 
-def findings(environment: Mapping[str, Any], trouble: str | None) -> list[Finding]:
+def findings(described: Mapping[str, Any], trouble: str | None) -> list[Finding]:
     """All rows, given `describe_environment()` and `engine_trouble()`."""
-    versions, gpu, cpu = environment["versions"], environment["gpu"], environment["cpu"]
+    versions, gpu, cpu = described["versions"], described["gpu"], described["cpu"]
+    engine = _transformer_engine(versions["transformer-engine"], trouble, gpu is not None)
     return [
-        *(_required(name, versions[name]) for name in SUPPORTED),
-        _transformer_engine(versions["transformer-engine"], trouble, gpu is not None),
-        _apex(),
-        Finding("cpu", f"{cpu['count']} x {cpu['name'] or 'unknown'}"),
-        _gpus(gpu),
-        Finding("precisions", precisions(gpu is not None and trouble is None)),
+        *((name, *_required(name, versions[name])) for name in SUPPORTED),
+        ("transformer-engine", *engine),
+        ("apex", *_apex()),
+        ("cpu", f"{cpu['count']} x {cpu['name'] or 'unknown'}", ""),
+        ("gpu", *_gpus(gpu)),
+        ("precisions", _precisions(gpu is not None and trouble is None), ""),
     ]
 
 
-def _required(name: str, version: str | None) -> Finding:
+def _required(name: str, version: str | None) -> tuple[str, str]:
     lowest, beyond = SUPPORTED[name]
     legal = f">={'.'.join(map(str, lowest))},<{'.'.join(map(str, beyond))}"
     if version is None:
-        return Finding(name, "missing, and needed", f"pip install '{name}{legal}'")
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-    if lowest <= numbers < beyond:
-        return Finding(name, version)
-    return Finding(name, f"{version}, which is not supported", f"install {name} {legal}")
+        return "missing, and needed", f"pip install '{name}{legal}'"
+    if lowest <= tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < beyond:
+        return version, ""
+    return f"{version}, which is not supported", f"install {name} {legal}"
 
 
 def engine_trouble() -> str | None:
@@ -102,62 +95,50 @@ def engine_trouble() -> str | None:
         )
     except subprocess.TimeoutExpired:
         return f"nothing after {_IMPORT_SECONDS:g} s"
-    if done.returncode == 0:
-        return None
     if done.returncode == _IMPORT_FAILED and done.stdout.strip():
         return done.stdout.strip().splitlines()[-1]
-    return f"it ends the process with {done.returncode}"  # -11: a segmentation fault
+    # -11: a segmentation fault
+    return f"it ends the process with {done.returncode}" if done.returncode else None
 
 
-def _transformer_engine(version: str | None, trouble: str | None, has_gpu: bool) -> Finding:
-    name = "transformer-engine"
+def _transformer_engine(version: str | None, trouble: str | None, has_gpu: bool) -> tuple[str, str]:
     if trouble is not None:
         remedy = (
             "pip install --force-reinstall --no-deps --no-build-isolation transformer-engine-torch "
             "compiles it for this torch; or remove it"
         )
-        return Finding(
-            name, f"{version or 'some version'}, but its import fails: {trouble}", remedy
-        )
+        return f"{version or 'some version'}, but its import fails: {trouble}", remedy
     if version is not None and not _found("transformer_engine"):
-        return Finding(name, f"{version}, without its module: damaged", "install it again")
+        return f"{version}, without its module: damaged", "install it again"
     if version is not None:
-        return Finding(name, version)
+        return version, ""
     text = "not installed: layers are plain torch (model.backend = torch_native), no FP8"
-    remedy = "pip install 'gspo-megatron[gpu]' (compiles for a while)" if has_gpu else ""
-    return Finding(name, text, remedy)
+    return text, "pip install 'gspo-megatron[gpu]' (compiles for a while)" if has_gpu else ""
 
 
-def _apex() -> Finding:
+def _apex() -> tuple[str, str]:
     """Megatron-Core uses NVIDIA's apex, which has amp_C and apex.multi_tensor_apply. The package of
     that name on PyPI has nothing to do with it."""
     if not _found("apex"):
-        return Finding("apex", "not installed: Megatron-Core uses torch's kernels")
+        return "not installed: Megatron-Core uses torch's kernels", ""
     if _found("amp_C") and _found("apex.multi_tensor_apply"):
-        return Finding("apex", "NVIDIA's")
+        return "NVIDIA's", ""
     text = "not NVIDIA's, or built without its CUDA extensions (no amp_C)"
-    return Finding("apex", text, "pip uninstall apex; NVIDIA's is built from its repository")
+    return text, "pip uninstall apex; NVIDIA's is built from its repository"
 
 
-def _gpus(gpu: Mapping[str, Any] | None) -> Finding:
+def _gpus(gpu: Mapping[str, Any] | None) -> tuple[str, str]:
     if gpu is not None:
         memory = min(gpu["memory_bytes"], default=0) / 2**30
         names = ", ".join(sorted(set(gpu["names"])))
-        text = f"{len(gpu['names'])} x {names}, {memory:,.0f} GiB each, CUDA {gpu['cuda']}"
-        return Finding("gpu", text)
+        return f"{len(gpu['names'])} x {names}, {memory:,.0f} GiB each, CUDA {gpu['cuda']}", ""
     text, remedy = "none that torch can use: runs use the CPU", ""
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, timeout=10, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        listed = b""
-    if listed:
+    if environment.output_of("nvidia-smi", "--list-gpus"):
         remedy = "nvidia-smi lists GPUs: install a torch with CUDA that this driver supports"
-    return Finding("gpu", text, remedy)
+    return text, remedy
 
 
-def precisions(can_use_engine: bool) -> str:
+def _precisions(can_use_engine: bool) -> str:
     """Which values of training.precision this machine can train in, and what the others need."""
     from gspo_megatron.config.precision import FP8, device_lacks, engine_lacks
 

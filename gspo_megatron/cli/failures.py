@@ -1,8 +1,7 @@
 """How a command ends: its exit code, and what it prints about an error.
 
-A rank that our launcher started gives its error to the launcher instead of printing it. When one
-rank fails, all others lose their connections to it; only the launcher can tell which error is the
-cause.
+A rank that our launcher started gives its error to the launcher instead of printing it: when one
+rank fails, all others lose their connections, and only the launcher can tell which is the cause.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from gspo_megatron.cli import ranks
 from gspo_megatron.errors import UserError
@@ -44,8 +43,7 @@ _LOST_CONNECTION = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A rank's report of its error: `text` is all of it, `summary` one line."""
 
     is_user_error: bool
@@ -63,24 +61,23 @@ def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> 
             print(interrupted, file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and drop_unread_output():
+        if isinstance(error, BrokenPipeError) and _drop_unread_output():
             return UNREAD
         return tell_failure(error)
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # the command has done its work all the same
-        drop_unread_output()
+        _drop_unread_output()
     return code
 
 
 def tell_failure(error: Exception) -> int:
     """Print an error, or give it to the launcher of this rank; returns the exit code."""
-    text = None
+    is_forbidden = isinstance(error, OSError) and error.errno in _FORBIDDEN
     if isinstance(error, UserError):
-        text = str(error)
-    elif isinstance(error, OSError) and error.filename is not None and error.errno in _FORBIDDEN:
+        failure = Failure(True, str(error), str(error))
+    elif is_forbidden and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
-    if text is not None:
         failure = Failure(True, text, text)
     else:
         text = "".join(traceback.format_exception(error)).rstrip("\n")
@@ -91,7 +88,7 @@ def tell_failure(error: Exception) -> int:
         print(failure.text, file=sys.stderr)
     else:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(failure), file)
+            json.dump(failure._asdict(), file)
     return USER_ERROR if failure.is_user_error else DEFECT
 
 
@@ -122,7 +119,7 @@ def make_streams_safe() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def drop_unread_output() -> bool:
+def _drop_unread_output() -> bool:
     """Whether stdout is a pipe without a reader, as in `check a.yaml | head -1`; the rest of the
     output is then dropped."""
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gspo_megatron.cli.failures import (
     STOPPED,
@@ -30,22 +30,18 @@ from gspo_megatron.cli.failures import (
 from gspo_megatron.cli.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
 from gspo_megatron.errors import UserError
 
-GRACE_SECONDS = 5.0  # from the request to end until SIGKILL
-SETTLE_SECONDS = 1.0  # the first rank that dies may not be the cause: wait this long for others
-
 _LINES_KEPT = 200  # of a rank's output
 _LONGEST_LINE = 8192  # bytes, for a rank that writes no line breaks
 _DRAIN_SECONDS = 1.0
-_SHOW_CURSOR = "\x1b[?25h"
-_Events = queue.SimpleQueue["_Rank | signal.Signals"]  # ranks that ended, and signals
+_POLL_SECONDS = 0.02
 
 
 def launch(
     command: Sequence[str],
     world_size: int,
     *,
-    grace_seconds: float = GRACE_SECONDS,
-    settle_seconds: float = SETTLE_SECONDS,
+    grace_seconds: float = 5.0,
+    settle_seconds: float = 1.0,
     saves_on_signals: bool = False,
 ) -> int:
     """Run `command` as ranks 0 to world_size - 1 of this machine and wait for all of them.
@@ -55,34 +51,32 @@ def launch(
     n killed it), or 128 + n after SIGINT, SIGTERM or SIGHUP to the launcher. No rank outlives the
     call. SIGUSR1 is passed on; the code is STOPPED if ranks end with it.
 
-    `saves_on_signals`: the ranks save the run after SIGTERM too. The first SIGTERM is passed on and
-    the ranks take the time they need; a second one ends them.
+    `grace_seconds`: from the request to end until SIGKILL. `settle_seconds`: the first rank that
+    dies may not be the cause, so others are given this long to fail too. `saves_on_signals`: the
+    ranks save the run after SIGTERM too. The first SIGTERM is passed on and the ranks take the time
+    they need; a second one ends them.
 
     Raises UserError where MASTER_PORT is set and cannot be used.
     """
     # Linux ties a rank's life to the thread that started it, and signals come to the main thread.
     assert threading.current_thread() is threading.main_thread(), "launched off the main thread"
-    events: _Events = queue.SimpleQueue()
-    ranks: list[_Rank] = []
-    with reserved_port(os.environ) as port, _signals_to(events) as pass_on_from_now:
+    job = _Job(grace_seconds, settle_seconds, saves_on_signals)
+    with reserved_port(os.environ) as port, _signals_to(job.signals) as pass_on_from_now:
         try:
             for number in range(world_size):
                 added = rank_environment(os.environ, number, world_size, port)
-                ranks.append(_Rank(number, command, {**os.environ, **added}, events))
+                job.ranks.append(_Rank(number, command, {**os.environ, **added}))
             pass_on_from_now()
-            supervisor = _Supervisor(ranks, events, grace_seconds, settle_seconds, saves_on_signals)
-            supervisor.run()
+            job.supervise()
         finally:
-            for rank in ranks:
-                rank.kill()
-        failed, interrupted_by = supervisor.failed, supervisor.interrupted_by
-        if (failed or interrupted_by) and sys.stderr.isatty():
-            sys.stderr.write(_SHOW_CURSOR)  # a progress bar that was cut off has hidden it
-        if failed:
-            return _report(failed, world_size)
-        if interrupted_by:
-            return 128 + interrupted_by
-        return STOPPED if any(rank.code == STOPPED for rank in ranks) else 0
+            job.send(signal.SIGKILL)
+        if (job.failed or job.interrupted_by) and sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h")  # show the cursor: a progress bar may have hidden it
+        if job.failed:
+            return _report(job.failed, world_size)
+        if job.interrupted_by:
+            return 128 + job.interrupted_by
+        return STOPPED if any(rank.code == STOPPED for rank in job.ranks) else 0
 
 
 def rank_environment(
@@ -141,15 +135,12 @@ def reserved_port(environ: Mapping[str, str]) -> Iterator[int]:
 
 
 class _Rank:
-    """One process; it puts itself into `events` when it has ended."""
+    """One process, and what it has said."""
 
-    def __init__(
-        self, number: int, command: Sequence[str], environ: Mapping[str, str], events: _Events
-    ) -> None:
+    def __init__(self, number: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.number = number
-        self.failure: Failure | None = None
+        self.failure: Failure | None = None  # its own report, once it has ended
         self._tail: deque[str] = deque(maxlen=_LINES_KEPT)
-        self._events = events
         # A file without a name leaves nothing behind, however this program ends.
         self._failure_file = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the end)
         descriptor = self._failure_file.fileno()
@@ -168,22 +159,34 @@ class _Rank:
         self._drain = threading.Thread(target=self._keep_output, daemon=True)
         if is_captured:
             self._drain.start()
-        threading.Thread(target=self._await_end, daemon=True).start()
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended; asked until it has, and from then on not again."""
+        if self._process.poll() is None:
+            return False
+        if self._process.returncode != 0:  # children of a rank that ended well may go on
+            self.kill_group()
+            if self._drain.is_alive():
+                self._drain.join(_DRAIN_SECONDS)
+        with self._failure_file as file:
+            file.seek(0)
+            self.failure = parse_failure(file.read().decode("utf-8", errors="replace"))
+        return True
 
     @property
     def code(self) -> int:
         """The exit code as a shell shows it; only after the end."""
         code = self._process.returncode
-        assert code is not None, "the rank is still running"
         return code if code >= 0 else 128 - code
 
-    def send(self, signum: int) -> None:
-        self._process.send_signal(signum)
-
-    def kill(self) -> None:
-        """End the process and its children, unless it has ended."""
-        if self._process.poll() is None:
+    def send(self, signum: signal.Signals) -> None:
+        """Unless it has ended. SIGKILL goes to its children too."""
+        if self._process.poll() is not None:
+            return
+        if signum == signal.SIGKILL:
             self.kill_group()
+        else:
+            self._process.send_signal(signum)
 
     def kill_group(self) -> None:
         """End the process and its children. If the process has ended, only at once: another one may
@@ -212,16 +215,6 @@ class _Rank:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
 
-    def _await_end(self) -> None:
-        if self._process.wait() != 0:
-            self.kill_group()  # children of a rank that ended well may go on
-        if self._drain.is_alive():
-            self._drain.join(_DRAIN_SECONDS)
-        with self._failure_file as file:
-            file.seek(0)
-            self.failure = parse_failure(file.read().decode("utf-8", errors="replace"))
-        self._events.put(self)
-
     def _keep_output(self) -> None:
         stream = self._process.stdout
         assert stream is not None, "not captured"
@@ -230,105 +223,88 @@ class _Rank:
                 self._tail.append(line.decode("utf-8", errors="replace").rstrip("\r\n"))
 
 
-class _Supervisor:
-    """Waits for the ranks; after a failure or a signal, sees to it that all of them end.
+@dataclass
+class _Job:
+    """All ranks; after a failure or a signal, it sees to it that all of them end."""
 
-    `failed` lists the ranks that failed by themselves, in order; `interrupted_by` is the signal
-    that the launcher got before any failure.
-    """
+    grace_seconds: float
+    settle_seconds: float
+    saves_on_sigterm: bool
+    ranks: list[_Rank] = field(default_factory=list)
+    signals: deque[signal.Signals] = field(default_factory=deque)  # not yet looked at
+    failed: list[_Rank] = field(default_factory=list)  # by themselves, in order
+    interrupted_by: signal.Signals | None = None  # what the launcher got before any failure
+    is_saving: bool = False
+    is_stopping: bool = False
+    is_killed: bool = False
+    deadline: float = float("inf")  # of settling, of ending, of being killed
 
-    def __init__(
-        self,
-        ranks: Sequence[_Rank],
-        events: _Events,
-        grace_seconds: float,
-        settle_seconds: float,
-        saves_on_sigterm: bool,
-    ) -> None:
-        self.failed: list[_Rank] = []
-        self.interrupted_by: signal.Signals | None = None
-        self._running = list(ranks)
-        self._events = events
-        self._grace_seconds, self._settle_seconds = grace_seconds, settle_seconds
-        self._saves_on_sigterm = saves_on_sigterm
-        self._is_saving = False
-        self._is_stopping = False
-        self._is_killed = False
-        self._deadline: float | None = None  # of settling, of ending, of being killed
-
-    def run(self) -> None:
+    def supervise(self) -> None:
         """Return when every rank has ended."""
-        while self._running:
-            left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-            try:
-                event = self._events.get(timeout=left)
-            except queue.Empty:
-                if self._is_killed:
+        running = list(self.ranks)
+        while running:
+            for rank in [rank for rank in running if rank.has_ended()]:
+                running.remove(rank)
+                self.on_end(rank)
+            while self.signals:
+                self.on_signal(self.signals.popleft())
+            if time.monotonic() > self.deadline:
+                if self.is_killed:
                     return  # stuck in the kernel, where nothing can end it
-                self._kill() if self._is_stopping else self._stop(signal.SIGTERM)
-                continue
-            if isinstance(event, _Rank):
-                self._on_end(event)
-            else:
-                self._on_signal(event)
+                self.end_by(signal.SIGKILL if self.is_stopping else signal.SIGTERM)
+            time.sleep(_POLL_SECONDS)
 
-    def _on_end(self, rank: _Rank) -> None:
-        self._running.remove(rank)
-        if self._is_stopping:
+    def on_end(self, rank: _Rank) -> None:
+        if self.is_stopping:
             rank.kill_group()
         elif rank.code in (0, STOPPED):
             pass
-        elif self._is_saving and rank.code == 128 + signal.SIGTERM:
+        elif self.is_saving and rank.code == 128 + signal.SIGTERM:
             # The signal came before the rank could handle it: there is nothing to save.
             self.interrupted_by = signal.SIGTERM
-            self._stop(signal.SIGTERM)
+            self.end_by(signal.SIGTERM)
         else:
             self.failed.append(rank)
             if rank.is_user_error():
-                self._stop(signal.SIGTERM)  # no other rank can explain more
-            elif self._deadline is None:
-                self._deadline = time.monotonic() + self._settle_seconds
+                self.end_by(signal.SIGTERM)  # no other rank can explain more
+            else:
+                self.deadline = min(self.deadline, time.monotonic() + self.settle_seconds)
 
-    def _on_signal(self, signum: signal.Signals) -> None:
+    def on_signal(self, signum: signal.Signals) -> None:
         if signum == signal.SIGUSR1:
-            self._send(signum)
-        elif self._is_stopping:
-            self._kill()  # asked for twice
-        elif signum == signal.SIGTERM and self._saves_on_sigterm and not self._is_saving:
-            self._is_saving = True
+            self.send(signum)
+        elif self.is_stopping:
+            self.end_by(signal.SIGKILL)  # asked for twice
+        elif signum == signal.SIGTERM and self.saves_on_sigterm and not self.is_saving:
+            self.is_saving = True
             print("told to end: the run is saved first; once more ends it now", file=sys.stderr)
-            self._send(signum)
+            self.send(signum)
         else:
             if not self.failed:
                 self.interrupted_by = signum
-            self._stop(signum)
+            self.end_by(signum)
 
-    def _send(self, signum: signal.Signals) -> None:
-        for rank in self._running:
+    def send(self, signum: signal.Signals) -> None:
+        for rank in self.ranks:
             rank.send(signum)
 
-    def _stop(self, signum: signal.Signals) -> None:
-        self._is_stopping = True
-        self._deadline = time.monotonic() + self._grace_seconds
-        self._send(signum)
-
-    def _kill(self) -> None:
-        self._is_killed = True
-        self._deadline = time.monotonic() + self._grace_seconds
-        for rank in self._running:
-            rank.kill()
+    def end_by(self, signum: signal.Signals) -> None:
+        self.is_stopping = True
+        self.is_killed = signum == signal.SIGKILL
+        self.deadline = time.monotonic() + self.grace_seconds
+        self.send(signum)
 
 
 @contextlib.contextmanager
-def _signals_to(events: _Events) -> Iterator[Callable[[], object]]:
-    """Turn signals to this process into events; yields a function to call once the ranks started.
+def _signals_to(received: deque[signal.Signals]) -> Iterator[Callable[[], object]]:
+    """Collect signals to this process; yields a function to call once the ranks started.
 
     Until then SIGUSR1 is ignored, and the ranks inherit that: an unhandled SIGUSR1 would end a rank
     that is not ready for it.
     """
 
     def handle(signum: int, _frame: object) -> None:
-        events.put(signal.Signals(signum))
+        received.append(signal.Signals(signum))
 
     handlers = {signal.SIGINT: handle, signal.SIGTERM: handle, signal.SIGUSR1: signal.SIG_IGN}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means that it shall not end
@@ -344,16 +320,17 @@ def _signals_to(events: _Events) -> Iterator[Callable[[], object]]:
 def _report(failed: Sequence[_Rank], world_size: int) -> int:
     """Print why the run failed, the cause last, and return its exit code."""
     cause = min(failed, key=_Rank.obscurity)  # the first of several that explain as much
+    failure = cause.failure
     if cause.is_user_error():
         # Rank 0 without a report of its own has printed its message already.
-        lines = cause.failure.text.splitlines() if cause.failure else cause.output()
+        lines = failure.text.splitlines() if failure else cause.output()
     else:
         prefix = f"[rank {cause.number}] " if cause.number else ""
         lines = [prefix + line for line in cause.output()]
         others = [f"rank {rank.number}" for rank in failed if rank is not cause]
         if others:
             lines.append(f"failed too, and not shown: {', '.join(others)}")
-        why = f": {cause.failure.summary}" if cause.failure else ""
+        why = f": {failure.summary}" if failure else ""
         lines.append(f"rank {cause.number} of {world_size} {cause.manner_of_death()}{why}")
     for line in lines:
         print(line, file=sys.stderr)

@@ -10,21 +10,11 @@ import argparse
 from collections.abc import Sequence
 
 import gspo_megatron
-from gspo_megatron.cli import (
-    ablate,
-    check,
-    convert,
-    doctor,
-    preflight,
-    report,
-    stages,
-    train,
-    verify,
-)
+from gspo_megatron.cli import ablate, check, convert, doctor, preflight, report, train, verify
 from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
 from gspo_megatron.cli.ranks import join_launcher
 
-COMMANDS = (train, stages, check, preflight, verify, convert, report, ablate, doctor)
+COMMANDS = (train, check, preflight, verify, convert, report, ablate, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gspo_megatron.cli import ranks
-from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
+from gspo_megatron.cli.arguments import Commands, add_config, new_parser, number, positive
 from gspo_megatron.cli.failures import UNFIT
 
 if TYPE_CHECKING:
     from gspo_megatron.platform.preflight import Verdict
 
-DEFAULT_SHARE = 0.7
-# The keys of preflight.MAIN_OPERATION, which cannot be imported without torch.
-MEASURES = ("matmul", "tp", "pp", "cp", "ep", "dp")
+# What a user's minimum applies to: the operation that training uses most in each kind of group.
+MAIN_OPERATION = {
+    "matmul": "matmul",
+    "tp": "tp all-reduce",
+    "pp": "pp send/recv",
+    "cp": "cp all-reduce",
+    "ep": "ep all-to-all",
+    "dp": "dp all-reduce",
+}
 
 
 def add_parser(commands: Commands) -> None:
@@ -40,11 +47,10 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--share",
-        type=_share,
-        default=DEFAULT_SHARE,
+        type=partial(number, wanted="a share from 0 to 1", most=1.0),
+        default=0.7,
         metavar="X",
-        help="a host is slow below this share of the median of its peers (default: "
-        f"{DEFAULT_SHARE:g})",
+        help="a host is slow below this share of the median of its peers (default: %(default)s)",
     )
     parser.add_argument(
         "--minimum",
@@ -62,10 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     Returns the exit code; only rank 0 returns that of an unfit host. Raises UserError for what is
     wrong with the configuration or the environment.
     """
-    from gspo_megatron.config import check_config
+    from gspo_megatron.config import check_config, resolve_parallel
     from gspo_megatron.config.load import load_any_config
 
-    ranks.adopt_slurm_task(os.environ)
     rank_of = ranks.world_size_of_rank(os.environ)
     config = load_any_config(arguments.config, arguments.overrides)
     world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
@@ -79,11 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
             pairs = ",".join(f"{name}={value}" for name, value in arguments.minimum.items())
             command.append(f"--minimum={pairs}")
         return launch(command, world_size)
-    from gspo_megatron.config import resolve_parallel
     from gspo_megatron.platform.preflight import run_preflight
 
     parallel, precision = resolve_parallel(config, world_size), config.training.precision
-    is_fit, is_stuck = run_preflight(parallel, precision, arguments.share, arguments.minimum, show)
+    minima = {MAIN_OPERATION[name]: value for name, value in arguments.minimum.items()}
+    is_fit, is_stuck = run_preflight(parallel, precision, arguments.share, minima, show)
     code = 0 if is_fit or os.environ.get("RANK", "0") != "0" else UNFIT
     if is_stuck:
         sys.stdout.flush()
@@ -94,22 +99,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def show(verdict: Verdict) -> None:
     """Print the table, and a line for each problem."""
-    from rich import box
-    from rich.table import Table
-
-    from gspo_megatron.cli.estimate_table import console
+    from gspo_megatron.cli.check_tables import console, new_table
 
     if verdict.rows:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="preflight", title_justify="left")
+        table = new_table("preflight")
         table.add_column("measure")
         for name in ("median", "slowest", "share"):
             table.add_column(name, justify="right")
         table.add_column("unit")
         table.add_column("slowest is", overflow="fold")
-        for row in verdict.rows:
-            share = row.slowest.value / row.median if row.median else 1.0
-            values = (f"{row.median:,.4g}", f"{row.slowest.value:,.4g}", f"{share:.0%}")
-            table.add_row(row.measure, *values, row.unit, str(row.slowest))
+        for measure, unit, median, slowest in verdict.rows:
+            share = slowest.value / median if median else 1.0
+            values = (f"{median:,.4g}", f"{slowest.value:,.4g}", f"{share:.0%}")
+            where = f"{', '.join(sorted(slowest.hosts))} ({slowest.names})"
+            table.add_row(measure, *values, unit, where)
         console().print(table, markup=False)
     if not verdict.problems:
         print("preflight: all hosts are fit", flush=True)
@@ -121,29 +124,12 @@ def show(verdict: Verdict) -> None:
     print(f"preflight: unfit to train on: {names}", file=sys.stderr, flush=True)
 
 
-def _share(text: str) -> float:
-    number = _number(text)
-    if number > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
-    return number
-
-
 def _minima(text: str) -> dict[str, float]:
     found = {}
     for part in text.split(","):
-        name, _, number = part.partition("=")
-        if name not in MEASURES:
-            legal = ", ".join(MEASURES)
+        name, _, value = part.partition("=")
+        if name not in MAIN_OPERATION:
+            legal = ", ".join(MAIN_OPERATION)
             raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER; names: {legal}")
-        found[name] = _number(number)
+        found[name] = number(value)
     return found
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
-    return number

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from gspo_megatron.errors import UserError
 
 if TYPE_CHECKING:
-    from gspo_megatron.config import Config
-    from gspo_megatron.config.stages import StageConfig
+    from gspo_megatron.config.stages import AnyConfig
 
 # Set by our launcher for the ranks that it starts.
 LAUNCHER_PID = "GSPO_PARENT_PID"
@@ -25,10 +24,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # A layout for a cluster, started by mistake on a laptop or a login node, is refused instead of
 # becoming hundreds of processes. This many are fine on any machine: small models share cores.
 RANKS_WITHOUT_ASKING = 16
-
-# Of a Slurm node list: the comma after its first element, and brackets with their first number.
-_END_OF_FIRST = re.compile(r",(?![^\[]*\])")
-_RANGE = re.compile(r"\[([^\],-]+)[^\]]*\]")
 
 _failure_descriptor: int | None = None
 
@@ -62,11 +57,25 @@ def failure_descriptor() -> int | None:
     return descriptor
 
 
-def world_size_of_rank(environ: Mapping[str, str]) -> int | None:
-    """The number of ranks if torchrun's variables make this process one of them, else None.
+def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
+    """The number of ranks if torchrun or srun made this process one of them, else None.
 
-    Raises UserError where the variables are incomplete or contradict each other.
+    A task of srun is given torchrun's variables. Its ranks meet on the first node of the step, at a
+    port computed from the job's number, unless MASTER_ADDR and MASTER_PORT are set. Raises
+    UserError where variables are missing or contradict each other, or the node list is unreadable.
     """
+    if "RANK" not in environ and _is_slurm_task(environ):
+        environ["RANK"] = environ["SLURM_PROCID"]
+        environ["WORLD_SIZE"] = environ["SLURM_NTASKS"]
+        if "SLURM_LOCALID" in environ:
+            environ.setdefault("LOCAL_RANK", environ["SLURM_LOCALID"])
+        if not environ.get("MASTER_ADDR"):
+            nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+            environ["MASTER_ADDR"] = first_host(nodes)
+        if not environ.get("MASTER_PORT"):
+            # All ranks must compute the same port, and two jobs on a node different ones. Linux
+            # gives the ports from 32768 on to programs that ask for any port.
+            environ["MASTER_PORT"] = str(20000 + _integer(environ, "SLURM_JOB_ID") % 12000)
     given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if not given:
         return None
@@ -87,37 +96,11 @@ def world_size_of_rank(environ: Mapping[str, str]) -> int | None:
     return world_size
 
 
-def is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks that srun started.
-
-    A batch script has SLURM_PROCID and SLURM_NTASKS too, but runs once; only srun's processes have
-    a step number.
-    """
+def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several. A batch script, which runs once, has
+    SLURM_PROCID and SLURM_NTASKS too; only srun's processes have a step number."""
     needed = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID")
     return all(name in environ for name in needed) and _integer(environ, "SLURM_NTASKS") > 1
-
-
-def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
-    """Give a task of srun torchrun's variables, where RANK is not set already.
-
-    The ranks meet on the first node of the step, at a port computed from the job's number, unless
-    MASTER_ADDR and MASTER_PORT are set.
-
-    Raises UserError where the node list cannot be read.
-    """
-    if "RANK" in environ or not is_slurm_task(environ):
-        return
-    environ["RANK"] = environ["SLURM_PROCID"]
-    environ["WORLD_SIZE"] = environ["SLURM_NTASKS"]
-    if "SLURM_LOCALID" in environ:
-        environ.setdefault("LOCAL_RANK", environ["SLURM_LOCALID"])
-    if not environ.get("MASTER_ADDR"):
-        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-        environ["MASTER_ADDR"] = first_host(nodes)
-    if not environ.get("MASTER_PORT"):
-        # All ranks must compute the same port, and two jobs on a node different ones. Linux gives
-        # the ports from 32768 on to programs that ask for any port.
-        environ["MASTER_PORT"] = str(20000 + _integer(environ, "SLURM_JOB_ID") % 12000)
 
 
 def first_host(nodes: str) -> str:
@@ -125,8 +108,8 @@ def first_host(nodes: str) -> str:
 
     Raises UserError where there is none.
     """
-    first = _END_OF_FIRST.split(nodes, maxsplit=1)[0]
-    host = _RANGE.sub(r"\1", first)
+    first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]  # no comma inside brackets
+    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)  # the first number in brackets
     if not host or "[" in host or "]" in host:
         raise UserError(
             f"MASTER_ADDR is not set, and the first node of Slurm's list {nodes!r} cannot be told; "
@@ -135,7 +118,7 @@ def first_host(nodes: str) -> str:
     return host
 
 
-def decide_world_size(config: Config | StageConfig, nproc: int | None, rank_of: int | None) -> int:
+def decide_world_size(config: AnyConfig, nproc: int | None, rank_of: int | None) -> int:
     """How many ranks the run has; `rank_of` is their number where they are started already.
 
     Raises UserError where `nproc` contradicts it, or nobody asked for that many on one machine.

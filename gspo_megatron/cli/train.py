@@ -1,99 +1,100 @@
-"""`gspo-megatron train`: one process of a run, or the launcher of all of them on this machine."""
+"""`gspo-megatron train`, `pretrain` and `sft`: one process of a run, or the launcher of all of them
+on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_config, add_launching, new_parser
-from gspo_megatron.cli.check_inputs import check_all
+from gspo_megatron.cli.check_inputs import Checked, check_all, check_run
 from gspo_megatron.cli.failures import STOPPED
 from gspo_megatron.errors import UserError
 
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
-    from gspo_megatron.data.inputs import Inputs
+
+# Of each command: the stage, and what it does.
+STAGES = {
+    "train": ("rl", "train as a configuration says"),
+    "pretrain": ("pretrain", "pre-train a model on tokenized corpora"),
+    "sft": ("sft", "fine-tune a model on conversations, or prompts with answers"),
+}
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command to the parser."""
-    parser = new_parser(
-        commands, "train", run, "train as a configuration says", list_name="overrides"
-    )
-    add_config(parser)
-    add_launching(parser)
+    """Add the three commands to the parser."""
+    for name, (_, text) in STAGES.items():
+        parser = new_parser(commands, name, partial(run, name), text, list_name="overrides")
+        add_config(parser)
+        add_launching(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Train with the parsed arguments."""
-    return train(arguments.config, arguments.overrides, arguments.nproc, fresh=arguments.fresh)
-
-
-def train(
-    config_path: str,
-    overrides: Sequence[str] = (),
-    nproc: int | None = None,
-    *,
-    fresh: bool = False,
-) -> int:
+def run(name: str, arguments: argparse.Namespace) -> int:
     """Be a rank where the environment says so, else be the only one, or launch them all here.
 
-    Returns the exit code. Raises UserError for everything that is wrong with the configuration or
-    the run that it would go on with, before any process group or other process exists.
+    Returns the exit code. Raises UserError for everything that is wrong with the configuration, its
+    files or the run that it would go on with, before any process group or other process exists.
     """
-    from gspo_megatron.config import check_config, load_config
+    from gspo_megatron.config import check_config, load
 
-    ranks.adopt_slurm_task(os.environ)
+    stage, fresh = STAGES[name][0], arguments.fresh
     rank_of = ranks.world_size_of_rank(os.environ)
-    config = load_config(config_path, overrides)
-    world_size = ranks.decide_world_size(config, nproc, rank_of)
+    config: Any = load.load_config(arguments.config, arguments.overrides, load.STAGES[stage])
+    world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
+    inputs = None
     if rank_of is None:
         try:
-            inputs = check_all(config, world_size, fresh=fresh)  # torch is not even imported yet
-            if _is_finished(config, inputs, fresh):
-                return 0
+            checked = check_run(config, world_size, fresh=fresh)
         except UserError as error:
-            raise UserError(f"{error}{_advice(config, config_path)}") from error
-    else:
+            advice = _advice(config, arguments.config) if stage == "rl" else ""
+            raise UserError(f"{error}{advice}") from error
+        if _is_finished(checked):
+            return 0
+        config, inputs = checked.config, checked.inputs
+    elif stage == "rl":
         check_config(config, world_size, for_training=True)
+    else:
+        config, inputs = check_all(config, world_size, fresh=fresh)
     if rank_of is None and world_size > 1:
         from gspo_megatron.cli.launch import launch
 
-        rank_command = [sys.executable, "-m", "gspo_megatron", "train", config_path, *overrides]
-        if fresh:
-            rank_command.append("--fresh")
+        command = [sys.executable, "-m", "gspo_megatron", name, arguments.config]
+        command += arguments.overrides + (["--fresh"] if fresh else [])
         # A run that saves itself when it is told to stop takes as long as its step does.
-        return launch(rank_command, world_size, saves_on_signals=config.checkpoint.interval > 0)
-    from gspo_megatron.rl.run import run_training
+        return launch(command, world_size, saves_on_signals=config.checkpoint.interval > 0)
+    if stage == "rl":
+        from gspo_megatron.rl.run import run_training
 
-    return 0 if run_training(config, fresh=fresh) else STOPPED
+        return 0 if run_training(config, fresh=fresh) else STOPPED
+    from gspo_megatron.supervised.run import run_stage
+
+    return 0 if run_stage(config, inputs, fresh=fresh) else STOPPED
 
 
-def _is_finished(config: Config, inputs: Inputs | None, fresh: bool) -> bool:
-    """Whether the run folder holds this run, done; says so, and adds a report that is missing.
+def _is_finished(checked: Checked) -> bool:
+    """Whether the run folder holds this run, finished and exported; says so, and adds a report that
+    is missing."""
+    from gspo_megatron.checkpoint.resume import finished_text, run_folder
+    from gspo_megatron.config import Config
 
-    Raises UserError where the run in the folder is not one to go on with, or a new one could not
-    begin with the weights that it names.
-    """
-    from gspo_megatron.checkpoint.resume import check_given, finished_text, preview, run_folder
-    from gspo_megatron.data.inputs import model_vocab_size
-
-    start = preview(config, fresh=fresh)
-    if start.state is None and config.model.checkpoint_path is not None:
-        assert inputs is not None, "checked without its files"
-        check_given(config, model_vocab_size(config, inputs.tokenizer))
-    if start.state is None or not start.is_finished:
+    config: Any = checked.config
+    start = checked.start
+    if start is None or start.state is None or not start.is_finished:
         return False
-    folder = run_folder(config)
-    if config.logging.plots and not (folder / "report.html").exists():  # killed just before
-        from gspo_megatron.observe.report import finish_run
+    if isinstance(config, Config):
+        folder = run_folder(config)
+        if config.logging.plots and not (folder / "report.html").exists():  # killed just before
+            from gspo_megatron.observe.report import finish_run
 
-        finish_run(folder)
+            finish_run(folder)
+    elif config.export.hf_path and not (Path(config.export.hf_path) / "config.json").exists():
+        return False
     print(finished_text(config, start.state), flush=True)
     return True
 

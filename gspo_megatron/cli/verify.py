@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import pickle
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo_megatron.cli import ranks
-from gspo_megatron.cli.arguments import Commands, add_config, new_parser
+from gspo_megatron.cli.arguments import Commands, add_config, new_parser, number
 from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--tolerance",
-        type=_tolerance,
+        type=number,
         metavar="X",
         help="largest relative error of a parameter's gradient (default: "
         + ", ".join(f"{value:g} in {name}" for name, value in TOLERANCES.items())
@@ -77,16 +76,6 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)  # given to a rank alone
 
 
-def _tolerance(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
-    return number
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Print a table, and on the last line the worst error; exit code 1 beyond the tolerance."""
     from gspo_megatron.config import Layout, load_config
@@ -98,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         run_task(arguments.task)
         return 0
-    if ranks.world_size_of_rank(os.environ) is not None or ranks.is_slurm_task(os.environ):
+    if ranks.world_size_of_rank(os.environ) is not None:
         raise UserError(
             "verify starts the ranks of each layout itself: start it once, outside torchrun and "
             "srun"

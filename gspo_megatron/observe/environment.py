@@ -25,7 +25,6 @@ _SLURM_VARIABLES = {
     "node_list": "SLURM_JOB_NODELIST",
     "restarts": "SLURM_RESTART_COUNT",
 }
-_GIT_TIMEOUT_SECONDS = 10
 
 
 def describe_environment() -> dict[str, Any]:
@@ -106,13 +105,19 @@ def _git_state(source: Path) -> dict[str, Any] | None:
 
 
 def _git(source: Path, *arguments: str) -> str | None:
+    return output_of("git", "-C", str(source.parent), *arguments)
+
+
+def output_of(*command: str, seconds: float = 10.0, **changes: str) -> str | None:
+    """What a program prints, stripped; None where it is missing, fails or takes too long."""
     try:
         result = subprocess.run(
-            ["git", "-C", str(source.parent), *arguments],
+            command,
             capture_output=True,
             text=True,
-            timeout=_GIT_TIMEOUT_SECONDS,
+            timeout=seconds,
             check=True,
+            env=os.environ | changes,
         )
     except (OSError, subprocess.SubprocessError):
         return None

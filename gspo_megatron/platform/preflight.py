@@ -1,10 +1,8 @@
 """Whether the nodes of a job are fit to train: their devices, and the links between the ranks.
 
-Every rank looks at its device, then measures the device and each kind of process group. Rank 0
-compares every figure with the median of its peers, and names the hosts that are slow or broken.
-
-Reports travel through torch's key-value store over TCP, not through collectives. The store needs
-only rank 0, so a rank that is dead or stuck is found because its report is missing.
+Rank 0 compares every figure with the median of its peers, and names the hosts that are slow or
+broken. Reports travel through torch's key-value store over TCP, not through collectives. The store
+needs only rank 0, so a rank that is dead or stuck is found because its report is missing.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ import os
 import re
 import socket
 import statistics
-import subprocess
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -32,6 +30,7 @@ from megatron.core import parallel_state
 
 from gspo_megatron.config.parallel import ResolvedParallel
 from gspo_megatron.config.precision import device_lacks
+from gspo_megatron.observe.environment import output_of
 from gspo_megatron.platform.devices import built_for_cuda, collective_backend, select_device
 from gspo_megatron.platform.groups import stop_processes
 
@@ -40,21 +39,11 @@ MEASURE_SECONDS = 90.0  # the measurements take a few; NCCL's first connections 
 _GRACE_SECONDS = 3.0  # for further reports, once one rank has reported a problem
 _LEAVING_SECONDS = 30.0  # for the other ranks to read the result from the store
 _POLL_SECONDS = 0.1
-_TOOL_SECONDS = 5.0
 
 MEMORY = "free memory"
 _UNITS = {"matmul": "TFLOP/s", MEMORY: "GiB"}  # of links: GB/s
 # Memory that is in use was left behind by another program, so little of it may be missing.
 _MEMORY_SHARE = 0.9
-# The operation that training uses most in each kind of group. A user's minimum applies to it.
-MAIN_OPERATION = {
-    "matmul": "matmul",
-    "tp": "tp all-reduce",
-    "pp": "pp send/recv",
-    "cp": "cp all-reduce",
-    "ep": "ep all-to-all",
-    "dp": "dp all-reduce",
-}
 _ROUNDS = 7  # of each exchange; their median counts
 _MATMUL_SECONDS = 0.3
 _MATMUL_SIZE = {"cuda": 8192, "cpu": 384}
@@ -78,28 +67,30 @@ class Report:
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """One figure, of a rank or of a group of ranks."""
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # ascending
     hosts: frozenset[str]
     value: float
 
-    def __str__(self) -> str:
-        return f"{', '.join(sorted(self.hosts))} ({_names(self.ranks)})"
+    @property
+    def names(self) -> str:
+        """`rank 4`, `ranks 4-7` or `ranks 3, 7`."""
+        first, last = self.ranks[0], self.ranks[-1]
+        if first == last:
+            return f"rank {first}"
+        is_range = last - first == len(self.ranks) - 1
+        return f"ranks {first}-{last}" if is_range else f"ranks {', '.join(map(str, self.ranks))}"
 
 
 class Row(NamedTuple):
     """One measure over all ranks."""
 
     measure: str
+    unit: str
     median: float
     slowest: Unit
-
-    @property
-    def unit(self) -> str:
-        return _UNITS.get(self.measure, "GB/s")
 
 
 class Verdict(NamedTuple):
@@ -117,10 +108,10 @@ def run_preflight(
     show: Callable[[Verdict], None],
 ) -> tuple[bool, bool]:
     """Measure this rank together with all others of RANK and WORLD_SIZE. Rank 0 calls `show`.
-    `share` and `minima`: see `judge`.
 
-    Returns whether every host is fit, the same on all ranks, and whether this process is stuck: a
-    collective hangs in a thread, and only os._exit ends the process.
+    `share`, `minima`: as `judge` takes them. Returns whether every host is fit, the same on all
+    ranks, and whether this process is stuck: a collective hangs in a thread, and only os._exit ends
+    the process.
     """
     rank, world = int(os.environ.get("RANK", "0")), parallel.world_size
     store, thread_store = _stores(rank, world)
@@ -128,10 +119,8 @@ def run_preflight(
 
     def work(phase: str) -> None:
         nonlocal own
-        if phase == "device":
-            own = look(rank, precision)
-        else:
-            own = measure(own, parallel, thread_store, MEASURE_SECONDS)
+        is_first = phase == "device"
+        own = look(rank, precision) if is_first else measure(own, parallel, thread_store)
         thread_store.set(f"{phase}/{rank}", json.dumps(asdict(own)))
 
     for phase, seconds in (("device", ARRIVAL_SECONDS), ("speed", MEASURE_SECONDS)):
@@ -194,9 +183,8 @@ def collect(
 def least_advanced(store: dist.Store, late: Mapping[int, str]) -> dict[int, str]:
     """Of the ranks without a report (rank to host), those that came least far: the others wait for
     them."""
-    done = {
-        rank: int(store.get(key)) if store.check([key := f"done/{rank}"]) else 0 for rank in late
-    }
+    keys = {rank: f"done/{rank}" for rank in late}
+    done = {rank: int(store.get(key)) if store.check([key]) else 0 for rank, key in keys.items()}
     return {rank: host for rank, host in late.items() if done[rank] == min(done.values())}
 
 
@@ -205,8 +193,8 @@ def _leave(store: dist.Store, rank: int, reported: Collection[int] = ()) -> None
     if rank:
         store.set(f"left/{rank}", "")
         return
+    keys = [f"left/{other}" for other in reported if other]
     with contextlib.suppress(RuntimeError):  # some are too slow
-        keys = [f"left/{other}" for other in reported if other]
         store.wait(keys, datetime.timedelta(seconds=_LEAVING_SECONDS))
 
 
@@ -220,7 +208,11 @@ def look(rank: int, precision: str) -> Report:
     report = Report(rank, host, "cpu")
     try:
         if not torch.cuda.is_available():
-            return replace(report, problem=_why_no_gpu())
+            is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # on purpose
+            if is_hidden or not output_of("nvidia-smi", "--list-gpus"):
+                return report
+            text = f"torch {torch.__version__} can use none of the GPUs that nvidia-smi lists"
+            return replace(report, problem=text)
         device = select_device()
         report = replace(report, device=torch.cuda.get_device_name(device))
         torch.ones(1, device=device).add_(1).item()
@@ -229,52 +221,34 @@ def look(rank: int, precision: str) -> Report:
         if lacks is not None:
             return replace(report, problem=f"training.precision = {precision} {lacks}")
         free, _ = torch.cuda.mem_get_info(device)
-        drivers = (_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or "").split()
-        driver = drivers[0] if drivers else None
+        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        driver = next(iter((output_of(*query) or "").split()), None)
         return replace(report, driver=driver, metrics={MEMORY: free / 2**30})
     except Exception as error:  # noqa: BLE001 (whatever it is, the host is named with it)
         return replace(report, problem=_first_line(error))
 
 
-def _why_no_gpu() -> str | None:
-    """The problem where torch cannot use the GPUs of this host; None where the host has no GPU, or
-    GPUs are hidden on purpose."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not _nvidia_smi("--list-gpus"):
-        return None
-    return f"torch {torch.__version__} can use none of the GPUs that nvidia-smi lists"
-
-
-def _nvidia_smi(*options: str) -> str | None:
-    """The program's output; None where it is missing or fails."""
-    command = ["nvidia-smi", *options]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
 def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+    return traceback.format_exception_only(error)[-1].splitlines()[0].rstrip(": ")
 
 
-def measure(
-    report: Report, parallel: ResolvedParallel, store: dist.Store, seconds: float
-) -> Report:
+def measure(report: Report, parallel: ResolvedParallel, store: dist.Store) -> Report:
     """Add the speed of the device and of each kind of group of the layout; raises nothing.
 
-    All ranks call it. It may hang where a link hangs, for `seconds` where gloo or NCCL notice. The
-    store shows how far each rank has come, under done/<rank>.
+    All ranks call it. It may hang where a link hangs, for MEASURE_SECONDS where gloo or NCCL
+    notice. The store shows how far each rank has come, under done/<rank>.
     """
     links_begin = False
     try:
         device = select_device()
         report = replace(report, metrics={**report.metrics, "matmul": matmul_rate(device)})
         links_begin = parallel.world_size > 1
-        return _measure_links(report, parallel, store, seconds, device) if links_begin else report
+        metrics, groups = dict(report.metrics), {}
+        for name, rate, ranks in _link_rates(report.rank, parallel, store, device):
+            metrics[name] = rate
+            if ranks is not None:
+                groups[name] = ranks
+        return replace(report, metrics=metrics, groups=groups)
     except Exception as error:  # noqa: BLE001 (as above)
         text = _first_line(error)
         lost_peer = links_begin and _LOST_PEER.search(text) is not None
@@ -285,12 +259,8 @@ def matmul_rate(device: torch.device) -> float:
     """TFLOP/s of products of square matrices, bf16 on a GPU and fp32 on a CPU."""
     size = _MATMUL_SIZE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left = torch.ones((size, size), dtype=dtype, device=device)
-    out = torch.empty_like(left)
-
-    def multiply() -> object:
-        return torch.mm(left, left, out=out)
-
+    factor = torch.ones((size, size), dtype=dtype, device=device)
+    multiply = partial(torch.mm, factor, factor, out=torch.empty_like(factor))
     _seconds(multiply, device)  # loads libraries
     count = took = 0.0
     while took < _MATMUL_SECONDS:
@@ -299,30 +269,29 @@ def matmul_rate(device: torch.device) -> float:
     return count * 2 * size**3 / took / 1e12
 
 
-def _measure_links(
-    report: Report,
-    parallel: ResolvedParallel,
-    store: dist.Store,
-    seconds: float,
-    device: torch.device,
-) -> Report:
+def _link_rates(
+    rank: int, parallel: ResolvedParallel, store: dist.Store, device: torch.device
+) -> Iterator[tuple[str, float, list[int] | None]]:
+    """(measure, GB/s, the ranks of the group where the rate is one of the whole group). The bytes
+    of a collective are those that a rank sends with the algorithm that sends least."""
+    if parallel.world_size == 1:
+        return
     steps = itertools.count(1)
 
     def advance() -> None:
-        store.set(f"done/{report.rank}", str(next(steps)))
+        store.set(f"done/{rank}", str(next(steps)))
 
     advance()
     dist.init_process_group(
         backend=collective_backend(device),
         store=dist.PrefixStore("groups", store),
-        rank=report.rank,
+        rank=rank,
         world_size=parallel.world_size,
-        timeout=datetime.timedelta(seconds=seconds),
+        timeout=datetime.timedelta(seconds=MEASURE_SECONDS),
     )
     parallel_state.initialize_model_parallel(
         create_gloo_process_groups=False, **parallel.group_sizes()
     )
-    metrics, groups = dict(report.metrics), {}
     for kind, group in {
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "pp": parallel_state.get_pipeline_model_parallel_group(),
@@ -330,38 +299,26 @@ def _measure_links(
         "ep": parallel_state.get_expert_model_parallel_group(),
         "dp": parallel_state.get_data_parallel_group(),
     }.items():
-        if group.size() == 1:
+        if (size := group.size()) == 1:
             continue
         advance()
         dist.barrier()  # one kind at a time
         advance()
-        for operation, rate, is_of_group in _link_rates(group, kind, device):
-            metrics[f"{kind} {operation}"] = rate
-            if is_of_group:
-                groups[f"{kind} {operation}"] = dist.get_process_group_ranks(group)
-    return replace(report, metrics=metrics, groups=groups)
-
-
-def _link_rates(
-    group: dist.ProcessGroup, kind: str, device: torch.device
-) -> Iterator[tuple[str, float, bool]]:
-    """(operation, GB/s, whether the rate is one of the whole group). The bytes of a collective are
-    those that a rank sends with the algorithm that sends least."""
-    size = group.size()
-    each = _MESSAGE_BYTES[device.type] // 4 // size
-    data = torch.ones(each * size, dtype=torch.float32, device=device)
-    received = torch.empty_like(data)
-    if kind != "pp":
-        sent = (size - 1) / size * data.nbytes / 1e9
-        took = _median_of(lambda: dist.all_reduce(data.fill_(1.0), group=group), device)
-        yield "all-reduce", 2 * sent / took, True
-        took = _median_of(lambda: dist.all_to_all_single(received, data, group=group), device)
-        yield "all-to-all", sent / took, True
-    else:
-        dist.all_reduce(data[:1], group=group)  # all ranks must take part in a group's first call
-    pairs = _pair_seconds(group, data, received, device)
-    if pairs:
-        yield "send/recv", data.nbytes / 1e9 / min(pairs), False
+        ranks = dist.get_process_group_ranks(group)
+        each = _MESSAGE_BYTES[device.type] // 4 // size
+        data = torch.ones(each * size, dtype=torch.float32, device=device)
+        received = torch.empty_like(data)
+        if kind == "pp":
+            dist.all_reduce(data[:1], group=group)  # all must take part in a group's first call
+        else:
+            sent = (size - 1) / size * data.nbytes / 1e9
+            reduce = partial(dist.all_reduce, data, group=group)
+            data.zero_()  # which sums leave as they are
+            yield f"{kind} all-reduce", 2 * sent / _median_of(reduce, device), ranks
+            swap = partial(dist.all_to_all_single, received, data, group=group)
+            yield f"{kind} all-to-all", sent / _median_of(swap, device), ranks
+        if pairs := _pair_seconds(group, data, received, device):
+            yield f"{kind} send/recv", data.nbytes / 1e9 / min(pairs), None
 
 
 def _pair_seconds(
@@ -369,8 +326,7 @@ def _pair_seconds(
 ) -> list[float]:
     """Seconds of an exchange with the next rank of the group, then with the one before. A slow rank
     is slow with both; its neighbours are slow with one."""
-    size, rank = group.size(), group.rank()
-    ranks = dist.get_process_group_ranks(group)
+    size, ranks = group.size(), dist.get_process_group_ranks(group)
 
     def exchange(peer: int) -> None:
         sending = dist.P2POp(dist.isend, data, peer, group)
@@ -380,10 +336,10 @@ def _pair_seconds(
 
     found = []
     for first in (0, 1) if size > 2 else (0,):
-        place = (rank - first) % size
+        place = (group.rank() - first) % size
         if size % 2 and place == size - 1:
             continue  # no partner this time
-        peer = ranks[(rank + 1 if place % 2 == 0 else rank - 1) % size]
+        peer = ranks[(group.rank() + (1 if place % 2 == 0 else -1)) % size]
         found.append(_median_of(partial(exchange, peer), device))
     return found
 
@@ -394,12 +350,11 @@ def _median_of(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else bool  # on a CPU nothing is left
+    wait()
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait()
     return time.perf_counter() - start
 
 
@@ -421,52 +376,60 @@ def blame(reports: Iterable[Report], missing: Mapping[int, str], why: str) -> li
     return sound + absent if absent else reports
 
 
-def judge_devices(reports: Sequence[Report]) -> dict[str, list[str]]:
-    """The problems by host that are known before anything is measured."""
-    problems: dict[str, list[str]] = defaultdict(list)
-    sound = [report for report in reports if report.problem is None]
-    usual_device = statistics.mode([report.device for report in sound] or [""])
-    usual_driver = statistics.mode([r.driver for r in sound if r.driver] or [""])
-    for report in reports:
-        text = None
-        if report.problem is not None:
-            text = f"rank {report.rank}: {report.problem}"
-        elif report.device != usual_device:
-            device, usual = ("no GPU" if d == "cpu" else d for d in (report.device, usual_device))
-            text = f"rank {report.rank} has {device}, and most have {usual}"
-        elif report.driver not in (None, usual_driver):
-            text = f"rank {report.rank} has driver {report.driver}, and most have {usual_driver}"
-        if text is not None:
-            problems[report.host].append(text)
-    return dict(problems)
-
-
 def judge(reports: Sequence[Report], share: float, minima: Mapping[str, float]) -> Verdict:
     """Compare every figure with `share` times the median of its peers, and with the user's
-    `minima` (keys of MAIN_OPERATION). The peers of a rank are all other ranks; those of a group are
-    the groups of its kind over as many hosts."""
-    problems = defaultdict(list, judge_devices(reports))
-    minimum = {MAIN_OPERATION[name]: value for name, value in minima.items()}
+    `minima`, by measure. The peers of a rank are all other ranks; those of a group are the groups
+    of its kind over as many hosts."""
+    problems = _device_problems(reports)
     rows, slow_groups = [], []
     for name in dict.fromkeys(name for report in reports for name in report.metrics):
         units = _units(reports, name)
         median = statistics.median(unit.value for unit in units)
-        row = Row(name, median, min(units, key=lambda unit: unit.value))
+        row = Row(name, _UNITS.get(name, "GB/s"), median, min(units, key=lambda unit: unit.value))
         rows.append(row)
-        slow = dict(_slow(row, units, share, minimum.get(name, 0.0)))
+        slow = {}
+        for unit in units:
+            text = f"{unit.names}: {name} {unit.value:,.3g} {row.unit}"
+            peers = [u.value for u in units if u is not unit and len(u.hosts) == len(unit.hosts)]
+            usual = statistics.median(peers or [0.0])
+            needed = max(share, _MEMORY_SHARE) if name == MEMORY else share
+            if unit.value < (least := minima.get(name, 0.0)):
+                slow[unit] = f"{text}, less than {least:,.3g}"
+            elif unit.value < needed * usual:
+                slow[unit] = f"{text}, {unit.value / usual:.0%} of its peers' {usual:,.3g}"
         fast_hosts = {host for unit in units if unit not in slow for host in unit.hosts}
-        for unit, reason in slow.items():
+        for unit, line in slow.items():
             if len(unit.ranks) == 1:
-                problems[min(unit.hosts)].append(f"{_names(unit.ranks)}: {reason}")
+                problems[min(unit.hosts)].append(line)
             else:
-                slow_groups.append((unit, fast_hosts, reason))
+                slow_groups.append((unit.hosts, fast_hosts, line))
     faulty = set(problems)
-    for unit, fast_hosts, reason in slow_groups:
+    for hosts, fast_hosts, line in slow_groups:
         # Not a host that is also in a fast group; of the rest, one with a problem of its own.
-        suspects = (unit.hosts - fast_hosts) or unit.hosts
+        suspects = (hosts - fast_hosts) or hosts
         for host in sorted(suspects & faulty or suspects):
-            problems[host].append(f"{_names(unit.ranks)}: {reason}")
+            problems[host].append(line)
     return Verdict(rows, dict(problems))
+
+
+def _device_problems(reports: Sequence[Report]) -> defaultdict[str, list[str]]:
+    """By host: what is known before anything is measured."""
+    problems: defaultdict[str, list[str]] = defaultdict(list)
+    sound = [report for report in reports if report.problem is None]
+    usual_device = statistics.mode([report.device for report in sound] or [""])
+    usual_driver = statistics.mode([r.driver for r in sound if r.driver] or [""])
+    for report in reports:
+        if report.problem is not None:
+            text = f": {report.problem}"
+        elif report.device != usual_device:
+            device, usual = ("no GPU" if d == "cpu" else d for d in (report.device, usual_device))
+            text = f" has {device}, and most have {usual}"
+        elif report.driver not in (None, usual_driver):
+            text = f" has driver {report.driver}, and most have {usual_driver}"
+        else:
+            continue
+        problems[report.host].append(f"rank {report.rank}{text}")
+    return problems
 
 
 def _units(reports: Sequence[Report], measure: str) -> list[Unit]:
@@ -483,26 +446,3 @@ def _units(reports: Sequence[Report], measure: str) -> list[Unit]:
         Unit(ranks, frozenset(hosts[rank] for rank in ranks if rank in hosts), value)
         for ranks, value in values.items()
     ]
-
-
-def _slow(
-    row: Row, units: Sequence[Unit], share: float, minimum: float
-) -> Iterator[tuple[Unit, str]]:
-    share = max(share, _MEMORY_SHARE) if row.measure == MEMORY else share
-    for unit in units:
-        text = f"{row.measure} {unit.value:,.3g} {row.unit}"
-        if unit.value < minimum:
-            yield unit, f"{text}, less than {minimum:,.3g}"
-            continue
-        peers = [u.value for u in units if u is not unit and len(u.hosts) == len(unit.hosts)]
-        if peers and unit.value < share * (usual := statistics.median(peers)):
-            yield unit, f"{text}, {unit.value / usual:.0%} of its peers' {usual:,.3g}"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    """`rank 4`, `ranks 4-7` or `ranks 3, 7`; the ranks ascend."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"

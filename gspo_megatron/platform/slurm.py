@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from gspo_megatron.observe.environment import output_of
 
 _SQUEUE_TIMEOUT_SECONDS = 30
 _TIME = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)")  # days-hours:minutes:seconds
@@ -34,19 +34,11 @@ class SlurmJob:
     def seconds_left(self) -> float | None:
         """Seconds until the job's time limit, which may change while it runs; None without a limit,
         or where neither squeue nor the environment has it."""
-        command = ["squeue", "--noheader", "--jobs", self.number, "--format", "%L"]
-        try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=_SQUEUE_TIMEOUT_SECONDS,
-                check=True,
-                env={name: text for name, text in os.environ.items() if name != "SQUEUE_FORMAT"},
-            )
-        except (OSError, subprocess.SubprocessError):  # none in a container; a controller is away
+        command = ("squeue", "--noheader", "--jobs", self.number, "--format", "%L")
+        printed = output_of(*command, seconds=_SQUEUE_TIMEOUT_SECONDS, SQUEUE_FORMAT="%L")
+        if printed is None:  # none in a container; a controller is away
             return None if self.end is None else self.end - time.time()
-        return parse_time_left(done.stdout)
+        return parse_time_left(printed)
 
     def __str__(self) -> str:
         return f"Slurm job {self.number}, restart {self.restarts}"
@@ -54,7 +46,7 @@ class SlurmJob:
 
 def parse_time_left(text: str) -> float | None:
     """Seconds of squeue's `days-hours:minutes:seconds`; None for UNLIMITED and the like."""
-    found = _TIME.fullmatch(text.strip())
+    found = _TIME.fullmatch(text)
     if found is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())

@@ -21,9 +21,10 @@ from torch import Tensor
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
 from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
+from gspo_megatron.checkpoint.optimizer import load_trainer_state
 from gspo_megatron.checkpoint.run_state import RunState, read_model
 from gspo_megatron.checkpoint.start import load_initial_weights, set_padding_token
-from gspo_megatron.checkpoint.tensors import load_model, load_optimizer, load_trainer_state
+from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.config import Config, Layout, apply_layout, check_config, resolve_parallel
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.errors import ConfigError, UserError

@@ -235,19 +235,15 @@ def test_common_file_is_never_read(folder: Path) -> None:
     assert not (folder / "intruded").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", b"not a pickle"], ids=["empty", "cut", "text"])
-def test_damaged_index(folder: Path, content: bytes) -> None:
-    (folder / ".metadata").write_bytes(content)
-    with pytest.raises(DataError, match="not an index of a checkpoint"):
-        read_index(folder)
-
-
 def test_a_cut_of_the_index_is_noticed(folder: Path) -> None:
     whole = (folder / ".metadata").read_bytes()
     for length in [*range(0, len(whole), 29), len(whole) - 1]:
         (folder / ".metadata").write_bytes(whole[:length])
-        with pytest.raises(DataError):
+        with pytest.raises(DataError, match="not an index of a checkpoint"):
             read_index(folder)
+    (folder / ".metadata").write_bytes(b"not a pickle")
+    with pytest.raises(DataError, match="not an index of a checkpoint"):
+        read_index(folder)
 
 
 def test_no_folder(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.cli.check_summary import count_parameters
+from gspo_megatron.cli.check_tables import count_parameters
 from gspo_megatron.cli.main import main
 from gspo_megatron.config import ModelShape, load_config
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from gspo_megatron.cli.check_inputs import check_any
+from gspo_megatron.cli.check_inputs import check_run
 from gspo_megatron.cli.main import main
 from gspo_megatron.config.load import load_any_config
 from gspo_megatron.data.corpus_files import write_indexed
@@ -121,7 +121,7 @@ def test_suggestions_for_a_stage_pass_its_rules(pretrain: Path, capsys: Capture)
     rows = [line.split()[6:] for line in text.splitlines() if " parallel.layout=" in line]
     assert rows and "the rollout" not in text
     for overrides in rows:
-        checked = check_any(load_any_config(pretrain, [*overrides, *sizes]), 2)
+        checked = check_run(load_any_config(pretrain, [*overrides, *sizes]), 2)
         assert checked.config.layout().model_parallel_size == 2
 
 

@@ -65,18 +65,6 @@ def test_damaged_newer_checkpoints_and_the_one_taken_are_named(
     assert "there is no whole one in it" in capsys.readouterr().err
 
 
-def test_many_damaged_files_do_not_fill_the_screen(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for number in range(50):
-        (weights(run, 3).parent / f"foreign{number:02d}").touch()
-    assert export(run, tmp_path / "out") == 0
-    told = capsys.readouterr().err
-    notes = [line for line in told.splitlines() if line.startswith("checkpoint ")]
-    assert len(notes) == 9
-    assert notes[-1] == "checkpoint rl_00000003: 42 more files are damaged"
-
-
 def test_altered_contents_end_the_command_and_are_named(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

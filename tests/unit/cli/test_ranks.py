@@ -8,12 +8,7 @@ import socket
 import pytest
 
 from gspo_megatron.cli.launch import rank_environment, reserved_port
-from gspo_megatron.cli.ranks import (
-    adopt_slurm_task,
-    first_host,
-    is_slurm_task,
-    world_size_of_rank,
-)
+from gspo_megatron.cli.ranks import first_host, world_size_of_rank
 from gspo_megatron.errors import UserError
 
 # What srun gave the third task of `--nodes=2 --ntasks-per-node=2` (Slurm 22.05).
@@ -29,14 +24,23 @@ SLURM_TASK = {
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
 
 
-def test_an_ordinary_process_is_no_rank() -> None:
-    assert world_size_of_rank({}) is None
-    assert world_size_of_rank({"MASTER_PORT": "1234", "LOCAL_RANK": "0"}) is None
-
-
-def test_torchrun_names_the_world_size() -> None:
-    assert world_size_of_rank(TORCHRUN) == 2
-    assert world_size_of_rank({"RANK": "0", "WORLD_SIZE": "1"}) == 1
+@pytest.mark.parametrize(
+    ("environ", "world_size"),
+    [
+        ({}, None),
+        ({"MASTER_PORT": "1234", "LOCAL_RANK": "0"}, None),
+        (TORCHRUN, 2),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 1),
+        (SLURM_TASK | TORCHRUN, 2),  # torchrun inside a task of srun
+        (SLURM_TASK | {"SLURM_NTASKS": "1"}, None),
+        # a batch script runs once, whatever the number of tasks
+        ({name: text for name, text in SLURM_TASK.items() if "STEP" not in name}, None),
+    ],
+)
+def test_which_process_is_a_rank(environ: dict[str, str], world_size: int | None) -> None:
+    after = dict(environ)
+    assert world_size_of_rank(after) == world_size
+    assert after == environ
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def test_an_incomplete_or_senseless_environment_is_refused(
 
 def test_a_task_of_srun_gets_the_variables_of_torchrun() -> None:
     environ = dict(SLURM_TASK)
-    adopt_slurm_task(environ)
+    assert world_size_of_rank(environ) == 4
     added = {name: text for name, text in environ.items() if name not in SLURM_TASK}
     assert added == {
         "RANK": "2",
@@ -69,13 +73,12 @@ def test_a_task_of_srun_gets_the_variables_of_torchrun() -> None:
         "MASTER_ADDR": "node07",
         "MASTER_PORT": "29123",  # 20000 + 45123 % 12000
     }
-    assert world_size_of_rank(environ) == 4
 
 
 def test_an_address_that_is_set_stays() -> None:
     own = {"MASTER_ADDR": "node06", "MASTER_PORT": "777", "SLURM_STEP_NODELIST": "?["}
     environ = {**SLURM_TASK, **own}
-    adopt_slurm_task(environ)
+    assert world_size_of_rank(environ) == 4
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("node06", "777")
 
 
@@ -98,24 +101,14 @@ def test_the_ranks_meet_on_the_first_node_of_the_list(nodes: str, first: str) ->
 @pytest.mark.parametrize("nodes", ["", "a[1-", "[]", "a]"])
 def test_a_list_that_cannot_be_read_is_refused(nodes: str) -> None:
     with pytest.raises(UserError, match="set MASTER_ADDR"):
-        adopt_slurm_task({**SLURM_TASK, "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_NODELIST": nodes})
-
-
-def test_torchrun_inside_a_task_of_srun_wins() -> None:
-    environ = {**SLURM_TASK, **TORCHRUN}
-    adopt_slurm_task(environ)
-    assert environ == {**SLURM_TASK, **TORCHRUN}
-
-
-def test_a_batch_script_and_a_single_task_are_no_ranks() -> None:
-    batch = {name: text for name, text in SLURM_TASK.items() if "STEP" not in name}
-    assert not is_slurm_task(batch)  # it runs once, whatever the number of tasks
-    assert not is_slurm_task({**SLURM_TASK, "SLURM_NTASKS": "1"})
-    assert is_slurm_task(SLURM_TASK)
+        world_size_of_rank(
+            {**SLURM_TASK, "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_NODELIST": nodes}
+        )
 
 
 def test_the_chosen_port_is_free_for_rank_0_and_kept_from_others() -> None:
-    with reserved_port({}) as port:
+    with reserved_port({}) as port, reserved_port({}) as another:
+        assert another != port
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("", port))
         # As torch's store opens its port.
@@ -125,11 +118,6 @@ def test_the_chosen_port_is_free_for_rank_0_and_kept_from_others() -> None:
             store.listen()
             with socket.create_connection(("127.0.0.1", port), timeout=5):
                 pass
-
-
-def test_two_launchers_choose_different_ports() -> None:
-    with reserved_port({}) as one, reserved_port({}) as other:
-        assert one != other
 
 
 def test_a_port_that_is_said_and_in_use_is_named() -> None:

@@ -15,22 +15,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gspo_megatron.cli.preflight import MEASURES
 from gspo_megatron.platform import preflight
 from gspo_megatron.platform.preflight import (
-    MAIN_OPERATION,
     MEMORY,
     Report,
     blame,
     collect,
     judge,
-    judge_devices,
     least_advanced,
     look,
     matmul_rate,
 )
 
 GPUS = 4  # of a host
+
+
+def devices(reports: list[Report]) -> dict[str, list[str]]:
+    """The problems by host that need no measurement."""
+    return judge(reports, 0.7, {}).problems
 
 
 def host_of(rank: int) -> str:
@@ -134,11 +136,11 @@ def test_a_group_over_two_hosts_names_both_where_nothing_tells_which() -> None:
     assert set(judge(reports, 0.7, {}).problems) == {"n3"}
 
 
-def test_minima_are_of_the_operation_that_training_uses() -> None:
-    assert set(MAIN_OPERATION) == set(MEASURES)
+def test_a_users_minimum() -> None:
     reports = cluster(4, 2)
-    assert judge(reports, 0.0, {"matmul": 500.0, "dp": 30.0, "tp": 250.0}).problems == {}
-    verdict = judge(reports, 0.0, {"dp": 45.0})
+    minima = {"matmul": 500.0, "dp all-reduce": 30.0, "tp all-reduce": 250.0}
+    assert judge(reports, 0.0, minima).problems == {}
+    verdict = judge(reports, 0.0, {"dp all-reduce": 45.0})
     assert set(verdict.problems) == {"node00", "node01"}
     assert "dp all-reduce" in verdict.problems["node00"][0]
     assert verdict.problems["node00"][0].endswith("less than 45")
@@ -153,11 +155,11 @@ def test_memory_that_another_program_uses() -> None:
 
 def test_devices_that_are_missing_or_of_another_kind() -> None:
     reports = [Report(rank, host_of(rank), "H100") for rank in range(12)]
-    assert judge_devices(reports) == {}
+    assert devices(reports) == {}
     reports[5] = replace(reports[5], device="cpu")
     reports[8] = replace(reports[8], device="A100")
     reports[0] = replace(reports[0], device="cpu", problem="RuntimeError: no CUDA")
-    assert judge_devices(reports) == {
+    assert devices(reports) == {
         "node00": ["rank 0: RuntimeError: no CUDA"],
         "node01": ["rank 5 has no GPU, and most have H100"],
         "node02": ["rank 8 has A100, and most have H100"],
@@ -166,25 +168,25 @@ def test_devices_that_are_missing_or_of_another_kind() -> None:
 
 def test_another_driver_than_most_have() -> None:
     reports = [Report(rank, host_of(rank), "H100", driver="580.65") for rank in range(12)]
-    assert judge_devices(reports) == {}
+    assert devices(reports) == {}
     reports[1] = replace(reports[1], driver=None)  # it does not tell
     reports[6] = replace(reports[6], driver="570.1")
     reports[9] = replace(reports[9], device="A100", driver="570.1")
-    assert judge_devices(reports) == {
+    assert devices(reports) == {
         "node01": ["rank 6 has driver 570.1, and most have 580.65"],
         "node02": ["rank 9 has A100, and most have H100"],
     }
-    assert judge_devices([replace(report, driver=None) for report in reports[:4]]) == {}
+    assert devices([replace(report, driver=None) for report in reports[:4]]) == {}
 
 
 def test_a_rank_that_only_waited_for_a_failed_one_is_not_blamed() -> None:
     reports = [Report(rank, host_of(rank), "H100") for rank in range(8)]
     lost = [replace(r, problem="connection closed by peer", lost_peer=True) for r in reports]
     broken = replace(reports[5], problem="OutOfMemoryError")
-    assert set(judge_devices(blame([*lost[:3], broken], {7: "node01"}, "gone"))) == {"node01"}
-    dead = judge_devices(blame(lost[:7], {7: "node01"}, "gone"))
+    assert set(devices(blame([*lost[:3], broken], {7: "node01"}, "gone"))) == {"node01"}
+    dead = devices(blame(lost[:7], {7: "node01"}, "gone"))
     assert dead == {"node01": ["rank 7: gone"]}
-    assert set(judge_devices(blame(lost, {}, "gone"))) == {"node00", "node01"}
+    assert set(devices(blame(lost, {}, "gone"))) == {"node00", "node01"}
 
 
 def test_a_group_with_an_excused_rank_is_judged_by_the_others() -> None:

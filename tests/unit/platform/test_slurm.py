@@ -15,7 +15,7 @@ from gspo_megatron.platform.slurm import SlurmJob, parse_time_left
     ("text", "seconds"),
     [
         ("9", 9),
-        ("2:03\n", 123),
+        ("2:03", 123),
         ("10:00", 600),
         ("1:00:05", 3605),
         ("2-01:00:05", 2 * 86400 + 3605),

@@ -1,0 +1,297 @@
+"""What `check` prints: the summary of a sound configuration, and the tables of an estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gspo_megatron.config import Config, ModelShape, resolve_parallel
+from gspo_megatron.config.model_shape import experts_in_layers
+from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
+from gspo_megatron.data.inputs import FineTuningInputs, Inputs, corpus_tokens
+
+if TYPE_CHECKING:
+    from gspo_megatron.cli.check_inputs import AnyInputs, Checked
+    from gspo_megatron.estimate.layout import LayoutEstimate
+    from gspo_megatron.estimate.memory import RankMemory
+    from gspo_megatron.estimate.suggest import Search
+
+Rows = list[tuple[str, str]]
+
+# Each adds parameters that the plain formula leaves out.
+_NOT_COUNTED = (
+    "add_bias_linear",
+    "add_qkv_bias",
+    "attention_output_gate",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_gate",
+    "moe_latent_size",
+    "mtp_num_layers",
+    "multi_latent_attention",
+)
+_PLAIN_WIDTH = 240  # where there is no terminal that has one: no text is broken
+
+
+def summary(checked: Checked, world_size: int) -> Rows:
+    """Names and texts; of the files only where they were read."""
+    config: Any = checked.config
+    inputs: Any = checked.inputs
+    rows = _of_model(checked, world_size)
+    if inputs is not None:
+        size = f"{inputs.tokenizer.vocab_size:,} tokens"
+        rows.append(("tokenizer", f"{config.data.tokenizer}, {size}"))
+    if isinstance(config, PretrainingConfig):
+        rows += _of_pretraining(config, inputs)
+    elif isinstance(config, FineTuningConfig):
+        rows += _of_fine_tuning(config, inputs)
+    else:
+        rows += _of_reinforcement(config, inputs)
+    steps = config.training.steps
+    length = "as many steps as the examples make" if steps is None else f"{steps:,} steps"
+    return [*rows, ("run", f"{length} into {config.logging.dir}")]
+
+
+def longest_of(inputs: AnyInputs | None) -> int | None:
+    """Tokens of the longest prompt or example; None where that is not known, or not asked."""
+    if isinstance(inputs, Inputs):
+        return max(len(p.token_ids) for prompts in inputs.files.values() for p in prompts)
+    return int(inputs.train.lengths.max()) if isinstance(inputs, FineTuningInputs) else None
+
+
+def vocab_size_of(checked: Checked) -> int | None:
+    """The configured size of the vocabulary, or the tokenizer's where that was read."""
+    size = checked.config.resolved_model().vocab_size
+    if size is None and checked.inputs is not None:
+        return checked.inputs.tokenizer.vocab_size
+    return size
+
+
+def _of_model(checked: Checked, world_size: int) -> Rows:
+    config: Any = checked.config
+    shape, section = config.resolved_model(), config.model
+    name = section.hf_path or section.preset or section.checkpoint_path
+    model = f"{name}: {shape.num_layers} layers of {shape.hidden_size}"
+    if shape.num_moe_experts is not None:
+        model += f", {shape.moe_router_topk} of {shape.num_moe_experts} experts"
+    vocab_size = vocab_size_of(checked)
+    counted = None if vocab_size is None else count_parameters(shape, vocab_size)
+    if counted is not None:
+        total, active = counted
+        model += f", {total:,} parameters"
+        model += f", {active:,} for each token" if active < total else ""
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    dp = resolve_parallel(config, world_size).data_parallel_size
+    rows = [("model", model), ("layout", f"{config.layout()} on {ranks}, dp={dp}")]
+    if checked.start is not None:
+        resumed = checked.start.checkpoint
+        given = section.checkpoint_path or section.hf_path or "random"
+        rows.append(("weights", given if resumed is None else f"{resumed}: the run goes on"))
+    return rows
+
+
+def _of_reinforcement(config: Any, inputs: Any) -> Rows:
+    rollout, objective = config.rollout, config.objective
+    rows, allowed = [], config.max_prompt_tokens()
+    lengths = f"prompts of at most {allowed} tokens"
+    if inputs is not None:
+        files = ", ".join(f"{len(prompts):,} in {key}" for key, prompts in inputs.files.items())
+        rows = [("prompts", files), *(("warning", line) for line in inputs.warnings)]
+        lengths = f"prompts of at most {longest_of(inputs)} tokens ({allowed} allowed)"
+    step = (
+        f"{rollout.prompts_per_step} prompts x {rollout.group_size} responses = "
+        f"{rollout.prompts_per_step * rollout.group_size} sequences, {objective.mini_batches} "
+        f"updates by {objective.import_path or objective.name}"
+    )
+    lengths += f", responses of at most {rollout.max_response_tokens}"
+    return [*rows, ("lengths", lengths), ("step", step)]
+
+
+def _of_fine_tuning(config: Any, inputs: Any) -> Rows:
+    rows, lengths = [], f"examples of at most {config.max_tokens()} tokens"
+    if inputs is not None:
+        texts, left_out = [], []
+        for key, data in (("examples", inputs.train), ("eval_examples", inputs.evaluation)):
+            if data is None:
+                continue
+            texts.append(f"{len(data):,} in data.{key}")
+            counts = {"left out": data.counts.dropped, "cut": data.counts.truncated}
+            left_out += [f"{n:,} of data.{key} {how}, too long" for how, n in counts.items() if n]
+        rows = [("examples", "; ".join([*texts, *left_out]))]
+        rows += [("warning", line) for line in inputs.warnings]
+        lengths = f"examples of at most {longest_of(inputs)} tokens ({config.max_tokens()} allowed)"
+    return [*rows, ("lengths", lengths), ("step", f"{config.training.batch_size} examples")]
+
+
+def _of_pretraining(config: Any, inputs: Any) -> Rows:
+    rows, length, training = [], config.sequence_length(), config.training
+    tokens = training.batch_size * length
+    step = f"{training.batch_size} samples = {tokens:,} tokens"
+    step += f"; {training.steps * tokens:,} tokens in all"
+    if inputs is not None:
+        sizes = [corpus_tokens(prefix) for prefix in config.data.train]
+        corpora = "1 corpus" if len(sizes) == 1 else f"{len(sizes)} corpora"
+        rows = [("corpora", f"{sum(sizes):,} tokens in {corpora} of data.train")]
+        step += f", {training.steps * tokens / sum(sizes):.3g} times what there is"
+    return [*rows, ("lengths", f"samples of {length:,} tokens"), ("step", step)]
+
+
+def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | None:
+    """All parameters, and those that take part in one token; None for shapes beyond the formula.
+
+    Counts the vocabulary as it is, without the rows that padding adds.
+    """
+    megatron = shape.megatron
+    if megatron.get("normalization") != "RMSNorm" or any(map(megatron.get, _NOT_COUNTED)):
+        return None
+    hidden, head = shape.hidden_size, shape.kv_channels
+    matrices = 3 if megatron.get("gated_linear_unit") else 2
+    attention = hidden * head * 2 * (shape.num_attention_heads + shape.num_query_groups)
+    norms = 2 * hidden + (2 * head if megatron.get("qk_layernorm") else 0)
+    outside = hidden * vocab_size * (1 if shape.tie_embeddings else 2) + hidden
+    total = active = outside + shape.num_layers * (attention + norms)
+    for has_experts in experts_in_layers(shape):
+        if not has_experts:
+            total += (dense := matrices * hidden * shape.ffn_hidden_size)
+            active += dense
+            continue
+        assert shape.num_moe_experts and shape.moe_router_topk and shape.moe_ffn_hidden_size
+        expert = matrices * hidden * shape.moe_ffn_hidden_size
+        shared = matrices * hidden * (shape.moe_shared_expert_intermediate_size or 0)
+        router = hidden * shape.num_moe_experts
+        total += router + shared + expert * shape.num_moe_experts
+        active += router + shared + expert * shape.moe_router_topk
+    return total, active
+
+
+def console() -> Console:
+    """Colours and the terminal's width on a terminal, plain text elsewhere."""
+    plain = Console(highlight=False)
+    return plain if plain.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
+
+
+def new_table(title: str) -> Table:
+    """An empty table in the style of the command line."""
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.2f}"
+
+
+def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
+    """The representative ranks, the worst of them in detail, traffic and bubble."""
+    out = console()
+    out.print(_stages(estimate), markup=False)
+    out.print(_details(estimate.worst), markup=False)
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in estimate.parameters.items() if count)
+    by_mode = ", ".join(f"{mode} {_gib(total)} GiB" for mode, total in modes.items())
+    sent = ", ".join(
+        f"{axis} {_gib(size)}" for axis, size in estimate.most_traffic().items() if size
+    )
+    rows = {
+        "counted": f"{estimate.parameters_total:,} parameters over all ranks: {kinds}",
+        "micro-batch": _micro_batch(estimate),
+        "recompute": f"while training: {by_mode}",
+        "sent": f"GiB a rank and step: {sent}" if sent else "nothing: there is one rank",
+        "bubble": f"{estimate.bubble:.1%} of the training time",
+    }
+    if estimate.worst.host:
+        rows["host"] = f"{_gib(estimate.worst.host)} GiB of host memory a rank"
+    for name, text in rows.items():
+        out.print(f"{name:<11} {text}", markup=False, soft_wrap=True)
+
+
+def _micro_batch(estimate: LayoutEstimate) -> str:
+    work, ranks = estimate.work, estimate.parallel.context_parallel_size
+    prompt, response = work.lengths[0]
+    if isinstance(estimate.config, PretrainingConfig):
+        what = f"{len(work.lengths)} samples of {response:,}"
+        times = f"an update accumulates {work.micro_batches}"
+    elif isinstance(estimate.config, FineTuningConfig):
+        what = f"examples of {work.longest:,}, all learned but the first token"
+        times = f"an update accumulates {work.micro_batches}"
+    else:
+        what = f"prompts of {prompt:,}, responses of {response:,}"
+        times = f"{work.micro_batches} in each of {work.mini_batches} mini-batches"
+    return f"{work.tokens:,} tokens over {ranks} cp ranks ({what}); {times}"
+
+
+def _stages(estimate: LayoutEstimate) -> Table:
+    table = new_table("GiB of a rank of each stage")
+    names = ["rank", "layers", "in flight", "weights", "gradients", "optimizer", "activations"]
+    has_rollouts = isinstance(estimate.config, Config)
+    names += ["workspace", *(["replay", "rollout"] if has_rollouts else []), "worst moment"]
+    for name in names:
+        table.add_column(name, justify="right")
+    for rank in estimate.ranks:
+        state = rank.state
+        weights = sum(state.parameters.values()) + rank.fp8_copies + rank.reference
+        sizes = [weights, sum(state.gradients.values()), sum(state.optimizer.values())]
+        sizes += [rank.activations, rank.workspace]
+        sizes += [rank.replay, rank.sampling, rank.total] if has_rollouts else [rank.total]
+        held = "+".join(str(count) for count in rank.in_flight)
+        style = "bold" if rank is estimate.worst else None
+        table.add_row(f"{rank.rank}", f"{rank.layers}", held, *map(_gib, sizes), style=style)
+    return table
+
+
+def _details(rank: RankMemory) -> Table:
+    from gspo_megatron.estimate.memory import by_component
+
+    table = new_table(f"worst rank: {rank.rank}, stage {rank.stage}")
+    table.add_column("component")
+    table.add_column("GiB", justify="right")
+    for name, num_bytes in by_component(rank).items():
+        if num_bytes:
+            table.add_row(name, _gib(num_bytes))
+    if rank.head:
+        table.add_row("(log-prob head, part of the workspace)", _gib(rank.head))
+    table.add_row("worst moment", _gib(rank.total), style="bold")
+    return table
+
+
+def figures(estimate: LayoutEstimate) -> dict[str, object]:
+    """The name=value pairs of the last line; bytes as whole numbers."""
+    worst, state = estimate.worst, estimate.worst.state
+    sums = ("activations", "workspace", "head", "replay", "kv_cache", "rollout", "host")
+    return {
+        "world_size": estimate.parallel.world_size,
+        "parameters_total": estimate.parameters_total,
+        **{f"parameters_{kind}": count for kind, count in estimate.parameters.items()},
+        "worst_rank": worst.rank,
+        "worst_stage": worst.stage,
+        "worst_rank_bytes": worst.total,
+        "weights_bytes": sum(state.parameters.values()),
+        "gradients_bytes": sum(state.gradients.values()),
+        "optimizer_bytes": sum(state.optimizer.values()),
+        **{f"{name}_bytes": getattr(worst, name) for name in ("fp8_copies", "reference", *sums)},
+        **{f"sent_{axis}_bytes": sent for axis, sent in estimate.most_traffic().items()},
+        "bubble": f"{estimate.bubble:.4f}",
+    }
+
+
+def show_search(search: Search, gpu_gb: float, left_out: str) -> None:
+    """The suggestions, best first, and what to make of them."""
+    out = console()
+    table = new_table("layouts that fit, best first")
+    for name in ("s/step", "compute", "exchange", "bubble", "update", "GiB"):
+        table.add_column(name, justify="right")
+    table.add_column("overrides", overflow="fold")
+    for each in search.found:
+        cost = each.cost
+        times = (cost.total, cost.compute, cost.exchange, cost.bubble, cost.update)
+        seconds = [f"{value:,.1f}" for value in times]
+        table.add_row(*seconds, _gib(each.estimate.worst.total), each.overrides)
+    if search.found:
+        out.print(table, markup=False)
+    for line in (
+        f"{search.legal:,} layouts (with recompute modes) pass the rules, {search.likely:,} may "
+        f"fit into {gpu_gb:g} GB by a rough count; the {search.built} cheapest of them were built, "
+        f"of which {len(search.found)} fit.",
+        f"The seconds are a model's, good for an order at most. It leaves out {left_out}.",
+    ):
+        out.print(line, markup=False, soft_wrap=True)
