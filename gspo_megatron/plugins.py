@@ -13,12 +13,9 @@ from typing import Any
 
 from gspo_megatron.errors import UserError
 
-_TAKES_A_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_TAKES_AN_INPUT = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
+_Kind = inspect.Parameter
+_TAKES_A_NAME = (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)
+_TAKES_AN_INPUT = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD, _Kind.VAR_POSITIONAL)
 _INPUTS = {"reward": "sample", "objective": "inputs", "advantage": "rewards"}
 
 
@@ -99,12 +96,11 @@ def _type_problem(kind: str, key: str, value: object, annotation: object) -> lis
     """Compares with bool, int, float and str only; other annotations are not checked."""
     if annotation not in (bool, int, float, str):
         return []
-    accepted: type | tuple[type, ...] = (int, float) if annotation is float else annotation
-    good = isinstance(value, accepted)
-    if isinstance(value, bool) and annotation is not bool:
-        good = False  # Python counts booleans among the integers
+    # The very type, because Python counts booleans among the integers.
+    if type(value) is annotation or (annotation is float and type(value) is int):
+        return []
     wanted = annotation.__name__
-    return [] if good else [f"{kind}.options.{key} = {value!r}: wrong type; {wanted} is wanted"]
+    return [f"{kind}.options.{key} = {value!r}: wrong type; {wanted} is wanted"]
 
 
 def origin(error: BaseException) -> str:

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
-from gspo_megatron.data.hugging_face import MODEL_TYPES
 from gspo_megatron.data.tokenizer_training import (
     MODEL_FILE,
+    MODEL_TYPES,
     NORMALIZATIONS,
     TokenizerRecipe,
     train_tokenizer,

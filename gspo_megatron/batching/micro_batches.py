@@ -104,20 +104,17 @@ class MicroBatchBuilder:
         if self.shapes_vary:
             return None
         shapes = [
-            self._shape([lengths[n] for n in numbers])
+            batch_shape(
+                [lengths[n] for n in numbers],
+                padded=self.padded,
+                context_parallel_size=self.cp_size,
+                multiple=self.multiple,
+            )
             for plan in plans
             for rank in plan.micro_batches
             for numbers in rank
         ]
         return BatchShape(max(s.rows for s in shapes), max(s.tokens for s in shapes))
-
-    def _shape(self, lengths: Sequence[int]) -> BatchShape:
-        return batch_shape(
-            lengths,
-            padded=self.padded,
-            context_parallel_size=self.cp_size,
-            multiple=self.multiple,
-        )
 
     def build(
         self,
@@ -127,7 +124,7 @@ class MicroBatchBuilder:
         response_offsets: Sequence[int],
         shape: BatchShape | None = None,
     ) -> MicroBatch:
-        """See data.packing.pack."""
+        """See batching.packing.pack."""
         packed = pack(
             tokens,
             response_lengths,
@@ -141,19 +138,16 @@ class MicroBatchBuilder:
             shape=shape,
         ).to(self.device)
         head = HeadInputs(packed.token_rows, packed.targets, self.temperature)
-        return MicroBatch(packed, None if self.padded else _sequence_bounds(packed), head)
-
-
-def _sequence_bounds(packed: PackedBatch) -> PackedSeqParams:
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=packed.boundaries,
-        cu_seqlens_kv=packed.boundaries,
-        cu_seqlens_q_padded=packed.boundaries,
-        cu_seqlens_kv_padded=packed.boundaries,
-        max_seqlen_q=packed.longest,
-        max_seqlen_kv=packed.longest,
-    )
+        bounds = None
+        if not self.padded:
+            names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+            bounds = PackedSeqParams(
+                qkv_format="thd",
+                **dict.fromkeys(names, packed.boundaries),
+                max_seqlen_q=packed.longest,
+                max_seqlen_kv=packed.longest,
+            )
+        return MicroBatch(packed, bounds, head)
 
 
 def micro_batch_multiple(policy: Policy) -> int:

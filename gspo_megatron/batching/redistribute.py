@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gspo_megatron.platform.collectives import all_gather_columns
 from gspo_megatron.types import RolloutBatch
 
 
@@ -56,13 +58,10 @@ def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup)
             rewards.double().view(torch.long),
         ]
     )
-    counts = _gather_counts(local.shape[1], group, local.device)
-    padded = local.new_zeros((len(local), max(counts)))
-    padded[:, : local.shape[1]] = local
-    gathered = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(gathered, padded, group=group)
-    rows = torch.cat([columns[:, :n] for columns, n in zip(gathered, counts)], dim=1).cpu()
-    source = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    columns = all_gather_columns(local, group)
+    rows = torch.cat(columns, dim=1).cpu()
+    counts = torch.tensor([each.shape[1] for each in columns])
+    source = torch.arange(len(columns)).repeat_interleave(counts)
     order = rows[0].argsort()
     samples, prompts, responses, groups, bits = rows[:, order]
     assert bool((samples[1:] > samples[:-1]).all()), "sample index used twice"
@@ -117,21 +116,16 @@ def redistribute(
     def move_responses(flat: Tensor) -> Tensor:
         return move(flat, batch.response_lengths, responses)
 
-    numbers, splits = received.tolist(), lengths[received].tolist()
-    tokens = move_tokens(batch.tokens).cpu().split(splits)
-    rollout_logprobs = move_responses(batch.rollout_logprobs)
-    if token_advantages is not None:
-        token_advantages = move_responses(token_advantages)
-    routes = None
-    if batch.routes is not None:
-        routes = dict(zip(numbers, move_tokens(batch.routes).split(splits), strict=True))
-    ends = responses[received].cumsum(0)
+    def numbered(pieces: Sequence[Any]) -> dict[int, Any]:
+        return dict(zip(received.tolist(), pieces, strict=True))
+
+    splits, ends = lengths[received].tolist(), responses[received].cumsum(0)
     return Sequences(
-        tokens=dict(zip(numbers, tokens, strict=True)),
-        rollout_logprobs=rollout_logprobs,
-        offsets=dict(zip(numbers, (ends - responses[received]).tolist(), strict=True)),
-        token_advantages=token_advantages,
-        routes=routes,
+        tokens=numbered(move_tokens(batch.tokens).cpu().split(splits)),
+        rollout_logprobs=move_responses(batch.rollout_logprobs),
+        offsets=numbered((ends - responses[received]).tolist()),
+        token_advantages=None if token_advantages is None else move_responses(token_advantages),
+        routes=None if batch.routes is None else numbered(move_tokens(batch.routes).split(splits)),
     )
 
 
@@ -140,13 +134,6 @@ def _rows_of(chosen: Tensor, lengths: Tensor) -> Tensor:
     starts, sizes = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
     shifts = starts - (sizes.cumsum(0) - sizes)
     return torch.arange(int(sizes.sum())) + shifts.repeat_interleave(sizes)
-
-
-def _gather_counts(count: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    counts = torch.zeros(group.size(), dtype=torch.long, device=device)
-    counts[group.rank()] = count
-    dist.all_reduce(counts, group=group)
-    return counts.tolist()
 
 
 def _all_to_all(

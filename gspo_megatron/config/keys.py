@@ -9,14 +9,7 @@ from typing import Any
 from gspo_megatron.config.load import STAGES, dump_yaml
 from gspo_megatron.config.section import sections_of
 
-_TYPES = {
-    "integer": "integer",
-    "number": "number",
-    "boolean": "true or false",
-    "string": "text",
-    "object": "mapping",
-    "null": "null",
-}
+_TYPES = {"boolean": "true or false", "string": "text", "object": "mapping"}
 _LIMITS = {
     "minimum": "from {}",
     "exclusiveMinimum": "above {}",
@@ -46,7 +39,7 @@ class Key:
 
     def __str__(self) -> str:
         legal = f"; legal: {self.legal}" if self.legal else ""
-        default = "required" if self.default == "required" else f"default {self.default}"
+        default = self.default if self.default == "required" else f"default {self.default}"
         return f"{self.name} ({self.type}, {default}): {self.meaning}{legal}"
 
 
@@ -68,15 +61,15 @@ def list_keys(stage: str) -> Iterator[Key]:
 def find_keys(word: str = "", stage: str | None = None) -> list[str]:
     """A line for each key that has `word` in its name or meaning. A key that a stage does not share
     with RL names the stage."""
-    lines = []
-    listed: set[Key] = set()
+    labels: dict[Key, str] = {}
     for each in [stage] if stage else STAGES:
-        label = "" if each == (stage or "rl") else f"[{each}] "
         for key in list_keys(each):
-            if word.lower() in f"{key.name} {key.meaning}".lower() and key not in listed:
-                lines.append(f"{label}{key}")
-            listed.add(key)
-    return lines
+            labels.setdefault(key, "" if each == (stage or "rl") else f"[{each}] ")
+    return [
+        f"{label}{key}"
+        for key, label in labels.items()
+        if word.lower() in f"{key.name} {key.meaning}".lower()
+    ]
 
 
 def _type(node: dict[str, Any]) -> str:
@@ -84,7 +77,8 @@ def _type(node: dict[str, Any]) -> str:
         return " or ".join(map(_type, node["anyOf"]))
     if node.get("type") == "array":
         return f"list of {_type(node['items'])}s"
-    return _TYPES[node.get("type", "string")]
+    name = node.get("type", "string")
+    return _TYPES.get(name, name)
 
 
 def _legal(node: dict[str, Any]) -> list[str]:

@@ -16,22 +16,15 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from gspo_megatron.config.megatron_fields import megatron_problems
+from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
 from gspo_megatron.config.parallel import expand_layout
 from gspo_megatron.config.problems import did_you_mean, problem, suggest
 from gspo_megatron.config.schema import Config
 from gspo_megatron.config.section import keys_of, sections_of
-from gspo_megatron.config.stages import (
-    AnyConfig,
-    FineTuningConfig,
-    PretrainingConfig,
-    StageConfig,
-)
+from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.errors import ConfigError
 
 C = TypeVar("C", Config, StageConfig)  # the kind of configuration
-
-_MEGATRON_KEYS = (("model", "megatron"), ("optimizer", "megatron"), ("parallel", "ddp"))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:
@@ -41,10 +34,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
     problem of file, overrides and schema; `check_config` checks several keys together.
     """
     path = Path(path)
-    values, problems = read_mapping(path)
-    if values is None:
-        raise ConfigError(problems + apply_overrides({}, overrides)[1])
-    return parse_config(values, overrides, path.stem, schema)
+    return parse_config(_read_mapping(path, overrides), overrides, path.stem, schema)
 
 
 def parse_config(
@@ -64,10 +54,11 @@ def parse_config(
         config = schema.model_validate(raw)
     except ValidationError as error:
         problems += [_describe(item, schema) for item in error.errors(include_url=False)]
-    for section, key in _MEGATRON_KEYS:
+    for dotted in MEGATRON_CLASSES:
+        section, key = dotted.split(".")
         fields = raw[section].get(key) if isinstance(raw[section], dict) else None
         if isinstance(fields, dict):
-            problems += megatron_problems(f"{section}.{key}", fields)
+            problems += megatron_problems(dotted, fields)
     if problems:
         raise ConfigError(problems)
     assert config is not None, "neither a problem nor a configuration"
@@ -122,25 +113,25 @@ def _set(values: dict[str, Any], parts: Sequence[str], value: Any) -> str | None
     return None
 
 
-def read_mapping(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """The sections of a YAML file, or None and what is wrong with it."""
+def _read_mapping(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The sections of a YAML file. Raises ConfigError, also with what is wrong with overrides."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        return None, [f"{path}: no such configuration file"]
-    except UnicodeDecodeError as error:
-        return None, [f"{path}: not a text file: {error}"]
-    except OSError as error:
-        return None, [f"{path}: cannot be read: {error.strerror}"]
-    try:
-        values = parse_yaml(text, str(path))
+        values = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
+        if isinstance(values, dict):
+            return values
+        wrong = f"must be a mapping of sections, as in `model:`, not {values!r:.60}"
+        if values is None:
+            wrong = "empty; a configuration needs at least data.tokenizer"
+        problems = [f"{path}: {wrong}"]
     except ConfigError as error:
-        return None, error.problems
-    if values is None:
-        return None, [f"{path}: empty; a configuration needs at least data.tokenizer"]
-    if not isinstance(values, dict):
-        return None, [f"{path}: must be a mapping of sections, as in `model:`, not {values!r:.60}"]
-    return values, []
+        problems = error.problems
+    except FileNotFoundError:
+        problems = [f"{path}: no such configuration file"]
+    except UnicodeDecodeError as error:
+        problems = [f"{path}: not a text file: {error}"]
+    except OSError as error:
+        problems = [f"{path}: cannot be read: {error.strerror}"]
+    raise ConfigError(problems + apply_overrides({}, overrides)[1])
 
 
 def _fill(raw: dict[str, Any], schema: type[BaseModel]) -> list[str]:
@@ -160,49 +151,34 @@ def _fill(raw: dict[str, Any], schema: type[BaseModel]) -> list[str]:
 
 def _describe(error: Any, schema: type[BaseModel]) -> str:
     """One line for one error of pydantic."""
-    location: tuple[Any, ...] = error["loc"]
-    key = _dotted(location)
-    value = error["input"]
-    kind = error["type"]
+    location, value, kind = error["loc"], error["input"], error["type"]
+    key = str(location[0])
+    for part in location[1:]:
+        key += f"[{part}]" if isinstance(part, int) else f".{part}"
+    info = keys_of(schema).get(".".join(map(str, location[:2])))
+    description = "a section" if info is None else info.description
     if kind == "extra_forbidden":
         if len(location) == 1:
             return f"{key}: unknown section; {suggest(key, list(schema.model_fields))}"
-        return problem(key, value, f"unknown key; {_key_hint(location, schema)}")
+        return problem(key, value, f"unknown key; {_key_hint(*location, schema)}")
     if kind == "invalid_key":
         return f"{key}: a key must be text"
     if kind == "missing":
-        return f"{key}: required and missing; {_description(location, schema)}"
+        return f"{key}: required and missing; {description}"
     if kind in ("model_type", "dict_type"):
         return problem(key, value, "must be a mapping of keys, as in `key: value`")
     if kind == "literal_error":
         legal = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        return problem(key, value, f"unknown value; {_choice_hint(value, legal)}")
+        hint, listing = suggest(str(value), legal), f"legal: {', '.join(legal)}"
+        hint = hint if hint == listing else f"{hint} {listing}"
+        return problem(key, value, f"unknown value; {hint}")
     if kind == "string_pattern_mismatch":
-        return problem(key, value, f"malformed; {_description(location, schema)}")
+        return problem(key, value, f"malformed; {description}")
     return problem(key, value, re.sub(r"^\w+ should", "must", error["msg"]))
 
 
-def _choice_hint(value: Any, legal: Sequence[str]) -> str:
-    hint = suggest(str(value), legal)
-    listing = "legal: " + ", ".join(legal)
-    return hint if hint == listing else f"{hint} {listing}"
-
-
-def _dotted(location: Sequence[Any]) -> str:
-    text = str(location[0])
-    for part in location[1:]:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return text
-
-
-def _description(location: Sequence[Any], schema: type[BaseModel]) -> str:
-    info = keys_of(schema).get(".".join(map(str, location[:2])))
-    return "a section" if info is None else str(info.description)
-
-
-def _key_hint(location: Sequence[Any], schema: type[BaseModel]) -> str:
+def _key_hint(section: str, key: str, schema: type[BaseModel]) -> str:
     """Where an unknown key may have been meant to go: another section has it, or a similar name."""
-    section, key = location
     elsewhere = [known for known in keys_of(schema) if known.endswith(f".{key}")]
     if elsewhere:
         return did_you_mean(elsewhere[:3])
@@ -226,9 +202,7 @@ def load_any_config(
     Raises ConfigError, also where the keys fit no stage or several.
     """
     path = Path(path)
-    values, problems = read_mapping(path)
-    if values is None:
-        raise ConfigError(problems + apply_overrides({}, overrides)[1])
+    values = _read_mapping(path, overrides)
     if stage is None:
         given, problems = apply_overrides(values, overrides)
         try:
@@ -243,11 +217,8 @@ def stage_of(values: Mapping[str, Any]) -> str:
     """rl, sft or pretrain: the stage whose input these values name, or else whose keys they have.
     Raises ConfigError where no stage fits, or several."""
     data = values.get("data")
-    named = {
-        stage: f"data.{key}"
-        for stage, key in _INPUTS.items()
-        if isinstance(data, Mapping) and data.get(key)
-    }
+    given = data if isinstance(data, Mapping) else {}
+    named = {stage: f"data.{key}" for stage, key in _INPUTS.items() if given.get(key)}
     if len(named) > 1:
         keys = ", ".join(f"{key} ({stage})" for stage, key in named.items())
         raise ConfigError([f"names what several stages learn from: {keys}; keep one of them"])
@@ -303,10 +274,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
                 continue
-            if key_node.value in first_seen:
-                mark = first_seen[key_node.value]
-                self.duplicates.append((key_node.start_mark, key_node.value, mark))
-            first_seen.setdefault(key_node.value, key_node.start_mark)
+            first = first_seen.setdefault(key_node.value, key_node.start_mark)
+            if first is not key_node.start_mark:
+                self.duplicates.append((key_node.start_mark, key_node.value, first))
         return super().construct_mapping(node, deep=deep)
 
 
@@ -334,9 +304,8 @@ def parse_yaml(text: str, source: str) -> Any:
         value = loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         what = ": ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(
-            [f"{_place(source, error.problem_mark)}: not valid YAML: {what}"]
-        ) from None
+        place = _place(source, error.problem_mark)
+        raise ConfigError([f"{place}: not valid YAML: {what}"]) from None
     except yaml.YAMLError as error:  # a character that YAML does not allow: no mark
         what = " ".join(str(error).split())
         raise ConfigError([f"{source}: not valid YAML: {what}"]) from None
@@ -344,13 +313,12 @@ def parse_yaml(text: str, source: str) -> Any:
         # PyYAML does not wrap these: `!!int abc`, a number of 5,000 digits, a thousand brackets.
         what = f"a value that cannot be read: {error}"
         raise ConfigError([f"{source}: not valid YAML: {what}"]) from None
-    if loader.duplicates:
-        raise ConfigError(
-            [
-                f"{_place(source, mark)}: {key} appears twice, first on line {first.line + 1}"
-                for mark, key, first in loader.duplicates
-            ]
-        )
+    twice = [
+        f"{_place(source, mark)}: {key} appears twice, first on line {first.line + 1}"
+        for mark, key, first in loader.duplicates
+    ]
+    if twice:
+        raise ConfigError(twice)
     return value
 
 

@@ -15,7 +15,7 @@ from gspo_megatron.config.parallel import LAYOUT_KEYS
 from gspo_megatron.config.problems import did_you_mean, nearest, problem
 
 # Section key -> the class whose fields it may set, and its module below megatron.core.
-_CLASSES = {
+MEGATRON_CLASSES = {
     "model.megatron": ("TransformerConfig", "transformer.transformer_config"),
     "optimizer.megatron": ("OptimizerConfig", "optimizer.optimizer_config"),
     "parallel.ddp": (
@@ -84,29 +84,14 @@ _NAMED_VALUES: dict[str, tuple[str, ...]] = {
 }
 
 # Sizes that ModelShape computes with; null is legal where TransformerConfig has a default.
-_SIZES: dict[str, bool] = {
-    "num_layers": False,
-    "hidden_size": False,
-    "num_attention_heads": False,
-    "num_query_groups": True,
-    "kv_channels": True,
-    "ffn_hidden_size": True,
-    "num_moe_experts": True,
-    "moe_router_topk": False,
-    "moe_ffn_hidden_size": True,
-    "moe_shared_expert_intermediate_size": True,
-}
-
-_SCALARS: dict[Any, tuple[type, ...]] = {
-    int: (int,),
-    float: (int, float),  # `1` is a legal float, as everywhere in Python
-    bool: (bool,),
-    str: (str,),
-}
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "moe_router_topk")
+_NULLABLE_SIZES = ("num_query_groups", "kv_channels", "ffn_hidden_size", "num_moe_experts") + (
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class MegatronField:
+class MegatronField(typing.NamedTuple):
     """A field of one of the classes: its type, and whether it is None unless set."""
 
     type: Any
@@ -121,7 +106,7 @@ def installed_fields(section_key: str) -> Mapping[str, MegatronField]:
     fields pays for it. The package platform, which lies above this one, has to be imported first:
     it prepares a machine without a GPU. Hence no import statement.
     """
-    class_name, module = _CLASSES[section_key]
+    class_name, module = MEGATRON_CLASSES[section_key]
     if importlib.util.find_spec("megatron") is None:
         raise ImportError("megatron-core is not installed")
     importlib.import_module("gspo_megatron.platform")
@@ -185,16 +170,17 @@ def _name_problem(section_key: str, name: Any, fields: Mapping[str, MegatronFiel
         legal = [field for field in fields if field not in taken]
         close = nearest(str(name), legal)  # several hundred legal names are too many to list
         hint = f"; {did_you_mean(close)}" if close else ""
-        return f"the installed {_CLASSES[section_key][0]} has no such field{hint}"
+        return f"the installed {MEGATRON_CLASSES[section_key][0]} has no such field{hint}"
     return None
 
 
 def _size_problem(name: str, value: Any) -> str | None:
-    if name not in _SIZES or (value is None and _SIZES[name]):
+    nullable = name in _NULLABLE_SIZES
+    if not (nullable or name in _SIZES) or (value is None and nullable):
         return None
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if type(value) is int and value >= 1:
         return None
-    return "must be an integer from 1" + (", or null" if _SIZES[name] else "")
+    return "must be an integer from 1" + (", or null" if nullable else "")
 
 
 def _value_problem(name: str, field: MegatronField, value: Any) -> str | None:
@@ -213,9 +199,9 @@ def _fits(wanted: Any, value: Any) -> bool:
     megatron-core checks them."""
     if wanted is type(None):
         return value is None
-    if wanted in _SCALARS:
-        accepted = _SCALARS[wanted]
-        return isinstance(value, accepted) and (wanted is bool or not isinstance(value, bool))
+    if wanted in (int, float, bool, str):
+        # `1` is a legal float, as everywhere in Python
+        return type(value) is wanted or (wanted is float and type(value) is int)
     if typing.get_origin(wanted) is Literal:
         return value in typing.get_args(wanted)
     if typing.get_origin(wanted) in (Union, types.UnionType):
@@ -234,4 +220,5 @@ def _words(wanted: Any) -> str:
         return " or ".join(map(_words, arguments))
     if not isinstance(wanted, type):
         return str(wanted)
-    return wanted.__name__ if wanted in _SCALARS else f"{wanted.__module__}.{wanted.__name__}"
+    scalar = wanted in (int, float, bool, str)
+    return wanted.__name__ if scalar else f"{wanted.__module__}.{wanted.__name__}"

@@ -60,17 +60,12 @@ def world_size_fits(plan: Plan) -> Problems:
         sizes = f"{layout.tp} * {layout.pp} * {layout.cp}"
         yield "world size", f"not divisible by tp * pp * cp = {sizes} = {model}; {legal}"
     if world % experts:
-        yield (
-            "world size",
-            f"not divisible by etp * ep * pp = {layout.etp or 1} * {layout.ep} * {layout.pp} = "
-            f"{experts}, the ranks that hold all experts; {legal}",
-        )
+        sizes = f"{layout.etp or 1} * {layout.ep} * {layout.pp} = {experts}"
+        wrong = f"not divisible by etp * ep * pp = {sizes}, the ranks that hold all experts"
+        yield "world size", f"{wrong}; {legal}"
     if layout.dp is not None and layout.dp * model != world:
-        yield (
-            "parallel.data_parallel_size",
-            f"with tp * pp * cp = {model} that takes {layout.dp * model} ranks, not {world}; "
-            "legal: null, which takes all ranks",
-        )
+        wrong = f"with tp * pp * cp = {model} that takes {layout.dp * model} ranks, not {world}"
+        yield "parallel.data_parallel_size", f"{wrong}; legal: null, which takes all ranks"
 
 
 def tensor_parallel_divides(plan: Plan) -> Problems:
@@ -97,16 +92,11 @@ def sequence_parallel_fits(plan: Plan) -> Problems:
     given, tp = plan.config.parallel.sequence_parallel, plan.layout.tp
     key = "parallel.sequence_parallel"
     if given and tp == 1:
-        yield (
-            key,
-            "splits over tensor-parallel ranks, and there is only one; legal: null, or tp > 1",
-        )
+        wrong = "splits over tensor-parallel ranks, and there is only one; legal: null, or tp > 1"
+        yield key, wrong
     if given is False and tp > 1 and plan.shape.num_moe_experts is not None:
-        yield (
-            key,
-            f"experts with tp = {tp} need it, or every token is routed tp times; "
-            "legal: null or true",
-        )
+        wrong = f"experts with tp = {tp} need it, or every token is routed tp times"
+        yield key, f"{wrong}; legal: null or true"
 
 
 def experts_divide(plan: Plan) -> Problems:
@@ -133,10 +123,8 @@ def router_is_sound(plan: Plan) -> Problems:
     shape = plan.shape
     if shape.num_moe_experts is None:
         if plan.config.model.megatron.get("moe_ffn_hidden_size") is not None:
-            yield (
-                "model.megatron.moe_ffn_hidden_size",
-                "the model has no experts; leave it out, or set model.megatron.num_moe_experts",
-            )
+            wrong = "the model has no experts; leave it out, or set model.megatron.num_moe_experts"
+            yield "model.megatron.moe_ffn_hidden_size", wrong
         return
     topk, key = shape.moe_router_topk, "model.megatron.moe_router_topk"
     assert topk is not None
@@ -146,21 +134,15 @@ def router_is_sound(plan: Plan) -> Problems:
     megatron = shape.megatron
     uses_softmax = megatron.get("moe_router_score_function", "softmax") == "softmax"
     if topk == 1 and uses_softmax and not megatron.get("moe_router_pre_softmax"):
-        yield (
-            key,
-            "a softmax over one expert has no gradient; "
-            "legal: 2 or more, or model.megatron.moe_router_pre_softmax = true",
-        )
+        wrong = "a softmax over one expert has no gradient"
+        yield key, f"{wrong}; legal: 2 or more, or model.megatron.moe_router_pre_softmax = true"
 
 
 def dropout_is_off(plan: Plan) -> Problems:
     for name in ("hidden_dropout", "attention_dropout"):
         if plan.config.model.megatron.get(name):
-            yield (
-                f"model.megatron.{name}",
-                "its noise depends on the layout, and old and new policy would differ by it; "
-                "legal: 0.0",
-            )
+            wrong = "its noise depends on the layout, and old and new policy would differ by it"
+            yield f"model.megatron.{name}", f"{wrong}; legal: 0.0"
 
 
 # How layers are split over pipeline stages: evenly, or as fields of Megatron-Core say.
@@ -175,10 +157,8 @@ _PP = "parallel.pipeline_model_parallel_size"
 def pipeline_divides(plan: Plan) -> Problems:
     layout = plan.layout
     if layout.vpp is not None and layout.pp == 1:
-        yield (
-            "parallel.virtual_pipeline_model_parallel_size",
-            "interleaving needs stages; legal: null, or pipeline_model_parallel_size > 1",
-        )
+        wrong = "interleaving needs stages; legal: null, or pipeline_model_parallel_size > 1"
+        yield "parallel.virtual_pipeline_model_parallel_size", wrong
     else:
         yield from stage_problems(plan.shape.num_layers, layout, plan.shape.megatron)
 
@@ -196,19 +176,16 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
             wrong = f"{layers} layers do not split evenly into {_chunks(layout)} chunks"
             yield _PP, f"{wrong}; legal: pp * vpp that divides {layers}"
     elif WRITTEN_OUT in used[0]:
-        wrong = _written_out(layers, layout, megatron[WRITTEN_OUT])
-        if wrong is not None:
+        if (wrong := _written_out(layers, layout, megatron[WRITTEN_OUT])) is not None:
             yield f"model.megatron.{WRITTEN_OUT}", wrong
     elif FIRST in used[0]:
         yield from _first_and_last(layers, layout, megatron)
     else:
         extra = bool(megatron.get(WITH_EMBEDDING)) + bool(megatron.get(WITH_LOSS))
         if (layers + extra) % chunks:
-            yield (
-                _PP,
-                f"{layers} layers and {extra} for embedding and loss do not split evenly into "
-                f"{_chunks(layout)} chunks; legal: pp * vpp that divides {layers + extra}",
-            )
+            wrong = f"{layers} layers and {extra} for embedding and loss do not split evenly into"
+            legal = f"legal: pp * vpp that divides {layers + extra}"
+            yield _PP, f"{wrong} {_chunks(layout)} chunks; {legal}"
 
 
 def _chunks(layout: Layout) -> str:
@@ -225,11 +202,9 @@ def _first_and_last(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pr
             return
     stages, left = layout.pp - len(given), layers - sum(given.values())
     if stages < 0 or (stages == 0 and left) or (stages and (left <= 0 or left % (stages * chunks))):
-        yield (
-            f"model.megatron.{next(iter(given))}",
-            f"leaves {left} of {layers} layers for {max(stages, 0)} other stages; "
-            "legal: a number that leaves them equal shares",
-        )
+        wrong = f"leaves {left} of {layers} layers for {max(stages, 0)} other stages"
+        legal = "legal: a number that leaves them equal shares"
+        yield f"model.megatron.{next(iter(given))}", f"{wrong}; {legal}"
 
 
 def _written_out(layers: int, layout: Layout, written: Any) -> str | None:
@@ -257,10 +232,8 @@ def weights_are_named_once(plan: Plan) -> Problems:
         return
     folder = f"model.hf_path = {format_value(model.hf_path)}"
     if model.checkpoint_path is not None:
-        yield (
-            "model.checkpoint_path",
-            f"the weights would come from {folder} too; legal: null, or model.hf_path = null",
-        )
+        wrong = f"the weights would come from {folder} too; legal: null, or model.hf_path = null"
+        yield "model.checkpoint_path", wrong
     # A resolved configuration of an earlier version names the preset `tiny` beside hf_path.
     if model.preset not in (None, "tiny"):
         yield "model.preset", f"{folder} decides the shape; legal: leave one of them out"
@@ -283,20 +256,14 @@ def precision_is_possible(plan: Plan) -> Problems:
     """All that can be known without the device; models.precision asks that."""
     precision = plan.config.training.precision
     if plan.for_training and precision == "fp64":
-        yield (
-            _PRECISION,
-            "Megatron-Core's optimizers do not support float64, it is for `verify`; "
-            "legal: fp32 or bf16",
-        )
+        wrong = "Megatron-Core's optimizers do not support float64, it is for `verify`"
+        yield _PRECISION, f"{wrong}; legal: fp32 or bf16"
     fp8 = FP8.get(precision)
     if fp8 is None:
         return
     if plan.config.model.backend == "torch_native":
-        yield (
-            _PRECISION,
-            "model.backend = torch_native has no FP8; legal: fp32 or bf16, or "
-            "model.backend = transformer_engine",
-        )
+        wrong = "model.backend = torch_native has no FP8"
+        yield _PRECISION, f"{wrong}; legal: fp32 or bf16, or model.backend = transformer_engine"
     elif plan.here and (lacks := engine_lacks()) is not None:
         yield _PRECISION, f"{lacks}; legal: fp32 or bf16"
     recipes = installed_literals("fp8_recipe")
@@ -323,7 +290,7 @@ def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
         sides["num_query_groups * kv_channels"] = (groups * channels, min(tp, groups))
     if shape.has_dense_layers:
         sides["ffn_hidden_size"] = (shape.ffn_hidden_size, tp)
-    if shape.moe_ffn_hidden_size is not None and shape.num_moe_experts is not None:
+    if shape.moe_ffn_hidden_size is not None:  # the model has experts
         sides["moe_ffn_hidden_size"] = (shape.moe_ffn_hidden_size, etp)
     shared = shape.moe_shared_expert_intermediate_size
     if shared is not None:
@@ -350,10 +317,8 @@ def _fp8_fields(plan: Plan, recipe: str) -> Problems:
         most = plan.shape.num_layers // plan.layout.pp
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             if not 0 <= given.get(name, 1) <= most:
-                yield (
-                    f"model.megatron.{name}",
-                    f"a pipeline stage has {most} layers; legal: 0 to {most}",
-                )
+                wrong = f"a pipeline stage has {most} layers; legal: 0 to {most}"
+                yield f"model.megatron.{name}", wrong
 
 
 MODEL_RULES: tuple[Rule, ...] = (

@@ -55,6 +55,24 @@ def _qwen3_moe(vocab_size: int | None, length: int, rotary_base: float, **sizes:
     return ModelPreset(vocab_size, length, rotary_base, False, MappingProxyType(sizes | settings))
 
 
+_QWEN3_30B = {
+    "num_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_query_groups": 4,
+    "kv_channels": 128,
+    "ffn_hidden_size": 6144,
+    "num_moe_experts": 128,
+    "moe_router_topk": 8,
+    "moe_ffn_hidden_size": 768,
+}
+_QWEN3_235B = _QWEN3_30B | {
+    "num_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "ffn_hidden_size": 12_288,
+    "moe_ffn_hidden_size": 1536,
+}
 # The Qwen3 sizes are those of config.json in Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
 PRESETS: Mapping[str, ModelPreset] = MappingProxyType(
     {
@@ -72,46 +90,17 @@ PRESETS: Mapping[str, ModelPreset] = MappingProxyType(
             moe_router_topk=2,
             moe_ffn_hidden_size=64,
         ),
-        "qwen3-30b-a3b": _qwen3_moe(
-            151_936,
-            40_960,
-            1_000_000.0,
-            num_layers=48,
-            hidden_size=2048,
-            num_attention_heads=32,
-            num_query_groups=4,
-            kv_channels=128,
-            ffn_hidden_size=6144,
-            num_moe_experts=128,
-            moe_router_topk=8,
-            moe_ffn_hidden_size=768,
-        ),
-        "qwen3-235b-a22b": _qwen3_moe(
-            151_936,
-            40_960,
-            1_000_000.0,
-            num_layers=94,
-            hidden_size=4096,
-            num_attention_heads=64,
-            num_query_groups=4,
-            kv_channels=128,
-            ffn_hidden_size=12_288,
-            num_moe_experts=128,
-            moe_router_topk=8,
-            moe_ffn_hidden_size=1536,
-        ),
+        "qwen3-30b-a3b": _qwen3_moe(151_936, 40_960, 1_000_000.0, **_QWEN3_30B),
+        "qwen3-235b-a22b": _qwen3_moe(151_936, 40_960, 1_000_000.0, **_QWEN3_235B),
     }
 )
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """What the model will be; every MoE size is None in a model without experts.
-
-    `vocab_size` None means the tokenizer's. `megatron` holds all keyword arguments of
-    TransformerConfig that preset and configuration give (without layout and precision), with
-    `activation_func` and `attention_backend` as strings. `joint_qk_norm`: see ModelPreset.
-    """
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(ModelPreset):
+    """What the model will be; every MoE size is None in a model without experts. `megatron` holds
+    all keyword arguments of TransformerConfig that preset and configuration give (without layout
+    and precision), with `activation_func` and `attention_backend` as strings."""
 
     num_layers: int
     hidden_size: int
@@ -123,12 +112,7 @@ class ModelShape:
     moe_router_topk: int | None
     moe_ffn_hidden_size: int | None
     moe_shared_expert_intermediate_size: int | None
-    vocab_size: int | None
-    max_sequence_length: int
-    rotary_base: float
-    tie_embeddings: bool
     megatron: dict[str, Any]
-    joint_qk_norm: bool = False
 
     @property
     def has_dense_layers(self) -> bool:
@@ -170,9 +154,7 @@ def shape_of(
 
 
 _MEGATRON_SIZES = tuple(
-    field.name
-    for field in fields(ModelShape)
-    if field.name not in {field.name for field in fields(ModelPreset)}
+    name for name in ModelShape.__dataclass_fields__ if name not in ModelPreset.__dataclass_fields__
 )
 
 

@@ -12,14 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gspo_megatron.config.problems import format_value, problem
-from gspo_megatron.config.section import (
-    ImportPath,
-    Positive,
-    Section,
-    harmless,
-    key,
-    shapes,
-)
+from gspo_megatron.config.section import ImportPath, Positive, Section, harmless, key, shapes
 
 
 @dataclass(frozen=True)
@@ -37,10 +30,8 @@ class Recipe:
     @property
     def clips_sequences(self) -> bool:
         """Whether the clip range is one for geometric means over a sequence, close around 1."""
-        return self.ratio in ("sequence", "sequence_token") and self.rule in (
-            "min_clip",
-            "dual_clip",
-        )
+        of_sequences = self.ratio in ("sequence", "sequence_token")
+        return of_sequences and self.rule in ("min_clip", "dual_clip")
 
     @property
     def terms(self) -> str:
@@ -48,10 +39,11 @@ class Recipe:
         return "token" if self.ratio in ("token", "sequence_token") else "sequence"
 
 
-def _recipe(parts: str, source: str, numbers: Mapping[str, float], advantage: str = "") -> Recipe:
+def _recipe(
+    parts: str, source: str, numbers: Mapping[str, float], advantage: str = "group_mean_std"
+) -> Recipe:
     """`parts`: ratio, rule and aggregation; `source`: a paper on arXiv."""
     ratio, rule, aggregation = parts.split()
-    advantage = advantage or "group_mean_std"
     return Recipe(ratio, rule, aggregation, advantage, numbers, source=f"arXiv {source}")
 
 
@@ -135,13 +127,7 @@ CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
 WIDE_CLIP = 0.05
 
 _PARTS = ("ratio", "rule", "aggregation", "advantage", "correction")
-_NUMBERS = (
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "tau_positive",
-    "tau_negative",
-    "log_clip",
+_NUMBERS = ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", "log_clip") + (
     "correction_low",
     "correction_high",
 )
@@ -151,9 +137,7 @@ _NUMBERS = (
 class ObjectiveSection(Section):
     """What is maximised: an objective by name, each part and number of which can be replaced."""
 
-    name: Literal[tuple(RECIPES)] = shapes(
-        "gspo", "the objective; docs/objectives.md has their formulas"
-    )
+    name: Literal[tuple(RECIPES)] = shapes("gspo", "the objective; see docs/objectives.md")
     import_path: ImportPath | None = key(
         "code", None, "a custom objective function, package.module:function; replaces name"
     )
@@ -180,22 +164,14 @@ class ObjectiveSection(Section):
     )
     clip_low: float | None = shapes(None, "the ratio is clipped below at 1 - clip_low", gt=0, lt=1)
     clip_high: float | None = shapes(None, "the ratio is clipped above at 1 + clip_high", gt=0)
-    allow_wide_clip: bool = shapes(
-        False, "allow a clip range meant for tokens with a sequence ratio"
-    )
-    dual_clip: float | None = shapes(
-        None, "largest ratio that counts where the advantage is negative", gt=1
-    )
+    allow_wide_clip: bool = shapes(False, "allow a clip range for tokens with a sequence ratio")
+    dual_clip: float | None = shapes(None, "largest ratio that counts if the advantage < 0", gt=1)
     tau_positive: float | None = shapes(
         None, "temperature of the soft gate for advantages above 0", gt=0
     )
     tau_negative: float | None = shapes(None, "the same for the other advantages", gt=0)
-    log_clip: float | None = shapes(
-        None, "bound of a token's log-ratio in the geometric mean", gt=0
-    )
-    correction_low: float | None = shapes(
-        None, "smallest ratio of old policy to rollout that counts", gt=0
-    )
+    log_clip: float | None = shapes(None, "bound of a token's log-ratio in a geometric mean", gt=0)
+    correction_low: float | None = shapes(None, "smallest old policy / rollout that counts", gt=0)
     correction_high: float | None = shapes(
         None,
         "largest ratio of old policy to rollout that counts: a cap, or the bound of a mask",
@@ -227,9 +203,7 @@ class ObjectiveSection(Section):
         "loss",
         "where the KL divergence goes: into each token's loss, or subtracted from the reward",
     )
-    reference_offload: bool = harmless(
-        False, "keep the reference policy's weights in host memory while not in use"
-    )
+    reference_offload: bool = harmless(False, "keep the idle reference weights in host memory")
     entropy_coefficient: float = shapes(
         0.0, "weight of a bonus on the mean entropy of the response tokens", ge=0
     )
@@ -240,16 +214,13 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
     named = RECIPES[section.name]
     chosen = {part: getattr(section, part) for part in _PARTS if getattr(section, part) is not None}
     recipe = replace(named, **chosen)
+    defaults: dict[str, Any] = _default_numbers(named, recipe)
+    bounds = CORRECTION_BOUNDS.get(recipe.correction, (None, None))
+    defaults |= zip(("correction_low", "correction_high"), bounds, strict=True)
     parameters = {}
-    defaults = _default_numbers(named, recipe)
-    for name in RULES[recipe.rule][0]:
+    for name in (*RULES[recipe.rule][0], *CORRECTIONS[recipe.correction]):
         given = getattr(section, name)
         parameters[name] = defaults[name] if given is None else given
-    bounds = CORRECTION_BOUNDS.get(recipe.correction, (None, None))
-    for name, default in zip(("correction_low", "correction_high"), bounds, strict=True):
-        if name in CORRECTIONS[recipe.correction]:
-            given = getattr(section, name)
-            parameters[name] = default if given is None else given
     return replace(recipe, parameters=parameters)
 
 
@@ -264,8 +235,7 @@ def _default_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
 
 
 def objective_problems(section: ObjectiveSection) -> Iterator[str]:
-    """What is wrong with the section by itself: parts that do not mix, numbers that nothing
-    reads."""
+    """What is wrong with the section by itself: parts that do not mix, numbers nothing reads."""
     recipe = resolve_objective(section)
     rules = (_custom_objective,) if section.import_path is not None else _RULES_OF_RECIPES
     for rule in (*rules, _advantage, _regularisation):
@@ -301,39 +271,25 @@ def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     sums_tokens = recipe.ratio != "token" and recipe.aggregation != "sequence_mean"
     # Where an objective's own recipe has this mixture it is the algorithm, elsewhere a mistake.
     if sums_tokens and (recipe.ratio, recipe.aggregation) != (named.ratio, named.aggregation):
-        yield (
-            "aggregation",
-            f"sums over tokens weight a ratio of whole sequences ({recipe.ratio}) by its "
-            "length; legal: sequence_mean, or objective.name = luspo if that is meant",
-        )
+        wrong = f"sums over tokens weight a ratio of whole sequences ({recipe.ratio}) by its length"
+        yield "aggregation", f"{wrong}; legal: sequence_mean, or objective.name = luspo if meant"
 
 
 def _correction_mixes(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     correction = recipe.correction
     if correction in TOKEN_CORRECTIONS and recipe.ratio != "token":
-        yield (
-            "correction",
-            f"weights single tokens: the ratio of a whole sequence ({recipe.ratio}) would vary "
-            "within it; legal: sequence_tis, sequence_mask, k3_mask",
-        )
+        wrong = f"weights single tokens: a sequence's ratio ({recipe.ratio}) would vary within it"
+        yield "correction", f"{wrong}; legal: sequence_tis, sequence_mask, k3_mask"
     if correction == "sequence_product_tis" and recipe.ratio in ("sequence", "sequence_token"):
-        yield (
-            "correction",
-            "a product over all tokens beside a geometric mean over them: it is exponential in the "
-            "length, and scales the update down many times; legal: sequence_tis",
-        )
+        wrong = "a product over all tokens is exponential in the length: beside a geometric mean "
+        wrong += "over them it scales the update down many times"
+        yield "correction", f"{wrong}; legal: sequence_tis"
     if recipe.rule == "masked" and correction in _WEIGHTING_CORRECTIONS:
-        yield (
-            "correction",
-            "rule masked weights by the ratio to the rollout's log-probs already, and this would "
-            "weight by it once more; legal: none, sequence_mask, k3_mask",
-        )
+        wrong = "weights once more by the ratio to the rollout's log-probs, as rule masked does"
+        yield "correction", f"{wrong}; legal: none, sequence_mask, k3_mask"
     if correction != "none" and section.old_logprobs == "rollout":
-        yield (
-            "correction",
-            "corrects for old log-probs that differ from the rollout's; with old_logprobs = "
-            "rollout they are the same; legal: none",
-        )
+        wrong = "corrects for old log-probs that differ from the rollout's"
+        yield "correction", f"{wrong}; with old_logprobs = rollout they are the same; legal: none"
     low = recipe.parameters.get("correction_low")
     high = recipe.parameters.get("correction_high")
     if low is not None and high is not None and low >= high:
@@ -364,12 +320,10 @@ def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     for name in ("clip_low", "clip_high"):
         value = getattr(section, name)
         if recipe.clips_sequences and value is not None and value >= WIDE_CLIP:
-            yield (
-                name,
-                f"a range for ratios of single tokens; {section.name} clips ratios of whole "
-                "sequences, which vary much less, so it would clip few of them; "
-                f"legal: below {WIDE_CLIP}, or objective.allow_wide_clip = true",
-            )
+            wrong = f"a range for ratios of single tokens; {section.name} clips ratios of whole "
+            wrong += "sequences, which vary much less, so it would clip few of them"
+            legal = f"legal: below {WIDE_CLIP}, or objective.allow_wide_clip = true"
+            yield name, f"{wrong}; {legal}"
 
 
 _RULES_OF_RECIPES = (_parts_mix, _correction_mixes, _numbers_are_read, _clip_range_is_sane)

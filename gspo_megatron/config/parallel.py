@@ -47,12 +47,9 @@ class Layout:
 
     def __str__(self) -> str:
         """The text that `parse` reads back: only what differs from the defaults, or `tp=1`."""
-        sizes = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return ",".join(sizes) or "tp=1"
+        sizes = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed = {name: size for name, size in sizes.items() if size != getattr(Layout, name)}
+        return ",".join(f"{name}={size}" for name, size in changed.items()) or "tp=1"
 
     @property
     def model_parallel_size(self) -> int:
@@ -117,21 +114,20 @@ class ResolvedParallel:
 def parse_sizes(text: str, key: str) -> tuple[dict[str, int], list[str]]:
     """The sizes named in a layout text and what is wrong with it, each problem under `key`."""
     sizes: dict[str, int] = {}
-    problems: list[str] = []
+    wrong: list[str] = []
     for part in text.split(","):
         name, equals, number = (piece.strip() for piece in part.partition("="))
         if not equals or not name:
-            problems.append(problem(key, text, f"{part!r} is not KEY=SIZE; legal: tp=2,pp=2,ep=2"))
+            wrong.append(f"{part!r} is not KEY=SIZE; legal: tp=2,pp=2,ep=2")
         elif name not in LAYOUT_KEYS:
-            hint = suggest(name, list(LAYOUT_KEYS))
-            problems.append(problem(key, text, f"unknown key {name}; {hint}"))
+            wrong.append(f"unknown key {name}; {suggest(name, list(LAYOUT_KEYS))}")
         elif not number.isascii() or not number.isdigit() or int(number) < 1:
-            problems.append(problem(key, text, f"{name} is {number!r}; legal: an integer from 1"))
+            wrong.append(f"{name} is {number!r}; legal: an integer from 1")
         elif name in sizes:
-            problems.append(problem(key, text, f"{name} is given twice; give it once"))
+            wrong.append(f"{name} is given twice; give it once")
         else:
             sizes[name] = int(number)
-    return sizes, problems
+    return sizes, [problem(key, text, each) for each in wrong]
 
 
 def expand_layout(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -150,11 +146,6 @@ def expand_layout(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         if other is None:
             values[key] = size
         elif other != size:
-            problems.append(
-                problem(
-                    "parallel.layout",
-                    text,
-                    f"{name} is {size} here and parallel.{key} is {other!r}; name one, or the same",
-                )
-            )
+            wrong = f"{name} is {size} here and parallel.{key} is {other!r}; name one, or the same"
+            problems.append(problem("parallel.layout", text, wrong))
     return values, problems

@@ -21,9 +21,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     text = repr(value)
-    if len(text) > _LONGEST_VALUE:
-        text = text[: _LONGEST_VALUE - 3] + "..."
-    return text
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
@@ -35,13 +33,10 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
 
 def did_you_mean(names: Sequence[str]) -> str:
     """`did you mean a or b?` for at least one name."""
-    assert names, "a suggestion without a name"
     return f"did you mean {' or '.join(names)}?"
 
 
 def suggest(name: str, candidates: Sequence[str]) -> str:
     """The nearest candidates, or all of them where none is near and the list is short."""
     close = nearest(name, candidates)
-    if close:
-        return did_you_mean(close)
-    return "legal: " + ", ".join(candidates)
+    return did_you_mean(close) if close else f"legal: {', '.join(candidates)}"

@@ -46,8 +46,7 @@ def find_changes(
     name no file now or named none then.
     """
     then, now = dict(_leaves(before)), dict(_leaves(config.model_dump()))
-    keys = keys_of(type(config))
-    changes = Changes()
+    keys, changes = keys_of(type(config)), Changes()
     for key in sorted({*then, *now, *same_contents}):
         if key.startswith(_GONE):
             continue
@@ -83,16 +82,16 @@ def _compare_contents(
     changes: Changes, key: str, resume: ResumeClass, paths: tuple[Any, Any], same: bool | None
 ) -> None:
     old, new = paths
+    if same is not False and old == new:
+        return
     renamed = f"{key}: {format_value(old)} -> {format_value(new)}"
     if same:
-        if old != new:
-            changes.allowed.append(f"{renamed}, with the same contents")
+        changes.allowed.append(f"{renamed}, with the same contents")
     elif resume == "shown":
-        if same is False or old != new:
-            changes.allowed.append(renamed if old != new else f"{key}: its contents")
+        changes.allowed.append(renamed if old != new else f"{key}: its contents")
     elif old != new:
         changes.refused.append(problem(key, new, f"was {format_value(old)}, of other contents"))
-    elif same is False:
+    else:
         changes.refused.append(problem(key, new, "its contents are not what they were"))
 
 

@@ -14,29 +14,38 @@ from gspo_megatron.config.model_shape import ModelShape
 from gspo_megatron.config.objectives import objective_problems
 from gspo_megatron.config.precision import tokens_multiple
 from gspo_megatron.config.problems import problem
-from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, StageConfig
+from gspo_megatron.config.schema import Config
+from gspo_megatron.config.stages import (
+    AnyConfig,
+    FineTuningConfig,
+    PretrainingConfig,
+    StageConfig,
+)
 from gspo_megatron.errors import ConfigError
 
 
 def check_config(
     config: AnyConfig, world_size: int, for_training: bool = False, *, here: bool = True
 ) -> None:
-    """Raise ConfigError with every problem that a configuration of any stage has on `world_size`
-    ranks.
+    """Raise ConfigError with every problem of a configuration of any stage on `world_size` ranks.
 
     `for_training` adds what only an RL training run needs, such as prompts; `here`, what the run
     needs of the packages that are installed.
     """
-    is_stage = isinstance(config, StageConfig)
-    plan = Plan(config, world_size, for_training or is_stage, here)
-    own = _FINE_TUNING if isinstance(config, FineTuningConfig) else _PRETRAINING
+    is_rl = isinstance(config, Config)
+    plan = Plan(config, world_size, for_training or not is_rl, here)
     problems: list[str] = []
-    for rule in (*MODEL_RULES, *_SHARED, *(own if is_stage else _REINFORCEMENT)):
+    for rule in (
+        *MODEL_RULES,
+        learning_rates_agree,
+        checkpoints_can_be_kept,
+        *_RULES[type(config)],
+    ):
         try:
             problems.extend(problem(key, plan.value(key), wrong) for key, wrong in rule(plan))
         except ConfigError as error:  # the model's shape is not known; other rules do without
             problems.extend(error.problems)
-    if not is_stage:
+    if is_rl:
         problems.extend(objective_problems(config.objective))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -64,11 +73,8 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
         return
     evaluated, saved, steps = training.evaluation_interval, section.interval, training.steps
     if evaluated == 0:
-        yield (
-            "checkpoint.keep_best",
-            f"no checkpoint before the last has {section.best_metric}; legal: 0, or set "
-            "training.evaluation_interval",
-        )
+        wrong = f"no checkpoint before the last has {section.best_metric}"
+        yield "checkpoint.keep_best", f"{wrong}; legal: 0, or set training.evaluation_interval"
     # A stage may not know its number of steps yet.
     elif saved and steps is not None and math.lcm(evaluated, saved) >= steps:
         yield (
@@ -84,17 +90,11 @@ def lengths_fit(plan: Plan) -> Problems:
     response = plan.config.rollout.max_response_tokens
     prompt = plan.config.data.max_prompt_tokens
     if response >= longest:
-        yield (
-            "rollout.max_response_tokens",
-            f"leaves no room for a prompt in max_sequence_length = {longest}; "
-            f"legal: at most {longest - 1}",
-        )
+        wrong = f"leaves no room for a prompt in max_sequence_length = {longest}"
+        yield "rollout.max_response_tokens", f"{wrong}; legal: at most {longest - 1}"
     elif prompt is not None and prompt + response > longest:
-        yield (
-            "data.max_prompt_tokens",
-            f"with max_response_tokens = {response} that is more than max_sequence_length = "
-            f"{longest}; legal: at most {longest - response}",
-        )
+        wrong = f"with max_response_tokens = {response} more than max_sequence_length = {longest}"
+        yield "data.max_prompt_tokens", f"{wrong}; legal: at most {longest - response}"
 
 
 def batches_fit(plan: Plan) -> Problems:
@@ -104,11 +104,8 @@ def batches_fit(plan: Plan) -> Problems:
         yield "rollout.group_size", wrong
     sequences = rollout.prompts_per_step * rollout.group_size
     if plan.config.objective.mini_batches > sequences:
-        yield (
-            "objective.mini_batches",
-            f"a step has prompts_per_step * group_size = {sequences} sequences and each "
-            f"mini-batch needs one; legal: 1 to {sequences}",
-        )
+        wrong = f"more than the prompts_per_step * group_size = {sequences} sequences of a step"
+        yield "objective.mini_batches", f"{wrong}; legal: 1 to {sequences}"
 
 
 def rewards_are_shaped(plan: Plan) -> Problems:
@@ -118,11 +115,8 @@ def rewards_are_shaped(plan: Plan) -> Problems:
             wrong = "nothing reads it without reward.overlong_buffer; legal: 1.0"
             yield "reward.overlong_penalty", wrong
     elif reward.overlong_buffer >= longest:
-        yield (
-            "reward.overlong_buffer",
-            f"leaves no response of max_response_tokens = {longest} without a penalty; "
-            f"legal: null, or below {longest}",
-        )
+        wrong = f"leaves no response of max_response_tokens = {longest} without a penalty"
+        yield "reward.overlong_buffer", f"{wrong}; legal: null, or below {longest}"
 
 
 def refills_are_read(plan: Plan) -> Problems:
@@ -173,33 +167,24 @@ def routing_can_be_replayed(plan: Plan) -> Problems:
 
 def _ways_past_the_hooks(shape: ModelShape) -> list[str]:
     """Settings with which a router chooses experts without calling its hook."""
-    megatron, reasons = shape.megatron, []
+    megatron, found = shape.megatron, []  # what is wrong, and what is legal with the routing key
+    hook = "the hook that replays experts"
     if megatron.get("moe_router_fusion"):
-        reasons.append(
-            "a fused router does not call the hook that replays experts; "
-            "legal with it: model.megatron.moe_router_fusion = false"
-        )
-    key = "model.megatron.moe_router_load_balancing_type"
+        found.append((f"a fused router does not call {hook}", "{}moe_router_fusion = false"))
     for kind in ("sinkhorn", "quantile_balancing"):
         if kind in str(megatron.get("moe_router_load_balancing_type")):
-            reasons.append(
-                f"{kind.replace('_', ' ')} does not call the hook that replays experts; "
-                f"legal with it: another {key}"
-            )
+            wrong = f"{kind.replace('_', ' ')} does not call {hook}"
+            found.append((wrong, "another {}moe_router_load_balancing_type"))
     graphs = [name for name in ("enable_cuda_graph", "external_cuda_graph") if megatron.get(name)]
     if megatron.get("cuda_graph_impl", "none") != "none":
         graphs.append("cuda_graph_impl")
-    reasons += [
-        "a captured CUDA graph calls the hook that replays experts only once; "
-        f"legal with it: no model.megatron.{name}"
-        for name in graphs
+    found += [
+        (f"a captured CUDA graph calls {hook} only once", f"no {{}}{name}") for name in graphs
     ]
     if megatron.get("overlap_moe_expert_parallel_comm"):
-        reasons.append(
-            "layers of two micro-batches alternate, and would take each other's routes; "
-            "legal with it: model.megatron.overlap_moe_expert_parallel_comm = false"
-        )
-    return reasons
+        wrong = "layers of two micro-batches alternate, and would take each other's routes"
+        found.append((wrong, "{}overlap_moe_expert_parallel_comm = false"))
+    return [f"{wrong}; legal with it: {legal.format('model.megatron.')}" for wrong, legal in found]
 
 
 def _ways_to_drop(shape: ModelShape) -> list[str]:
@@ -220,11 +205,8 @@ def decay_is_read(plan: Plan) -> Problems:
     elif optimizer.wsd_steps is None:
         yield key, "optimizer.decay = wsd needs it; legal: from 1"
     elif steps is not None and optimizer.warmup_steps + optimizer.wsd_steps > steps:
-        yield (
-            key,
-            f"with warmup_steps = {optimizer.warmup_steps} more than training.steps = {steps}; "
-            f"legal: at most {max(steps - optimizer.warmup_steps, 0)}",
-        )
+        wrong = f"with warmup_steps = {optimizer.warmup_steps} more than training.steps = {steps}"
+        yield key, f"{wrong}; legal: at most {max(steps - optimizer.warmup_steps, 0)}"
 
 
 def warm_up_ends(plan: Plan) -> Problems:
@@ -305,14 +287,10 @@ def batches_divide(plan: Plan) -> Problems:
 
 
 _SHARED: tuple[Rule, ...] = (learning_rates_agree, checkpoints_can_be_kept)
-_REINFORCEMENT: tuple[Rule, ...] = (
-    lengths_fit,
-    batches_fit,
-    rewards_are_shaped,
-    refills_are_read,
-    prompts_are_given,
-    routing_can_be_replayed,
-)
 _STAGE: tuple[Rule, ...] = (warm_up_ends, decay_is_read, export_has_a_family)
-_FINE_TUNING: tuple[Rule, ...] = (*_STAGE, examples_are_given)
-_PRETRAINING: tuple[Rule, ...] = (*_STAGE, corpora_are_given, samples_fit, batches_divide)
+_RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
+    Config: (lengths_fit, batches_fit, rewards_are_shaped, refills_are_read)
+    + (prompts_are_given, routing_can_be_replayed),
+    FineTuningConfig: (*_STAGE, examples_are_given),
+    PretrainingConfig: (*_STAGE, corpora_are_given, samples_fit, batches_divide),
+}

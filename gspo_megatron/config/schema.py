@@ -43,9 +43,7 @@ class ModelSection(Section):
         "the named shape to start from; null: the shape that hf_path or checkpoint_path has, or "
         "tiny without them",
     )
-    hf_path: Text | None = shapes(
-        None, "Hugging Face folder with the weights to start from; null: random weights"
-    )
+    hf_path: Text | None = shapes(None, "Hugging Face folder of starting weights; null: random")
     checkpoint_path: Text | None = shapes(
         None,
         "a checkpoint of gspo-megatron with the weights to start from; for a run folder, or its "
@@ -59,15 +57,9 @@ class ModelSection(Section):
     max_sequence_length: Positive | None = shapes(
         None, "prompt and response together, in tokens; null: the preset's"
     )
-    rotary_base: float | None = shapes(
-        None, "base of the rotary position embedding; null: the preset's", gt=0
-    )
-    tie_embeddings: bool | None = shapes(
-        None, "share input and output embedding; null: the preset's"
-    )
-    megatron: dict[str, Any] = shapes(
-        {}, "fields of the installed TransformerConfig, which replace the preset's"
-    )
+    rotary_base: float | None = shapes(None, "of the rotary embedding; null: the preset's", gt=0)
+    tie_embeddings: bool | None = shapes(None, "one input and output embedding; null: the preset's")
+    megatron: dict[str, Any] = shapes({}, "fields of TransformerConfig, which replace the preset's")
 
     @model_validator(mode="before")
     @classmethod
@@ -117,9 +109,7 @@ class ParallelSection(Section):
         "does not save",
     )
     context_parallel_size: Positive = harmless(1, "cp: shards of every sequence")
-    sequence_parallel: bool | None = harmless(
-        None, "split activations between matrices over tp; null: on when tp > 1"
-    )
+    sequence_parallel: bool | None = harmless(None, "split activations over tp; null: on if tp > 1")
     data_parallel_size: Positive | None = harmless(
         None, "dp: copies of the model; null: world size / (tp * pp * cp)"
     )
@@ -154,12 +144,8 @@ class DataSection(Section):
     prompts: Text | None = key(
         "contents", None, "training prompts, a .jsonl or .parquet file; required to train"
     )
-    eval_prompts: Text | None = key(
-        "shown", None, "prompts of the evaluation, a .jsonl or .parquet file"
-    )
-    tokenizer: Text = key(
-        "contents", ..., "a sentencepiece .model file or a folder with a Hugging Face tokenizer"
-    )
+    eval_prompts: Text | None = key("shown", None, "evaluation prompts, a .jsonl or .parquet file")
+    tokenizer: Text = key("contents", ..., "a sentencepiece .model file or a Hugging Face folder")
     prompt_field: Text = shapes("prompt", "the field that holds the prompt")
     answer_field: Text = shapes("answer", "the field that holds the right answer")
     max_prompt_tokens: Positive | None = shapes(
@@ -226,9 +212,7 @@ class RoutingSection(Section):
     reference_replay: Literal["off", "r2", "r3"] = shapes(
         "off", "the same for the reference policy, independently of replay"
     )
-    store_on_host: bool = harmless(
-        False, "keep recorded routes in host memory until their micro-batch"
-    )
+    store_on_host: bool = harmless(False, "keep routes in host memory until their micro-batch")
     volatility: bool = harmless(False, "measure how many experts change during a step, by layer")
     rollout_noise: float = shapes(
         0.0,
@@ -271,9 +255,7 @@ class RunSection(Section):
         "fp8-blockwise and mxfp8: matrix products in FP8 by Transformer Engine, everything else "
         "as in bf16",
     )
-    micro_batch_tokens: Positive = harmless(
-        4096, "token budget of a micro-batch: bounds the memory of activations"
-    )
+    micro_batch_tokens: Positive = harmless(4096, "tokens of a micro-batch; bounds the activations")
     evaluation_interval: NotNegative = harmless(
         0, "steps between evaluations; 0: at start and end only"
     )
@@ -299,9 +281,7 @@ class TrainingSection(RunSection):
     """The run itself."""
 
     steps: Positive = key("steps", 100, "RL steps: roll out, score, update")
-    packing: bool = harmless(
-        True, "sequences end to end in a row; false: a row each, padded to the longest"
-    )
+    packing: bool = harmless(True, "sequences end to end in a row; false: a padded row each")
     evaluation_prompts: Positive = harmless(256, "use at most this many of data.eval_prompts")
     dump_batches: NotNegative = harmless(
         0,
@@ -319,18 +299,10 @@ class CheckpointSection(Section):
         "stop; 0: none",
     )
     keep_last: Positive | None = harmless(3, "keep this many of the newest; null: all")
-    keep_best: NotNegative = harmless(
-        0, "keep also this many with the highest `best_metric` at their step"
-    )
-    keep_every: NotNegative = harmless(
-        0, "keep also those whose step is a multiple of this; 0: none"
-    )
-    best_metric: Text = harmless(
-        "evaluation/accuracy", "a metric of metrics.jsonl; higher is better"
-    )
-    asynchronous: bool = harmless(
-        False, "write while training goes on, which waits for the copy in host memory only"
-    )
+    keep_best: NotNegative = harmless(0, "keep also this many with the highest `best_metric`")
+    keep_every: NotNegative = harmless(0, "keep also those whose step is a multiple of it; 0: none")
+    best_metric: Text = harmless("evaluation/accuracy", "of metrics.jsonl; higher is better")
+    asynchronous: bool = harmless(False, "write during training, once a copy is in host memory")
 
 
 class RecordSection(Section):

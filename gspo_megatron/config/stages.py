@@ -40,17 +40,13 @@ class StageOptimizerSection(OptimizerSection):
 class StageCheckpointSection(CheckpointSection):
     """Saving and resuming."""
 
-    best_metric: Text = harmless(
-        "evaluation/logprob", "a metric of metrics.jsonl; higher is better"
-    )
+    best_metric: Text = harmless("evaluation/logprob", "of metrics.jsonl; higher is better")
 
 
 class ExportSection(Section):
     """What becomes of the model at the end."""
 
-    hf_path: Text | None = harmless(
-        None, "a Hugging Face folder to write, which must not exist; null: none"
-    )
+    hf_path: Text | None = harmless(None, "a new Hugging Face folder to write; null: none")
 
 
 class StageConfig(RunConfig):
@@ -74,12 +70,8 @@ class FineTuningDataSection(Section):
     examples: Text | None = key(
         "contents", None, "examples to learn, a .jsonl or .parquet file; required to train"
     )
-    eval_examples: Text | None = key(
-        "shown", None, "examples of the evaluation, a .jsonl or .parquet file"
-    )
-    tokenizer: Text = key(
-        "contents", ..., "a sentencepiece .model file or a folder with a Hugging Face tokenizer"
-    )
+    eval_examples: Text | None = key("shown", None, "examples to evaluate, .jsonl or .parquet")
+    tokenizer: Text = key("contents", ..., "a sentencepiece .model file or a Hugging Face folder")
     messages_field: Text | None = shapes(
         None,
         "the field that holds a conversation, of which the assistant's messages are learned; null: "
@@ -87,12 +79,8 @@ class FineTuningDataSection(Section):
     )
     prompt_field: Text = shapes("prompt", "the field that holds the prompt")
     answer_field: Text = shapes("answer", "the field that holds the answer")
-    chat_template: bool = shapes(
-        False, "a prompt and its answer go through the tokenizer's chat template"
-    )
-    max_tokens: Positive | None = shapes(
-        None, "longest example in tokens; null: model.max_sequence_length"
-    )
+    chat_template: bool = shapes(False, "prompts and answers go through the chat template")
+    max_tokens: Positive | None = shapes(None, "of an example; null: model.max_sequence_length")
     too_long: Literal["error", "drop", "truncate"] = shapes(
         "error", "a longer example is refused, left out, or cut if a learned token is left"
     )
@@ -108,9 +96,7 @@ class FineTuningTrainingSection(RunSection):
         None, "maximum number of passes over the examples; null: steps decide, or 1 without them"
     )
     batch_size: Positive = shapes(64, "examples of a step, over all ranks")
-    packing: bool = harmless(
-        True, "sequences end to end in a row; false: a row each, padded to the longest"
-    )
+    packing: bool = harmless(True, "sequences end to end in a row; false: a padded row each")
 
 
 class FineTuningConfig(StageConfig):
@@ -148,17 +134,13 @@ class FineTuningConfig(StageConfig):
 class PretrainingDataSection(Section):
     """Tokenized corpora: datasets of Megatron-Core, as tools/prepare_data.py writes them."""
 
-    train: list[Text] = key(
-        "contents", [], "prefixes of .bin and .idx files to learn; required to train"
-    )
+    train: list[Text] = key("contents", [], "prefixes of .bin and .idx files; required to train")
     weights: list[Annotated[float, Field(gt=0)]] | None = shapes(
         None,
         "the share of each prefix in what is learned, up to a common factor; null: in proportion "
         "to its tokens",
     )
-    evaluation: list[Text] = key(
-        "shown", [], "prefixes of the evaluation, in proportion to their tokens"
-    )
+    evaluation: list[Text] = key("shown", [], "prefixes of the evaluation, weighted by tokens")
     evaluation_share: float = shapes(
         0.0,
         "instead of evaluation: the share of documents at the end of every training prefix that is "
@@ -167,25 +149,17 @@ class PretrainingDataSection(Section):
         lt=1,
     )
     tokenizer: Text = key("contents", ..., "the tokenizer that the datasets were made with")
-    sequence_length: Positive | None = shapes(
-        None, "tokens of a sample; null: model.max_sequence_length"
-    )
-    mask_end_of_document: bool = shapes(
-        False, "the first token after the end of a document is not learned"
-    )
+    sequence_length: Positive | None = shapes(None, "of a sample; null: model.max_sequence_length")
+    mask_end_of_document: bool = shapes(False, "the first token of a next document is not learned")
 
 
 class PretrainingTrainingSection(RunSection):
     """The run itself."""
 
     steps: Positive | None = key("steps", None, "maximum number of updates; null: tokens decide")
-    tokens: Positive | None = harmless(
-        None, "tokens to learn, rounded up to whole steps; null: steps decide"
-    )
+    tokens: Positive | None = harmless(None, "tokens to learn, up to whole steps; null: see steps")
     batch_size: Positive = shapes(64, "samples of a step, over all ranks")
-    evaluation_batches: Positive = harmless(
-        8, "batches of an evaluation; fewer if its data hold fewer"
-    )
+    evaluation_batches: Positive = harmless(8, "batches of an evaluation; fewer if data are fewer")
 
 
 class PretrainingConfig(StageConfig):

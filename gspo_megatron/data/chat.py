@@ -65,11 +65,6 @@ def read_template(folder: Path) -> str | None:
     return None
 
 
-def has_generation_marks(template: str) -> bool:
-    """Whether the template marks what the assistant writes."""
-    return _GENERATION_MARK.search(template) is not None
-
-
 def written_symbols(template: str) -> list[str]:
     """The symbols of the form <|name|> that the template writes, each once."""
     return list(dict.fromkeys(_SYMBOL.findall(template)))
@@ -109,7 +104,7 @@ def render(
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError as error:
         raise DataError(f"{name}: a chat template needs transformers and jinja2") from error
-    marked = has_generation_marks(template)
+    marked = _GENERATION_MARK.search(template) is not None
     try:
         texts, spans = render_jinja_template(
             conversations=[[dict(message) for message in messages]],

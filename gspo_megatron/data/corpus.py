@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ from gspo_megatron.data.documents import (
 )
 from gspo_megatron.data.indexed import Manifest, data_files, validate_tokens
 from gspo_megatron.data.rows import Problems
-from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import fingerprint, write_atomically
 
@@ -84,19 +84,16 @@ def prepare(
                 "name one of its symbols, or train it with --control-symbols"
             )
         eod_id = symbol_id
-    settings = Settings(
-        job.tokenizer, job.text_field, job.text_documents, eod_id, digests=job.deduplicate
-    )
     chunks = plan_chunks(job.inputs, job.chunk_bytes, job.text_documents)
     state = _file_states(job.inputs)
     with _work_folder(job.prefix) as folder:
-        parts = _part_files(folder, chunks, settings, state)
-        _tokenize(chunks, parts, settings, workers, on_chunk)
+        parts = _part_files(folder, chunks, job, eod_id, state)
+        _tokenize(chunks, parts, Worker(job, eod_id, tokenizer), workers, on_chunk)
         for path, before in state.items():
             if _file_states([path])[path] != before:
                 raise DataError(f"{path}: changed while it was read; run again")
         try:
-            return _publish(job, parts, settings, folder, tokenizer.vocab_size)
+            return _publish(job, parts, eod_id, folder, tokenizer.vocab_size)
         except OSError as error:
             reason = error.strerror or error
             raise DataError(f"{job.prefix}.bin: cannot be written: {reason}") from error
@@ -129,7 +126,8 @@ def _file_states(paths: Sequence[str]) -> dict[str, tuple[str, int, int]]:
 def _part_files(
     folder: Path,
     chunks: Sequence[Chunk],
-    settings: Settings,
+    job: CorpusJob,
+    eod_id: int,
     states: Mapping[str, tuple[str, int, int]],
 ) -> list[Path]:
     """A file for each chunk, named by a hash of everything that its tokens depend on.
@@ -137,7 +135,8 @@ def _part_files(
     So an existing file is always right: after the user has corrected one input, the chunks of the
     others are not done again.
     """
-    common = [fingerprint(settings.tokenizer), {**asdict(settings), "tokenizer": None}]
+    settings = [job.text_field, job.text_documents, eod_id, job.deduplicate]
+    common = [fingerprint(job.tokenizer), *settings]
     files = []
     for chunk in chunks:
         key = [common, states[chunk.path], chunk.kind, chunk.start, chunk.end]
@@ -149,17 +148,14 @@ def _part_files(
 def _tokenize(
     chunks: Sequence[Chunk],
     parts: Sequence[Path],
-    settings: Settings,
+    worker: Worker,
     workers: int,
     on_chunk: OnChunk,
 ) -> None:
     missing = [n for n, part in enumerate(parts) if not part.exists()]
     done = len(chunks) - len(missing)
     on_chunk(done, len(chunks))
-    if not missing:
-        return
     if workers == 1:
-        worker = ChunkWorker(settings)
         for number in missing:
             worker.write(chunks[number], parts[number])
             done += 1
@@ -167,14 +163,14 @@ def _tokenize(
         return
     # New processes: a fork would copy the locks of this one's threads.
     pool = ProcessPoolExecutor(
-        min(workers, len(missing)),
+        min(workers, max(len(missing), 1)),
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=ChunkWorker.start,
-        initargs=(settings,),
+        initializer=_start_worker,
+        initargs=(worker.job, worker.eod_id),
     )
     failures: dict[int, BaseException] = {}
     try:
-        futures = {pool.submit(ChunkWorker.run, chunks[n], parts[n]): n for n in missing}
+        futures = {pool.submit(_run_worker, chunks[n], parts[n]): n for n in missing}
         for future in as_completed(futures):
             if future.cancelled():
                 continue
@@ -192,17 +188,6 @@ def _tokenize(
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How text becomes tokens."""
-
-    tokenizer: str
-    text_field: str
-    text_documents: str
-    eod_id: int  # put after each document
-    digests: bool  # hash the texts, to find duplicates
-
-
-@dataclass(frozen=True)
 class ChunkTokens:
     """The documents of a chunk, flat."""
 
@@ -211,37 +196,14 @@ class ChunkTokens:
     digests: np.ndarray  # [documents, DIGEST_BYTES] uint8, or no rows
     empty: int  # documents without text, left out
 
-    def documents(self) -> Iterator[np.ndarray]:
-        """The tokens of each document."""
-        ends = np.cumsum(self.lengths)
-        for start, end in zip(ends - self.lengths, ends):
-            yield self.tokens[start:end]
 
+@dataclass(frozen=True)
+class Worker:
+    """Tokenizes one chunk after the other."""
 
-class ChunkWorker:
-    """Tokenizes one chunk after the other, in a process pool or alone."""
-
-    _current: ChunkWorker | None = None
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.tokenizer = load_tokenizer(settings.tokenizer)
-
-    @classmethod
-    def start(cls, settings: Settings) -> None:
-        """The initializer of a process pool."""
-        # The processes are the parallelism; threads would compete for the same cores.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        # Ctrl-C reaches every process of a terminal; the parent ends the workers.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-        cls._current = cls(settings)
-
-    @classmethod
-    def run(cls, chunk: Chunk, path: Path) -> None:
-        """A task of a process pool."""
-        assert cls._current is not None
-        cls._current.write(chunk, path)
+    job: CorpusJob
+    eod_id: int  # put after each document
+    tokenizer: Tokenizer
 
     def write(self, chunk: Chunk, path: Path) -> None:
         """Tokenizes a chunk into the file `path`. Raises DataError as `tokenize` does."""
@@ -252,9 +214,8 @@ class ChunkWorker:
 
     def tokenize(self, chunk: Chunk) -> ChunkTokens:
         """Raises DataError that names the bad lines of the chunk."""
-        settings = self.settings
-        problems = Problems()
-        documents = read_chunk(chunk, settings.text_field, problems, settings.text_documents)
+        job, problems = self.job, Problems()
+        documents = read_chunk(chunk, job.text_field, problems, job.text_documents)
         blocks: list[np.ndarray] = [np.empty(0, np.int32)]
         lengths: list[int] = []
         digests: list[bytes] = []
@@ -263,9 +224,9 @@ class ChunkWorker:
             texts = [text for _, text in batch if text.strip()]
             empty += len(batch) - len(texts)
             for ids in self.tokenizer.encode_all(texts):
-                blocks.append(np.array([*ids, settings.eod_id], np.int32))
+                blocks.append(np.array([*ids, self.eod_id], np.int32))
                 lengths.append(len(ids) + 1)
-            if settings.digests:
+            if job.deduplicate:
                 digests += [
                     hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
                     for text in texts
@@ -277,6 +238,22 @@ class ChunkWorker:
             np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES),
             empty,
         )
+
+
+_workers: list[Worker] = []  # of this process, if it is one of the pool
+
+
+def _start_worker(job: CorpusJob, eod_id: int) -> None:
+    # The processes are the parallelism; threads would compete for the same cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Ctrl-C reaches every process of a terminal; the parent ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _workers.append(Worker(job, eod_id, load_tokenizer(job.tokenizer)))
+
+
+def _run_worker(chunk: Chunk, path: Path) -> None:
+    _workers[0].write(chunk, path)
 
 
 def _end_with_parent() -> None:
@@ -309,7 +286,9 @@ class _JoinedDocuments:
         for path in self._parts:
             part = read_part(path)
             self.empty += part.empty
-            for number, tokens in enumerate(part.documents()):
+            ends = np.cumsum(part.lengths)
+            for number, (start, end) in enumerate(zip(ends - part.lengths, ends)):
+                tokens = part.tokens[start:end]
                 if self._seen is not None:
                     digest = part.digests[number].tobytes()
                     if digest in self._seen:
@@ -323,7 +302,7 @@ class _JoinedDocuments:
 
 
 def _publish(
-    job: CorpusJob, parts: Sequence[Path], settings: Settings, folder: Path, vocab_size: int
+    job: CorpusJob, parts: Sequence[Path], eod_id: int, folder: Path, vocab_size: int
 ) -> Manifest:
     # Not at the top: the workers import this module, and need no Megatron-Core.
     from gspo_megatron.data.corpus_files import token_dtype, write_indexed
@@ -339,7 +318,7 @@ def _publish(
         dtype=np.dtype(token_dtype(vocab_size)).name,
         largest_token=joined.largest,
         vocab_size=vocab_size,
-        eod_id=settings.eod_id,
+        eod_id=eod_id,
         tokenizer={"name": Path(job.tokenizer).name, "sha256": fingerprint(job.tokenizer)},
         inputs=[
             {"name": path.name, "bytes": path.stat().st_size} for path in map(Path, job.inputs)
@@ -351,7 +330,7 @@ def _publish(
         sha256={path.suffix[1:]: fingerprint(path) for path in made[:2]},
     )
     write_atomically(made[2], manifest.to_json())
-    validate_tokens(folder / "joined", vocab_size, settings.eod_id)
+    validate_tokens(folder / "joined", vocab_size, eod_id)
     _replace(made, data_files(job.prefix))
     return manifest
 

@@ -105,7 +105,7 @@ def read_index(path: str | Path) -> Index:
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """The content of PREFIX.json; None without that file. Raises DataError if it is no manifest."""
+    """The content of PREFIX.json; None without that file."""
     path = data_files(prefix)[2]
     try:
         return Manifest(**json.loads(path.read_bytes()))
@@ -122,12 +122,19 @@ def check_dataset(prefix: str | Path, model_vocab_size: int | None = None) -> Ma
 
     Raises DataError with all problems.
     """
-    bin_path, idx_path, _ = data_files(prefix)
-    index = read_index(idx_path)
-    manifest = read_manifest(prefix)
+    bin_path, idx_path, json_path = data_files(prefix)
+    index, manifest = read_index(idx_path), read_manifest(prefix)
     problems = Problems()
-    _check_index(index, idx_path, problems)
-    wanted = int(index.lengths.sum(dtype=np.int64)) * index.dtype.itemsize
+    lengths, documents = index.lengths, index.document_ends
+    ends = np.cumsum(lengths, dtype=np.int64) * index.dtype.itemsize
+    starts = np.append(0, ends)[:-1]
+    if (lengths < 0).any() or not np.array_equal(index.pointers, starts):
+        problems.add(f"{idx_path}", "sequences do not follow each other: damaged")
+    covered = len(documents) and documents[0] == 0 and documents[-1] == len(lengths)
+    if not covered or (np.diff(documents) < 0).any():
+        problems.add(f"{idx_path}", "documents do not cover all sequences: damaged")
+    tokens = int(lengths.sum(dtype=np.int64))
+    wanted = tokens * index.dtype.itemsize
     try:
         size = bin_path.stat().st_size
     except OSError as error:
@@ -138,7 +145,16 @@ def check_dataset(prefix: str | Path, model_vocab_size: int | None = None) -> Ma
             f"has {size} bytes, but {idx_path} describes {wanted}: they do not belong together",
         )
     if manifest is not None:
-        _check_manifest(manifest, index, prefix, problems)
+        for path in (bin_path, idx_path):
+            noted, size = manifest.bytes.get(path.suffix[1:]), path.stat().st_size
+            if noted != size:
+                problems.add(f"{path}", f"has {size} bytes, but {json_path} notes {noted}")
+        if (len(documents) - 1, tokens) != (manifest.documents, manifest.tokens):
+            problems.add(
+                f"{idx_path}",
+                f"has {len(documents) - 1} documents of {tokens} tokens, but {json_path} notes "
+                f"{manifest.documents} of {manifest.tokens}",
+            )
         if model_vocab_size is not None and manifest.vocab_size > model_vocab_size:
             problems.add(
                 f"{bin_path}",
@@ -176,38 +192,3 @@ def validate_tokens(prefix: str | Path, vocab_size: int, eod_id: int | None = No
         if missing:
             problems.add(f"{bin_path}", f"{missing} documents do not end in token {eod_id}")
     problems.raise_if_any()
-
-
-def _check_index(index: Index, path: Path, problems: Problems) -> None:
-    ends = np.cumsum(index.lengths, dtype=np.int64) * index.dtype.itemsize
-    if len(index.lengths) and (
-        index.lengths.min() < 0
-        or index.pointers[0] != 0
-        or not np.array_equal(index.pointers[1:], ends[:-1])
-    ):
-        problems.add(f"{path}", "sequences do not follow each other: damaged")
-    documents = index.document_ends
-    if (
-        not len(documents)
-        or documents[0] != 0
-        or documents[-1] != len(index.lengths)
-        or (np.diff(documents) < 0).any()
-    ):
-        problems.add(f"{path}", "documents do not cover all sequences: damaged")
-
-
-def _check_manifest(
-    manifest: Manifest, index: Index, prefix: str | Path, problems: Problems
-) -> None:
-    bin_path, idx_path, json_path = data_files(prefix)
-    for path in (bin_path, idx_path):
-        noted, size = manifest.bytes.get(path.suffix[1:]), path.stat().st_size
-        if noted != size:
-            problems.add(f"{path}", f"has {size} bytes, but {json_path} notes {noted}")
-    counted = (len(index.document_ends) - 1, int(index.lengths.sum(dtype=np.int64)))
-    if counted != (manifest.documents, manifest.tokens):
-        problems.add(
-            f"{idx_path}",
-            f"has {counted[0]} documents of {counted[1]} tokens, but {json_path} notes "
-            f"{manifest.documents} of {manifest.tokens}",
-        )

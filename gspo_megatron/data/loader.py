@@ -32,11 +32,6 @@ class PromptLoader:
         self._deferred: list[int] = []  # prompts of this epoch, for the next step
         self._order = self._epoch_order()
 
-    @property
-    def epoch(self) -> int:
-        """The number of the epoch that the latest prompt came from, from 0."""
-        return self._epoch
-
     def next(self) -> list[int]:
         """The prompt indices of the next step, `prompts_per_step` of them."""
         wanted = self._prompts_per_step

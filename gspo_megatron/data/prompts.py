@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gspo_megatron.data.rows import Problems, read_rows, string_fault
 from gspo_megatron.errors import DataError
@@ -24,10 +24,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """All prompts of a file, in its order.
 
-    A file that ends in `.parquet` or starts with Parquet's magic bytes is read as Parquet, any
-    other as JSON Lines in UTF-8 (blank lines are skipped). Both fields must be strings, and the
-    prompt must not be empty. All other fields of a row are kept in `fields`. `source` is
-    "path:line", counted from 1 (for Parquet: the row).
+    Both fields must be strings, and the prompt must not be empty. All other fields of a row are
+    kept in `fields`. `source` is "path:line", counted from 1 (for Parquet: the row).
 
     Raises DataError that names the first bad rows and says how many more there are.
     """
@@ -45,23 +43,14 @@ def read_prompts(
     """The prompts of a file one by one, as `load_prompts` reads them; bad rows go to `problems`."""
     chosen = {"data.prompt_field": prompt_field, "data.answer_field": answer_field}
     for where, row in read_rows(Path(path), chosen, problems, what="prompt file"):
-        faults = _faults(row, chosen)
-        for fault in faults:
+        faults = [string_fault(row, name, setting) for setting, name in chosen.items()]
+        if faults[0] is None and not row[prompt_field].strip():
+            faults[0] = f"field {prompt_field!r} is empty; a prompt needs some text"
+        for fault in filter(None, faults):
             problems.add(where, fault)
-        if not faults:
+        if not any(faults):
             others = {key: value for key, value in row.items() if key not in chosen.values()}
             yield Prompt(row[prompt_field], row[answer_field], where, others)
-
-
-def _faults(row: dict[str, Any], chosen: dict[str, str]) -> list[str]:
-    faults = []
-    for setting, name in chosen.items():
-        fault = string_fault(row, name, setting)
-        if fault is None and setting == "data.prompt_field" and not row[name].strip():
-            fault = f"field {name!r} is empty; a prompt needs some text"
-        if fault is not None:
-            faults.append(fault)
-    return faults
 
 
 def encode_prompts(

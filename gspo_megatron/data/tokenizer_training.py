@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import random
 import shutil
+import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gspo_megatron.data.chat import CHATML, TEMPLATE_FILE, template_fault, written_symbols
 from gspo_megatron.data.documents import read_documents, sentences
-from gspo_megatron.data.hugging_face import (
-    BYTE_PIECE_CHARACTERS,
-    MODEL_TYPES,
-    SPACE,
-    check_conversion,
-    random_texts,
-    save_hugging_face,
-    with_exact_scores,
-)
 from gspo_megatron.data.rows import Problems
-from gspo_megatron.data.tokenizers import HUGGING_FACE_FILES, load_tokenizer, train_sentencepiece
+from gspo_megatron.data.tokenizers import (
+    HUGGING_FACE_FILES,
+    load_tokenizer,
+    special_pieces,
+    train_sentencepiece,
+)
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import Tokenizer
 
 MODEL_FILE = "tokenizer.model"
 NORMALIZATIONS = ("identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf")
@@ -32,6 +37,19 @@ _UNKNOWN, _PADDING = "<unk>", "<pad>"
 _CHECKED_TEXTS = 400
 _SAMPLED_LINES = 200
 _LARGEST_NUMBER = 2**31 - 1  # of sentencepiece
+SPACE = "▁"  # how pieces spell a space
+# Text such as "<0x41>" must become characters, never the piece for that byte: so these characters
+# must all be in the vocabulary.
+BYTE_PIECE_CHARACTERS = "<0x123456789ABCDEF>"
+MODEL_TYPES = ("unigram", "bpe", "char")
+
+STEP = 64  # exact scores are multiples of 1 / STEP: float32 sums are exact up to 2**24 / STEP
+# The score of a user symbol, which beats every other path. Sentencepiece's own bonus for symbols is
+# no multiple of 1 / STEP, and too small if another piece holds the symbol's beginning.
+SYMBOL_SCORE = 64.0
+_PIECES, _PIECE, _SCORE, _TYPE = 1, 1, 2, 3  # field numbers of the protocol buffer
+_NORMAL = 1  # a type of pieces
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 
 
 @dataclass(frozen=True)
@@ -89,7 +107,12 @@ def train_tokenizer(
         made, lines = _train_into(staging, inputs, recipe)
         if recipe.normalization == "identity":
             try:
-                made += _convert(staging, recipe, lines)
+                model = staging / MODEL_FILE
+                form = save_hugging_face(model, staging, recipe.model_type, recipe.user_symbols)
+                symbols = [*_control_symbols(recipe), *recipe.user_symbols]
+                texts = random_texts(symbols, lines, _CHECKED_TEXTS)
+                check_conversion(model, staging, [*lines, *texts])
+                made += form
             except DataError as error:  # training may have taken hours: the model is kept
                 difference = error
         folder.mkdir(exist_ok=True)
@@ -151,14 +174,16 @@ def _train_into(
     import sentencepiece
 
     sentencepiece.set_random_generator_seed(1)  # for the draw of sentences
-    sample: list[str] = []
-    lines = _sampled(sentences(read_documents(inputs, recipe.text_field)), sample)
+    lines = sentences(read_documents(inputs, recipe.text_field))
+    sample = list(itertools.islice(lines, _SAMPLED_LINES))
+    if not sample:
+        raise DataError(f"{', '.join(map(str, inputs))}: no text to train on")
     symbols = [*_control_symbols(recipe), *recipe.user_symbols]
     required = "\n" + "".join(symbols)
     if recipe.byte_fallback:
         required += BYTE_PIECE_CHARACTERS
     model = train_sentencepiece(
-        lines,
+        itertools.chain(sample, lines),
         recipe.vocab_size,
         folder / Path(MODEL_FILE).stem,
         recipe.model_type,
@@ -175,8 +200,6 @@ def _train_into(
         input_sentence_size=recipe.max_sentences,
         shuffle_input_sentence=recipe.max_sentences > 0,
     )
-    if not sample:
-        raise DataError(f"{', '.join(map(str, inputs))}: no text to train on")
     if recipe.model_type == "unigram" and recipe.normalization == "identity":
         write_atomically(model, with_exact_scores(model.read_bytes(), recipe.user_symbols))
     _check_symbols(model, symbols)
@@ -184,15 +207,6 @@ def _train_into(
         return [model], sample
     template = write_atomically(folder / TEMPLATE_FILE, recipe.chat_template.encode())
     return [model, template], sample
-
-
-def _convert(folder: Path, recipe: TokenizerRecipe, lines: Sequence[str]) -> list[Path]:
-    """Writes the form for transformers and compares both on `lines` and on random text."""
-    model = folder / MODEL_FILE
-    made = save_hugging_face(model, folder, recipe.model_type, recipe.user_symbols)
-    symbols = [*_control_symbols(recipe), *recipe.user_symbols]
-    check_conversion(model, folder, [*lines, *random_texts(symbols, lines, _CHECKED_TEXTS)])
-    return made
 
 
 def _control_symbols(recipe: TokenizerRecipe) -> list[str]:
@@ -208,9 +222,170 @@ def _check_symbols(model: Path, symbols: Sequence[str]) -> None:
             raise DataError(f"{model}: symbol {symbol!r} is not one token: {ids}")
 
 
-def _sampled(lines: Iterator[str], sample: list[str]) -> Iterator[str]:
-    """Passes the lines on, and keeps the first of them in `sample`."""
-    for line in lines:
-        if len(sample) < _SAMPLED_LINES:
-            sample.append(line)
-        yield line
+# The form for transformers. Its own conversion needs protobuf, and its ids differ in rare cases:
+# text can spell byte and control pieces there, and merges are in another order. So the tokenizer is
+# built from what sentencepiece's public interface says about the model.
+
+
+def save_hugging_face(
+    model: Path, folder: Path, model_type: str, user_symbols: Sequence[str] = ()
+) -> list[Path]:
+    """Writes tokenizer.json and tokenizer_config.json to `folder`; returns their paths.
+
+    `model`: a sentencepiece model without normalisation and with these `user_symbols`, whose pieces
+    include the characters of all its symbols; a unigram model must have exact scores.
+    """
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.read_bytes())
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **special_pieces(processor),
+    }
+    files = {
+        "tokenizer.json": convert(processor, model_type, user_symbols).to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+    }
+    return [write_atomically(folder / name, text.encode()) for name, text in files.items()]
+
+
+def convert(
+    processor: SentencePieceProcessor, model_type: str, user_symbols: Sequence[str]
+) -> Tokenizer:
+    """The same tokenizer in the `tokenizers` library."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    size = processor.get_piece_size()
+    pieces = [processor.id_to_piece(token_id) for token_id in range(size)]
+    special = [n for n in range(size) if processor.is_control(n) or processor.is_unknown(n)]
+    bytes_ = {n for n in range(size) if processor.is_byte(n)}
+    symbols, unk_id = set(user_symbols), processor.unk_id()
+    normal = [n for n in range(size) if n not in {*special, *bytes_} and pieces[n] not in symbols]
+    if model_type == "unigram":
+        scores = [processor.get_score(n) for n in range(size)]
+        lowest, kept = min(scores[n] for n in normal), {*normal}
+        vocabulary = [
+            (piece, scores[n] if n in kept or piece in symbols else len(piece) * lowest - 1)
+            for n, piece in enumerate(pieces)
+        ]
+        model = models.Unigram(vocabulary, unk_id=unk_id, byte_fallback=bool(bytes_))
+    else:
+        model = models.BPE(
+            {piece: n for n, piece in enumerate(pieces)},
+            _merges(processor, pieces, normal) if model_type == "bpe" else [],
+            unk_token=pieces[unk_id],
+            fuse_unk=True,
+            byte_fallback=bool(bytes_),
+        )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(pieces[n], special=True, normalized=False) for n in special]
+    )
+    if model_type != "unigram":  # a unigram model has them among its pieces
+        tokenizer.add_tokens([AddedToken(text, normalized=False) for text in user_symbols])
+    assert tokenizer.get_vocab_size() == size
+    return tokenizer
+
+
+def _merges(
+    processor: SentencePieceProcessor, pieces: list[str], normal: list[int]
+) -> list[tuple[str, str]]:
+    known = {pieces[n] for n in normal}
+    merges = []
+    for n in sorted(normal, key=lambda n: (-processor.get_score(n), n)):
+        # Sentencepiece joins any two neighbours that make up a piece.
+        for cut in range(len(pieces[n]) - 1, 0, -1):
+            left, right = pieces[n][:cut], pieces[n][cut:]
+            if left in known and right in known:
+                merges.append((left, right))
+    return merges
+
+
+def with_exact_scores(model: bytes, user_symbols: Collection[str]) -> bytes:
+    """A unigram model with rounded scores, in which `user_symbols` always win.
+
+    A unigram tokenizer takes the path of pieces with the greatest sum of scores. In a run of one
+    character ("-----" of "--" and "---") many paths have equal sums, and rounding decides between
+    them: sentencepiece adds in float32, transformers in float64, and their ids differ. Multiples of
+    1 / STEP are added without rounding in both.
+
+    The model file is a protocol buffer; scores and types are changed in place.
+    """
+    changed = bytearray(model)
+    for number, start, end in _fields(model, 0, len(model)):
+        if number != _PIECES:
+            continue
+        places = {field: (first, last) for field, first, last in _fields(model, start, end)}
+        text = model[slice(*places[_PIECE])].decode()
+        (score,) = struct.unpack("<f", model[slice(*places[_SCORE])])
+        if text in user_symbols:
+            score = SYMBOL_SCORE
+            changed[slice(*places[_TYPE])] = bytes([_NORMAL])
+        changed[slice(*places[_SCORE])] = struct.pack("<f", round(score * STEP) / STEP)
+    assert len(changed) == len(model)
+    return bytes(changed)
+
+
+def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The fields in message[at:end]: the number of each, and where its value starts and ends."""
+    while at < end:
+        key, at = _varint(message, at)
+        wire_type, start = key & 7, at
+        if wire_type == _VARINT:
+            _, at = _varint(message, at)
+        elif wire_type == _BYTES:
+            length, start = _varint(message, at)
+            at = start + length
+        else:
+            at += {_FIXED64: 8, _FIXED32: 4}[wire_type]
+        yield key >> 3, start, at
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and where it ends."""
+    value = shift = 0
+    while True:
+        value |= (message[at] & 0x7F) << shift
+        shift += 7
+        at += 1
+        if message[at - 1] < 0x80:
+            return value, at
+
+
+def check_conversion(model: str | Path, folder: str | Path, texts: Iterable[str]) -> int:
+    """Compares both forms on `texts`, which may hold control symbols; returns their number.
+
+    Raises DataError that shows the first text with different ids.
+    """
+    ours, theirs = load_tokenizer(model), load_tokenizer(folder)
+    count = 0
+    for text in texts:
+        if ours.encode_rendered(text).ids != theirs.encode_rendered(text).ids:
+            raise DataError(
+                f"{folder}: the form for transformers gives other ids than {model} for "
+                f"{text[:200]!r}"
+            )
+        count += 1
+    return count
+
+
+def random_texts(symbols: Sequence[str], sample: Sequence[str], count: int) -> Iterable[str]:
+    """Random texts of words of `sample`, symbols, spaces and characters of all kinds, seeded."""
+    source = random.Random(count)
+    words = [word for line in sample[:100] for word in line.split()[:20]] or ["a"]
+    kinds = (
+        lambda: source.choice(words),
+        lambda: source.choice(words)[: source.randint(1, 4)],
+        lambda: source.choice(symbols) if symbols else "",
+        lambda: source.choice(" \n\t\r") * source.randint(1, 5),
+        lambda: chr(source.randint(1, 0x2FF)),
+        lambda: chr(source.choice((0x3B1, 0x4E00, 0x1F600, 0x300, 0x200D)) + source.randint(0, 60)),
+        lambda: f"<0x{source.randint(0, 255):02X}>",
+    )
+    for _ in range(count):
+        yield "".join(source.choice(kinds)() for _ in range(source.randint(1, 30)))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.data.chat import TEMPLATE_FILE, Rendered, read_template, render
 from gspo_megatron.errors import DataError
@@ -35,48 +35,6 @@ class Encoded:
     ids: list[int]
     starts: list[int]
     ends: list[int]
-
-
-class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer."""
-
-    name: str  # the path it was loaded from
-    vocab_size: int  # the largest id + 1
-    eos_id: int
-    eos_ids: tuple[int, ...]  # each ends a response: eos_id, and the ids of GENERATION_FILE
-    pad_id: int
-    bos_id: int | None  # None unless the tokenizer's models expect it before plain text
-    unk_id: int | None  # None if no id stands for unknown characters alone
-    chat_template: str | None  # Jinja, as transformers uses it
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids, without special tokens."""
-        ...
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, in one call of the library."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text; special tokens are left out."""
-        ...
-
-    def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool = False) -> Rendered:
-        """The conversation as text, and where its answers are if the template marks them.
-
-        With `open_answer` the text ends where the assistant's next answer begins.
-
-        Raises DataError if the tokenizer has no template or the template refuses the messages.
-        """
-        ...
-
-    def encode_rendered(self, text: str) -> Encoded:
-        """Tokens of a chat template's output: control symbols in it become their ids."""
-        ...
-
-    def symbol_id(self, symbol: str) -> int | None:
-        """The id of a piece or special token; None if the tokenizer lacks it."""
-        ...
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -114,15 +72,17 @@ class SentencePieceTokenizer:
         except RuntimeError as error:
             raise DataError(f"{path}: not a sentencepiece model, or damaged; {HELP}") from error
         self.name = str(path)
-        self.vocab_size: int = self._processor.get_piece_size()
+        self.vocab_size: int = self._processor.get_piece_size()  # the largest id + 1
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
             raise DataError(f"{path}: has no end-of-sequence token; train it with an eos_id")
-        self.eos_ids = _eos_ids(path.parent, self.eos_id)
+        self.eos_ids = _eos_ids(path.parent, self.eos_id)  # each ends a response
         pad_id: int = self._processor.pad_id()
         self.pad_id = pad_id if pad_id >= 0 else self.eos_id
         bos_id: int = self._processor.bos_id()
+        # None unless the tokenizer's models expect it before plain text.
         self.bos_id = bos_id if bos_id >= 0 else None
+        # None if no id stands for unknown characters alone.
         self.unk_id: int | None = self._processor.unk_id()
         # Plain text cannot spell these symbols; the output of a chat template can.
         self._control_symbols = {
@@ -131,21 +91,28 @@ class SentencePieceTokenizer:
             if self._processor.is_control(token_id) or self._processor.is_unknown(token_id)
         }
         self._template_symbols = special_pieces(self._processor)
-        self.chat_template = read_template(path.parent)
+        self.chat_template = read_template(path.parent)  # Jinja, as transformers uses it
         self._adds_space = self._processor.normalize("a") != "a"
 
     def encode(self, text: str) -> list[int]:
+        """Token ids, without special tokens."""
         return self._processor.encode(text)
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, in one call of the library."""
         return self._processor.encode(list(texts), num_threads=1)
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """The text; special tokens are left out."""
         # A model may have more ids than its tokenizer, and sample one of them.
         known = [int(token_id) for token_id in token_ids if token_id < self.vocab_size]
         return self._processor.decode(known)
 
     def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool = False) -> Rendered:
+        """The conversation as text; with `open_answer` up to where the next answer begins.
+
+        Raises DataError if the tokenizer has no template or the template refuses the messages.
+        """
         if self.chat_template is None:
             raise DataError(
                 f"{self.name}: a sentencepiece model has no chat template, and there is no "
@@ -160,6 +127,7 @@ class SentencePieceTokenizer:
         return render(self.name, self.chat_template, messages, open_answer, self._template_symbols)
 
     def encode_rendered(self, text: str) -> Encoded:
+        """Tokens of a chat template's output: control symbols in it become their ids."""
         encoded = Encoded([], [], [])
         for start, part in self._split_at_control_symbols(text):
             if part in self._control_symbols:
@@ -182,6 +150,7 @@ class SentencePieceTokenizer:
             position += len(part)
 
     def symbol_id(self, symbol: str) -> int | None:
+        """The id of a piece or special token; None if the tokenizer lacks it."""
         token_id: int = self._processor.piece_to_id(symbol)  # <unk> if it lacks the symbol
         return token_id if self._processor.id_to_piece(token_id) == symbol else None
 
@@ -198,7 +167,7 @@ def special_pieces(processor: SentencePieceProcessor) -> dict[str, str]:
 
 
 class HuggingFaceTokenizer:
-    """A folder written by `save_pretrained`. Without a padding token, end-of-sequence serves."""
+    """A folder written by `save_pretrained`, with the interface of `SentencePieceTokenizer`."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = _load_hugging_face(path)
@@ -261,6 +230,9 @@ class HuggingFaceTokenizer:
 
     def symbol_id(self, symbol: str) -> int | None:
         return self._tokenizer.get_vocab().get(symbol)
+
+
+Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
 
 
 def _eos_ids(folder: Path, eos_id: int) -> tuple[int, ...]:

@@ -14,14 +14,14 @@ writes text to train a tokenizer and to pre-train on instead of the tokenizer.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
 import string
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from gspo_megatron.data.tokenizers import train_sentencepiece
 from gspo_megatron.errors import DataError, UserError
@@ -110,12 +110,15 @@ def supervised_rows(
 def corpus(rows: Sequence[Row], documents: int, seed: int) -> list[Row]:
     """Text to pre-train on: documents of true sentences about `rows` and nothing else."""
     source = random.Random(f"{seed}/corpus")
-    return [{"text": _document(rows, source)} for _ in range(documents)]
-
-
-def _document(rows: Sequence[Row], source: random.Random) -> str:
-    count = source.randint(*SENTENCES_OF_A_DOCUMENT)
-    return " ".join(_sentence(source.choice(rows), source) for _ in range(count))
+    return [
+        {
+            "text": " ".join(
+                _sentence(source.choice(rows), source)
+                for _ in range(source.randint(*SENTENCES_OF_A_DOCUMENT))
+            )
+        }
+        for _ in range(documents)
+    ]
 
 
 def _sentence(row: Row, source: random.Random) -> str:
@@ -157,7 +160,12 @@ def write_toy_dataset(
     rows = {"train": train_rows, "supervised": supervised, "test": test_rows}
     if documents:
         rows["corpus"] = corpus(supervised, documents, seed)
-    paths = [write_atomically(out_dir / f"{name}.jsonl", json_lines(rows[name])) for name in rows]
+    paths = [
+        write_atomically(
+            out_dir / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in part).encode()
+        )
+        for name, part in rows.items()
+    ]
     return paths if documents else [*paths, train_toy_tokenizer(out_dir / "tokenizer")]
 
 
@@ -168,58 +176,34 @@ def _shares(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def _rows(task: str, count: int, generator: random.Random) -> list[Row]:
+    """`count` rows with different prompts, in random order."""
     if task == "addition":
-        return _additions(count, generator)
-    marker, answer = LETTER_TASKS[task]
-    strings = _letter_strings(task, count, generator)
-    return [{"prompt": text + marker, "answer": answer(text), "task": task} for text in strings]
-
-
-def _additions(count: int, generator: random.Random) -> list[Row]:
-    available = len(NUMBERS) ** 2
-    _check_supply("addition", count, available)
-    rows = []
-    for code in generator.sample(range(available), count):
-        left, right = (NUMBERS[digit] for digit in divmod(code, len(NUMBERS)))
-        answer = f"{left + right}"
-        rows.append({"prompt": f"{left}+{right}=", "answer": answer, "task": "addition"})
-    return rows
-
-
-def _letter_strings(task: str, count: int, generator: random.Random) -> list[str]:
-    """`count` different strings in random order, of each length equally many where possible."""
-    _check_supply(task, count, sum(len(LETTERS) ** length for length in LENGTHS))
-    strings: list[str] = []
-    for index, length in enumerate(LENGTHS):
-        # If there are too few short strings, the longer ones make up for them.
-        share = -(-(count - len(strings)) // (len(LENGTHS) - index))
-        available = len(LETTERS) ** length
-        for code in generator.sample(range(available), min(share, available)):
-            strings.append(_letters(code, length))
-    generator.shuffle(strings)
-    return strings
-
-
-def _letters(code: int, length: int) -> str:
-    """The `code`-th string of `length` letters: its digits in base len(LETTERS)."""
-    digits = []
-    for _ in range(length):
-        code, digit = divmod(code, len(LETTERS))
-        digits.append(LETTERS[digit])
-    return "".join(digits)
-
-
-def _check_supply(task: str, count: int, available: int) -> None:
+        pools = [list(itertools.product(NUMBERS, repeat=2))]
+    else:
+        # The first letter changes fastest.
+        pools = [
+            ["".join(reversed(letters)) for letters in itertools.product(LETTERS, repeat=length)]
+            for length in LENGTHS
+        ]
+    available = sum(map(len, pools))
     if count > available:
         raise DataError(
             f"task {task!r} has {available} different prompts; train and test together ask for "
             f"{count}"
         )
-
-
-def json_lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """The rows as a JSON Lines file."""
-    return "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8")
+    if task == "addition":
+        return [
+            {"prompt": f"{left}+{right}=", "answer": f"{left + right}", "task": task}
+            for left, right in generator.sample(pools[0], count)
+        ]
+    strings: list[str] = []
+    for index, pool in enumerate(pools):
+        # If there are too few short strings, the longer ones make up for them.
+        share = -(-(count - len(strings)) // (len(pools) - index))
+        strings += generator.sample(pool, min(share, len(pool)))
+    generator.shuffle(strings)
+    marker, answer = LETTER_TASKS[task]
+    return [{"prompt": text + marker, "answer": answer(text), "task": task} for text in strings]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -236,20 +220,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--documents", type=int, default=0, help="text to pre-train on instead of a tokenizer"
     )
-    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "-o", "--output", dest="out_dir", required=True, metavar="DIR", help="folder to write"
+    )
     options = parser.parse_args(arguments)
     try:
-        paths = write_toy_dataset(
-            options.output,
-            options.task,
-            options.train,
-            options.test,
-            options.seed,
-            options.documents,
-        )
-        for path in paths:
-            print(path)
-        sys.stdout.flush()
+        print(*write_toy_dataset(**vars(options)), sep="\n", flush=True)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gspo_megatron.errors import UserError
 
@@ -69,3 +70,17 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
     values = torch.tensor([int(flag) for flag in flags], device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return [bool(value) for value in values.tolist()]
+
+
+def all_gather_columns(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The [..., n] of all ranks of a group, by rank; n may differ from rank to rank."""
+    if group.size() == 1:
+        return [values]
+    counts = torch.zeros(group.size(), dtype=torch.long, device=values.device)
+    counts[group.rank()] = values.shape[-1]
+    dist.all_reduce(counts, group=group)
+    padded = values.new_zeros((*values.shape[:-1], int(counts.max())))
+    padded[..., : values.shape[-1]] = values
+    gathered = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(gathered, padded, group=group)
+    return [each[..., :n] for each, n in zip(gathered, counts.tolist(), strict=True)]

@@ -7,7 +7,6 @@ every stage.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.errors import UserError
+from gspo_megatron.platform.collectives import all_gather_columns
 
 QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
@@ -90,7 +90,8 @@ class StepMetrics:
             dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
             metrics[name] = float(value)
         for name in sorted(self._sequence_values):
-            values = _gather(torch.cat(self._sequence_values[name]).double(), group)
+            local = torch.cat(self._sequence_values[name]).double()
+            values = torch.cat(all_gather_columns(local, group))
             if values.numel():
                 points = torch.tensor(list(QUANTILES.values()), dtype=values.dtype)
                 for label, value in zip(QUANTILES, values.cpu().quantile(points), strict=True):
@@ -106,22 +107,16 @@ class StepMetrics:
         values = {*self._sequence_values, *self._token_sketches}
         kinds = {"means": self._means, "maxima": self._maxima, "values": values}
         names = [f"{kind}[{name!r}]" for kind, of_kind in kinds.items() for name in sorted(of_kind)]
-        digest = hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest()
-        number = int.from_bytes(digest, "big")  # below 2^56: its negative is an int64 too
-        extremes = torch.tensor([number, -number], device=self.device)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        if int(extremes.sum()) == 0:  # the largest is the smallest
-            return
         by_rank: list[list[str]] = [[]] * group.size()
         dist.all_gather_object(by_rank, names, group=group)
+        if all(known == names for known in by_rank):
+            return
         ranks = dist.get_process_group_ranks(group)
         lines = []
         for name in sorted(set().union(*by_rank)):
-            without = [
-                rank for rank, known in zip(ranks, by_rank, strict=True) if name not in known
-            ]
+            without = [str(rank) for rank, known in zip(ranks, by_rank) if name not in known]
             if without:
-                lines.append(f"{name} is missing on rank {', '.join(map(str, without))}")
+                lines.append(f"{name} is missing on rank {', '.join(without)}")
         raise UserError(
             "the objective's metrics differ between ranks: " + "; ".join(lines) + "; legal: the "
             "same keys of LossOutputs.means and values for all inputs, with a pair of zeros or an "
@@ -185,17 +180,3 @@ def share_with_all_stages(
     dist.broadcast_object_list(box, src=last, group=group)
     assert box[0] is not None
     return box[0]
-
-
-def _gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' values of different lengths, one after the other."""
-    if group.size() == 1:
-        return values
-    counts = torch.zeros(group.size(), dtype=torch.long, device=values.device)
-    counts[group.rank()] = len(values)
-    dist.all_reduce(counts, group=group)
-    padded = values.new_zeros(int(counts.max()))
-    padded[: len(values)] = values
-    gathered = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(gathered, padded, group=group)
-    return torch.cat([g[:n] for g, n in zip(gathered, counts.tolist(), strict=True)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,36 +68,28 @@ class StepDumps:
         """Dump a step before its update. Where the disk refuses, the run goes on with a warning."""
         if not self.keep:
             return
-        token, refusal = on_main(lambda: self._begin(step))
+        publication = on_main(lambda: Publication(self.folder, _name(step)))
+        refusal = on_main(lambda: _refusal(publication.begin))
         if refusal is None:
-            publication = Publication(self.folder, _name(step), token)
-            everyones = gather_objects(self._write_share(publication, step, experience))
-            if everyones is not None:
-                refusal = self._publish(publication, step, everyones)
+            files: Files = {}  # of this rank, with their checksums
+            mine = _refusal(lambda: files.update(self._write_share(publication, step, experience)))
+            everyones = gather_objects((files, mine))
+            if everyones is not None:  # the main rank: all of it, or nothing
+                whole = {name: record for own, _ in everyones for name, record in own.items()}
+                refusal = next((text for _, text in everyones if text is not None), None)
+                refusal = refusal or _refusal(lambda: self._publish(publication, step, whole))
+                if refusal is not None:
+                    publication.abandon()
         if refusal is not None:
             self.logger.note(f"warning: step {step} could not be dumped: {refusal}")
 
-    def _begin(self, step: int) -> tuple[str, str | None]:
-        publication = Publication(self.folder, _name(step))
-        try:
-            publication.begin()
-        except OSError as error:
-            return "", _told(error)
-        return publication.token, None
-
-    def _write_share(
-        self, publication: Publication, step: int, experience: Experience
-    ) -> tuple[Files, str | None]:
-        """This rank's files with their checksums, or why there are none."""
+    def _write_share(self, publication: Publication, step: int, experience: Experience) -> Files:
         folder = publication.folder
-        try:
-            write_rollouts(experience, folder, self.policy)
-            if dist.get_rank() == 0:
-                write_file(folder / DUMP_FILE, self._describe(step, experience))
-            names = owned_by(files_below(folder), dist.get_rank(), dist.get_world_size())
-            return {name: record_of(folder / name) for name in names}, None
-        except OSError as error:
-            return {}, _told(error)
+        write_rollouts(experience, folder, self.policy)
+        if dist.get_rank() == 0:
+            write_file(folder / DUMP_FILE, self._describe(step, experience))
+        names = owned_by(files_below(folder), dist.get_rank(), dist.get_world_size())
+        return {name: record_of(folder / name) for name in names}
 
     def _describe(self, step: int, experience: Experience) -> bytes:
         content = {
@@ -110,30 +103,13 @@ class StepDumps:
         }
         return (json.dumps(content, indent=1) + "\n").encode()
 
-    def _publish(
-        self, publication: Publication, step: int, everyones: list[tuple[Files, str | None]]
-    ) -> str | None:
-        """On the main rank: all of it, or nothing."""
-        refusal = next((text for _, text in everyones if text is not None), None)
-        if refusal is None:
-            try:
-                files: Files = {}
-                for own, _ in everyones:
-                    files |= own
-                publication.publish(files)
-                self._drop_surplus(step)
-                return None
-            except OSError as error:
-                refusal = _told(error)
-        publication.abandon()
-        return refusal
-
-    def _drop_surplus(self, newest: int) -> None:
-        """Dumps of later steps are of a time before the run was resumed."""
+    def _publish(self, publication: Publication, step: int, files: Files) -> None:
+        """Dumps of later steps are of a time before the run was resumed: they go too."""
+        publication.publish(files)
         steps = dumped_steps(self.folder)
-        kept = [step for step in steps if step <= newest][-self.keep :]
-        for step in set(steps).difference(kept):
-            shutil.rmtree(hide(self.folder / _name(step)), ignore_errors=True)
+        kept = [each for each in steps if each <= step][-self.keep :]
+        for surplus in set(steps).difference(kept):
+            shutil.rmtree(hide(self.folder / _name(surplus)), ignore_errors=True)
 
 
 def dumped_steps(folder: Path) -> list[int]:
@@ -163,9 +139,7 @@ class Dump:
         if steps:
             names = ", ".join(_name(step) for step in steps)
             raise DataError(f"{folder}: holds the dumps {names}; name one of them")
-        damage = find_damage(folder, contents=contents)
-        if damage:
-            raise DataError("\n".join(f"{folder}: {line}" for line in damage))
+        _check_whole(folder, contents=contents)
         try:
             content = json.loads((folder / DUMP_FILE).read_bytes())
             assert (content.pop("format"), content.pop("version")) == (_FORMAT, 2)
@@ -211,10 +185,8 @@ class StepWeights:
     @property
     def text(self) -> str:
         """For people."""
-        source = "the run's first ones"
-        if self.checkpoint is not None:
-            source = f"{self.checkpoint}"
-            source += ", with its optimizer" if self.optimizer else ""
+        source = str(self.checkpoint or "the run's first ones")
+        source += ", with its optimizer" if self.optimizer else ""
         return source if self.is_start else f"{source}, not those that the step began with"
 
 
@@ -224,9 +196,7 @@ def find_weights(dump: Dump, config: Config, given: str | None) -> StepWeights:
     the reference too where the objective needs one. Raises DataError."""
     if given is not None:
         checkpoint = Path(given)
-        damage = find_damage(checkpoint)
-        if damage:
-            raise DataError("\n".join(f"{checkpoint}: {line}" for line in damage))
+        _check_whole(checkpoint)
         return _weights_of(dump, config, checkpoint, ())
     notes = []
     start = Position(RL, dump.step - 1, True)  # all of the step before, and its own rollouts
@@ -250,31 +220,34 @@ def reference_of(checkpoint: Path) -> Path | None:
 def _weights_of(
     dump: Dump, config: Config, checkpoint: Path, notes: tuple[str, ...]
 ) -> StepWeights:
-    if build_objective(config.objective, config.rollout.max_response_tokens).needs_reference:
-        _check_reference(checkpoint)
+    objective = build_objective(config.objective, config.rollout.max_response_tokens)
+    if objective.needs_reference and (reference := reference_of(checkpoint)) is not None:
+        # without one, the run's first weights, which are the same, take its place
+        way = "put a whole copy in its place, or move it away: the run's first weights are the same"
+        _check_whole(reference, f"damaged, and needed; {way}")
     if not (checkpoint / STATE_FILE).is_file():  # weights alone
         return StepWeights(checkpoint, False, False, notes)
     state = RunState.read(checkpoint)
-    in_rl = state.phase == RL
     is_start = state.step == dump.step - 1
-    return StepWeights(checkpoint, is_start, in_rl and is_start, notes)
+    return StepWeights(checkpoint, is_start, state.phase == RL and is_start, notes)
 
 
-def _check_reference(checkpoint: Path) -> None:
-    """Raises DataError if the weights that RL started from lie beside a checkpoint and are damaged.
-    Without them the run's first weights, which are the same, take their place."""
-    folder, reference = checkpoint.parent / REFERENCE, reference_of(checkpoint)
-    damage = [] if reference is None else find_damage(reference)
+def _check_whole(folder: Path, *advice: str, contents: bool = True) -> None:
+    """Raises DataError with all that is damaged in a folder, and what to do about it."""
+    damage = find_damage(folder, contents=contents)
     if damage:
-        lines = [f"{folder}: {line}" for line in damage]
-        way = "put a whole copy in its place, or move it away: the run's first weights are the same"
-        raise DataError("\n".join([*lines, f"{folder}: damaged, and needed; {way}"]))
+        raise DataError("\n".join(f"{folder}: {line}" for line in (*damage, *advice)))
 
 
 def _name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def _told(error: OSError) -> str:
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}"
+def _refusal(work: Callable[[], object]) -> str | None:
+    """Why the disk did not let `work` be done; None where it was."""
+    try:
+        work()
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}"
+    return None

@@ -36,10 +36,9 @@ from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.reduce_metrics import StepMetrics
 from gspo_megatron.rl.dumps import StepDumps
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
-from gspo_megatron.rl.evaluation import evaluate
 from gspo_megatron.rl.policy_update import PolicyUpdater, learning_rates
 from gspo_megatron.rl.rollout_store import read_rollouts, write_rollouts
-from gspo_megatron.rl.rollouts import Collector, Experience
+from gspo_megatron.rl.rollouts import Collector, Experience, evaluate
 from gspo_megatron.rollout.engine import RolloutEngine, Sampling
 from gspo_megatron.types import Prompt
 

@@ -21,24 +21,12 @@ from torch import Tensor
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.storage import raise_everywhere, write_file
 from gspo_megatron.models.build import Policy
-from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rl.rollouts import Experience, select_sequences
 from gspo_megatron.rl.scoring import Scores
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch, Sample
 
 FOLDER = "rollouts"
-# Tensors with one number for each sequence, and for each rewarded turn.
-_OF_SEQUENCES = (
-    "prompt_lengths",
-    "response_lengths",
-    "truncated",
-    "sample_index",
-    "group_index",
-    "rewards",
-    "shaped",
-    "turns",
-)
-_OF_TURNS = ("turn_rewards", "turn_tokens")
 
 
 def write_rollouts(experience: Experience, folder: Path, policy: Policy) -> None:
@@ -74,62 +62,56 @@ def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -
     """What `write_rollouts` and `Experience.describe` left, as this rank's share in the present
     layout; every rank calls it. Raises DataError, the same on all ranks."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    tensors: dict[str, Tensor] = {}
-    error = None
+    share, error = None, None
     try:
-        tensors = read_share(
+        share = read_share(
             folder / FOLDER, group.rank(), group.size(), lambda: attach_hooks(policy.models)
         )
     except (OSError, SafetensorError, KeyError) as found:
         error = f"{folder / FOLDER}: cannot be read: {found}"
     raise_everywhere(error)
+    assert share is not None
     device = torch.device(torch.cuda.current_device())
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    scores = Scores(**{each.name: tensors.pop(each.name) for each in fields(Scores)})
+    for record in (share.batch, share.scores):
+        for name, tensor in vars(record).items():
+            setattr(record, name, None if tensor is None else tensor.to(device))
     samples = [Sample(**sample) for sample in description["samples"]]
-    return Experience(RolloutBatch(**tensors), scores, **{**description, "samples": samples})
+    return Experience(share.batch, share.scores, **{**description, "samples": samples})
 
 
 def read_share(
     folder: Path, rank: int, size: int, layers: Callable[[], Sequence[int]]
-) -> dict[str, Tensor]:
-    """The tensors of the groups whose number leaves `rank` when divided by `size`, as rollouts deal
-    them out; of the routes, if there are any, the numbered layers.
+) -> Experience:
+    """The groups whose number leaves `rank` when divided by `size`, as rollouts deal them out; of
+    the routes, if there are any, the numbered layers. One data rank's file is in memory at a time.
 
     Raises OSError, SafetensorError and KeyError if a file is not as `write_rollouts` left it.
     """
-    pieces: dict[str, list[Tensor]] = {}
+    parts: list[Experience] = []
     for path in sorted(folder.glob("*_stage_000.safetensors"), key=_data_rank):
         with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            columns = {name: file.get_tensor(name) for name in _OF_SEQUENCES}
-            mine = columns["group_index"] % size == rank
-            for name, column in columns.items():
-                pieces.setdefault(name, []).append(column[mine])
-            lengths = columns["prompt_lengths"] + columns["response_lengths"]
-            tokens = _runs(lengths, mine)
-            pieces.setdefault("tokens", []).append(_cut(file, "tokens", tokens))
-            responses = _runs(columns["response_lengths"], mine)
-            pieces.setdefault("rollout_logprobs", []).append(
-                _cut(file, "rollout_logprobs", responses)
-            )
-            for name in _OF_TURNS:
-                pieces.setdefault(name, []).append(_cut(file, name, _runs(columns["turns"], mine)))
-        if "routes" in names:
-            pieces.setdefault("routes", []).append(_routes(path, tokens, layers()))
-    return {name: torch.cat(parts) for name, parts in pieces.items()}
+            mine = file.get_tensor("group_index") % size == rank
+            if parts and not mine.any():
+                continue
+            names = set(file.keys()) - {"routes", "layers"}
+            stored = {name: file.get_tensor(name) for name in names}
+            has_routes = "routes" in file.keys()  # noqa: SIM118 (no mapping)
+        scores = Scores(**{each.name: stored.pop(each.name) for each in fields(Scores)})
+        routes = _routes(path, layers()) if has_routes else None
+        batch = select_sequences(RolloutBatch(**stored, routes=routes), mine)
+        parts.append(Experience(batch, scores.select(mine)))
+    return Experience.join(parts)
 
 
-def _routes(first_stage: Path, tokens: Sequence[tuple[int, int]], wanted: Sequence[int]) -> Tensor:
-    """[tokens, wanted layers, k], from the files of all stages of one data rank."""
-    data_rank = f"_data_{_data_rank(first_stage):05d}_"
+def _routes(first_stage: Path, wanted: Sequence[int]) -> Tensor:
+    """[tokens, wanted layers, k] of one data rank, from the files of all its stages."""
     found: dict[int, Tensor] = {}
     nothing = None
-    for path in first_stage.parent.glob(f"*{data_rank}*"):
+    for path in first_stage.parent.glob(f"*_data_{_data_rank(first_stage):05d}_*"):
         with safe_open(path, framework="pt") as file:
             layers = file.get_tensor("layers").tolist()
             if nothing is None or set(wanted).intersection(layers):
-                routes = _cut(file, "routes", tokens)
+                routes = file.get_tensor("routes")
                 nothing = routes[:, :0]
                 found |= {layer: routes[:, row] for row, layer in enumerate(layers)}
     assert nothing is not None, "no stage recorded routes"
@@ -139,21 +121,3 @@ def _routes(first_stage: Path, tokens: Sequence[tuple[int, int]], wanted: Sequen
 
 def _data_rank(path: Path) -> int:
     return int(path.name.split("_")[3])
-
-
-def _runs(lengths: Tensor, chosen: Tensor) -> list[tuple[int, int]]:
-    """Where the chosen of consecutive pieces of these lengths lie; neighbours as one."""
-    ends = lengths.cumsum(0).tolist()
-    runs: list[tuple[int, int]] = []
-    for end, length, wanted in zip(ends, lengths.tolist(), chosen.tolist(), strict=True):
-        if wanted and runs and runs[-1][1] == end - length:
-            runs[-1] = (runs[-1][0], end)
-        elif wanted:
-            runs.append((end - length, end))
-    return runs
-
-
-def _cut(file: Any, name: str, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """Rows of a stored tensor, without reading others."""
-    stored = file.get_slice(name)
-    return torch.cat([stored[:0], *(stored[start:end] for start, end in runs)])

@@ -42,14 +42,9 @@ class Experience:
 
     def describe(self) -> dict[str, Any]:
         """All but the tensors, for JSON. That of the main rank is saved."""
-        return {
-            "samples": [dataclasses.asdict(sample) | {"fields": {}} for sample in self.samples],
-            "sample_rewards": self.sample_rewards,
-            "metrics": self.metrics,
-            "num_tokens": self.num_tokens,
-            "rollout_seconds": self.rollout_seconds,
-            "has_turns": self.has_turns,
-        }
+        kept = {k: v for k, v in vars(self).items() if k not in ("batch", "scores")}
+        samples = [dataclasses.asdict(sample) | {"fields": {}} for sample in self.samples]
+        return kept | {"samples": samples}
 
     def of_groups(self, numbers: Sequence[int]) -> Experience:
         """The responses to these of the step's prompts."""
@@ -167,6 +162,23 @@ class Collector:
         found[groups[differs] - first] = 1
         dist.all_reduce(found, group=self.data_group)
         return [bool(has) for has in found.tolist()]
+
+
+def evaluate(config: Config, prompts: Sequence[Prompt], collector: Collector) -> dict[str, float]:
+    """One greedy response to each held-out prompt: the mean reward as the reward function gives it,
+    and accuracy, the share with full reward (1). Nothing without prompts. Every rank calls it."""
+    prompts = prompts[: config.training.evaluation_prompts]
+    if not prompts:
+        return {}
+    rollout = config.rollout
+    greedy = Sampling(rollout.max_response_tokens, temperature=0.0, stop=tuple(rollout.stop))
+    batch = collector.roll_out(prompts, 0, 1, greedy, config.training.seed)
+    rewards = collector.score(batch, prompts, 0).scores.rewards
+    metrics = StepMetrics(collector.device)
+    metrics.add_means(
+        {"evaluation/reward": mean_pair(rewards), "evaluation/accuracy": mean_pair(rewards >= 1.0)}
+    )
+    return metrics.reduce(collector.data_group)
 
 
 def mean_pair(values: Tensor) -> Tensor:

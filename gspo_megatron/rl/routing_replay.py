@@ -71,10 +71,6 @@ class RecordedRoutes:
     # The old policy's own choice and its scores by layer, for volatility.
     natural: tuple[RouteTable, dict[int, Tensor]] | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.tables and self.natural is None
-
 
 class RoutingReplay(RoutingReplayOff):
     """Records and replays the routes of one step's micro-batches, which carry them."""
@@ -129,10 +125,7 @@ class RoutingReplay(RoutingReplayOff):
             micro_batch.routes = routes
         yield
         for micro_batch in micro_batches:
-            routes, micro_batch.routes = micro_batch.routes, None
-            inner = routes.inner if isinstance(routes, Recording) else routes
-            if isinstance(inner, Replaying):
-                inner.assert_used(training=False)
+            routes = self._end_of_pass(micro_batch, "old", self.section.replay)
             if isinstance(routes, Recording):
                 self._take(routes, micro_batch)
 
@@ -145,10 +138,7 @@ class RoutingReplay(RoutingReplayOff):
                 micro_batch.routes = self._replaying(mode, micro_batch)
         yield
         for micro_batch in micro_batches:
-            routes, micro_batch.routes = micro_batch.routes, None
-            if isinstance(routes, Replaying):
-                routes.assert_used(training=False)
-                self._release(mode, micro_batch, "reference")
+            self._end_of_pass(micro_batch, "reference", mode)
 
     @contextlib.contextmanager
     def training_pass(self, micro_batches: MicroBatches) -> Iterator[None]:
@@ -167,12 +157,8 @@ class RoutingReplay(RoutingReplayOff):
             micro_batch.routes = routes
         yield
         for micro_batch in micro_batches:
-            routes, micro_batch.routes = micro_batch.routes, None
+            self._end_of_pass(micro_batch, "training", mode)
             micro_batch.recorded_routes.natural = None
-            inner = routes.inner if isinstance(routes, Observing) else routes
-            if isinstance(inner, Replaying):
-                inner.assert_used(training=True)
-                self._release(mode, micro_batch, "training")
 
     def metrics(self) -> dict[str, float]:
         """See RoutingReplayOff."""
@@ -180,7 +166,7 @@ class RoutingReplay(RoutingReplayOff):
         self._micro_batches = []
         metrics = {}
         if self.section.modes:
-            stored = torch.tensor(float(self._bytes), dtype=torch.float64, device=self.device)
+            stored = torch.tensor(self._bytes, dtype=torch.float64, device=self.device)
             dist.all_reduce(stored)
             metrics["replay/bytes"] = float(stored)
         if self.section.volatility:
@@ -235,6 +221,16 @@ class RoutingReplay(RoutingReplayOff):
         table = micro_batch.recorded_routes.tables.get(mode)
         assert table is not None, "no routes to replay"
         return Replaying(table)
+
+    def _end_of_pass(self, micro_batch: MicroBatch, name: str, mode: str) -> Routes | None:
+        """Take away what the pass did at the routers, and check that it used its routes."""
+        routes, micro_batch.routes = micro_batch.routes, None
+        inner = routes.inner if isinstance(routes, (Recording, Observing)) else routes
+        if isinstance(inner, Replaying):
+            inner.assert_used(training=name == "training")
+            if name != "old":
+                self._release(mode, micro_batch, name)
+        return routes
 
     def _release(self, mode: str, micro_batch: MicroBatch, name: str) -> None:
         """The pass `name` is over; the last pass that uses the routes frees them."""

@@ -20,7 +20,6 @@ from gspo_megatron.rl.loop import ReinforcementLoop, RunComponents
 from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
-from gspo_megatron.routing.noise import RouterNoise
 
 
 def run_training(config: Config, *, fresh: bool = False) -> bool:
@@ -75,7 +74,7 @@ def assemble(
         decode=tokenizer.decode,
         symbol_id=tokenizer.symbol_id,
         record_routes="r3" in routing.modes,
-        router_noise=RouterNoise(routing.rollout_noise) if routing.rollout_noise else None,
+        router_noise=routing.rollout_noise,
     )
     if "r3" in routing.modes or routing.rollout_noise:
         attach_hooks(policy.models)

@@ -22,7 +22,7 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.sampling import RouterRandomness, StopStrings, draw, uniforms
-from gspo_megatron.routing.noise import RouterNoise
+from gspo_megatron.routing.noise import noisy_routers
 from gspo_megatron.routing.replay import expert_dtype, recorded
 from gspo_megatron.types import RolloutBatch
 
@@ -83,13 +83,13 @@ class MegatronEngine:
         decode: Callable[[Sequence[int]], str] | None = None,
         symbol_id: Callable[[str], int | None] = lambda text: None,
         record_routes: bool = False,
-        router_noise: RouterNoise | None = None,
+        router_noise: float = 0.0,
     ) -> None:
         """eos_id: one or several; batch_size: responses decoded together on a rank, in whole groups
         (None: all at once); decode: token ids to text, needed for stops; symbol_id: the id of a
         text that is one token; record_routes: return the experts of every token with the responses;
-        router_noise: added to the routers' scores while sampling, but not in greedy decoding, so
-        that an evaluation measures the policy itself."""
+        router_noise: its standard deviation on the routers' scores while sampling; greedy decoding
+        has none, so that an evaluation measures the policy itself."""
         self.policy = policy
         self.pad_id = pad_id
         self.eos_ids = (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
@@ -122,7 +122,7 @@ class MegatronEngine:
         samples = torch.tensor(requests.sample_indices(), dtype=torch.long, device=self.device)
         prompts = [tuple(p) for p in requests.prompts]
         end_ids, stop_strings = self._split_stops(sampling.stop)
-        with_noise = self.router_noise is not None and sampling.temperature > 0
+        with_noise = self.router_noise > 0 and sampling.temperature > 0
         # Ranks may differ in their number of prompts, but not in their number of batches.
         most = self._agreed_maximum(len(prompts))
         size = max(1, self.batch_size // per_prompt if self.batch_size else most)
@@ -195,35 +195,22 @@ class MegatronEngine:
         with decoding(self.policy.models, cache):
             # A group's responses share the work on their prompt.
             of_prompts = randomness and randomness.at(slice(None, None, per_prompt))
-            hidden, routes = self._prefill(prompts, prompt_lengths, longest, cache, of_prompts)
+            ids = _padded(prompts, longest, self.pad_id, self.device)
+            cache.start_prefill(longest)
+            positions = torch.arange(longest, device=self.device).expand_as(ids)
+            hidden, routes = self._forward(ids, positions, of_prompts)
+            of_row = torch.arange(len(prompts), device=self.device)
+            if hidden is not None:  # of the prompts' last tokens, [prompts, hidden]
+                hidden = hidden[of_row, prompt_lengths - 1]
             if routes is not None:
                 responses.routes = routes.new_zeros((rows, longest + max_tokens, *routes.shape[2:]))
                 responses.routes[:, :longest] = routes.repeat_interleave(per_prompt, 0)
             if per_prompt > 1:
-                of_row = torch.arange(len(prompts), device=self.device)
                 cache.keep(of_row.repeat_interleave(per_prompt))
                 prompt_lengths = prompt_lengths.repeat_interleave(per_prompt)
                 hidden = hidden.repeat_interleave(per_prompt, 0) if hidden is not None else None
             self._decode(hidden, prompt_lengths, cache, responses, draws)
         return responses
-
-    def _prefill(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        lengths: Tensor,
-        longest: int,
-        cache: KeyValueCache,
-        randomness: RouterRandomness | None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Fill the cache with the prompts. Returns, on the last stage, the hidden states of their
-        last tokens [prompts, hidden], and the routes [prompts, longest, layers, k] if recorded."""
-        ids = _padded(prompts, longest, self.pad_id, self.device)
-        cache.start_prefill(longest)
-        positions = torch.arange(longest, device=self.device).expand_as(ids)
-        hidden, routes = self._forward(ids, positions, randomness)
-        if hidden is not None:
-            hidden = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
-        return hidden, routes
 
     def _decode(
         self,
@@ -304,8 +291,8 @@ class MegatronEngine:
         """A context for a forward pass: adds noise to the routers' scores, and yields the chosen
         experts [tokens, k] by layer number, if they are recorded."""
         if randomness is not None:
-            assert self.router_noise is not None
-            return self.router_noise(randomness.numbers(positions), record=self.record_routes)
+            numbers = randomness.numbers(positions)
+            return noisy_routers(self.router_noise, numbers, record=self.record_routes)
         return recorded() if self.record_routes else nullcontext({})
 
     def _no_routes(self, *sizes: int) -> Tensor:

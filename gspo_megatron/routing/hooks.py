@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from itertools import chain
+from typing import Protocol
 
 import torch
 from megatron.core.transformer.moe.router import Router, TopKRouter
@@ -74,8 +75,10 @@ def attach_hooks(models: Sequence[torch.nn.Module]) -> tuple[int, ...]:
     all stages. Routers of multi-token-prediction layers keep their own way: they are no part of
     the policy whose log-probs are trained on."""
     layers = []
-    for name, module in _named_modules(models):
-        if not isinstance(module, Router) or _predicts_further_tokens(name, module):
+    for name, module in chain.from_iterable(model.named_modules() for model in models):
+        # newer routers know that they predict further tokens; all can be told by where they are
+        further = ".mtp." in f".{name}." or getattr(module, "is_mtp_layer", False)
+        if not isinstance(module, Router) or further:
             continue
         assert isinstance(module, TopKRouter), f"{type(module).__name__} has no place for a hook"
         assert not module.config.moe_router_fusion, "a fused router never asks its hook"
@@ -85,13 +88,3 @@ def attach_hooks(models: Sequence[torch.nn.Module]) -> tuple[int, ...]:
         layers.append(module.layer_number)
     assert len(set(layers)) == len(layers), f"two routers of one layer number: {layers}"
     return tuple(sorted(layers))
-
-
-def _predicts_further_tokens(name: str, module: Any) -> bool:
-    # Newer routers know it; all can be told by where they are.
-    return ".mtp." in f".{name}." or getattr(module, "is_mtp_layer", False)
-
-
-def _named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
-    for model in models:
-        yield from model.named_modules()

@@ -22,20 +22,13 @@ from gspo_megatron.routing.replay import Recording
 Numbers = Callable[[int, int], Tensor]
 
 
-class RouterNoise:
-    """Contexts for forward passes whose routers see noisy scores."""
-
-    def __init__(self, std: float) -> None:
-        assert std > 0, std
-        self.std = std
-
-    @contextlib.contextmanager
-    def __call__(self, numbers: Numbers, *, record: bool) -> Iterator[dict[int, Tensor]]:
-        """Yields the experts [tokens, k] that forward passes inside choose, by layer number; an
-        empty dict unless `record`."""
-        recording = Recording() if record else None
-        with routed(_Noisy(self.std, numbers, recording)):
-            yield {} if recording is None else recording.experts
+@contextlib.contextmanager
+def noisy_routers(std: float, numbers: Numbers, *, record: bool) -> Iterator[dict[int, Tensor]]:
+    """Forward passes inside see noisy scores. Yields the experts [tokens, k] that they choose, by
+    layer number; an empty dict unless `record`."""
+    recording = Recording() if record else None
+    with routed(_Noisy(std, numbers, recording)):
+        yield {} if recording is None else recording.experts
 
 
 class _Noisy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +34,6 @@ class RouteTable:
     layers: tuple[int, ...]
     experts: Tensor  # [layers, tokens, k] uint8 or int16
     known: Tensor | None  # [tokens] bool; None: all. The router chooses for the others.
-
-    @classmethod
-    def of_layers(cls, experts: Mapping[int, Tensor]) -> RouteTable:
-        """From [tokens, k] of each layer."""
-        layers = tuple(sorted(experts))
-        return cls(layers, torch.stack([experts[layer] for layer in layers]), None)
 
     def moved(self, *, on_host: bool) -> RouteTable:
         """Copied to pinned host memory if `on_host` is true."""
@@ -114,7 +108,8 @@ class Recording:
         """All layers' routes in one tensor."""
         if self._table is not None:
             return self._table
-        return RouteTable.of_layers(self.experts).moved(on_host=self._on_host)
+        experts = torch.stack([self.experts[layer] for layer in self.layers])
+        return RouteTable(self.layers, experts, None).moved(on_host=self._on_host)
 
 
 @contextlib.contextmanager

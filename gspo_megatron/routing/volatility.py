@@ -100,11 +100,9 @@ class Observing:
         """real: [tokens] bool, not padding; None: all are. inner: what decides; None: nothing."""
         self._old, self._old_scores, self._real = old, old_scores, real
         self._figures, self.inner = figures, inner
-        self._changed = figures.new_micro_batch(self._count())
+        count = old.experts.shape[1] if real is None else int(real.sum())
+        self._changed = figures.new_micro_batch(count)
         self._seen: set[int] = set()
-
-    def _count(self) -> int:
-        return self._old.experts.shape[1] if self._real is None else int(self._real.sum())
 
     def choose(self, layer: int, scores: Tensor, native: Callable[[], Choice]) -> Choice:
         """See Routes.choose."""

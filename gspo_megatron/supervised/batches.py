@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,21 @@ from gspo_megatron.data.examples import Example, SupervisedData
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
-from gspo_megatron.supervised.loop import SupervisedBatch
+
+
+@dataclass
+class SupervisedBatch:
+    """The data of one optimizer update."""
+
+    micro_batches: list[MicroBatch]  # of this rank
+    num_micro_batches: int  # of all ranks, without empty ones
+    num_learned: int  # tokens in the loss, of all ranks
+    num_tokens: int  # all tokens, of all ranks
 
 
 class FineTuningBatches:
-    """The batches of a run (see loop.Batches), in an order that depends on seed and file only."""
+    """The batches of a run, the same on every layout, in an order that depends on seed and file
+    only. All ranks call `next` together."""
 
     def __init__(
         self,
@@ -64,13 +74,16 @@ class FineTuningBatches:
         return PromptLoader(len(self.train), size, self.seed, shuffle=self.shuffle)
 
     def state_dict(self) -> dict[str, Any]:
+        """The place of the next batch, which JSON can hold."""
         return {**self.loader.state_dict(), "drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state`. Raises DataError if it is not of these data."""
         self.loader.load_state_dict(state)
         self.drawn = state["drawn"]
 
     def evaluation(self) -> Iterator[SupervisedBatch]:
+        """All batches of the evaluation, the same at each call."""
         data = self.evaluation_data
         for start in range(0, len(data), self.batch_size) if data is not None else ():
             numbers = range(start, min(start + self.batch_size, len(data)))

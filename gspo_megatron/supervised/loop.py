@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -19,36 +19,10 @@ from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zer
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.reduce_metrics import StepMetrics, share_with_all_stages
+from gspo_megatron.supervised.batches import FineTuningBatches, SupervisedBatch
+from gspo_megatron.supervised.pretraining import PretrainingBatches
 
-
-@dataclass
-class SupervisedBatch:
-    """The data of one optimizer update."""
-
-    micro_batches: list[MicroBatch]  # of this rank
-    num_micro_batches: int  # of all ranks, without empty ones
-    num_learned: int  # tokens in the loss, of all ranks
-    num_tokens: int  # all tokens, of all ranks
-
-
-class Batches(Protocol):
-    """The data of a stage, the same on every layout. All ranks call `next` together."""
-
-    def next(self) -> SupervisedBatch:
-        """The batch of the next step."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place of the next batch, which JSON can hold."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state`. Raises DataError if it is not of these data."""
-        ...
-
-    def evaluation(self) -> Iterable[SupervisedBatch]:
-        """All batches of the evaluation, the same at each call."""
-        ...
+Batches = FineTuningBatches | PretrainingBatches
 
 
 class SupervisedUpdater:
@@ -111,6 +85,7 @@ class StageComponents:
     batches: Batches
     record: RunLogger
     checkpoints: Checkpoints
+    hf: Any  # config.json of the Hugging Face model that the weights go back to, or None
 
 
 class SupervisedLoop:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,16 +26,12 @@ from gspo_megatron.batching.packing import PackedBatch, zigzag_shard
 from gspo_megatron.batching.plan import largest_equal_share
 from gspo_megatron.checkpoint.resume import run_folder
 from gspo_megatron.config.stages import PretrainingConfig
-from gspo_megatron.data.inputs import (
-    PretrainingInputs,
-    corpus_tokens,
-    evaluation_documents,
-)
+from gspo_megatron.data.inputs import PretrainingInputs, corpus_tokens, evaluation_documents
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.platform.collectives import on_main
-from gspo_megatron.supervised.loop import SupervisedBatch
+from gspo_megatron.supervised.batches import SupervisedBatch
 
 INDEX = "samples"  # below the run folder
 _WHOLE = "whole"  # a file in that folder, unless an index is being written
@@ -45,7 +41,7 @@ Samples = GPTDataset | BlendedDataset
 
 
 class PretrainingBatches:
-    """The batches of a run; see loop.Batches."""
+    """The batches of a run, with the interface of `FineTuningBatches`."""
 
     def __init__(
         self,
@@ -70,14 +66,13 @@ class PretrainingBatches:
         self.num_evaluation_batches = 0
         if self.evaluation_samples is not None:
             count = len(self.evaluation_samples)
-            if count < self.batch_size:
+            whole = count // self.batch_size
+            if not whole:
                 raise DataError(
                     f"the evaluation data hold {count} samples of {config.sequence_length()} "
                     f"tokens; training.batch_size = {self.batch_size} takes more"
                 )
-            self.num_evaluation_batches = min(
-                count // self.batch_size, config.training.evaluation_batches
-            )
+            self.num_evaluation_batches = min(whole, config.training.evaluation_batches)
         self.drawn = 0  # samples
 
     def next(self) -> SupervisedBatch:
@@ -108,25 +103,22 @@ class PretrainingBatches:
         dp = parallel_state.get_data_parallel_world_size()
         share = self.batch_size // dp
         first = start + parallel_state.get_data_parallel_rank() * share
-        size = self._micro_batch_size(share)
+        length = self.config.sequence_length()
+        # The largest number of samples within the token budget that divides the share into equal
+        # micro-batches, in a number that an interleaved pipeline schedule accepts.
+        cp = self.policy.config.context_parallel_size
+        most = self.config.training.micro_batch_tokens * cp // length
+        size = largest_equal_share(share, most, micro_batch_multiple(self.policy))
         micro_batches = [
             self._micro_batch([samples[n] for n in range(at, at + size)])
             for at in range(first, first + share, size)
         ]
-        length = self.config.sequence_length()
         return SupervisedBatch(
             micro_batches=micro_batches,
             num_micro_batches=len(micro_batches) * dp,
             num_learned=self._count(micro_batches),
             num_tokens=self.batch_size * length,
         )
-
-    def _micro_batch_size(self, share: int) -> int:
-        """The largest number of samples within the token budget that divides a rank's share into
-        equal micro-batches, in a number that an interleaved pipeline schedule accepts."""
-        cp = self.policy.config.context_parallel_size
-        most = self.config.training.micro_batch_tokens * cp // self.config.sequence_length()
-        return largest_equal_share(share, most, micro_batch_multiple(self.policy))
 
     def _count(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Learned tokens of all ranks."""
@@ -186,16 +178,6 @@ def rows_of_samples(
     )
 
 
-@dataclass
-class _TokenizerFacts:
-    """What GPTDataset needs of a tokenizer; the names of its index files depend on it."""
-
-    vocab_size: int
-    eod: int
-    unique_identifiers: dict[str, Any]
-    pad: int = _NO_TOKEN
-
-
 def _open_index(folder: Path, goes_on: bool) -> None:
     """Removes the files of another run or of a killed process: Megatron-Core uses any index file
     of the right name."""
@@ -217,12 +199,11 @@ def _training_samples(config: PretrainingConfig, inputs: PretrainingInputs) -> S
 
 def _evaluation_samples(config: PretrainingConfig, inputs: PretrainingInputs) -> Samples | None:
     data = config.data
-    if data.evaluation:
-        prefixes, first = data.evaluation, 0.0
-    elif data.evaluation_share:
+    prefixes, first = data.evaluation, 0.0
+    if not prefixes and data.evaluation_share:
         prefixes = [prefix for prefix in data.train if evaluation_documents(config, prefix)]
         first = 1.0 - data.evaluation_share
-    else:
+    if not prefixes:
         return None
     return _build(config, inputs, prefixes, None, [None, (first, 1.0), None], [None] * 3)
 
@@ -235,14 +216,16 @@ def _build(
     split: list[tuple[float, float] | None],  # the documents of training, evaluation, test
     sizes: list[int | None],  # samples of each; None: those of one pass
 ) -> Samples:
-    vocab_size, eod = inputs.tokenizer.vocab_size, inputs.eod_id
+    # What GPTDataset needs of a tokenizer; the names of its index files depend on it.
+    names = {"vocab_size": inputs.tokenizer.vocab_size, "eod": inputs.eod_id}
+    facts = SimpleNamespace(**names, unique_identifiers=names, pad=_NO_TOKEN)
     wanted = GPTDatasetConfig(
         random_seed=config.training.seed,
         sequence_length=config.sequence_length(),
         blend=(prefixes, weights),
         split="1,1,1",  # `split_matrix` replaces it
         path_to_cache=str(run_folder(config) / INDEX),
-        tokenizer=_TokenizerFacts(vocab_size, eod, {"vocab_size": vocab_size, "eod": eod}),
+        tokenizer=facts,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=config.data.mask_end_of_document,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,19 +56,24 @@ def command_environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
+def run_gspo(
+    *arguments: object, expect: int | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `gspo-megatron` with the arguments given, and wait for it. Where an exit code is
+    expected, it is the one, and 2 comes without a traceback."""
+    result = subprocess.run(
+        [sys.executable, "-m", "gspo_megatron", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=command_environment() | environ,
+        check=False,
+    )
+    assert expect in (None, result.returncode), (result.returncode, result.stderr[-3000:])
+    assert expect != 2 or "Traceback" not in result.stderr + result.stdout
+    return result
+
+
 @pytest.fixture(scope="session")
 def gspo() -> Command:
-    """Run `gspo-megatron` with the arguments given, and wait for it."""
-
-    def run(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
-        words: Sequence[str] = [str(argument) for argument in arguments]
-        return subprocess.run(
-            [sys.executable, "-m", "gspo_megatron", *words],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env=command_environment() | environ,
-            check=False,
-        )
-
-    return run
+    return run_gspo

@@ -12,14 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.resuming import (
-    assert_same_run,
-    checkpoint_names,
-    make_small,
-    start,
-    train,
-    wait_for,
-)
+from tests.e2e.resuming import assert_same_run, checkpoint_names, make_small, start, train, wait_for
 
 STEPS = 12
 LAST = f"rl_{STEPS:08d}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -17,13 +16,13 @@ import yaml
 from gspo_megatron.data.corpus_files import write_indexed
 from gspo_megatron.data.examples import Format, load_supervised
 from gspo_megatron.data.tokenizers import load_tokenizer
-from tests.e2e.conftest import command_environment
 from tests.e2e.resuming import (
     ROOT,
     TAIL,
     TINY_MODEL,
     assert_same_run,
     checkpoint_names,
+    environment,
     records,
     wait_for,
 )
@@ -38,16 +37,11 @@ def command(phase: str, config: Path, *words: object) -> list[str]:
     return [sys.executable, *map(str, (entry, config, *words))]
 
 
-def environment() -> dict[str, str]:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return command_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
 def run(phase: str, config: Path, *words: object, expect: int = 0) -> str:
     """Run an entry file to its end, with the exit code that is expected; returns its stderr."""
     result = subprocess.run(
         command(phase, config, *words),
-        env=environment(),
+        env=environment(config),
         capture_output=True,
         text=True,
         timeout=240,
@@ -163,7 +157,7 @@ def test_a_run_that_is_stopped_by_a_signal_is_saved(base: Path, tmp_path: Path, 
     )
     process = subprocess.Popen(
         command(phase, base / f"{phase}.yaml", *words),
-        env=environment(),
+        env=environment(base / f"{phase}.yaml"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -201,7 +195,7 @@ def test_the_exported_model_has_the_loss_that_was_reported(base: Path, toy: Path
     found = subprocess.run(
         [sys.executable, "-c", TRANSFORMERS, base / "sft-hf"],
         input=json.dumps([(e.token_ids.tolist(), e.loss_mask.tolist()) for e in examples]),
-        env=environment(),
+        env=environment(base / "sft.yaml"),
         capture_output=True,
         text=True,
         timeout=120,

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,52 +13,20 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Command, command_environment
+from tests.e2e.resuming import command, wait_for
 
+_RATIOS = [("ratio", name) for name in ("min", "p01", "p50", "p99", "max")]
+_RATIOS += [("clip", name) for name in ("binding", "outside", "low", "high")]
 # Every RL step writes these (docs of the run folder).
 KEYS = [
-    "step",
-    "reward/mean",
-    "reward/std",
-    "reward/zero_spread_groups",
-    "loss",
-    "grad_norm",
-    "lr",
-    "ratio/sequence/min",
-    "ratio/sequence/p01",
-    "ratio/sequence/p50",
-    "ratio/sequence/p99",
-    "ratio/sequence/max",
-    "ratio/token/min",
-    "ratio/token/p01",
-    "ratio/token/p50",
-    "ratio/token/p99",
-    "ratio/token/max",
+    *("step", "loss", "grad_norm", "lr", "policy/entropy", "kl/k1", "kl/k3"),
+    *(f"reward/{name}" for name in ("mean", "std", "zero_spread_groups")),
+    *(f"{kind}/{of}/{name}" for of in ("sequence", "token") for kind, name in _RATIOS),
     "ratio/noise_floor",
-    "clip/sequence/binding",
-    "clip/sequence/outside",
-    "clip/sequence/low",
-    "clip/sequence/high",
-    "clip/token/binding",
-    "clip/token/outside",
-    "clip/token/low",
-    "clip/token/high",
-    "policy/entropy",
-    "kl/k1",
-    "kl/k3",
-    "mismatch/abs_mean",
-    "mismatch/k1",
-    "mismatch/k3",
-    "mismatch/over_ln2",
-    "mismatch/max",
-    "response/length_mean",
-    "response/truncated",
-    "perf/step_seconds",
-    "perf/rollout_seconds",
-    "perf/logprob_seconds",
-    "perf/train_seconds",
-    "perf/sync_seconds",
-    "perf/tokens_per_second",
-    "perf/peak_memory_bytes",
+    *(f"mismatch/{name}" for name in ("abs_mean", "k1", "k3", "over_ln2", "max")),
+    *("response/length_mean", "response/truncated"),
+    *(f"perf/{name}_seconds" for name in ("step", "rollout", "logprob", "train", "sync")),
+    *("perf/tokens_per_second", "perf/peak_memory_bytes"),
 ]
 
 
@@ -69,8 +36,7 @@ def rl_records(run: Path) -> list[dict]:
 
 
 def test_a_run_leaves_the_whole_run_folder(gspo: Command, config_file: Path) -> None:
-    result = gspo("train", config_file)
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = gspo("train", config_file, expect=0)
     run = config_file.parent / "run"
     records = rl_records(run)
     assert [r["step"] for r in records] == [1, 2]
@@ -88,8 +54,7 @@ def test_a_clip_range_inside_the_noise_of_the_ratios_is_said_once(
 ) -> None:
     """Rollout and trainer differ by fp32 rounding, some 1e-7, with the same weights."""
     narrow = ("objective.clip_low=1e-10", "objective.clip_high=1e-10")
-    result = gspo("train", config_file, *narrow, "logging.plots=false")
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = gspo("train", config_file, *narrow, "logging.plots=false", expect=0)
     said = [line for line in result.stderr.splitlines() if "noise of the sequence ratio" in line]
     assert len(said) == 1 and "ratio/noise_floor" in said[0]
 
@@ -116,8 +81,7 @@ def test_one_key_changes_the_layout_and_not_the_first_step(
     runs = []
     for number, extra in enumerate(([], [f"parallel.layout={layout}", *more])):
         run = config_file.parent / f"run{number}"
-        result = gspo("train", config_file, *settings, f"logging.dir={run}", *extra)
-        assert result.returncode == 0, result.stderr[-3000:]
+        gspo("train", config_file, *settings, f"logging.dir={run}", *extra, expect=0)
         runs.append(rl_records(run)[0])
     one, sharded = runs
     for key in ("reward/mean", "grad_norm", "policy/entropy", "response/length_mean"):
@@ -128,28 +92,16 @@ def test_one_key_changes_the_layout_and_not_the_first_step(
 
 def test_ctrl_c_ends_every_rank(config_file: Path) -> None:
     marker = f"training.seed={os.getpid() * 1000 + int(time.time()) % 1000}"
+    words = ["parallel.layout=dp=2", "training.steps=10000", marker]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "gspo_megatron",
-            "train",
-            str(config_file),
-            "parallel.layout=dp=2",
-            "training.steps=10000",
-            marker,
-        ],
+        command(config_file, *words),
         env=command_environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     metrics = config_file.parent / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and '"rl"' in metrics.read_text()):
-        assert process.poll() is None, "the run ended by itself"
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    assert wait_for(lambda: metrics.exists() and '"rl"' in metrics.read_text(), process)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
     left = [p.pid for p in psutil.process_iter(["cmdline"]) if marker in (p.info["cmdline"] or [])]

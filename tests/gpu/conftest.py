@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,12 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 Task = Callable[..., Any]
 
 
-def run_task(task: str, folder: Path, *, cpu: bool = False, **options: str | Path) -> None:
+def run_task(task: str, folder: Path, out: Path, *, cpu: bool = False, **options: str) -> None:
     """Raises AssertionError with what it said where it fails."""
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.one_step", task, str(folder), *words],
+        [sys.executable, "-m", "tests.gpu.one_step", task, folder, out, json.dumps(options)],
         cwd=ROOT,
         env=os.environ | hidden,
         capture_output=True,
@@ -38,9 +38,9 @@ def run_task(task: str, folder: Path, *, cpu: bool = False, **options: str | Pat
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, as a Hugging Face folder."""
-    folder = tmp_path_factory.mktemp("model") / "hf"
-    run_task("make", folder, cpu=True)
-    return folder
+    folder = tmp_path_factory.mktemp("model")
+    run_task("make", folder / "hf", folder / "nothing", cpu=True)
+    return folder / "hf"
 
 
 @pytest.fixture(scope="session")
@@ -53,26 +53,20 @@ def task(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Task:
         if key not in known:
             out = folder / f"{len(known)}.pt"
             if name == "resume":
-                options["checkpoint"] = folder / f"{len(known)}"
-            run_task(name, model, precision=precision, backend=backend, out=out, **options)
+                options["checkpoint"] = str(folder / f"{len(known)}")
+            run_task(name, model, out, precision=precision, backend=backend, **options)
             known[key] = torch.load(out, weights_only=False)  # our own file
         return known[key]
 
     return run
 
 
-def need(precision: str) -> None:
-    """Skip the test where this machine cannot do it, and say why."""
-    if precision not in FP8:
-        return
-    lacks = engine_lacks() or device_lacks(
-        precision, torch.cuda.get_device_capability(), built_for_cuda()
-    )
+def need(precision: str, *, engine: bool = False) -> None:
+    """Skip the test where this machine cannot do it, or has no Transformer Engine where that is
+    needed, and say why."""
+    capability = torch.cuda.get_device_capability()
+    lacks = engine_lacks() if engine or precision in FP8 else None
+    if lacks is None and precision in FP8:
+        lacks = device_lacks(precision, capability, built_for_cuda())
     if lacks is not None:
         pytest.skip(f"{precision} {lacks}")
-
-
-def need_engine() -> None:
-    """Skip the test where there is no Transformer Engine."""
-    if engine_lacks() is not None:
-        pytest.skip(engine_lacks())

@@ -6,8 +6,8 @@ CPU, which cannot run beside CUDA in one process.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,10 @@ def batch_of(policy: Policy) -> MicroBatch:
     """The same random sequences every time, as one packed micro-batch."""
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(1, VOCABULARY, (sum(n),), generator=generator) for n in LENGTHS]
-    responses = [response for _, response in LENGTHS]
+    return packed(policy, tokens, [response for _, response in LENGTHS])
+
+
+def packed(policy: Policy, tokens: list[Tensor], responses: list[int]) -> MicroBatch:
     offsets = [sum(responses[:i]) for i in range(len(responses))]
     builder = MicroBatchBuilder(policy, PAD, 1.0)
     return builder.build(range(len(tokens)), tokens, responses, offsets)
@@ -114,12 +117,6 @@ def gradients_of(policy: Policy) -> dict[str, Tensor]:
     return {name: tensor.cpu().clone() for name, tensor in streamed}
 
 
-def make(folder: Path) -> None:
-    """Random weights as a Hugging Face folder."""
-    policy, _ = policy_of(config_of("fp32", "torch_native"))
-    export_hf(policy, folder)
-
-
 def step(folder: Path, precision: str, backend: str) -> dict[str, Any]:
     """Loss and gradients of the folder's model; dtypes; and how far training log-probs are from the
     rollout engine's."""
@@ -144,12 +141,8 @@ def mismatch(policy: Policy) -> float:
     requests = Requests([(1, 2, 3), (4, 5), (6,)], [0, 1, 2], responses_per_prompt=5)
     rollout = engine.generate(requests, Sampling(max_tokens=16), seed=1)
     lengths = (rollout.prompt_lengths + rollout.response_lengths).tolist()
-    responses = rollout.response_lengths.tolist()
-    offsets = [sum(responses[:i]) for i in range(len(responses))]
     tokens = [row.cpu() for row in rollout.tokens.split(lengths)]
-    batch = MicroBatchBuilder(policy, PAD, 1.0).build(
-        range(len(tokens)), tokens, responses, offsets
-    )
+    batch = packed(policy, tokens, rollout.response_lengths.tolist())
     return float((logprobs_of(policy, batch) - rollout.rollout_logprobs.cpu()).abs().mean())
 
 
@@ -163,7 +156,7 @@ def learn(folder: Path, precision: str, backend: str, updates: int = 8) -> list[
     return losses
 
 
-def resume(folder: Path, precision: str, backend: str, checkpoint: Path) -> dict[str, Any]:
+def resume(folder: Path, precision: str, backend: str, checkpoint: str) -> dict[str, Any]:
     """Log-probs after an update that follows a save, and after the same one that follows a load;
     and what FP8 scaled by in between, saved and loaded."""
     results: dict[str, Any] = {}
@@ -175,10 +168,10 @@ def resume(folder: Path, precision: str, backend: str, checkpoint: Path) -> dict
                 backward(policy, trainer, batch)
                 trainer.update()
             mismatch(policy)  # a rollout in bf16 in between
-            save_tensors(checkpoint, policy, trainer, asynchronous=False).wait()
+            save_tensors(Path(checkpoint), policy, trainer, asynchronous=False).wait()
         else:
-            load_model(checkpoint, policy)
-            load_optimizer(checkpoint, policy, trainer)
+            load_model(Path(checkpoint), policy)
+            load_optimizer(Path(checkpoint), policy, trainer)
         pieces = scale_pieces(policy, originals_only=False)
         results[f"{name} scales"] = {p.key: p.data.detach().cpu().clone() for p in pieces}
         backward(policy, trainer, batch)
@@ -187,33 +180,21 @@ def resume(folder: Path, precision: str, backend: str, checkpoint: Path) -> dict
     return results
 
 
-TASKS = {"step": step, "learn": learn, "resume": resume}
+def make(folder: Path) -> None:
+    """Random weights as a Hugging Face folder."""
+    export_hf(policy_of(config_of("fp32", "torch_native"))[0], folder)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run a task; what it returns goes into a file that torch.load reads."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("task", choices=["make", *TASKS])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--precision")
-    parser.add_argument("--backend", default="torch_native")
-    parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args(argv)
+def main(task: str, folder: str, out: str, options: str) -> None:
+    """Run a task with JSON's options; what it returns goes into a file that torch.load reads."""
     start_processes(timeout_minutes=5.0)
     try:
         set_up_model_parallel(resolve_parallel(config_of("fp32", "torch_native"), 1), seed=1)
-        if arguments.task == "make":
-            make(arguments.folder)
-            return
-        further = [arguments.checkpoint] if arguments.task == "resume" else []
-        task = TASKS[arguments.task]
-        torch.save(
-            task(arguments.folder, arguments.precision, arguments.backend, *further), arguments.out
-        )
+        run = {"make": make, "step": step, "learn": learn, "resume": resume}[task]
+        torch.save(run(Path(folder), **json.loads(options)), out)
     finally:
         stop_processes()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -19,14 +19,14 @@ from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
 from gspo_megatron.models.transformer_config import refuse_impossible
 from gspo_megatron.platform.devices import built_for_cuda
 from gspo_megatron.routing.replay import RouteTable
-from tests.gpu.conftest import need_engine
+from tests.gpu.conftest import need
 
 pytestmark = pytest.mark.gpu
 ROWS, HIDDEN, VOCABULARY = 4096, 2048, 151_936  # Qwen3-30B-A3B's head
 
 
 def test_transformer_engine_says_the_same_of_this_gpu() -> None:
-    need_engine()
+    need("bf16", engine=True)
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as Manager
 
     theirs = {
@@ -40,7 +40,7 @@ def test_transformer_engine_says_the_same_of_this_gpu() -> None:
 
 
 def test_what_this_gpu_cannot_do_is_refused_with_its_name() -> None:
-    need_engine()
+    need("bf16", engine=True)
     capability, cuda = torch.cuda.get_device_capability(), built_for_cuda()
     impossible = [name for name in FP8 if device_lacks(name, capability, cuda)]
     if not impossible:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.config.precision import FP8
-from tests.gpu.conftest import Task, need, need_engine
+from tests.gpu.conftest import Task, need
 
 ENGINE = "transformer_engine"
 # Relative to the whole gradient. bf16 keeps 8 bits, e4m3 4 and e5m2 3; through two layers.
@@ -54,9 +54,7 @@ def test_bf16_on_the_cpu(task: Task) -> None:
 def test_loss_and_gradients_are_those_of_fp32_on_the_cpu(
     task: Task, precision: str, backend: str
 ) -> None:
-    if backend == ENGINE:
-        need_engine()
-    need(precision)
+    need(precision, engine=backend == ENGINE)
     check_step(task, precision, backend)
 
 
@@ -87,8 +85,7 @@ def test_resuming_on_the_cpu_is_bitwise(task: Task) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", *FP8])
 def test_resuming_restores_what_fp8_scales_by(task: Task, precision: str) -> None:
-    need_engine()
-    need(precision)
+    need(precision, engine=True)
     found = task("resume", precision, ENGINE)
     saved, loaded = found["saved scales"], found["loaded scales"]
     assert bool(saved) == (precision == "fp8-delayed")

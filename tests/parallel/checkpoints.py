@@ -6,25 +6,27 @@ data-parallel ranks into tensors of the parameters' shapes, and those by models.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import random
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from gspo_megatron.batching.micro_batches import MicroBatchBuilder
-from gspo_megatron.batching.plan import data_ranks, plan_step
-from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.checkpoint import tensors
+from gspo_megatron.checkpoint import writer as checkpoint_writer
+from gspo_megatron.checkpoint.rng import load_rng, save_rng
 from gspo_megatron.checkpoint.tensors import (
     load_model,
     load_optimizer,
@@ -32,18 +34,18 @@ from gspo_megatron.checkpoint.tensors import (
     save_tensors,
     trainer_state,
 )
-from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.config import Config
 from gspo_megatron.errors import DataError
-from gspo_megatron.models.build import Policy, build_policy
+from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
 from gspo_megatron.objectives import build_objective
-from gspo_megatron.platform.groups import set_up_model_parallel
+from gspo_megatron.platform.collectives import all_gather_objects, gather_objects
 from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
-from gspo_megatron.types import RolloutBatch
+from gspo_megatron.verify import parity
 from gspo_megatron.verify.synthetic import synthetic_batch
-from tests.parallel.models import VOCAB_SIZE, odd_moe
+from tests.parallel.models import NO_ROUTER_LOSSES, VOCAB_SIZE, build_on_ranks, odd_moe
 
 # warm-up and decay: the learning rate of a resumed run is right only if its position is
 SCHEDULE = Schedule(peak=2e-3, floor=1e-4, warmup=2, total=9, decay="cosine")
@@ -71,61 +73,24 @@ class Outcome:
 def run_config(layout: str, precision: str = "fp32", ddp: dict | None = None, **more) -> Config:
     """Large enough an epsilon that an update is a smooth function of the gradient: what is compared
     over layouts is the resumed state, not the rounding of gradients that vanish."""
-    config = odd_moe(
-        layout,
-        training={"precision": precision},
-        moe_aux_loss_coeff=0.0,
-        moe_z_loss_coeff=None,
-        **more,
-    )
+    training = {"precision": precision}
+    config = odd_moe(layout, training=training, ddp=ddp, **NO_ROUTER_LOSSES, **more)
     section = config.optimizer.model_copy(update={"epsilon": 1e-4, "weight_decay": 0.1})
-    parallel = config.parallel.model_copy(update={"ddp": ddp or {}})
-    return config.model_copy(update={"optimizer": section, "parallel": parallel})
+    return config.model_copy(update={"optimizer": section})
 
 
 def start(config: Config) -> tuple[Policy, Trainer]:
-    parallel = resolve_parallel(config, dist.get_world_size())
-    set_up_model_parallel(parallel, config.training.seed)
-    policy = build_policy(config, parallel, VOCAB_SIZE)
+    policy = build_on_ranks(config)
     return policy, build_trainer(policy, config.optimizer, SCHEDULE)
 
 
 def update(config: Config, policy: Policy, trainer: Trainer, seed: int) -> None:
     """A policy update on random sequences, by the code of a training step."""
-    parallel = resolve_parallel(config, dist.get_world_size())
     batch = synthetic_batch(config.objective, VOCAB_SIZE, seed=seed)
-    lengths = torch.tensor([len(tokens) for tokens in batch.tokens])
-    responses = torch.tensor(batch.response_lengths)
-    vpp = parallel.virtual_pipeline_model_parallel_size
-    plans = plan_step(
-        lengths.tolist(),
-        responses.tolist(),
-        mini_batches=1,
-        data_parallel_size=parallel.data_parallel_size,
-        token_budget=60,
-        micro_batch_multiple=parallel.pipeline_model_parallel_size if vpp else 1,
-    )
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    mine = torch.arange(len(lengths))[group.rank() :: group.size()]  # as if sampled here
-    rollout = RolloutBatch(
-        tokens=torch.cat([batch.tokens[0][:0], *(batch.tokens[n] for n in mine)]),
-        prompt_lengths=(lengths - responses)[mine],
-        response_lengths=responses[mine],
-        rollout_logprobs=torch.zeros(int(responses[mine].sum())),
-        truncated=torch.zeros(len(mine), dtype=torch.bool),
-        sample_index=mine,
-        group_index=mine // 2,
-    )
-    advantages = torch.tensor(batch.advantages, dtype=torch.float64)[mine]
-    index = gather_index(rollout, advantages, group)
-    sequences = redistribute(
-        rollout,
-        index,
-        data_ranks(plans, len(lengths)),
-        group,
-        context_parallel_size=policy.config.context_parallel_size,
-    )
-    builder = MicroBatchBuilder(policy, 0, config.rollout.temperature, padded=False)
+    lengths, cut = [len(tokens) for tokens in batch.tokens], parity.Cut(4, 60, multiple=2)
+    plans = parity.plan_alike(config, lengths, batch.response_lengths, cut, 1)
+    sequences, index = parity._receive(batch, plans, policy)
+    builder = parity._builder(config, policy)
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     updater = PolicyUpdater(policy, trainer, builder, objective, config.objective, config.routing)
     update_policy(updater, sequences, index, plans, index.rewards.float())
@@ -145,14 +110,20 @@ def train_and_save(
     for number in range(updates):
         update(config, policy, trainer, seed=number)
     position = json.dumps(trainer_state(trainer))
-    with _writing_held(held) as release:
+    native, released = tensors.write_pieces, threading.Event()
+
+    def write_pieces(*arguments: Any) -> None:
+        assert not held or released.wait(60)
+        native(*arguments)
+
+    with mock.patch.object(tensors, "write_pieces", write_pieces):
         # right after an update: gathered parameters may still be on their way
         save = save_tensors(folder, policy, trainer, asynchronous=asynchronous)
         state = gather_state(policy, trainer)
         if asynchronous:
             update(config, policy, trainer, seed=updates)
             assert not (held and save.done())
-        release()
+        released.set()
         save.wait()
     assert save.done()
     if not asynchronous:
@@ -162,52 +133,25 @@ def train_and_save(
     return Outcome(state, gather_state(policy, trainer))
 
 
-@contextlib.contextmanager
-def _writing_held(held: bool) -> Iterator[Callable[[], None]]:
-    """The writer waits for a call of what this yields."""
-    native, released = tensors.write_pieces, threading.Event()
-
-    def write_pieces(*arguments: Any) -> None:
-        assert not held or released.wait(60)
-        native(*arguments)
-
-    tensors.write_pieces = write_pieces
+def save_error(config: Config, folder: Path, *, asynchronous: bool) -> str:
+    """This rank's error of a save that fails."""
+    policy, trainer = start(config)
     try:
-        yield released.set
-    finally:
-        tensors.write_pieces = native
-
-
-def save_errors(config: Config, folder: Path, *, asynchronous: bool) -> list[str]:
-    """Every rank's error of a save that fails."""
-    policy, trainer = start(config)
-
-    def save() -> None:
         save_tensors(folder, policy, trainer, asynchronous=asynchronous).wait()
+    except DataError as error:
+        return str(error)
+    return ""
 
-    return _everyones_errors(save)
 
-
-def load_errors(config: Config, folder: Path) -> list[str]:
-    """Every rank's error of a load that fails."""
+def load_error(config: Config, folder: Path) -> str:
+    """This rank's error of a load that fails."""
     policy, trainer = start(config)
-
-    def load() -> None:
+    try:
         load_model(folder, policy)
         load_optimizer(folder, policy, trainer)
-
-    return _everyones_errors(load)
-
-
-def _everyones_errors(action: Callable[[], None]) -> list[str]:
-    error = ""
-    try:
-        action()
-    except DataError as found:
-        error = str(found)
-    errors = [""] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    return errors
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def stock_load(config: Config, folder: Path) -> dict[str, Tensor]:
@@ -224,12 +168,6 @@ def stock_load(config: Config, folder: Path) -> dict[str, Tensor]:
             dist_checkpointing.load(stored, str(folder / "model"))
     shards = [s for model in policy.models for s in parameter_shards(model)]
     return _assemble(shards, lambda shard: shard.data, VOCAB_SIZE)
-
-
-def gathered(value: Any) -> list:
-    everyones: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, value)
-    return everyones
 
 
 def resume(config: Config, folder: Path, *, updates: int = 3) -> Outcome:
@@ -280,51 +218,48 @@ def gather_state(policy: Policy, trainer: Trainer) -> State:
     return state if dist.get_rank() == 0 else State()
 
 
+def _parts(trainer: Trainer) -> list:
+    return getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+
+
+def _is_expert(parameter: torch.nn.Parameter) -> bool:
+    return not getattr(parameter, "allreduce", True)
+
+
 def _flat_states(trainer: Trainer) -> dict[torch.nn.Parameter, dict[str, Tensor]]:
     """Each parameter's states, whole, in the parameter's shape."""
-    chained = isinstance(trainer.optimizer, ChainedOptimizer)
     whole = {}
-    for part in trainer.optimizer.chained_optimizers if chained else [trainer.optimizer]:
-        for chunk in part.model_chunks:
-            for parameter in chunk.parameters():
-                experts = not getattr(parameter, "allreduce", True)
-                if experts != _is_for_experts(part):
-                    continue
-                places = part.model_param_gbuf_map
-                states = {n: torch.zeros(parameter.numel()) for n in STATES}
-                if parameter in places:
-                    own = part._get_model_param_range_map(parameter)["param"]
-                    found = part._get_main_param_and_optimizer_states(parameter)
-                    for name in STATES:
-                        states[name][own.start : own.end] = found[name].detach()
-                for tensor in states.values():
-                    dist.all_reduce(tensor, group=part.data_parallel_group)
-                whole[parameter] = {n: t.view(parameter.shape) for n, t in states.items()}
+    for part in _parts(trainer):
+        places = part.model_param_gbuf_map
+        of_experts = any(map(_is_expert, places))
+        for parameter in (p for chunk in part.model_chunks for p in chunk.parameters()):
+            if _is_expert(parameter) != of_experts:
+                continue
+            states = {n: torch.zeros(parameter.numel()) for n in STATES}
+            if parameter in places:
+                own = part._get_model_param_range_map(parameter)["param"]
+                found = part._get_main_param_and_optimizer_states(parameter)
+                for name in STATES:
+                    states[name][own.start : own.end] = found[name].detach()
+            for tensor in states.values():
+                dist.all_reduce(tensor, group=part.data_parallel_group)
+            whole[parameter] = {n: t.view(parameter.shape) for n, t in states.items()}
     return whole
 
 
-def _is_for_experts(part) -> bool:
-    owned = list(part.model_param_gbuf_map)
-    return bool(owned) and not getattr(owned[0], "allreduce", True)
-
-
 def _steps(trainer: Trainer) -> int:
-    chained = isinstance(trainer.optimizer, ChainedOptimizer)
-    parts = trainer.optimizer.chained_optimizers if chained else [trainer.optimizer]
-    found = {int(s["step"]) for part in parts for s in part.optimizer.state.values()}
-    assert len(found) == 1
-    return found.pop()
+    states = (s for part in _parts(trainer) for s in part.optimizer.state.values())
+    (found,) = {int(state["step"]) for state in states}
+    return found
 
 
 def _assemble(
     shards: list[Shard], data: Callable[[Shard], Tensor], vocab_size: int
 ) -> dict[str, Tensor]:
     mine = [(s.name, s.global_shape, s.slices, data(s).detach().clone()) for s in shards]
-    everyones: list = [None] * dist.get_world_size()
-    dist.gather_object(mine, everyones if dist.get_rank() == 0 else None, dst=0)
     whole: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
-    for name, shape, slices, piece in (p for pieces in everyones if pieces for p in pieces):
+    for name, shape, slices, piece in (p for each in gather_objects(mine) or () for p in each):
         if name not in whole:
             whole[name] = torch.zeros(shape, dtype=piece.dtype)
             seen[name] = torch.zeros(shape, dtype=torch.bool)
@@ -368,7 +303,68 @@ def _expert_biases(policy: Policy) -> dict[str, Tensor]:
 def _union(named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of all ranks; what two have is equal."""
     whole: dict[str, Tensor] = {}
-    for found in gathered(named):
+    for found in all_gather_objects(named):
         for name, value in found.items():
             assert torch.equal(whole.setdefault(name, value), value), f"copies of {name} differ"
     return whole
+
+
+def save_generators(config: Config, folder: Path) -> None:
+    start(config)
+    save_rng(folder)
+
+
+def rng_after_resume(config: Config, folder: Path, other: Path) -> tuple[str, list[str]]:
+    """Numbers drawn after save_rng, and what is wrong with those drawn after load_rng."""
+    save_generators(config, folder)
+    first = _draw()
+    problems = []
+    if _draw() == first:
+        problems.append("the generators stand still")
+    if load_rng(other):
+        problems.append("took the state of another layout")
+    if not load_rng(folder) or _draw() != first:
+        problems.append("other numbers")
+    return first, problems
+
+
+def _draw() -> str:
+    with get_cuda_rng_tracker().fork():
+        tracked = torch.rand(3).tolist()
+    with get_cuda_rng_tracker().fork("expert-parallel-rng"):
+        experts = torch.rand(3).tolist()
+    drawn = [torch.rand(3).tolist(), tracked, experts, np.random.randn(3).tolist()]
+    return repr([*drawn, random.gauss(0, 1), random.random()])
+
+
+@dataclass
+class Published:
+    """What a rank did for a checkpoint."""
+
+    problem: str | None
+    looks: int  # into its folder
+    over_writers: bool  # whether all that ranks told each other went over that group
+
+
+def publish(config: Config, folder: Path, *, asynchronous: bool) -> Published:
+    """A checkpoint to which each rank adds a small file, the later ranks last."""
+    policy, trainer = start(config)
+    rank, groups, native = dist.get_rank(), [], tensors.write_pieces
+
+    def write_pieces(below: Path, pieces: Any, group: Any = None, *rest: Any) -> None:
+        groups.append(group)
+        native(below, pieces, group, *rest)
+
+    def write_small(below: Path) -> None:
+        time.sleep(0.2 * rank)
+        (below / f"rank_{rank:05d}.txt").write_text("small")
+
+    look = mock.patch.object(
+        checkpoint_writer, "files_below", side_effect=checkpoint_writer.files_below
+    )
+    with look as looks, mock.patch.object(tensors, "write_pieces", write_pieces):
+        writer = checkpoint_writer.CheckpointWriter(folder, policy)
+        begun = writer.begin("new", trainer, write_small, lambda _: None, asynchronous=asynchronous)
+        problem = begun or writer.finish()
+    over_writers = all(group is tensors.writers() for group in groups)
+    return Published(problem, looks.call_count, over_writers)

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo_megatron.config import Config, resolve_parallel
-from gspo_megatron.models.build import build_policy
+from gspo_megatron.config import Config
 from gspo_megatron.models.shards import parameter_shards
-from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
+from gspo_megatron.platform.groups import tear_down_model_parallel
 from gspo_megatron.verify.results import StepResult
 from gspo_megatron.verify.synthetic import SyntheticBatch
+from tests.parallel.models import build_on_ranks
 
 # (lower, upper) half-widths of the clip range, from the papers
 CLIP = {
@@ -43,18 +43,18 @@ SUMS = {
 def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> StepResult:
     """Loss, gradient norm and gradients in float64; the configuration asks for that precision."""
     assert config.training.precision == "fp64" and dist.get_world_size() == 1
-    parallel = resolve_parallel(config, 1)
-    set_up_model_parallel(parallel, config.training.seed)
-    policy = build_policy(config, parallel, vocab_size)
+    policy = build_on_ranks(config, vocab_size)
     policy.eval()  # no auxiliary losses
     [model] = policy.models
 
     name = config.objective.name
-    total, count = torch.zeros((), dtype=torch.float64), sum(batch.response_lengths)
+    loss, count = torch.zeros((), dtype=torch.float64), sum(batch.response_lengths)
     sequences, longest = len(batch.tokens), config.rollout.max_response_tokens
     for tokens, response, log_ratios, advantage in zip(
         batch.tokens, batch.response_lengths, batch.log_ratios, batch.advantages, strict=True
     ):
+        if response == 0:  # one of the sequences, without a term
+            continue
         positions = torch.arange(len(tokens))[None]
         hidden = model(input_ids=tokens[None], position_ids=positions, attention_mask=None)[0]
         logits = hidden @ model.head_weight[:vocab_size].t() / config.rollout.temperature
@@ -62,19 +62,15 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
         prompt = len(tokens) - response
         logprobs = torch.stack(
             [distribution[place - 1, tokens[place]] for place in range(prompt, len(tokens))]
-            or [hidden.sum() * 0.0]
-        )[:response]
+        )
         old = logprobs.detach() - log_ratios.double()
         # advantages travel as float32
         weight = torch.tensor(advantage, dtype=torch.float32).double()
-        if response == 0:  # one of the sequences, without a term
-            continue
         terms = surrogate(name, logprobs, old, weight).expand(response)  # of each token
         if name in SUMS:
-            total = total - terms.sum() / SUMS[name](sequences, count, longest)
+            loss = loss - terms.sum() / SUMS[name](sequences, count, longest)
         else:
-            total = total - terms.mean() / sequences
-    loss = total
+            loss = loss - terms.mean() / sequences
 
     parameters = list(model.parameters())
     found = dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))

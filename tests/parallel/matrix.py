@@ -13,7 +13,7 @@ from gspo_megatron.config.objectives import RECIPES
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.verify.parity import Cut
 from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
-from tests.parallel.models import VOCAB_SIZE, odd_moe
+from tests.parallel.models import NO_ROUTER_LOSSES, VOCAB_SIZE, odd_moe
 
 LAYOUTS = (
     "dp=2",
@@ -59,24 +59,13 @@ class Case:
         words += ["recompute"] * (self.recompute != "none")
         return " ".join([*words, self.precision])
 
-    @property
-    def world_size(self) -> int:
-        return Layout.parse(self.layout).world_size
-
     def config(self) -> Config:
-        losses: dict[str, Any] = {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
-        if not self.router_losses:
-            losses = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
         return odd_moe(
             self.layout,
             {"name": self.objective},
-            training={
-                "packing": self.packing,
-                "recompute": self.recompute,
-                "precision": self.precision,
-            },
+            training={k: getattr(self, k) for k in ("packing", "recompute", "precision")},
             moe_token_dispatcher_type=self.dispatcher,
-            **losses,
+            **({} if self.router_losses else NO_ROUTER_LOSSES),
         )
 
     def batch(self) -> SyntheticBatch:
@@ -88,7 +77,7 @@ class Case:
         multiple = layout.pp if layout.vpp else 1
         if self.split == "one":
             model = layout.tp * layout.pp * layout.cp
-            return Cut(self.world_size // model, token_budget=1000, multiple=multiple)
+            return Cut(layout.world_size // model, token_budget=1000, multiple=multiple)
         # Four shares of two micro-batches: every layout has at most 4 data ranks, and the routers'
         # losses see the same micro-batches on all of them.
         return Cut(replicas=4, token_budget=40, multiple=2)
@@ -141,14 +130,14 @@ def covering_selection(dimensions: Dimensions, seed: int = 0) -> list[Case]:
     while missing:
         # sets have no order that is the same in every process
         wanted = min(missing, key=repr)
-        candidates = []
-        for _ in range(40):
-            values = {name: source.choice(dimensions[name]) for name in names} | dict(wanted)
-            candidates.append(values)
+        candidates = [
+            {name: source.choice(dimensions[name]) for name in names} | dict(wanted)
+            for _ in range(40)
+        ]
         best = max(candidates, key=lambda values: len(missing & _pairs(values)))
         missing -= _pairs(best)
         cases.append(Case(**best))
-    return sorted(cases, key=lambda case: (case.world_size, str(case)))
+    return sorted(cases, key=lambda case: (Layout.parse(case.layout).world_size, str(case)))
 
 
 def _pairs(values: dict[str, Any]) -> set:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_megatron.config import Config, check_config
-from gspo_megatron.config.load import parse_config
-from gspo_megatron.config.parallel import Layout
+import torch.distributed as dist
+
+from gspo_megatron.config import Config, check_config, parse_config, resolve_parallel
+from gspo_megatron.models.build import Policy, build_policy
+from gspo_megatron.platform.groups import set_up_model_parallel
 
 VOCAB_SIZE = 45
+NO_ROUTER_LOSSES: dict[str, Any] = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
 
 ODD_MOE: dict[str, Any] = {
     "num_layers": 4,
@@ -57,5 +60,12 @@ def odd_moe(
             "training": {"precision": "fp32"} | (training or {}),
         }
     )
-    check_config(config, Layout.parse(layout).world_size)
+    check_config(config, config.world_size_hint())
     return config
+
+
+def build_on_ranks(config: Config, vocab_size: int = VOCAB_SIZE) -> Policy:
+    """Groups and policy on the running processes."""
+    parallel = resolve_parallel(config, dist.get_world_size())
+    set_up_model_parallel(parallel, config.training.seed)
+    return build_policy(config, parallel, vocab_size)

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gspo_megatron.config import Config
+
 TASK_TIMEOUT = 120.0  # seconds; a task takes 1 to 5 on an idle machine
 # torch.distributed does not give back all threads of a world that has ended, and a few hundred of
 # them slow every collective down; a new worker takes 0.1 s.
@@ -55,6 +57,15 @@ class Pool:
         self._tasks = 0
         self._store: dist.TCPStore | None = None
 
+    def on(self, config: Config, function: Callable[..., Any], **arguments: Any) -> Any:
+        """`function(config=config, **arguments)` on as many ranks as the configuration's layout
+        has; returns what rank 0 returned."""
+        return self.each(config, function, **arguments)[0]
+
+    def each(self, config: Config, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """The same, with what every rank returned."""
+        return self.run(config.world_size_hint(), function, config=config, **arguments)
+
     def run(
         self,
         world_size: int,
@@ -62,8 +73,8 @@ class Pool:
         *,
         timeout: float = TASK_TIMEOUT,
         **arguments: Any,
-    ) -> Any:
-        """Call `function(**arguments)` on ranks 0 to world_size - 1; returns what rank 0 returned.
+    ) -> list[Any]:
+        """What `function(**arguments)` returned on ranks 0 to world_size - 1.
 
         `function` belongs to a module that can be imported, and starts and stops torch.distributed
         by itself only if it wants another world: the default group is there. Raises RankError with
@@ -77,10 +88,10 @@ class Pool:
             for rank, connection in enumerate(connections):
                 task = (rank, world_size, self._store.port, self._tasks, timeout)
                 connection.send((task, function, arguments))
-            result = self._results(connections, time.monotonic() + timeout)[0]
+            results = self._results(connections, time.monotonic() + timeout)
             if self._tasks % TASKS_OF_A_WORKER == 0:
                 self.close()
-            return result
+            return results
         except BaseException:  # an interrupt too must not leave ranks waiting for each other
             self.close()
             raise
@@ -99,8 +110,8 @@ class Pool:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
-            arguments = (theirs, self._stack_file(len(self._workers)))
-            process = self._context.Process(target=_serve, args=arguments, daemon=True)
+            stack_file = self._stack_file(len(self._workers))
+            process = self._context.Process(target=_serve, args=(theirs, stack_file), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

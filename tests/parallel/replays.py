@@ -1,8 +1,9 @@
-"""What the ranks do in test_replay: updates that look at what the routers really used."""
+"""What the ranks do in test_replay: updates that watch the routers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -11,13 +12,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
-from gspo_megatron.models.reference import ReferencePolicy
-from gspo_megatron.rl import policy_update as step
 from gspo_megatron.routing import hooks
 from gspo_megatron.routing.replay import Recording, Replaying
 from gspo_megatron.routing.volatility import Observing
-from gspo_megatron.verify.parity import run_update
 from gspo_megatron.verify.results import StepResult
+from tests.parallel.updates import update_away_from_the_reference
+from tests.unit.routing import mistakes
 
 
 @dataclass
@@ -31,24 +31,9 @@ class Watched:
     passes: dict[str, int]  # forward passes of routers, by what they were told
 
 
-class DistantReference(ReferencePolicy):
-    """Far from the policy, by the same amount whatever the layout: a function of the weight."""
-
-    @torch.no_grad()
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        for weight in self._weights:
-            weight.add_(0.1 * torch.sin(37.0 * weight))
-
-
-def watched_update_away_from_the_reference(**arguments: Any) -> Watched:
-    """`watched_update` with a reference policy that would choose other experts."""
-    with mock.patch.object(step, "ReferencePolicy", DistantReference):
-        return watched_update(**arguments)
-
-
-def watched_update(**arguments: Any) -> Watched:
-    """`run_update`, every routing map of Megatron-Core held against the routes of the pass."""
+def watched_update(mistake: str | None = None, **arguments: Any) -> Watched:
+    """An update, every routing map of Megatron-Core held against the routes of the pass. `mistake`:
+    of tests.unit.routing.mistakes."""
     counts, passes = defaultdict(int), defaultdict(int)
     native = TopKRouter.routing
 
@@ -63,8 +48,7 @@ def watched_update(**arguments: Any) -> Watched:
             table = inner._table
             wanted = table.experts[table.layers.index(self.layer_number)].long()
             maps = torch.zeros_like(chosen).scatter(1, wanted, True)
-            known = table.known
-            known = torch.ones(len(maps), dtype=torch.bool) if known is None else known
+            known = table.known if table.known is not None else torch.ones(len(maps)).bool()
             own = logits.detach().flatten(0, -2).topk(self.topk, dim=-1).indices
             natural = torch.zeros_like(chosen).scatter(1, own, True)
             counts["replayed"] += int(known.sum())
@@ -75,8 +59,9 @@ def watched_update(**arguments: Any) -> Watched:
             assert not (probs[~chosen] != 0).any()
         return probs, chosen
 
-    with mock.patch.object(TopKRouter, "routing", routing):
-        result = run_update(**arguments)
+    wrong = getattr(mistakes, mistake)() if mistake else nullcontext()
+    with wrong, mock.patch.object(TopKRouter, "routing", routing):
+        result = update_away_from_the_reference(**arguments)
     values = torch.tensor([counts[name] for name in ("replayed", "wrong", "moved")])
     dist.all_reduce(values)
     return Watched(result, *values.tolist(), passes=dict(passes))

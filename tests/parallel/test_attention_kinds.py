@@ -4,33 +4,44 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from gspo_megatron.config.parallel import Layout
-from gspo_megatron.verify.parity import Cut, run_update
-from gspo_megatron.verify.results import StepResult, compare
-from gspo_megatron.verify.synthetic import synthetic_batch
+from gspo_megatron.checkpoint.start import load_initial_weights
+from gspo_megatron.config import Config
+from gspo_megatron.models.build import Policy
+from gspo_megatron.verify import parity
+from gspo_megatron.verify.parity import run_update
+from gspo_megatron.verify.results import StepResult
 from tests.parallel.pool import Pool
-from tests.parallel.regularised import update_from_folder
-from tests.parallel.updates import FP32_TOLERANCE, assert_same_metrics
+from tests.parallel.updates import (
+    FP32_TOLERANCE,
+    assert_same_gradients,
+    assert_same_update,
+    update,
+)
 from tests.unit.checkpoint.hf.policies import config_of
 from tests.unit.checkpoint.hf.published import VOCABULARY, write_model
 
-CUT = Cut(replicas=4, token_budget=40, multiple=2)
+
+def update_from_folder(**arguments: Any) -> StepResult:
+    """`run_update` with the weights of model.hf_path, and all else that its config.json gives."""
+    native = parity.build_policy
+
+    def build_policy(config: Config, *others: Any) -> Policy:
+        policy = native(config, *others)
+        load_initial_weights(config, policy)
+        return policy
+
+    with mock.patch.object(parity, "build_policy", build_policy):
+        return run_update(**arguments)
 
 
-def _update(pool: Pool, folder: Path, layout: str, update: Any = run_update) -> StepResult:
+def _update(pool: Pool, folder: Path, layout: str, function: Any = run_update) -> StepResult:
     # far from uniform: log-probs and gradients of an untrained model say little
     config = config_of(folder, layout=layout, init_method_std=0.15)
-    return pool.run(
-        Layout.parse(layout).world_size,
-        update,
-        config=config,
-        vocab_size=VOCABULARY,
-        batch=synthetic_batch(config.objective, VOCABULARY, num_sequences=13),
-        cut=CUT,
-    )
+    return update(pool, config, function, vocab_size=VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +75,7 @@ def test_the_update_is_that_of_one_rank(
     pool: Pool, folders: Path, references: dict[str, StepResult], family: str, layout: str
 ) -> None:
     result = _update(pool, folders / family, layout)
-    worst = compare(references[family].gradients, result.gradients)[0]
-    assert worst[1] <= FP32_TOLERANCE, worst
-    assert result.replica_error <= FP32_TOLERANCE
-    assert_same_metrics(result, references[family])
+    assert_same_update(result, references[family], FP32_TOLERANCE)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -83,5 +91,4 @@ def test_the_padding_token_gives_the_embedding_no_gradient(
     assert bool(row.any()) == tied  # a tied row is also one of the output layer's
     for layout in ("tp=2", "pp=2,cp=2"):
         result = _update(pool, folder, layout, update_from_folder)
-        worst = compare(alone.gradients, result.gradients)[0]
-        assert worst[1] <= FP32_TOLERANCE, (layout, worst)
+        assert_same_gradients(result, alone, FP32_TOLERANCE)

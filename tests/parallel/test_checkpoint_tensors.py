@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,25 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.checkpoint.manifest import find_damage, read_manifest
-from gspo_megatron.config.parallel import Layout
 from tests.parallel.checkpoints import (
     Outcome,
     State,
-    load_errors,
+    load_error,
     load_expert_biases,
     move,
+    publish,
     resume,
+    rng_after_resume,
     run_config,
-    save_errors,
+    save_error,
     save_expert_biases,
+    save_generators,
     stock_load,
     train_and_save,
 )
-from tests.parallel.generators import rng_after_resume, save_generators
 from tests.parallel.matrix import LAYOUTS
 from tests.parallel.models import VOCAB_SIZE
 from tests.parallel.pool import Pool
-from tests.parallel.publishing import publish
 
 SAVED_ON = "tp=2,pp=2,ep=2"
 # An update of size 1e-3 from equal states; gradients in fp32 differ by 1e-6 of their size between
@@ -40,8 +41,15 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 def on(pool: Pool, layout: str, function: Any, *, options: dict | None = None, **arguments) -> Any:
-    config = run_config(layout, **(options or {}))
-    return pool.run(Layout.parse(layout).world_size, function, config=config, **arguments)
+    """What rank 0 returned."""
+    return pool.on(run_config(layout, **(options or {})), function, **arguments)
+
+
+def error_of_all(pool: Pool, layout: str, function: Any, options: Any = None, **arguments) -> str:
+    """What every rank returned, which is the same."""
+    found = pool.each(run_config(layout, **(options or {})), function, **arguments)
+    assert len(set(found)) == 1, found
+    return found[0]
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +70,17 @@ def assert_same_state(found: State, expected: State) -> None:
     assert (found.steps, found.rate) == (expected.steps, expected.rate)
 
 
-def assert_close(found: State, expected: State, tolerance: float = UPDATE_TOLERANCE) -> None:
-    assert found.weights.keys() == expected.weights.keys()
-    for name, weight in expected.weights.items():
-        error = (found.weights[name].float() - weight.float()).abs().max().item()
+def assert_same(found: Outcome, expected: Outcome, tolerance: float = 0.0) -> None:
+    """Bit for bit, but for `tolerance` of the weights after one more update."""
+    assert_same_state(found.state, expected.state)
+    if not tolerance:
+        assert_same_state(found.later, expected.later)
+        return
+    assert found.later.steps == expected.later.steps
+    assert found.later.weights.keys() == expected.later.weights.keys()
+    for name, weight in expected.later.weights.items():
+        error = (found.later.weights[name].float() - weight.float()).abs().max().item()
         assert error <= tolerance, f"{name} is off by {error:.1e}"
-    assert found.steps == expected.steps
 
 
 def test_the_saved_run_has_something_to_lose(saved: tuple[Path, Outcome]) -> None:
@@ -84,8 +97,7 @@ def test_the_saved_run_has_something_to_lose(saved: tuple[Path, Outcome]) -> Non
 def test_same_layout_is_bitwise(pool: Pool, saved: tuple[Path, Outcome]) -> None:
     folder, expected = saved
     found = on(pool, SAVED_ON, resume, folder=folder)
-    assert_same_state(found.state, expected.state)
-    assert_same_state(found.later, expected.later)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("layout", ["tp=1", "dp=2,ep=2", "tp=2,cp=2", "pp=2,vpp=2"])
@@ -94,8 +106,7 @@ def test_other_layout_has_the_same_state(
 ) -> None:
     folder, expected = saved
     found = on(pool, layout, resume, folder=folder)
-    assert_same_state(found.state, expected.state)
-    assert_close(found.later, expected.later)
+    assert_same(found, expected, UPDATE_TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", ["tp=1", "cp=2,ep=2", "tp=2,etp=2"])
@@ -105,8 +116,7 @@ def test_back_from_another_layout_is_bitwise(
     folder, expected = saved
     on(pool, layout, move, source=folder, destination=tmp_path)
     found = on(pool, SAVED_ON, resume, folder=tmp_path)
-    assert_same_state(found.state, expected.state)
-    assert_same_state(found.later, expected.later)
+    assert_same(found, expected)
 
 
 @pytest.mark.full
@@ -122,8 +132,7 @@ def test_any_layout_to_any_other(pool: Pool, layout: str, precision: str, tmp_pa
     moved = on(pool, other, move, options=options, source=first, destination=second)
     assert_same_state(moved.state, expected.state)
     found = on(pool, layout, resume, options=options, folder=second)
-    assert_same_state(found.state, expected.state)
-    assert_same_state(found.later, expected.later)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +155,11 @@ def test_sixteen_bits_overlap_and_tied_embeddings(
 ) -> None:
     expected = on(pool, layout, train_and_save, options=options, folder=tmp_path)
     same = on(pool, layout, resume, options=options, folder=tmp_path)
-    assert_same_state(same.state, expected.state)
-    assert_same_state(same.later, expected.later)
+    assert_same(same, expected)
     elsewhere = on(pool, other, resume, options=options, folder=tmp_path)
-    assert_same_state(elsewhere.state, expected.state)
     # bf16: gradients differ by their rounding, and so may the last bit of a weight of size 1
     bf16 = options.get("precision") == "bf16"
-    assert_close(elsewhere.later, expected.later, tolerance=2**-7 if bf16 else UPDATE_TOLERANCE)
+    assert_same(elsewhere, expected, 2**-7 if bf16 else UPDATE_TOLERANCE)
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "free"])
@@ -164,11 +171,9 @@ def test_asynchronous_save_is_of_the_moment_of_the_call(
     _, expected = saved
     options = {"asynchronous": True, "held": held}
     running = on(pool, SAVED_ON, train_and_save, folder=tmp_path, **options)
-    assert_same_state(running.state, expected.state)
-    assert_same_state(running.later, expected.later)
+    assert_same(running, expected)
     found = on(pool, SAVED_ON, resume, folder=tmp_path)
-    assert_same_state(found.state, expected.state)
-    assert_same_state(found.later, expected.later)
+    assert_same(found, expected)
 
 
 def test_stock_megatron_reads_the_weights(pool: Pool, saved: tuple[Path, Outcome]) -> None:
@@ -189,7 +194,8 @@ def test_one_rank_looks_for_what_all_have_written(
     pool: Pool, tmp_path: Path, asynchronous: bool
 ) -> None:
     """And the manifest has every file of every rank; none of it goes over a group of the device."""
-    by_rank = on(pool, "dp=2", publish, folder=tmp_path, asynchronous=asynchronous)
+    config = run_config("dp=2")
+    by_rank = pool.each(config, publish, folder=tmp_path, asynchronous=asynchronous)
     assert [rank.looks for rank in by_rank] == [1, 0]
     assert all(rank.problem is None and rank.over_writers for rank in by_rank)
     files = read_manifest(tmp_path / "new")
@@ -202,8 +208,8 @@ def test_writer_that_fails_is_everyones_error(
     pool: Pool, tmp_path: Path, asynchronous: bool
 ) -> None:
     (tmp_path / "model").write_text("a file, where a folder is wanted")
-    errors = on(pool, "dp=2", save_errors, folder=tmp_path, asynchronous=asynchronous)
-    assert len(set(errors)) == 1 and f"{tmp_path}/model: rank 0 cannot write: " in errors[0]
+    error = error_of_all(pool, "dp=2", save_error, folder=tmp_path, asynchronous=asynchronous)
+    assert f"{tmp_path}/model: rank 0 cannot write: " in error
 
 
 class Intruder:
@@ -211,62 +217,51 @@ class Intruder:
         return (Path.touch, (Path("intruded"),))
 
 
-def _evil(folder: Path) -> str:
-    path = folder / "optimizer" / ".metadata"
-    path.write_bytes(pickle.dumps(Intruder()))
-    return f"{path}: not an index of a checkpoint: it names "
-
-
-def _truncated(folder: Path) -> str:
-    path = max((folder / "model").glob("*.distcp"))
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    return f"{path}: truncated, "
-
-
-def _damaged(folder: Path) -> str:
-    path = min((folder / "model").glob("*.distcp"))
-    path.write_bytes(b"x" * path.stat().st_size)
-    return f"{path}: damaged"
-
-
-def _missing_file(folder: Path) -> str:
-    path = min((folder / "optimizer").glob("*.distcp"))
-    path.unlink()
-    return f"{path}: no such file"
-
-
-def _no_optimizer(folder: Path) -> str:
-    shutil.rmtree(folder / "optimizer")
-    return f"{folder / 'optimizer' / 'groups.json'}: no such file"
-
-
-def _edit_index(folder: Path, edit: Any) -> None:
+def edit_index(folder: Path, edit: Any) -> None:
     path = folder / ".metadata"
     index = pickle.loads(path.read_bytes())
     edit(index)
     path.write_bytes(pickle.dumps(index))
 
 
-def _missing_key(folder: Path) -> str:
-    name = "optimizer.exp_avg.decoder.final_layernorm.weight"
-    _edit_index(folder / "optimizer", lambda index: index.state_dict_metadata.pop(name))
-    return f"{folder / 'optimizer'}: has no tensor {name}"
+def overwrite(path: Path) -> None:
+    path.write_bytes(b"x" * path.stat().st_size)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [_evil, _truncated, _damaged, _missing_file, _no_optimizer, _missing_key],
-    ids=lambda function: function.__name__.strip("_"),
-)
+LOST = "optimizer.exp_avg.decoder.final_layernorm.weight"
+# what is done to a file of a checkpoint, and what is said of it
+DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "evil": (
+        "optimizer/.metadata",
+        lambda path: path.write_bytes(pickle.dumps(Intruder())),
+        "{path}: not an index of a checkpoint: it names ",
+    ),
+    "truncated": (
+        "model/__3_0.distcp",
+        lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+        "{path}: truncated, ",
+    ),
+    "damaged": ("model/__0_0.distcp", overwrite, "{path}: damaged"),
+    "missing_file": ("optimizer/__0_0.distcp", Path.unlink, "{path}: no such file"),
+    "no_optimizer": ("optimizer", shutil.rmtree, "{path}/groups.json: no such file"),
+    "missing_key": (
+        "optimizer",
+        lambda path: edit_index(path, lambda index: index.state_dict_metadata.pop(LOST)),
+        f"{{path}}: has no tensor {LOST}",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named_on_all_ranks(
-    pool: Pool, saved: tuple[Path, Outcome], damage: Any, tmp_path: Path
+    pool: Pool, saved: tuple[Path, Outcome], damage: str, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(saved[0], folder)
-    expected = damage(folder)
-    errors = on(pool, "dp=2", load_errors, folder=folder)
-    assert len(set(errors)) == 1, errors
-    assert expected in errors[0]
+    name, spoil, expected = DAMAGE[damage]
+    shutil.copytree(saved[0], tmp_path / "copy")
+    path = tmp_path / "copy" / name
+    spoil(path)
+    error = error_of_all(pool, "dp=2", load_error, folder=tmp_path / "copy")
+    assert expected.format(path=path) in error
     assert not Path("intruded").exists()
 
 
@@ -276,10 +271,8 @@ def test_damage_that_one_rank_meets_is_everyones_error(
     folder = tmp_path / "copy"
     shutil.copytree(saved[0], folder)
     path = folder / "optimizer" / "__3_0.distcp"  # what the last rank alone has written, and reads
-    path.write_bytes(b"x" * path.stat().st_size)
-    errors = on(pool, SAVED_ON, load_errors, folder=folder)
-    assert len(set(errors)) == 1, errors
-    assert f"{path}: damaged" in errors[0]
+    overwrite(path)
+    assert f"{path}: damaged" in error_of_all(pool, SAVED_ON, load_error, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -294,15 +287,17 @@ def test_damage_that_one_rank_meets_is_everyones_error(
 def test_another_model_is_refused(
     pool: Pool, saved: tuple[Path, Outcome], options: dict[str, Any], expected: str
 ) -> None:
-    errors = on(pool, "dp=2", load_errors, options=options, folder=saved[0])
-    assert len(set(errors)) == 1 and f"{saved[0] / 'model'}: " in errors[0]
-    assert expected in errors[0]
+    error = error_of_all(pool, "dp=2", load_error, options, folder=saved[0])
+    assert f"{saved[0] / 'model'}: " in error and expected in error
 
 
 def test_random_numbers_go_on_on_the_same_layout_alone(pool: Pool, tmp_path: Path) -> None:
     here, other = tmp_path / "here", tmp_path / "other"
     on(pool, "dp=2", save_generators, folder=other)
-    assert on(pool, "tp=2", rng_after_resume, folder=here, other=other) == []
+    (first, none), (second, also_none) = pool.each(
+        run_config("tp=2"), rng_after_resume, folder=here, other=other
+    )
+    assert none == also_none == [] and first != second
 
 
 def test_expert_biases(pool: Pool, tmp_path: Path) -> None:

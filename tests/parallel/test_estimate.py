@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from gspo_megatron.config import Config, check_config, parse_config, resolve_parallel
-from gspo_megatron.config.parallel import Layout
-from gspo_megatron.estimate.activations import chunk_passes, micro_batch
+from gspo_megatron.batching.micro_batches import MicroBatchBuilder, run_chunk
+from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.estimate.activations import SavedTensors, chunk_passes, give_input, micro_batch
 from gspo_megatron.estimate.model import rank_model, state_bytes
-from tests.parallel.estimates import measured_activations, measured_state
-from tests.parallel.models import VOCAB_SIZE, odd_moe
+from gspo_megatron.models.optimizer import Schedule, build_trainer
+from gspo_megatron.platform.groups import tear_down_model_parallel
+from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
 
 STATE_TOLERANCE = 0.01
@@ -20,32 +24,70 @@ ACTIVATION_TOLERANCE = 0.05
 
 # A size at which what a layer keeps outweighs masks, indices and sums of a row.
 WIDE: dict[str, Any] = {
-    "num_layers": 4,
     "hidden_size": 256,
     "num_attention_heads": 8,
     "num_query_groups": 4,
     "kv_channels": 32,
     "ffn_hidden_size": 512,
-    "num_moe_experts": 8,
-    "moe_router_topk": 2,
     "moe_ffn_hidden_size": 192,
     "moe_shared_expert_intermediate_size": 128,
-    "moe_layer_freq": [0, 1, 1, 1],
+    "init_method_std": 0.02,
 }
 LENGTHS = [(20, 70), (33, 41), (8, 100), (50, 30)]
 
 
-def wide(layout: str, recompute: str, **training: Any) -> Config:
-    config = parse_config(
-        {
-            "model": {"megatron": WIDE},
-            "parallel": {"layout": layout},
-            "data": {"tokenizer": "none"},
-            "training": {"precision": "bf16", "recompute": recompute} | training,
-        }
-    )
-    check_config(config, Layout.parse(layout).world_size)
-    return config
+def measured_state(config: Config) -> dict[str, int]:
+    """Bytes of this rank after an optimizer step."""
+    policy = build_on_ranks(config)
+    trainer = build_trainer(policy, config.optimizer, Schedule(1e-3, 1e-3, 0, 1, "constant"))
+    for model in policy.models:
+        for parameter in model.parameters():
+            parameter.main_grad.normal_(std=1e-3)
+    trainer.update()
+    parameters = [p for model in policy.models for p in model.parameters()]
+    weights = _storages(parameters)
+    gradients = _storages(p.main_grad for p in parameters)
+    optimizer: dict[int, int] = {}
+    for part in trainer.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups if part.optimizer else ():
+            optimizer |= _storages(group["params"])
+        for states in part.optimizer.state.values() if part.optimizer else ():
+            optimizer |= _storages(s for s in states.values() if isinstance(s, Tensor))
+    optimizer = {key: size for key, size in optimizer.items() if key not in weights}
+    found = {
+        "parameters": sum(weights.values()),
+        "gradients": sum(gradients.values()),
+        "optimizer": sum(optimizer.values()),
+    }
+    tear_down_model_parallel()
+    return found
+
+
+def measured_activations(config: Config, lengths: Sequence[tuple[int, int]]) -> list[int]:
+    """Bytes that this rank's chunks keep for the backward pass of one micro-batch of sequences of
+    (prompt, response) tokens."""
+    policy = build_on_ranks(config)
+    builder = MicroBatchBuilder(policy, 0, 1.0, padded=not config.training.packing)
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(VOCAB_SIZE, (p + r,), generator=generator) for p, r in lengths]
+    responses = [response for _, response in lengths]
+    offsets = [sum(responses[:n]) for n in range(len(lengths))]
+    batch = builder.build(range(len(lengths)), tokens, responses, offsets)
+    kept = []
+    for chunk in policy.chunks:
+        give_input(chunk, batch)
+        with SavedTensors(chunk) as saved:
+            output = run_chunk(chunk, batch)
+        kept.append(saved.num_bytes())
+        del output
+    tear_down_model_parallel()
+    return kept
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address -> bytes; an empty storage has no address."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}
 
 
 def estimated_state(config: Config) -> list[dict[str, int]]:
@@ -70,12 +112,8 @@ STATE_LAYOUTS = ["tp=2,pp=2,ep=2", "tp=1", "ep=2,dp=4", "pp=2,vpp=2,dp=2", "cp=2
 )
 def test_state_is_what_real_ranks_hold(pool: Pool, layout: str, precision: str) -> None:
     config = odd_moe(layout, training={"precision": precision})
-    measured = pool.run(
-        config.world_size_hint(), measured_state, config=config, vocab_size=VOCAB_SIZE
-    )
-    estimated = estimated_state(config)
-    assert len(measured) == len(estimated) == config.world_size_hint()
-    for rank, (real, found) in enumerate(zip(measured, estimated, strict=True)):
+    measured = pool.each(config, measured_state)
+    for rank, (real, found) in enumerate(zip(measured, estimated_state(config), strict=True)):
         for part, num_bytes in real.items():
             expected = pytest.approx(num_bytes, rel=STATE_TOLERANCE)
             assert found[part] == expected, f"{part} of rank {rank}"
@@ -106,11 +144,10 @@ def test_activations_are_what_autograd_keeps(
 ) -> None:
     """Experts get equally many tokens in the estimate and not in reality: the ranks of a stage are
     compared in sum."""
-    config = wide(layout, recompute, packing=packing)
+    training = {"precision": "bf16", "recompute": recompute, "packing": packing}
+    config = odd_moe(layout, training=training, **WIDE)
     world_size = config.world_size_hint()
-    measured = pool.run(
-        world_size, measured_activations, config=config, vocab_size=VOCAB_SIZE, lengths=LENGTHS
-    )
+    measured = pool.each(config, measured_activations, lengths=LENGTHS)
     parallel = resolve_parallel(config, world_size)
     stages = parallel.pipeline_model_parallel_size
     ranks = world_size // stages

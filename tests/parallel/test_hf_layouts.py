@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from gspo_megatron.config import Layout
-from tests.parallel.hf_trips import failed_export, round_trip, streamed_everywhere
+from gspo_megatron.checkpoint.hf.export import export_hf
+from gspo_megatron.checkpoint.hf.stream import stream_hf
+from gspo_megatron.config import Config, Layout, resolve_parallel
+from gspo_megatron.errors import DataError
+from gspo_megatron.models.build import Policy
+from gspo_megatron.platform.groups import set_up_model_parallel
 from tests.parallel.pool import Pool
+from tests.unit.checkpoint.hf.mistakes import mistaken
+from tests.unit.checkpoint.hf.policies import config_of, greedy, policy_of
 from tests.unit.checkpoint.hf.published import (
     CONFIGS,
     VOCABULARY,
@@ -44,6 +56,51 @@ MORE_LAYOUTS = ["cp=2", "dp=2,cp=2,ep=2", "tp=2,ep=2,etp=2,pp=2"]
 TOLERANCE = 1e-5
 
 
+Said = tuple[list[list[int]], list[list[float]]]  # tokens and their log-probs
+
+
+def _policy(config: Config) -> Policy:
+    parallel = resolve_parallel(config, dist.get_world_size())
+    set_up_model_parallel(parallel, config.training.seed)
+    return policy_of(config)
+
+
+def round_trip(
+    config: Config,
+    target: Path,
+    prompts: list[list[int]] | None = None,
+    mistake: str | None = None,
+    exporting: bool = True,
+) -> Said | None:
+    """Import, export; and between, where there are prompts, continue them. `mistake`: of the map,
+    importing and perhaps exporting."""
+    wrong = mistaken(mistake, importing=True, exporting=exporting) if mistake else nullcontext()
+    with wrong:
+        policy = _policy(config)
+        found = greedy(policy, prompts, count=10) if prompts else None
+        original = json.loads((Path(config.model.hf_path) / "config.json").read_text())
+        export_hf(policy, target, hf_config=original, max_shard_bytes=40_000)
+    return found
+
+
+def failed_export(config: Config, target: Path) -> str:
+    """What this rank hears of an export that cannot be written."""
+    try:
+        export_hf(_policy(config), target)
+    except DataError as error:
+        return str(error)
+    return "nothing"
+
+
+def streamed_everywhere(config: Config, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The stream as this rank sees it."""
+    tensors = {}
+    for name, tensor in stream_hf(_policy(config), dtype=dtype, everywhere=True):
+        assert tensor is not None and tensor.dtype == dtype
+        tensors[name] = tensor.clone()
+    return tensors
+
+
 def _prompts() -> list[list[int]]:
     draw = random.Random(8)
     return [[draw.randrange(VOCABULARY) for _ in range(length)] for length in (4, 1, 7)]
@@ -54,30 +111,19 @@ def _experts_fit(family: str, layout: str) -> bool:
     return family != "qwen3" or (split.ep == 1 and split.etp in (None, 1))
 
 
-def _trip(
-    pool: Pool, folder: Path, family: str, layout: str, dtype: str, tied: bool, speak: bool
-) -> tuple[list[list[int]], list[list[float]]] | None:
-    name = f"{family}-{layout.replace(',', '-').replace('=', '')}-{dtype}-{tied}"
-    source = write_model(folder / name, family, seed=6, torch_dtype=dtype, tie_word_embeddings=tied)
-    target = folder / f"{name}-again"
-    said = pool.run(
-        Layout.parse(layout).world_size,
-        round_trip,
-        source=source,
-        target=target,
-        dtype=dtype,
-        layout=layout,
-        prompts=_prompts() if speak else None,
-    )
+def _trip(pool: Pool, source: Path, dtype: str, layout: str, **options: Any) -> Said | None:
+    """Where nothing is lost on the way."""
+    target = source.with_name(f"{source.name}-{layout}-again")
+    config = config_of(source, dtype, layout)
+    said = pool.on(config, round_trip, target=target, **options)
     assert_same_bits(read_folder(target), read_folder(source))
     return said
 
 
 @functools.cache
-def _of_one_rank(
-    pool: Pool, folder: Path, family: str, tied: bool
-) -> tuple[list[list[int]], list[list[float]]]:
-    said = _trip(pool, folder, family, "tp=1", "float32", tied, speak=True)
+def _of_one_rank(pool: Pool, folder: Path, family: str, tied: bool) -> Said:
+    source = write_model(folder / f"{family}-{tied}", family, seed=6, tie_word_embeddings=tied)
+    said = _trip(pool, source, "float32", "tp=1", prompts=_prompts())
     assert said is not None
     return said
 
@@ -107,7 +153,8 @@ def test_there_and_back_and_the_same_function(
 ) -> None:
     # a mistake that import and export share would show in what the model says
     tied = layout == "pp=2"
-    said = _trip(pool, tmp_path, family, layout, "float32", tied, speak=True)
+    source = write_model(tmp_path / "source", family, seed=6, tie_word_embeddings=tied)
+    said = _trip(pool, source, "float32", layout, prompts=_prompts())
     expected = _of_one_rank(pool, shared, family, tied)
     assert said is not None
     assert said[0] == expected[0]
@@ -131,38 +178,24 @@ def test_there_and_back_and_the_same_function(
 def test_there_and_back_in_bf16(
     pool: Pool, tmp_path: Path, family: str, layout: str, tied: bool
 ) -> None:
-    _trip(pool, tmp_path, family, layout, "bfloat16", tied, speak=False)
+    options = {"torch_dtype": "bfloat16", "tie_word_embeddings": tied}
+    source = write_model(tmp_path / "source", family, seed=6, **options)
+    _trip(pool, source, "bfloat16", layout)
 
 
 @pytest.mark.full
 def test_more_tensor_ranks_than_groups_of_keys(pool: Pool, tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", "qwen3", seed=7, num_attention_heads=8)
-    said = {}
-    for layout in ("tp=1", "tp=4"):
-        target = tmp_path / layout
-        said[layout] = pool.run(
-            Layout.parse(layout).world_size,
-            round_trip,
-            source=source,
-            target=target,
-            dtype="float32",
-            layout=layout,
-            prompts=_prompts(),
-        )
-        assert_same_bits(read_folder(target), read_folder(source))
+    layouts = ("tp=1", "tp=4")
+    said = {name: _trip(pool, source, "float32", name, prompts=_prompts()) for name in layouts}
     assert said["tp=4"][0] == said["tp=1"][0]
 
 
 @pytest.mark.parametrize("layout", ["dp=2,ep=2", "tp=2,pp=2,cp=2"])
 def test_every_rank_gets_the_stream(pool: Pool, tmp_path: Path, layout: str) -> None:
     source = write_model(tmp_path / "source", "qwen3_moe", seed=7)
-    seen = pool.run(
-        Layout.parse(layout).world_size,
-        streamed_everywhere,
-        source=source,
-        dtype="bfloat16",
-        layout=layout,
-    )
+    config = config_of(source, layout=layout)
+    *_, seen = pool.each(config, streamed_everywhere, dtype=torch.bfloat16)  # by the last rank
     expected = {name: tensor.bfloat16() for name, tensor in read_folder(source).items()}
     assert_same_bits(seen, expected)
 
@@ -176,16 +209,18 @@ def test_mistakes_over_the_ranks_are_noticed(
 ) -> None:
     right = _of_one_rank(pool, shared, "qwen3_moe", False)
     source = write_model(tmp_path / "source", "qwen3_moe", seed=6)
-    arguments = {"source": source, "dtype": "float32", "layout": layout, "mistake": mistake}
-    pool.run(2, round_trip, target=tmp_path / "in", exporting=False, **arguments)
+    config = config_of(source, layout=layout)
+    once = {"target": tmp_path / "in", "mistake": mistake, "exporting": False}
+    pool.on(config, round_trip, **once)
     with pytest.raises(AssertionError):
         assert_same_bits(read_folder(tmp_path / "in"), read_folder(source))
-    said = pool.run(2, round_trip, target=tmp_path / "both", prompts=_prompts(), **arguments)
+    twice = {"target": tmp_path / "both", "mistake": mistake, "prompts": _prompts()}
+    said = pool.on(config, round_trip, **twice)
     assert_same_bits(read_folder(tmp_path / "both"), read_folder(source))  # it cancels out
     assert said[0] != right[0]
 
 
 def test_every_rank_hears_of_an_export_that_failed(pool: Pool, tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", "qwen3_moe", seed=7)
-    told = pool.run(2, failed_export, source=source, target=source, layout="tp=2")
-    assert told == f"{source}: has files in it already; give a new or an empty folder"
+    told = pool.each(config_of(source, layout="tp=2"), failed_export, target=source)
+    assert told == [f"{source}: has files in it already; give a new or an empty folder"] * 2

@@ -6,9 +6,9 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gspo_megatron.verify.synthetic import SyntheticBatch
-from tests.parallel.batches import edge_batch
 from tests.parallel.matrix import (
     DIMENSIONS,
     LAYOUTS,
@@ -18,6 +18,7 @@ from tests.parallel.matrix import (
     covering_selection,
     full_product,
 )
+from tests.parallel.models import VOCAB_SIZE
 from tests.parallel.pool import Pool
 from tests.parallel.updates import FP64_TOLERANCE_OF_ROUTERS, Updates, assert_follows_formulas
 
@@ -71,6 +72,34 @@ def test_update_by_any_objective_is_the_same_on_every_layout(updates: Updates, c
     updates.check(case)
 
 
+# (prompt tokens, response tokens, advantage). The matrix's token budget is 40, or 20 tokens a rank
+# and more for CP2; a packed micro-batch of 40 has 8 chunks under CP4.
+EDGES = (
+    (7, 0, 1.5),  # no response token counts: it is one of the sequences of the mean, and adds none
+    (5, 1, -0.8),  # a response of one token
+    (4, 9, 0.0),  # a group without spread
+    (6, 3, 0.0),
+    (1, 95, 1.1),  # beyond the budget, so alone; all of its CP boundaries lie in the response
+    (62, 1, -1.3),  # alone too, and all CP ranks but one have no response token
+    (1, 1, 0.9),  # shorter than the number of CP chunks
+)
+
+
+def edge_batch() -> SyntheticBatch:
+    """The sequences of EDGES with ratios on both sides of GSPO's and GRPO's clip bounds."""
+    generator = torch.Generator().manual_seed(5)
+    batch = SyntheticBatch([], [], [], [])
+    for number, (prompt, response, advantage) in enumerate(EDGES):
+        tokens = torch.randint(VOCAB_SIZE, (prompt + response,), generator=generator)
+        shift = (-0.6, -2e-4, 2e-4, 0.6)[number % 4]
+        noise = 0.02 * torch.randn(response, generator=generator)
+        batch.tokens.append(tokens)
+        batch.response_lengths.append(response)
+        batch.log_ratios.append(shift + noise - noise.mean() if response else noise)
+        batch.advantages.append(advantage)
+    return batch
+
+
 # Where a sequence, the batch or the vocabulary is cut; GSPO and GRPO differ in what a rank without
 # tokens or a sequence without spread has to do.
 EDGE_LAYOUTS = ("tp=1", "dp=4", "cp=2", "cp=4", "tp=2,cp=2", "pp=2,vpp=2,ep=2,cp=2")
@@ -84,13 +113,7 @@ EDGE_LAYOUTS = ("tp=1", "dp=4", "cp=2", "cp=4", "tp=2,cp=2", "pp=2,vpp=2,ep=2,cp
 def test_update_on_edge_cases_follows_the_formulas(
     updates: Updates, layout: str, objective: str, packing: bool, dispatcher: str
 ) -> None:
-    case = Case(
-        layout=layout,
-        objective=objective,
-        packing=packing,
-        dispatcher=dispatcher,
-        precision="fp64",
-    )
+    case = Case(layout, dispatcher, packing, objective=objective, precision="fp64")
     batch = edge_batch()
     result, explicit = updates.run(case, batch), updates.explicit(case, batch)
     assert_follows_formulas(case, result, explicit, FP64_TOLERANCE_OF_ROUTERS)
@@ -100,12 +123,8 @@ def test_update_on_edge_cases_follows_the_formulas(
 def test_update_with_data_ranks_that_have_no_sequence(updates: Updates, layout: str) -> None:
     case = Case(layout=layout, precision="fp64", split="one")
     batch = edge_batch()
-    few = SyntheticBatch(
-        batch.tokens[3:6],
-        batch.response_lengths[3:6],
-        batch.advantages[3:6],
-        batch.log_ratios[3:6],
-    )
+    columns = (batch.tokens, batch.response_lengths, batch.advantages, batch.log_ratios)
+    few = SyntheticBatch(*(column[3:6] for column in columns))
     result, explicit = updates.run(case, few), updates.explicit(case, few)
     assert_follows_formulas(case, result, explicit, FP64_TOLERANCE_OF_ROUTERS)
 

@@ -8,64 +8,56 @@ from typing import Any
 
 import pytest
 
-from gspo_megatron.config.parallel import Layout
-from gspo_megatron.verify.parity import Cut, run_update
-from gspo_megatron.verify.results import StepResult, compare
+from gspo_megatron.verify.parity import Cut
+from gspo_megatron.verify.results import StepResult
 from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
 from tests.parallel.models import VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool
 from tests.parallel.updates import (
     FP32_TOLERANCE,
     assert_norm_is_that_of_the_gradients,
-    assert_same_metrics,
+    assert_same_update,
+    update,
 )
 
-# Four shares of two micro-batches and more: every layout below has at most 4 data ranks, and the
-# routers' losses see the same micro-batches on all of them.
-CUT = Cut(replicas=4, token_budget=40, multiple=2)
-
-Run = Callable[..., StepResult]
+Check = Callable[..., StepResult]
 
 
 @pytest.fixture(scope="module")
-def run(pool: Pool) -> Run:
-    """Updates of a case on a layout; those of one rank are kept as references."""
+def check(pool: Pool) -> Check:
+    """Holds an update on a layout against that on one rank, which is kept. `more` is of the layout
+    alone."""
     kept: dict[str, StepResult] = {}
 
-    def update(layout: str, objective: str, sequences: int = 13, **model: Any) -> StepResult:
-        config = odd_moe(layout, {"name": objective}, **model)
-        key = f"{layout} {objective} {sequences} {model}"
-        if key in kept:
-            return kept[key]
-        result = pool.run(
-            Layout.parse(layout).world_size,
-            run_update,
-            config=config,
-            vocab_size=VOCAB_SIZE,
-            batch=synthetic_batch(config.objective, VOCAB_SIZE, num_sequences=sequences),
-            cut=CUT,
-        )
-        if layout == "tp=1":
-            kept[key] = result
+    def run(layout: str, name: str, sequences: int, **model: Any) -> StepResult:
+        config = odd_moe(layout, {"name": name}, **model)
+        batch = synthetic_batch(config.objective, VOCAB_SIZE, num_sequences=sequences)
+        return update(pool, config, batch=batch)
+
+    def compare_with_one_rank(
+        layout: str,
+        name: str = "gspo",
+        sequences: int = 13,
+        more: dict[str, Any] | None = None,
+        **model: Any,
+    ) -> StepResult:
+        key = f"{name} {sequences} {model}"
+        if key not in kept:
+            kept[key] = run("tp=1", name, sequences, **model)
+        result = run(layout, name, sequences, **model, **(more or {}))
+        assert_same_update(result, kept[key], FP32_TOLERANCE)
+        assert_norm_is_that_of_the_gradients(result)
         return result
 
-    return update
-
-
-def assert_same(result: StepResult, reference: StepResult) -> None:
-    worst = compare(reference.gradients, result.gradients)[0]
-    assert worst[1] <= FP32_TOLERANCE, worst
-    assert result.replica_error <= FP32_TOLERANCE
-    assert_same_metrics(result, reference)
-    assert_norm_is_that_of_the_gradients(result)
+    return compare_with_one_rank
 
 
 @pytest.mark.parametrize(
     "layout",
     ["pp=4", "tp=2,ep=4,dp=2", "tp=2,etp=2,ep=2,dp=2", "pp=2,vpp=2,tp=2,ep=4,dp=2"],
 )
-def test_larger_products_equal_one_rank(run: Run, layout: str) -> None:
-    assert_same(run(layout, "gspo"), run("tp=1", "gspo"))
+def test_larger_products_equal_one_rank(check: Check, layout: str) -> None:
+    check(layout)
 
 
 @pytest.mark.parametrize(
@@ -85,38 +77,35 @@ def test_larger_products_equal_one_rank(run: Run, layout: str) -> None:
         ("pp=2,vpp=2,ep=2", {"pipeline_model_parallel_layout": "Et|t|tt|L"}),
     ],
 )
-def test_stages_of_unequal_size(run: Run, layout: str, stages: dict[str, Any]) -> None:
-    assert_same(run(layout, "gspo", **stages), run("tp=1", "gspo"))
+def test_stages_of_unequal_size(check: Check, layout: str, stages: dict[str, Any]) -> None:
+    check(layout, more=stages)
 
 
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2,cp=2", "pp=2,vpp=2"])
-def test_selective_recompute(run: Run, layout: str) -> None:
-    selective = run(layout, "gspo", training={"recompute": "selective"})
-    assert_same(selective, run("tp=1", "gspo"))
+def test_selective_recompute(check: Check, layout: str) -> None:
+    check(layout, more={"training": {"recompute": "selective"}})
 
 
 @pytest.mark.parametrize("layout", ["tp=2,cp=2", "dp=4", "dp=2,ep=2", "pp=2"])
-def test_micro_batches_without_sequences_add_nothing(run: Run, layout: str) -> None:
+def test_micro_batches_without_sequences_add_nothing(check: Check, layout: str) -> None:
     # 3 sequences over 4 shares of 2 micro-batches: most of these are padding only
-    result = run(layout, "grpo", sequences=3)
-    assert_same(result, run("tp=1", "grpo", sequences=3))
+    result = check(layout, "grpo", sequences=3)
     assert math.isfinite(result.metrics["grad_norm"])
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2"])
-def test_losses_of_the_routers_are_means_over_real_tokens(run: Run, layout: str) -> None:
+def test_losses_of_the_routers_are_means_over_real_tokens(check: Check, layout: str) -> None:
     """At these coefficients they are most of a router's gradient: padding that a layout adds, or
     tokens that it distributes unevenly, must not show."""
-    losses = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.1}
-    assert_same(run(layout, "gspo", **losses), run("tp=1", "gspo", **losses))
+    check(layout, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.1)
 
 
 @pytest.mark.parametrize("layout", ["pp=2", "tp=2,pp=2,ep=2"])
-def test_tied_embeddings_add_up_over_the_stages(run: Run, layout: str) -> None:
-    assert_same(run(layout, "gspo", tie_embeddings=True), run("tp=1", "gspo", tie_embeddings=True))
+def test_tied_embeddings_add_up_over_the_stages(check: Check, layout: str) -> None:
+    check(layout, tie_embeddings=True)
 
 
-def test_a_dense_model_without_sequence_parallelism(run: Run) -> None:
+def test_a_dense_model_without_sequence_parallelism(check: Check) -> None:
     dense = {
         "num_moe_experts": None,
         "moe_layer_freq": 1,
@@ -124,7 +113,7 @@ def test_a_dense_model_without_sequence_parallelism(run: Run) -> None:
         "moe_shared_expert_intermediate_size": None,
         "sequence_parallel": False,
     }
-    assert_same(run("tp=2", "gspo", **dense), run("tp=1", "gspo", **dense))
+    check("tp=2", **dense)
 
 
 @pytest.mark.parametrize("longest_first", [False, True])
@@ -141,17 +130,8 @@ def test_gradients_that_go_on_their_way_early_are_all_there(
         columns = {
             name: column and [column[n] for n in order] for name, column in vars(batch).items()
         }
-        result = pool.run(
-            Layout.parse(layout).world_size,
-            run_update,
-            config=config,
-            vocab_size=VOCAB_SIZE,
-            batch=SyntheticBatch(**columns),
-            cut=Cut(replicas=2, token_budget=25, multiple=2),
-            mini_batches=2,
-        )
+        cut = Cut(replicas=2, token_budget=25, multiple=2)
+        result = update(pool, config, batch=SyntheticBatch(**columns), cut=cut, mini_batches=2)
         results.append(result)
-    plain, overlapping = results
-    worst = compare(plain.gradients, overlapping.gradients)[0]  # of the second update
-    assert worst[1] <= FP32_TOLERANCE, worst
-    assert_same_metrics(overlapping, plain)
+    plain, overlapping = results  # gradients of the second update
+    assert_same_update(overlapping, plain, FP32_TOLERANCE)

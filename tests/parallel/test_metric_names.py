@@ -7,22 +7,20 @@ import torch
 import torch.distributed as dist
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.platform.collectives import all_gather_objects
 from gspo_megatron.platform.reduce_metrics import StepMetrics
 from tests.parallel.pool import Pool
 
 
-def reduce_by_rank(means: list[list[str]], values: list[list[str]]) -> list[str]:
-    """What each rank's reduction ends with, where rank r collects means[r] and values[r]."""
+def reduce_by_rank(means: list[list[str]], values: list[list[str]]) -> str:
+    """What this rank's reduction ends with, where rank r collects means[r] and values[r]."""
     rank = dist.get_rank()
     metrics = StepMetrics(torch.device("cpu"))
     metrics.add_means({name: torch.tensor([1.0 + rank, 2.0]) for name in means[rank]})
     metrics.add_values({name: torch.ones(1 + rank) for name in values[rank]})
     try:
-        found = str(metrics.reduce(dist.group.WORLD))
+        return str(metrics.reduce(dist.group.WORLD))
     except UserError as error:
-        found = str(error)
-    return all_gather_objects(found)
+        return str(error)
 
 
 @pytest.mark.parametrize(

@@ -2,29 +2,147 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
-from gspo_megatron.verify.results import compare
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+
+from gspo_megatron.batching import micro_batches as schedule
+from gspo_megatron.batching.plan import MiniBatch
+from gspo_megatron.models import build, experts, logprob_head
+from gspo_megatron.rl import policy_update as step
+from gspo_megatron.verify import parity
+from gspo_megatron.verify.results import StepResult, compare
 from tests.parallel.matrix import Case
-from tests.parallel.mistakes import MISTAKES, mistaken_update
-from tests.parallel.models import VOCAB_SIZE
 from tests.parallel.pool import Pool
 from tests.parallel.updates import FP32_TOLERANCE, Updates
 
-# Each with a case that catches it. Where the routers' losses are off the reference is the formulas,
-# so that a mistake which all layouts share is caught too.
-CAUGHT_BY = {
-    "sequence_sums_not_reduced_over_cp": Case("cp=2"),
-    "mean_of_micro_batch_means": Case("tp=1"),
-    "divisor_of_one_data_rank": Case("dp=2"),
-    "aux_loss_scaled_by_tokens_of_the_shard": Case("tp=2", router_losses=True),
-    "shift_off_by_one": Case("tp=1"),
-    "padding_mask_ignored": Case("tp=2", packing=False, router_losses=True),
-    "sequence_index_of_the_packed_batch_lost": Case("tp=1"),
-    "softmax_maximum_not_reduced_over_tp": Case("tp=2"),
-    "virtual_stages_swapped": Case("pp=2,vpp=2"),
-    "expert_gradients_reduced_over_the_wrong_ranks": Case("tp=2"),
-}
+Mistake = Callable[[], contextlib.AbstractContextManager]
+# A patch of the code under test by its name, with a case that catches it. Where the routers' losses
+# are off the reference is the formulas, so that a mistake which all layouts share is caught too.
+MISTAKES: dict[str, tuple[Case, Mistake]] = {}
+
+
+def mistake(*case: str, **options: Any) -> Callable[[Mistake], Mistake]:
+    def enter(function: Mistake) -> Mistake:
+        MISTAKES[function.__name__] = Case(*case, **options), function
+        return function
+
+    return enter
+
+
+def mistaken_update(mistake: str, **arguments: Any) -> StepResult:
+    """`run_update` with one mistake in it."""
+    with MISTAKES[mistake][1]():
+        return parity.run_update(**arguments)
+
+
+def patched_pack(**changes: Callable[[Any], torch.Tensor]) -> contextlib.AbstractContextManager:
+    """Packed batches with other fields."""
+    native = schedule.pack
+
+    def pack(*args: Any, **kwargs: Any) -> Any:
+        packed = native(*args, **kwargs)
+        return dataclasses.replace(packed, **{k: change(packed) for k, change in changes.items()})
+
+    return patch.object(schedule, "pack", pack)
+
+
+@mistake("cp=2")
+def sequence_sums_not_reduced_over_cp() -> contextlib.AbstractContextManager:
+    return patch.object(step.PolicyUpdater, "sum_over_shards", lambda _, values: values)
+
+
+@mistake("tp=1")
+def mean_of_micro_batch_means() -> contextlib.AbstractContextManager:
+    native = step.LossInputs
+    micro_batches = 8  # of the uneven cut
+
+    def inputs(**fields: Any) -> Any:
+        count = len(fields["advantages"]) * micro_batches
+        return native(**fields | {"global_num_sequences": count})
+
+    return patch.object(step, "LossInputs", inputs)
+
+
+@mistake("dp=2")
+def divisor_of_one_data_rank() -> contextlib.AbstractContextManager:
+    own = property(lambda plan: sum(map(bool, plan.micro_batches[0])))
+    return patch.object(MiniBatch, "num_micro_batches", own)
+
+
+@mistake("tp=2", router_losses=True)
+def aux_loss_scaled_by_tokens_of_the_shard() -> contextlib.AbstractContextManager:
+    """As stock Megatron-Core has it. Our z loss refuses that scale, so it keeps its own."""
+    native = TopKRouter.apply_z_loss
+
+    def apply_z_loss(self: TopKRouter, *args: Any, **kwargs: Any) -> Any:
+        with patch.object(self, "calculate_per_token_loss", False):
+            return native(self, *args, **kwargs)
+
+    patches = contextlib.ExitStack()
+    patches.enter_context(patch.object(build, "_aux_losses_count_micro_batches"))
+    patches.enter_context(patch.object(TopKRouter, "apply_z_loss", apply_z_loss))
+    return patches
+
+
+@mistake("tp=1")
+def shift_off_by_one() -> contextlib.AbstractContextManager:
+    return patched_pack(
+        token_rows=lambda packed: (packed.token_rows + 1).clamp(max=packed.input_ids.numel() - 1)
+    )
+
+
+@mistake("tp=2", packing=False, router_losses=True)
+def padding_mask_ignored() -> contextlib.AbstractContextManager:
+    return patch.object(schedule, "_local_padding_mask", return_value=None)
+
+
+@mistake("tp=1")
+def sequence_index_of_the_packed_batch_lost() -> contextlib.AbstractContextManager:
+    return patched_pack(sequence_index=lambda packed: torch.zeros_like(packed.sequence_index))
+
+
+@mistake("tp=2")
+def softmax_maximum_not_reduced_over_tp() -> contextlib.AbstractContextManager:
+    native = logprob_head._row_maximum
+    return patch.object(logprob_head, "_row_maximum", lambda logits, group: native(logits, None))
+
+
+@mistake("pp=2,vpp=2")
+def virtual_stages_swapped() -> contextlib.AbstractContextManager:
+    """The last pipeline rank runs its first chunk's layer where its second one's belongs."""
+    native = parity.build_policy
+
+    def build_policy(*args: Any) -> Any:
+        policy = native(*args)
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            first, second = (model.decoder.layers.parameters() for model in policy.models)
+            for one, other in zip(first, second, strict=True):
+                kept = one.detach().clone()
+                one.data.copy_(other.data)
+                other.data.copy_(kept)
+        return policy
+
+    return patch.object(parity, "build_policy", build_policy)
+
+
+@mistake("tp=2")
+def expert_gradients_reduced_over_the_wrong_ranks() -> contextlib.AbstractContextManager:
+    """The experts of TP2 with ETP1 are copies on the two TP ranks, which see different tokens."""
+    native = experts.GroupedExperts.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        native(self, *args, **kwargs)
+        self.weight1.allreduce = self.weight2.allreduce = True
+
+    return patch.object(experts.GroupedExperts, "__init__", init)
 
 
 @pytest.fixture(scope="module")
@@ -32,25 +150,13 @@ def updates(pool: Pool) -> Updates:
     return Updates(pool)
 
 
-def test_every_mistake_has_a_case() -> None:
-    assert MISTAKES.keys() == CAUGHT_BY.keys()
-
-
-@pytest.mark.parametrize("mistake", CAUGHT_BY)
-def test_mistake_shows_in_the_gradients(pool: Pool, updates: Updates, mistake: str) -> None:
-    case = CAUGHT_BY[mistake]
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_shows_in_the_gradients(updates: Updates, mistake: str) -> None:
+    case, _ = MISTAKES[mistake]
     reference = updates.one_rank(case) if case.router_losses else updates.explicit(case)
     right = compare(reference.gradients, updates.run(case).gradients)
     assert right[0][1] <= FP32_TOLERANCE
-    wrong = pool.run(
-        case.world_size,
-        mistaken_update,
-        mistake=mistake,
-        config=case.config(),
-        vocab_size=VOCAB_SIZE,
-        batch=case.batch(),
-        cut=case.cut(),
-    )
+    wrong = updates.run(case, function=mistaken_update, mistake=mistake)
     name, error = compare(reference.gradients, wrong.gradients)[0]
     print(f"{mistake}: {case}: {name} off by {error:.1e}")
     assert error > 50 * FP32_TOLERANCE

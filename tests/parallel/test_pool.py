@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,22 +38,8 @@ def die_on_rank_one() -> None:
     dist.barrier()
 
 
-def process_ids() -> list[int]:
-    ids: list = [None] * dist.get_world_size()
-    dist.all_gather_object(ids, os.getpid())
-    return ids
-
-
-def exists(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_worlds_of_different_sizes_follow_each_other(pool: Pool) -> None:
-    assert [pool.run(n, add_up, value=0.5) for n in (2, 1, 4, 3)] == [1.5, 0.5, 5.0, 3.0]
+    assert [pool.run(n, add_up, value=0.5)[0] for n in (2, 1, 4, 3)] == [1.5, 0.5, 5.0, 3.0]
 
 
 def test_failures_are_raised_with_rank_and_cause_and_the_pool_recovers() -> None:
@@ -63,9 +50,9 @@ def test_failures_are_raised_with_rank_and_cause_and_the_pool_recovers() -> None
         pool.run(2, hang_on_rank_one, timeout=4.0)
     with pytest.raises(RankError, match="rank 1 of 2: the process died"):
         pool.run(2, die_on_rank_one)
-    processes = pool.run(2, process_ids)
+    processes = pool.run(2, os.getpid)
     pool.close()
     deadline = time.monotonic() + 20.0
-    while any(exists(p) for p in processes) and time.monotonic() < deadline:
+    while any(map(psutil.pid_exists, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(exists(p) for p in processes)
+    assert not any(map(psutil.pid_exists, processes))

@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from gspo_megatron.config.parallel import Layout
-from gspo_megatron.verify.parity import Cut
 from gspo_megatron.verify.results import StepResult, compare
-from gspo_megatron.verify.synthetic import synthetic_batch
-from tests.parallel.models import VOCAB_SIZE, odd_moe
+from tests.parallel.models import NO_ROUTER_LOSSES, odd_moe
 from tests.parallel.pool import Pool
-from tests.parallel.regularised import update_away_from_the_reference
-from tests.parallel.updates import FP64_TOLERANCE, assert_same_metrics
+from tests.parallel.updates import (
+    FP64_TOLERANCE,
+    assert_same_update,
+    update,
+    update_away_from_the_reference,
+)
 
-CUT = Cut(replicas=2, token_budget=40, multiple=2)
-NO_ROUTER_LOSSES = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
 SECTIONS: dict[str, dict[str, Any]] = {
     "kl in the loss": {"name": "gspo", "kl": "k3", "kl_coefficient": 0.3},
     "kl in the reward": {"name": "grpo", "kl": "k1", "kl_coefficient": 0.3, "kl_in": "reward"},
@@ -42,29 +41,19 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def update(pool: Pool, layout: str, section: dict[str, Any]) -> StepResult:
+def run(pool: Pool, layout: str, section: dict[str, Any]) -> StepResult:
     config = odd_moe(layout, section, training={"precision": "fp64"}, **NO_ROUTER_LOSSES)
-    return pool.run(
-        Layout.parse(layout).world_size,
-        update_away_from_the_reference,
-        config=config,
-        vocab_size=VOCAB_SIZE,
-        batch=synthetic_batch(config.objective, VOCAB_SIZE),
-        cut=CUT,
-    )
+    return update(pool, config, update_away_from_the_reference)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_update_is_that_of_one_rank_and_differs_from_the_plain_one(pool: Pool, name: str) -> None:
     section = SECTIONS[name]
-    alone = update(pool, "tp=1", section)
+    alone = run(pool, "tp=1", section)
     plain = {"name": section["name"]}
     if "correction" in section:  # which leaves the old log-probs to the trainer
         plain |= {"correction": "sequence_mask", "correction_low": 1e-9, "correction_high": 1e9}
-    distances = compare(update(pool, "tp=1", plain).gradients, alone.gradients)
+    distances = compare(run(pool, "tp=1", plain).gradients, alone.gradients)
     assert distances[0][1] > 1e-5, "the option does nothing"  # at float64, 1e-15 is nothing
     for layout in ("dp=2", "tp=2,cp=2", "pp=2,vpp=2,ep=2"):
-        sharded = update(pool, layout, section)
-        worst = compare(alone.gradients, sharded.gradients)[0]
-        assert worst[1] <= FP64_TOLERANCE, (layout, worst)
-        assert_same_metrics(sharded, alone)
+        assert_same_update(run(pool, layout, section), alone, FP64_TOLERANCE)

@@ -9,28 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from gspo_megatron.config.parallel import Layout
 from gspo_megatron.verify.parity import Cut
-from gspo_megatron.verify.results import StepResult, compare
+from gspo_megatron.verify.results import compare
 from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
-from tests.parallel.models import VOCAB_SIZE, odd_moe
-from tests.parallel.pool import Pool
-from tests.parallel.replays import (
-    Watched,
-    watched_update,
-    watched_update_away_from_the_reference,
+from tests.parallel.models import NO_ROUTER_LOSSES, VOCAB_SIZE, odd_moe
+from tests.parallel.pool import Pool, RankError
+from tests.parallel.replays import Watched, watched_update
+from tests.parallel.updates import (
+    FP64_TOLERANCE_OF_ROUTERS,
+    assert_same_gradients,
+    assert_same_update,
+    update,
 )
-from tests.parallel.updates import FP64_TOLERANCE_OF_ROUTERS, assert_same_metrics
 
-CUT = Cut(replicas=2, token_budget=40, multiple=2)
 LAYOUTS = ("tp=2", "pp=2", "pp=2,vpp=2", "ep=2", "cp=2", "tp=2,pp=2,ep=2,cp=2")
 RECOMPUTES = ("none", "selective", "full")
 EXPERTS, TOP_K, LAYERS, MOE_LAYERS = 8, 2, 4, 3
 
 
-def batch_with_routes(config: Any) -> SyntheticBatch:
+def with_routes(batch: SyntheticBatch) -> SyntheticBatch:
     """Random experts for every token and layer, as no router would choose them."""
-    batch = synthetic_batch(config.objective, VOCAB_SIZE)
     generator = torch.Generator().manual_seed(3)
     routes = [
         torch.rand((len(tokens), LAYERS, EXPERTS), generator=generator).topk(TOP_K).indices
@@ -42,32 +40,27 @@ def batch_with_routes(config: Any) -> SyntheticBatch:
 def run(
     pool: Pool,
     layout: str,
-    mini_batches: int = 3,
     objective: dict[str, Any] | None = None,
+    *,
+    packing: bool = True,
+    recompute: str = "none",
+    mistake: str | None = None,
+    alike: bool = False,
     **routing: Any,
 ) -> Watched:
-    training = {
-        "precision": "fp64",
-        "packing": routing.pop("packing", True),
-        "recompute": routing.pop("recompute", "none"),
-    }
-    megatron: dict[str, Any] = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
-    if training["recompute"] == "selective":
+    """An update of three mini-batches; `alike`: all sequences of one length."""
+    training = {"precision": "fp64", "packing": packing, "recompute": recompute}
+    megatron = dict(NO_ROUTER_LOSSES)
+    if recompute == "selective":
         megatron["recompute_modules"] = ["moe"]  # whole layers of experts, router included
     objective = objective or {"name": "grpo"}
     config = odd_moe(layout, objective, training=training, routing=routing, **megatron)
-    batch = synthetic_batch(config.objective, VOCAB_SIZE)
+    size = {"shortest": 13, "longest": 13} if alike else {}
+    batch = synthetic_batch(config.objective, VOCAB_SIZE, **size)
     if "r3" in config.routing.modes:
-        batch = batch_with_routes(config)
-    return pool.run(
-        Layout.parse(layout).world_size,
-        watched_update_away_from_the_reference if "kl" in objective else watched_update,
-        config=config,
-        vocab_size=VOCAB_SIZE,
-        batch=batch,
-        cut=CUT,
-        mini_batches=mini_batches,
-    )
+        batch = with_routes(batch)
+    options = {"batch": batch, "cut": Cut(replicas=2, token_budget=40, multiple=2)}
+    return update(pool, config, watched_update, mistake=mistake, mini_batches=3, **options)
 
 
 @pytest.fixture(scope="module")
@@ -116,24 +109,16 @@ REST = [
 def test_every_token_goes_to_the_recorded_experts_on_every_layout(
     pool: Pool, alone: dict[str, Watched], layout: str, mode: str, packing: bool, recompute: str
 ) -> None:
-    watched = run(
-        pool,
-        layout,
-        replay=mode,
-        volatility=True,
-        packing=packing,
-        recompute=recompute,
-    )
+    options = {"replay": mode, "volatility": True, "packing": packing, "recompute": recompute}
+    watched = run(pool, layout, **options)
     assert watched.replayed > 0
     assert watched.wrong == 0
     assert (watched.passes["checkpointed"] > 0) == (recompute != "none")
-    worst = compare(alone[mode].result.gradients, watched.result.gradients)[0]
-    assert worst[1] <= FP64_TOLERANCE_OF_ROUTERS, worst
-    if packing:  # rows are cut into other micro-batches
-        figures = dict(watched.result.metrics), dict(alone[mode].result.metrics)
-        for metrics in figures:
-            metrics.pop("replay/bytes")  # padding is stored too
-        assert_same_metrics(*(StepResult(metrics) for metrics in figures))
+    results = watched.result, alone[mode].result
+    if packing:  # padding is stored too
+        assert_same_update(*results, FP64_TOLERANCE_OF_ROUTERS, but="replay/bytes")
+    else:  # rows are cut into other micro-batches
+        assert_same_gradients(*results, FP64_TOLERANCE_OF_ROUTERS)
 
 
 def test_a_route_takes_one_byte_a_layer_and_expert(alone: dict[str, Watched]) -> None:
@@ -167,13 +152,48 @@ def test_policy_and_reference_replay_apart_on_every_layout(
     sharded = run(pool, layout, **modes, recompute="full")
     assert min(plain.replayed, sharded.replayed) > 0
     assert plain.wrong == sharded.wrong == 0
-    worst = compare(plain.result.gradients, sharded.result.gradients)[0]
-    assert worst[1] <= FP64_TOLERANCE_OF_ROUTERS, worst
-    figures = dict(sharded.result.metrics), dict(plain.result.metrics)
-    for metrics in figures:
-        assert metrics.pop("replay/bytes") > 0  # padding is stored too
-    assert_same_metrics(*(StepResult(metrics) for metrics in figures))
+    results = sharded.result, plain.result
+    assert_same_update(*results, FP64_TOLERANCE_OF_ROUTERS, but="replay/bytes")  # of padding too
     if reference != "off":
         other = run(pool, "tp=1", **modes | {"reference_replay": "off"})
         distance = compare(plain.result.gradients, other.result.gradients)[0][1]
         assert distance > 1e-3, "the reference's mode does nothing"
+
+
+# Traps of Routing Replay that only several stages or ranks show, each put in and noticed.
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "pp=2,vpp=2", "tp=2"])
+def test_trap_recomputation_does_not_know_its_micro_batch(pool: Pool, layout: str) -> None:
+    with pytest.raises(RankError, match="never asked for their routes"):
+        run(pool, layout, mistake="recomputation_without_context", recompute="full", replay="r2")
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("layout", ["pp=2", "pp=2,vpp=2"])
+def test_trap_newest_micro_batch_only_under_1f1b_with_recomputation(
+    pool: Pool, layout: str, alike: bool
+) -> None:
+    """Between a micro-batch's forward pass and its recomputation others have begun. Where all are
+    of one length nothing but the count of uses tells."""
+    options = {"mistake": "newest_routes_only", "alike": alike, "replay": "r2"}
+    said = r"never asked|more than once" if alike else r"routes of \d+ tokens|never asked"
+    with pytest.raises(RankError, match=said):
+        run(pool, layout, recompute="full", **options)
+    # Without recomputation the newest is the right one: it takes both to see it.
+    watched = run(pool, layout, **options)
+    assert watched.replayed > 0 and watched.wrong == 0
+
+
+def test_trap_layers_of_virtual_stages_are_numbered_from_1_each(pool: Pool) -> None:
+    with pytest.raises(RankError, match="two routers of one layer number"):
+        run(pool, "pp=2,vpp=2", mistake="layers_numbered_within_their_stage", replay="r2")
+
+
+def test_a_stage_without_routers_takes_part(pool: Pool, alone: dict[str, Watched]) -> None:
+    """The first of four layers is dense, and the first of four stages has no other."""
+    watched = run(pool, "pp=4", replay="r2", volatility=True)
+    assert watched.wrong == 0 < watched.replayed
+    assert watched.result.metrics["routing/tokens_changed"] > 0
+    tolerance = FP64_TOLERANCE_OF_ROUTERS
+    assert_same_update(watched.result, alone["r2"].result, tolerance, but="replay/bytes")

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
+from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
+from gspo_megatron.batching.plan import data_ranks, plan_step
+from gspo_megatron.batching.redistribute import gather_index, redistribute
+from gspo_megatron.config import Config
 from gspo_megatron.config.parallel import Layout
-from gspo_megatron.rollout.engine import Sampling
-from tests.parallel.models import VOCAB_SIZE, odd_moe
+from gspo_megatron.models.build import Policy
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.types import RolloutBatch
+from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
-from tests.parallel.rollouts import EOS_ID, Response, argmaxes, generate, mismatch, spelled
 
 LAYOUTS = [
     "tp=2",
@@ -32,35 +41,123 @@ GREEDY = Sampling(max_tokens=14, temperature=0.0)
 TOLERANCE = 1e-5
 
 
+PAD_ID, EOS_ID = 0, 2
+
+
+def spelled(token_ids: Sequence[int]) -> str:
+    """Each token is a character."""
+    return "".join(map(chr, token_ids))
+
+
+@dataclass
+class Response:
+    """One response, as one rank saw it."""
+
+    data_rank: int
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    truncated: bool
+
+
 def prompts(count: int = 5) -> list[list[int]]:
     draw = random.Random(5)
     lengths = [5, 1, 8, 3, 6][:count]
     return [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-def responses(
-    pool: Pool,
-    layout: str,
+def sample_on_ranks(
+    policy: Policy,
     sampling: Sampling,
     per_prompt: int = PER_PROMPT,
     count: int = 5,
     batch_size: int | None = None,
-    ddp: dict[str, Any] | None = None,
+) -> RolloutBatch:
+    """Data ranks take the prompts in turn."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    numbers = range(group.rank(), count, group.size())
+    engine = MegatronEngine(
+        policy, pad_id=PAD_ID, eos_id=EOS_ID, batch_size=batch_size, decode=spelled
+    )
+    requests = Requests([prompts(count)[n] for n in numbers], list(numbers), per_prompt)
+    return engine.generate(requests, sampling, seed=11)
+
+
+def generate(config: Config, **options: Any) -> dict[int, Response]:
+    """Sample index -> response of this rank."""
+    batch = sample_on_ranks(build_on_ranks(config), **options)
+    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    prompt_lengths, lengths = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
+    columns = zip(
+        prompt_lengths,
+        batch.tokens.split([p + r for p, r in zip(prompt_lengths, lengths)]),
+        batch.rollout_logprobs.split(lengths),
+        batch.truncated.tolist(),
+        strict=True,
+    )
+    found = [
+        Response(data_rank, row[:prompt].tolist(), row[prompt:].tolist(), logprobs.tolist(), cut)
+        for prompt, row, logprobs, cut in columns
+    ]
+    return dict(zip(batch.sample_index.tolist(), found, strict=True))
+
+
+def mismatch(config: Config) -> tuple[float, int]:
+    """The largest difference between the engine's log-probs and those of the trainer's packed
+    forward pass, and the number of tokens compared, over all ranks."""
+    policy = build_on_ranks(config)
+    batch = sample_on_ranks(policy, SAMPLED)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    cp = config.parallel.context_parallel_size
+    nothing = torch.zeros(len(batch.sample_index), dtype=torch.float64)
+    index = gather_index(batch, nothing, group)
+    plan = plan_step(
+        index.lengths,
+        index.response_lengths,
+        mini_batches=1,
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        token_budget=60,
+        micro_batch_multiple=config.parallel.pipeline_model_parallel_size,
+    )[0]
+    owners = data_ranks([plan], len(index.source))
+    sequences = redistribute(batch, index, owners, group, context_parallel_size=cp)
+    builder = MicroBatchBuilder(policy, PAD_ID, SAMPLED.temperature)
+    [micro_batches] = builder.build_step([plan], sequences, index)
+    figures = torch.zeros(2, dtype=torch.float64)
+    for micro_batch, (trained, _) in zip(micro_batches, response_logprobs(policy, micro_batches)):
+        difference = (trained - micro_batch.rollout_logprobs).abs()
+        if len(difference):
+            figures[0] = max(figures[0], difference.max())
+            figures[1] += len(difference)
+    largest, count = figures.clone(), figures
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    dist.all_reduce(count)
+    # every TP rank of the last stage has counted
+    return float(largest[0]), int(count[1]) // config.parallel.tensor_model_parallel_size
+
+
+def argmaxes(config: Config, sequences: list[list[int]]) -> list[list[int]]:
+    """The most likely token after each position: one forward pass a sequence, without a cache."""
+    policy = build_on_ranks(config)
+    policy.eval()
+    model = policy.models[0]
+    results = []
+    with torch.no_grad():
+        for sequence in sequences:
+            ids = torch.tensor([sequence])
+            positions = torch.arange(len(sequence))[None]
+            hidden = model(input_ids=ids, position_ids=positions, attention_mask=None)
+            results.append(model.next_token_logits(hidden[0]).argmax(dim=-1).tolist())
+    return results
+
+
+def responses(
+    pool: Pool, layout: str, sampling: Sampling, ddp: dict[str, Any] | None = None, **options: Any
 ) -> dict[int, list[Response]]:
     """Sample index -> the response as each rank of a replica returned it."""
-    found = pool.run(
-        Layout.parse(layout).world_size,
-        generate,
-        config=odd_moe(layout, ddp=ddp),
-        prompts=prompts(count),
-        per_prompt=per_prompt,
-        sampling=sampling,
-        seed=11,
-        batch_size=batch_size,
-    )
-    found.sort(key=lambda pair: (pair[0], pair[1].rank))
-    groups = itertools.groupby(found, key=lambda pair: pair[0])
-    return {sample: [response for _, response in group] for sample, group in groups}
+    by_rank = pool.each(odd_moe(layout, ddp=ddp), generate, sampling=sampling, **options)
+    samples = sorted({sample for found in by_rank for sample in found})
+    return {sample: [found[sample] for found in by_rank if sample in found] for sample in samples}
 
 
 @pytest.fixture(scope="module")
@@ -98,22 +195,14 @@ def test_sampled_responses_are_those_of_one_rank(
 def test_greedy_decoding_equals_the_argmax_of_a_full_forward(pool: Pool, layout: str) -> None:
     found = [copies[0] for copies in responses(pool, layout, GREEDY, per_prompt=1).values()]
     sequences = [response.prompt + response.tokens for response in found]
-    expected = pool.run(1, argmaxes, config=odd_moe("tp=1"), sequences=sequences)
+    expected = pool.on(odd_moe("tp=1"), argmaxes, sequences=sequences)
     for response, likeliest in zip(found, expected, strict=True):
         assert response.tokens == likeliest[len(response.prompt) - 1 : -1]
 
 
 @pytest.mark.parametrize("layout", ["tp=1", *LAYOUTS])
 def test_log_probs_of_the_engine_are_those_of_the_trainer(pool: Pool, layout: str) -> None:
-    largest, count = pool.run(
-        Layout.parse(layout).world_size,
-        mismatch,
-        config=odd_moe(layout),
-        prompts=prompts(),
-        per_prompt=PER_PROMPT,
-        sampling=SAMPLED,
-        seed=12,
-    )
+    largest, count = pool.on(odd_moe(layout), mismatch)
     assert count > 5 * PER_PROMPT
     assert largest <= TOLERANCE
 

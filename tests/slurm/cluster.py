@@ -31,6 +31,7 @@ _START_SECONDS = 90
 _COMMAND_SECONDS = 60
 _NETWORK = "10.231.77"
 _CPUS_PER_NODE = 4
+_UNSHARE = ["unshare", "--net", "--uts", "--"]
 
 _CONF = """
 ClusterName=test
@@ -62,12 +63,12 @@ SlurmctldParameters=preempt_send_user_signal
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
-KillWait={kill_wait}
+KillWait=2
 MinJobAge=3600
 SlurmdTimeout=300
 SlurmctldTimeout=30
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 {grace}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 """
 
@@ -85,6 +86,7 @@ ip addr add "$1/24" dev bridge0 && ip link set bridge0 up && touch "$2"
 exec sleep infinity
 """
 
+_TAKES_JOBS = {"idle", "mix", "alloc", "comp"}
 FINISHED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -118,7 +120,7 @@ class Cluster:
     def stop(self) -> None:
         """Kill every process of the cluster and of its jobs."""
         for name in reversed(list(self._daemons)):
-            self._end(name)
+            self.kill(name)
 
     # What users do
 
@@ -168,6 +170,17 @@ class Cluster:
         """Wait for the job's end, whatever it is."""
         return self.wait(number, lambda job: job["JobState"] in FINISHED, timeout)
 
+    def ended(self, number: str, outcome: str, timeout: float = 300) -> str:
+        """The job's log, once it has ended with that state and exit code, as "FAILED 2:0"."""
+        job = self.finish(number, timeout)
+        log = self.log(job)
+        assert f"{job['JobState']} {job['ExitCode']}" == outcome, log[-4000:]
+        return log
+
+    def restarts(self, number: str) -> int:
+        """How often Slurm has put the job back into the queue."""
+        return int(self.job(number)["Restarts"])
+
     def clear(self) -> None:
         """Cancel whatever is left, and have all nodes idle."""
         for name in self.nodes:
@@ -185,19 +198,14 @@ class Cluster:
 
     # What happens to nodes
 
-    def kill_node(self, name: str) -> None:
-        """As if its power failed: slurmd, job steps and tasks all die at once."""
-        self._end(name)
-
     def start_node(self, name: str) -> None:
         """Start slurmd on a node that is down."""
         slurmd = [self._program("slurmd"), "-D", "-f", self.environ["SLURM_CONF"], "-N", name]
         slurmd += ["-d", self._program("slurmstepd")]
-        reaped = [sys.executable, "-I", str(_SUBREAPER), *slurmd]
         if not self.isolated:
-            self._launch(name, reaped)
+            self._launch(name, self._reaped(slurmd))
             return
-        joined = ["unshare", "--net", "--uts", "--", "sh", "-c", _JOIN, "sh", name, *reaped]
+        joined = [*_UNSHARE, "sh", "-c", _JOIN, "sh", name, *self._reaped(slurmd)]
         process = self._launch(name, joined)
         link = f"v{self.nodes.index(name)}"
         # The old pair of a node that was killed goes with its namespace, though not at once.
@@ -213,8 +221,7 @@ class Cluster:
         def ready() -> bool:
             text = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False)
             states = dict(line.split() for line in text.splitlines())
-            good = ("idle", "mix", "alloc", "comp")
-            return len(states) == len(self.nodes) and set(states.values()) <= set(good)
+            return len(states) == len(self.nodes) and set(states.values()) <= _TAKES_JOBS
 
         self._until(ready)
 
@@ -231,7 +238,7 @@ class Cluster:
         if self.isolated:
             up = self.folder / "network-is-up"
             head = ["sh", "-c", _HEAD, "sh", self.address, str(up)]
-            self._launch("head", ["unshare", "--net", "--uts", "--", *self._reaped(head)])
+            self._launch("head", [*_UNSHARE, *self._reaped(head)])
             self._until(up.exists)
         munged = [self._program("munged"), "--foreground", "--force", f"--key-file={key}"]
         munged += [f"--socket={key.with_name('socket')}", f"--pid-file={key.with_name('pid')}"]
@@ -248,10 +255,9 @@ class Cluster:
         ports = _free_ports(1 + len(self.nodes))
         lines = []
         for name, port in zip(self.nodes, ports[1:], strict=True):
-            own = name if self.isolated else "127.0.0.1"
-            hostname = name if self.isolated else host
+            own, address = (name, name) if self.isolated else (host, "127.0.0.1")
             lines.append(
-                f"NodeName={name} NodeHostname={hostname} NodeAddr={own} Port={port} "
+                f"NodeName={name} NodeHostname={own} NodeAddr={address} Port={port} "
                 f"CPUs={_CPUS_PER_NODE} State=UNKNOWN"
             )
         return _CONF.format(
@@ -262,8 +268,6 @@ class Cluster:
             user=getpass.getuser(),
             plugins=next(self.prefix.glob("usr/lib/*/slurm-wlm")),
             nodes="\n".join(lines),
-            kill_wait=2,
-            grace="GraceTime=60",
         )
 
     def _program(self, name: str) -> str:
@@ -291,7 +295,8 @@ class Cluster:
         self._daemons[name] = process
         return process
 
-    def _end(self, name: str) -> None:
+    def kill(self, name: str) -> None:
+        """End a daemon with everything below it; of a node, as if its power failed."""
         process = self._daemons.pop(name)
         assert process.stdin is not None
         process.stdin.close()
@@ -328,7 +333,7 @@ def why_not_isolated() -> str | None:
             return f"no {program}"
     trial = "ip link add bridge0 type bridge && ip link add v0 type veth peer name v1"
     done = subprocess.run(
-        ["unshare", "--net", "--uts", "--", "sh", "-c", trial],
+        [*_UNSHARE, "sh", "-c", trial],
         capture_output=True,
         text=True,
         timeout=_COMMAND_SECONDS,

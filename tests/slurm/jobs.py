@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import yaml
 
 from gspo_megatron.data.corpus_files import write_indexed
@@ -107,12 +108,18 @@ class Run:
         (self.folder / "hold").write_text(str(calls))
 
     def let_go(self) -> None:
-        """The contrary."""
         (self.folder / "hold").unlink(missing_ok=True)
 
-    def wait_until_held(self, cluster: Cluster, number: str, timeout: float = 300) -> None:
+    def wait_until_held(self, cluster: Cluster, number: str) -> None:
         """Until a rank stands still; the job is running then."""
-        cluster.wait(number, lambda _: (self.folder / "holding").exists(), timeout)
+        cluster.wait(number, lambda _: (self.folder / "holding").exists())
+
+    def submit_held(self, cluster: Cluster, calls: int) -> str:
+        """Submit it and wait until it stands still at its next reward after so many."""
+        self.hold(calls)
+        number = self.submit(cluster)
+        self.wait_until_held(cluster, number)
+        return number
 
     def assert_same_as(self, other: Run) -> None:
         """Metrics, samples, weights and the optimizer's state are equal, bit for bit."""
@@ -122,51 +129,48 @@ class Run:
 
 def make_run(folder: Path, *, ranks: int = 4, **sections: Mapping[str, object]) -> Run:
     """Write a run's configuration, data and reward into a folder. Two ranks start faster."""
-    write_toy_dataset(folder / "toy", "mixed", train=64, test=8, seed=1)
     (folder / "slurm_test_reward.py").write_text(_REWARD)
-    config: dict[str, dict[str, object]] = {
-        "model": {"megatron": dict(TINY_MODEL)},
-        # both axes cross nodes or stay inside one, whichever way ranks are put on nodes
-        "parallel": {"layout": {4: "tp=2,dp=2,ep=2", 2: "dp=2,ep=2"}[ranks]},
-        "data": {
-            "prompts": str(folder / "toy" / "train.jsonl"),
-            "tokenizer": str(folder / "toy" / "tokenizer.model"),
-        },
+    config = {
+        **_base_config(folder, ranks),
         "rollout": {"group_size": 4, "prompts_per_step": 4, "max_response_tokens": 6},
         "reward": {"import_path": "slurm_test_reward:reward"},
         "objective": {"name": "gspo", "mini_batches": 2},
-        "optimizer": {"learning_rate": 3e-3},
         "training": {"steps": STEPS, "precision": "fp32"},
         "checkpoint": {"interval": 1},
-        "logging": {"dir": str(folder / "run"), "plots": False},
     }
+    config["data"]["prompts"] = str(folder / "toy" / "train.jsonl")
     for section, values in sections.items():
         config[section] = {**config[section], **values}
-    run = Run(folder, ranks // 2)
-    run.config.write_text(yaml.safe_dump(config))
-    return run
+    return _written(Run(folder, ranks // 2), config)
 
 
 def make_stage_run(folder: Path, stage: str, *, ranks: int = 4) -> Run:
     """The same for pre-training or fine-tuning, without any reward: stage is sft or pretrain."""
-    write_toy_dataset(folder / "toy", "mixed", train=64, test=8, seed=1)
-    tokenizer = folder / "toy" / "tokenizer.model"
-    data: dict[str, object] = {"tokenizer": str(tokenizer)}
-    training: dict[str, object] = {"steps": STAGE_STEPS, "batch_size": 8, "precision": "fp32"}
+    config = _base_config(folder, ranks)
     if stage == "sft":
-        data["examples"] = str(folder / "toy" / "train.jsonl")
+        config["data"]["examples"] = str(folder / "toy" / "train.jsonl")
     else:
-        data |= {"train": [str(_write_corpus(tokenizer, folder / "corpus"))], "sequence_length": 16}
-    config = {
+        corpus = _write_corpus(folder / "toy" / "tokenizer.model", folder / "corpus")
+        config["data"] |= {"train": [str(corpus)], "sequence_length": 16}
+    training = {"steps": STAGE_STEPS, "batch_size": 8, "precision": "fp32"}
+    config["training"] = {**training, "micro_batch_tokens": 64}
+    config["checkpoint"] = {"interval": STAGE_STEPS}
+    return _written(Run(folder, ranks // 2, stage), config)
+
+
+def _base_config(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
+    write_toy_dataset(folder / "toy", "mixed", train=64, test=8, seed=1)
+    return {
         "model": {"megatron": dict(TINY_MODEL)},
+        # both axes cross nodes or stay inside one, whichever way ranks are put on nodes
         "parallel": {"layout": {4: "tp=2,dp=2,ep=2", 2: "dp=2,ep=2"}[ranks]},
-        "data": data,
+        "data": {"tokenizer": str(folder / "toy" / "tokenizer.model")},
         "optimizer": {"learning_rate": 3e-3},
-        "training": {**training, "micro_batch_tokens": 64},
-        "checkpoint": {"interval": STAGE_STEPS},
         "logging": {"dir": str(folder / "run"), "plots": False},
     }
-    run = Run(folder, ranks // 2, stage)
+
+
+def _written(run: Run, config: Mapping[str, object]) -> Run:
     run.config.write_text(yaml.safe_dump(config))
     return run
 
@@ -194,11 +198,83 @@ def wait_for(path: Path, timeout: float = 60) -> None:
 
 def find_task(run: Run, rank: int) -> int:
     """The process of a rank on this machine."""
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            command = (entry / "cmdline").read_bytes().split(b"\0")
-            if str(run.config).encode() in command and b"gspo_megatron" in command:
-                variables = (entry / "environ").read_bytes().split(b"\0")
-                if f"SLURM_PROCID={rank}".encode() in variables and b"bash" not in command[0]:
-                    return int(entry.name)
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        words, variables = process.info["cmdline"] or [""], process.info["environ"] or {}
+        is_task = {str(run.config), "gspo_megatron"} <= set(words) and "bash" not in words[0]
+        if is_task and variables.get("SLURM_PROCID") == str(rank):
+            return process.pid
     raise AssertionError(f"no process is rank {rank} of {run.config}")
+
+
+# What may happen to a job. Each function does it to a run that stands still, lets the run go on,
+# and returns once Slurm has the job in its queue again, or has started it again.
+Disturbance = Callable[[Cluster, Run, str], None]
+
+
+def wait_for_line(cluster: Cluster, number: str, line: str, count: int = 1) -> None:
+    """Until the job's log has it so many times."""
+    cluster.wait(number, lambda job: cluster.log(job).count(line) >= count, timeout=90)
+
+
+def signalled(cluster: Cluster, run: Run, number: str) -> None:
+    """SIGUSR1 to the batch script, as some minutes before the end of the job's time."""
+    asked = cluster.log(cluster.job(number)).count("told to stop")
+    cluster.run("scancel", "--batch", "--signal=USR1", number)
+    wait_for_line(cluster, number, "told to stop", asked + 1)
+    run.let_go()
+
+
+def preempted(cluster: Cluster, run: Run, number: str) -> None:
+    """A job of a higher priority wants both nodes."""
+    asked = cluster.log(cluster.job(number)).count("told to stop")
+    options = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
+    other = cluster.run("sbatch", "--parsable", *options, "--wrap", "sleep 1").strip()
+    wait_for_line(cluster, number, "told to stop", asked + 1)
+    run.let_go()
+    cluster.finish(other)
+
+
+def requeued(cluster: Cluster, run: Run, number: str) -> None:
+    """An administrator, or the user, wants it to start again; it gets no time to save anything: let
+    go at once, it could come to its end while Slurm waits to kill it."""
+    before = cluster.restarts(number)
+    cluster.run("scontrol", "requeue", number)
+    cluster.wait(
+        number,
+        lambda job: int(job["Restarts"]) > before and job["JobState"] != "COMPLETING",
+    )
+    run.let_go()
+
+
+def node_failed(cluster: Cluster, run: Run, number: str) -> None:
+    """The second node is gone from one moment to the next, and comes back later. The tasks of the
+    first one fail at once, long before Slurm notices."""
+    before = cluster.restarts(number)
+    cluster.kill(cluster.nodes[1])
+    run.let_go()
+    cluster.wait(number, lambda job: int(job["Restarts"]) > before)
+    cluster.start_node(cluster.nodes[1])
+
+
+def killed_late(cluster: Cluster, run: Run, number: str) -> None:
+    """What Slurm does by itself at times, in a start after one whose node was gone: signals to that
+    one's tasks, which could not be delivered then, reach those of this one."""
+    cluster.run("scancel", "--signal=KILL", f"{number}.0")
+    run.let_go()
+
+
+def first_node_failed(cluster: Cluster, run: Run, number: str) -> None:
+    """The node with the batch script is gone; Slurm has noticed."""
+    name = cluster.nodes[0]
+    cluster.kill(name)
+    cluster.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=test")
+    run.let_go()
+    cluster.start_node(name)
+
+
+def disturb(cluster: Cluster, run: Run, number: str, disturbance: Disturbance) -> None:
+    """Do it once the run stands still; returns when the job has been restarted."""
+    run.wait_until_held(cluster, number)
+    before = cluster.restarts(number)
+    disturbance(cluster, run, number)
+    cluster.wait(number, lambda job: int(job["Restarts"]) > before)

@@ -16,34 +16,29 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
-def descendants(pid: int) -> list[int]:
-    """Processes below `pid`, as /proc has them at this moment."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                # The name in parentheses may hold anything, parentheses too.
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if fields[0] != "Z":
-                    children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = [pid]
-    for parent in found:  # grows while it is gone through
-        found += children.get(parent, [])
-    return found[1:]
-
-
-def kill_descendants(pid: int) -> None:
+def kill_descendants() -> None:
     """SIGKILL all of them; who is started meanwhile, too."""
-    while found := descendants(pid):
+    while True:
+        found = [p for p in psutil.Process().children(recursive=True) if not _has_ended(p)]
+        if not found:
+            return
         for process in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         time.sleep(0.01)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _reap_orphans(child: int) -> None:
@@ -72,7 +67,7 @@ def main(command: list[str]) -> int:
             break
         code = process.poll()
         _reap_orphans(process.pid)
-    kill_descendants(os.getpid())
+    kill_descendants()
     return 0 if code is None else code
 
 

@@ -27,43 +27,37 @@ def write(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def assert_nothing_is_kept() -> None:
+ALL = "touch " + " ".join(f"{name}_1_all.deb" for name in PACKAGES)
+BROKEN = "echo 'libfoo.so: cannot open shared object file' >&2; exit 127"
+UNPACK_BROKEN = f'''mkdir -p "$3/usr/sbin"; printf "#!/bin/sh\\n{BROKEN}\\n" \
+    >"$3/usr/sbin/slurmctld-wlm"; chmod +x "$3/usr/sbin/slurmctld-wlm"'''
+
+
+@pytest.mark.parametrize(
+    ("scripts", "reason"),
+    [
+        (
+            {"apt-get": "echo 'Could not resolve deb.example' >&2; exit 100"},
+            r"apt-get.*Could not resolve",
+        ),
+        ({"apt-get": ALL.replace(f"{PACKAGES[0]}_1_all.deb", "")}, f"left out {PACKAGES[0]}"),
+        (
+            {"apt-get": ALL, "dpkg-deb": "echo 'unexpected end of file' >&2; exit 2"},
+            "unexpected end of file",
+        ),
+        ({"apt-get": ALL, "dpkg-deb": UNPACK_BROKEN}, "libfoo"),
+    ],
+    ids=["no network", "missing package", "damaged package", "programs that do not run here"],
+)
+def test_nothing_is_kept_of_what_is_not_whole(
+    programs: Path, scripts: dict[str, str], reason: str
+) -> None:
+    for name, script in scripts.items():
+        write(programs / name, script)
+    with pytest.raises(Unavailable, match=reason):
+        slurm_prefix()
     kept = [path.name for path in cache_folder().iterdir()]
     assert sorted(kept) in (["lock"], ["apt", "lock"])
-
-
-def test_no_network_is_a_reason_to_skip(programs: Path) -> None:
-    write(programs / "apt-get", "echo 'Could not resolve deb.example' >&2; exit 100")
-    with pytest.raises(Unavailable, match=r"apt-get.*Could not resolve"):
-        slurm_prefix()
-    assert_nothing_is_kept()
-
-
-def test_a_package_that_is_missing(programs: Path) -> None:
-    present = " ".join(f"{name}_1_all.deb" for name in PACKAGES[1:])
-    write(programs / "apt-get", f"touch {present}")
-    with pytest.raises(Unavailable, match=f"left out {PACKAGES[0]}"):
-        slurm_prefix()
-    assert_nothing_is_kept()
-
-
-def test_a_package_that_is_damaged(programs: Path) -> None:
-    write(programs / "apt-get", "touch " + " ".join(f"{name}_1_all.deb" for name in PACKAGES))
-    write(programs / "dpkg-deb", "echo 'unexpected end of file' >&2; exit 2")
-    with pytest.raises(Unavailable, match="unexpected end of file"):
-        slurm_prefix()
-    assert_nothing_is_kept()
-
-
-def test_programs_that_do_not_run_here(programs: Path) -> None:
-    write(programs / "apt-get", "touch " + " ".join(f"{name}_1_all.deb" for name in PACKAGES))
-    broken = "echo 'libfoo.so: cannot open shared object file' >&2; exit 127"
-    make = f'mkdir -p "$3/usr/sbin"; printf "#!/bin/sh\\n{broken}\\n" '
-    make += '>"$3/usr/sbin/slurmctld-wlm"; chmod +x "$3/usr/sbin/slurmctld-wlm"'
-    write(programs / "dpkg-deb", make)
-    with pytest.raises(Unavailable, match="libfoo"):
-        slurm_prefix()
-    assert_nothing_is_kept()
 
 
 def test_other_systems_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,21 +13,25 @@ import pytest
 
 from tests.e2e.resuming import assert_same_run, records
 from tests.slurm.cluster import Cluster
-from tests.slurm.disturbances import signalled
-from tests.slurm.jobs import STAGE_STEPS, Run, find_task, make_stage_run, wait_for
+from tests.slurm.jobs import (
+    STAGE_STEPS,
+    Run,
+    find_task,
+    make_stage_run,
+    signalled,
+    wait_for,
+)
 
 pytestmark = pytest.mark.timeout(1200)  # many starts; minutes on a machine with other work
 
 
 def completed(cluster: Cluster, run: Run, number: str) -> str:
     """The job's log, once it is COMPLETED with a record of every step."""
-    job = cluster.finish(number, timeout=600)
-    log = cluster.log(job)
-    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log[-4000:]
+    log = cluster.ended(number, "COMPLETED 0:0", timeout=600)
     steps = [(record["phase"], record["step"]) for record in records(run.out)]
     assert steps == [(run.script, step) for step in range(1, STAGE_STEPS + 1)]
     slurm = json.loads((run.out / "environment.json").read_text())["slurm"]
-    assert (slurm["nodes"], slurm.get("restarts", "0")) == ("2", job["Restarts"])
+    assert (slurm["nodes"], slurm.get("restarts", "0")) == ("2", str(cluster.restarts(number)))
     assert not list(run.folder.glob(".gspo-megatron*"))
     return log
 
@@ -73,10 +77,7 @@ def test_what_a_stage_cannot_do_is_refused_before_any_task_starts(
     good = sft.submit(cluster, "--check-only")
     told = {bad: "training.batch_size = 7", foreign: "data.examples", good: "64 in data.examples"}
     for number, text in told.items():
-        job = cluster.finish(number)
-        log = cluster.log(job)
-        expected = ("COMPLETED", "0:0") if number == good else ("FAILED", "2:0")
-        assert (job["JobState"], job["ExitCode"]) == expected, log
+        log = cluster.ended(number, "COMPLETED 0:0" if number == good else "FAILED 2:0")
         assert text in log and "Traceback" not in log
         assert not re.search(r"^\d: ", log, re.MULTILINE), log  # what a task prints begins so
     assert not sft.out.exists() and not pretrain.out.exists()

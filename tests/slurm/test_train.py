@@ -13,18 +13,22 @@ import pytest
 
 from gspo_megatron.cli.ranks import first_host
 from tests.slurm.cluster import Cluster
-from tests.slurm.disturbances import (
+from tests.slurm.jobs import (
+    CALLS_PER_STEP,
+    ROOT,
     Disturbance,
+    Run,
     disturb,
+    find_task,
     first_node_failed,
     killed_late,
+    make_run,
     node_failed,
     preempted,
     requeued,
     signalled,
     wait_for_line,
 )
-from tests.slurm.jobs import CALLS_PER_STEP, ROOT, Run, find_task, make_run
 
 pytestmark = pytest.mark.timeout(1200)  # many starts; a minute each on a machine with other work
 
@@ -33,9 +37,7 @@ IN_STEP_2 = CALLS_PER_STEP + 5  # calls of the reward
 
 def finish_as(cluster: Cluster, run: Run, number: str, undisturbed: Run) -> str:
     """The job's log, once it is COMPLETED with what the undisturbed run left behind."""
-    job = cluster.finish(number)
-    log = cluster.log(job)
-    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log[-4000:]
+    log = cluster.ended(number, "COMPLETED 0:0")
     run.assert_same_as(undisturbed)
     assert not list(run.folder.glob(".gspo-megatron*"))
     return log
@@ -50,8 +52,7 @@ def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_
     cluster: Cluster, run: Run, undisturbed: Run
 ) -> None:
     everything = [signalled, preempted, node_failed, killed_late, requeued]
-    run.hold(IN_STEP_2)
-    number = run.submit(cluster)
+    number = run.submit_held(cluster, IN_STEP_2)
     for disturbance in everything:
         disturb(cluster, run, number, disturbance)
         if disturbance is not everything[-1]:
@@ -73,8 +74,7 @@ def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_
 def test_each_disturbance_by_itself(
     cluster: Cluster, run: Run, undisturbed: Run, disturbance: Disturbance
 ) -> None:
-    run.hold(IN_STEP_2)
-    number = run.submit(cluster)
+    number = run.submit_held(cluster, IN_STEP_2)
     disturb(cluster, run, number, disturbance)
     finish_as(cluster, run, number, undisturbed)
 
@@ -108,16 +108,13 @@ def test_a_run_is_saved_by_the_signal_before_its_time_is_over(
 
 
 def test_a_rank_that_fails_ends_the_job_with_its_traceback(cluster: Cluster, small: Run) -> None:
-    small.hold(IN_STEP_2)
-    number = small.submit(cluster)
-    small.wait_until_held(cluster, number)
+    number = small.submit_held(cluster, IN_STEP_2)
     (small.folder / "fail").write_text("1")
     since = time.monotonic()
     small.let_go()
-    job = cluster.finish(number)
+    log = cluster.ended(number, "FAILED 1:0")
     assert time.monotonic() - since < 30
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "1:0", "0")
-    log = cluster.log(job)
+    assert cluster.restarts(number) == 0
     traceback = lines_of(1, log)
     assert any("ArithmeticError: a failure made for the test" in line for line in traceback)
     assert any("slurm_test_reward.py" in line for line in traceback)
@@ -126,9 +123,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_traceback(cluster: Cluster, sma
 
 @pytest.mark.full
 def test_a_cancelled_job_does_not_come_back(cluster: Cluster, small: Run) -> None:
-    small.hold(IN_STEP_2)
-    number = small.submit(cluster)
-    small.wait_until_held(cluster, number)
+    number = small.submit_held(cluster, IN_STEP_2)
     cluster.run("scancel", number)
     small.let_go()
     job = cluster.finish(number)
@@ -141,15 +136,11 @@ def test_a_rank_that_stands_still_ends_the_job_and_all_tell_where_they_were(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path, training={"hang_timeout_seconds": 12})
-    run.hold(IN_STEP_2)
-    number = run.submit(cluster)
-    run.wait_until_held(cluster, number)
+    number = run.submit_held(cluster, IN_STEP_2)
     stopped = find_task(run, rank=3)
     os.kill(stopped, signal.SIGSTOP)
     run.let_go()
-    job = cluster.finish(number)
-    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "70:0"), cluster.log(job)[-3000:]
-    log = cluster.log(job)
+    log = cluster.ended(number, "FAILED 70:0")
     for rank in range(3):
         stacks = (run.out / "hang" / f"rank_{rank:05d}.txt").read_text()
         assert stacks.startswith(f"rank {rank} on ")
@@ -163,9 +154,7 @@ def test_a_wrong_configuration_is_refused_before_any_task_starts(
 ) -> None:
     # 4 tasks do not make 3 pipeline stages
     number = run.submit(cluster, "parallel.layout=pp=3")
-    job = cluster.finish(number)
-    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0")
-    log = cluster.log(job)
+    log = cluster.ended(number, "FAILED 2:0")
     assert "pp" in log and "Traceback" not in log
     assert not lines_of(0, log)
     assert not run.out.exists()
@@ -174,23 +163,19 @@ def test_a_wrong_configuration_is_refused_before_any_task_starts(
 def test_check_only_starts_no_task(cluster: Cluster, small: Run) -> None:
     good = small.submit(cluster, "--check-only")
     bad = small.submit(cluster, "--check-only", "rollout.group_size=none")
-    for number, state, code in ((good, "COMPLETED", "0:0"), (bad, "FAILED", "2:0")):
-        job = cluster.finish(number)
-        assert (job["JobState"], job["ExitCode"]) == (state, code)
-        assert not lines_of(0, cluster.log(job))
-    assert "rollout.group_size" in cluster.log(cluster.job(bad))
+    logs = cluster.ended(good, "COMPLETED 0:0"), cluster.ended(bad, "FAILED 2:0")
+    assert not any(lines_of(0, log) for log in logs)
+    assert "rollout.group_size" in logs[1]
     assert not small.out.exists()
 
 
 def test_a_job_that_never_gets_further_gives_up(cluster: Cluster, tmp_path: Path) -> None:
     run = make_run(tmp_path, ranks=2, training={"idle_restarts": 0})
-    run.hold(3)
-    number = run.submit(cluster)
-    run.wait_until_held(cluster, number)
+    number = run.submit_held(cluster, 3)
     cluster.run("scontrol", "requeue", number)
-    job = cluster.finish(number)
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "1")
-    assert "restarted 1 times before its first checkpoint" in cluster.log(job)
+    log = cluster.ended(number, "FAILED 2:0")
+    assert "restarted 1 times before its first checkpoint" in log
+    assert cluster.restarts(number) == 1
 
 
 def test_nodes_that_share_no_loopback(
@@ -213,9 +198,8 @@ def test_conversion_in_one_task(cluster: Cluster, tmp_path: Path) -> None:
     words = ["hf-to-megatron", nothing, tmp_path / "out"]
     options = [f"--output={tmp_path}/log"]
     number = cluster.submit(script, *words, options=options, GSPO_PYTHON=sys.executable)
-    job = cluster.finish(number)
-    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0")
-    assert str(nothing) in cluster.log(job) and "Traceback" not in cluster.log(job)
+    log = cluster.ended(number, "FAILED 2:0")
+    assert str(nothing) in log and "Traceback" not in log
 
 
 _TORCHRUN = """#!/bin/bash

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch
 import yaml
 
 from gspo_megatron.config import parse_config
@@ -25,8 +24,8 @@ from gspo_megatron.config.objectives import (
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.objectives import build_objective
-from gspo_megatron.types import LossInputs
 from tests.e2e.test_train import KEYS
+from tests.unit.objectives.batches import make_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "objectives.md"
@@ -211,21 +210,7 @@ def test_every_key_that_the_page_names_exists() -> None:
 def test_every_metric_that_the_page_explains_is_measured() -> None:
     settings = {"correction": "token_tis", "off_policy_mask": 0.1, "kl": "k3", "kl_coefficient": 1}
     objective = build_objective(section(yaml.safe_dump({"name": "grpo"} | settings)), 8)
-    tokens, sequences = torch.full((4,), -1.0), torch.ones(2)
-    inputs = LossInputs(
-        logprobs=tokens,
-        old_logprobs=tokens,
-        mask=torch.ones(4),
-        sequence_index=torch.tensor([0, 0, 1, 1]),
-        advantages=sequences,
-        sequence_lengths=2 * sequences,
-        global_num_sequences=2,
-        global_num_tokens=4,
-        sum_over_shards=lambda values: values,
-        is_primary_shard=True,
-        rollout_logprobs=tokens,
-        reference_logprobs=tokens,
-    )
+    inputs = make_inputs(0, with_reference=True)
     means = {name: float(n / d) for name, (n, d) in objective(inputs).means.items()}
     measured = {*objective.complete(means), *KEYS}  # KEYS: of a run
     named = [name for row in table("metric") for name in code(row["metric"])]

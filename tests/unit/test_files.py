@@ -42,6 +42,8 @@ def test_a_fingerprint_is_the_sha256_of_a_file(tmp_path: Path) -> None:
     os.utime(path, (1, 1))
     assert fingerprint(path) == hashlib.sha256(content).hexdigest()
     assert fingerprint(shutil.copy(path, tmp_path / "other")) == fingerprint(path)
+    with pytest.raises(DataError, match="absent: cannot be read"):
+        fingerprint(tmp_path / "absent")
 
 
 def test_the_fingerprint_of_a_folder_is_of_its_tokenizer_files(tmp_path: Path) -> None:
@@ -57,8 +59,3 @@ def test_the_fingerprint_of_a_folder_is_of_its_tokenizer_files(tmp_path: Path) -
     assert changed != before
     (folder / "vocab.txt").rename(folder / "vocab.json")
     assert fingerprint(folder) != changed
-
-
-def test_a_fingerprint_needs_a_readable_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="absent: cannot be read"):
-        fingerprint(tmp_path / "absent")

@@ -1,4 +1,4 @@
-"""The supported model families of Hugging Face, one file each."""
+"""The supported model families of Hugging Face, by the makers of the models."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config.families import (
-    deepseek_v3,
-    mixtral,
-    olmoe,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-)
+from gspo_megatron.config.families import deepseek_v3, mixtral, olmoe, qwen
 from gspo_megatron.config.families.family import Family, differences
 from gspo_megatron.config.model_shape import (
     ModelPreset,
@@ -37,14 +30,14 @@ __all__ = [
 ]
 
 FAMILIES: Mapping[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (qwen3_moe, qwen3, qwen2_moe, mixtral, olmoe, deepseek_v3)
+    family.model_type: family
+    for family in (qwen.QWEN3_MOE, qwen.QWEN3, qwen.QWEN2_MOE)
+    + (mixtral.FAMILY, olmoe.FAMILY, deepseek_v3.FAMILY)
 }
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises ConfigError for an architecture that is not
-    supported."""
+    """The family of a config.json. Raises ConfigError where it is not supported."""
     named = hf_config.get("architectures") or []
     model_type = hf_config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -56,8 +49,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 
 
 def family_of_shape(shape: ModelShape) -> Family:
-    """The family that has models of this shape. Raises ConfigError with the reason why each of them
-    has not."""
+    """The family that has models of this shape. Raises ConfigError with what does not fit each."""
     for family in FAMILIES.values():
         if family.config(shape, 1) is not None:
             return family
@@ -66,8 +58,7 @@ def family_of_shape(shape: ModelShape) -> Family:
 
 
 def describe(hf_config: Mapping[str, Any]) -> ModelPreset:
-    """The model that a config.json describes. Raises ConfigError with everything that we do not
-    support."""
+    """The model of a config.json. Raises ConfigError with everything that we do not support."""
     preset, problems = family_of(hf_config).preset(hf_config)
     if problems:
         raise ConfigError(problems)

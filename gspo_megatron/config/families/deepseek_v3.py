@@ -21,9 +21,7 @@ def _read_dense_first(hf: Mapping[str, Any]) -> list[bool]:
 
 def _write_dense_first(experts: list[bool]) -> dict[str, Any] | None:
     dense = experts.index(True) if True in experts else len(experts)
-    if not all(experts[dense:]):
-        return None
-    return {"first_k_dense_replace": dense}
+    return {"first_k_dense_replace": dense} if all(experts[dense:]) else None
 
 
 def _check(hf: Mapping[str, Any]) -> list[str]:
@@ -40,23 +38,20 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
         )
     heads = hf.get("num_attention_heads")
     if hf.get("num_key_value_heads", heads) not in (None, heads):
-        problems.append(
-            f"num_key_value_heads = {hf['num_key_value_heads']}: not supported; legal: {heads}"
-        )
+        given = hf["num_key_value_heads"]
+        problems.append(f"num_key_value_heads = {given}: not supported; legal: {heads}")
     return problems
 
 
-def _groups(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts are chosen among those of the best groups."""
+def _read_rest(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The shared experts as one, and the groups: experts are chosen among those of the best."""
+    width = hf.get("n_shared_experts", 1) * hf.get("moe_intermediate_size", 0)
+    found = {"moe_shared_expert_intermediate_size": width or None}
     groups = hf.get("n_group", 8)
     if groups in (None, 1):
-        return {}
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": hf.get("topk_group", 4)}
-
-
-def _shared(hf: Mapping[str, Any]) -> dict[str, Any]:
-    width = hf.get("n_shared_experts", 1) * hf.get("moe_intermediate_size", 0)
-    return {"moe_shared_expert_intermediate_size": width or None}
+        return found
+    topk = hf.get("topk_group", 4)
+    return found | {"moe_router_num_groups": groups, "moe_router_group_topk": topk}
 
 
 def _write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +107,7 @@ FAMILY = f.Family(
     read_pattern=_read_dense_first,
     write_pattern=_write_dense_first,
     check=_check,
-    read_rest=lambda hf: _groups(hf) | _shared(hf),
+    read_rest=_read_rest,
     write_rest=_write_rest,
     names={
         **f.EMBEDDINGS,
@@ -129,6 +124,6 @@ FAMILY = f.Family(
         **f.ROUTER,
         "router_bias": _MLP + "gate.e_score_correction_bias",
         **f.EXPERTS,
-        **{f"shared_{p}": f"{_MLP}shared_experts.{p}_proj.weight" for p in ("gate", "up", "down")},
+        **{f"shared_{p}": f"{_MLP}shared_experts.{p}_proj.weight" for p in f.MLP},
     },
 )

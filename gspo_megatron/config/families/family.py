@@ -1,7 +1,7 @@
 """A family of published models: its config.json as TransformerConfig fields, and its tensors.
 
-A family is a table without torch: the configuration takes a model's shape from it before torch is
-imported, and checkpoint/hf the names of tensors.
+The configuration takes a model's shape from this table before torch is imported, and checkpoint/hf
+the names of tensors.
 """
 
 from __future__ import annotations
@@ -22,31 +22,17 @@ from gspo_megatron.config.problems import format_value
 REQUIRED = object()
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True)
 class Field:
-    """A key of config.json that corresponds to a field of TransformerConfig, and how to convert the
-    value in both directions. `default` is what transformers takes if the key is missing, `also`
-    another spelling of the key."""
+    """A key of config.json that corresponds to a field of TransformerConfig. `default` is what
+    transformers takes if the key is missing, `also` another spelling of the key."""
 
     hf: str
     ours: str
     default: Any = REQUIRED
-    read: Callable[[Any], Any] = _same
-    write: Callable[[Any], Any] = _same
+    negated: bool = False  # a flag of the opposite meaning
     also: str = ""
     nullable: bool = False  # null is a value; otherwise it means TransformerConfig's default
-
-    def value(self, config: Mapping[str, Any]) -> Any:
-        return config.get(self.hf, config.get(self.also, self.default))
-
-
-def negated(hf: str, ours: str, default: bool) -> Field:
-    """A flag with the opposite meaning."""
-    return Field(hf, ours, default, read=lambda value: not value, write=lambda value: not value)
 
 
 # Which layers have experts, in both directions: config.json -> one flag a layer, and flags -> keys
@@ -77,9 +63,9 @@ class Family:
     read_pattern: ReadPattern | None = None
     write_pattern: WritePattern | None = None
     # What the table cannot express: problems of several keys together, fields made of several keys.
-    check: Callable[[Mapping[str, Any]], list[str]] | None = None
-    read_rest: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    write_rest: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    check: Callable[[Mapping[str, Any]], list[str]] = lambda hf: []
+    read_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda hf: {}
+    write_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda megatron: {}
     # Tensors in published files that are ignored, by the end of their names.
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
@@ -96,18 +82,16 @@ class Family:
         problems += wrong
         megatron = dict(_ALWAYS | dict(self.always))
         for entry in self.fields:
-            value = entry.value(hf)
+            value = hf.get(entry.hf, hf.get(entry.also, entry.default))
             if value is REQUIRED:
                 problems.append(f"{entry.hf}: required and missing")
             elif value is not None or entry.nullable:
-                megatron[entry.ours] = entry.read(value)
+                megatron[entry.ours] = not value if entry.negated else value
         if not isinstance(hf.get("vocab_size"), int):
             problems.append("vocab_size: required, and an integer")
-        if self.check is not None:
-            problems += self.check(hf)
-        if self.read_rest is not None:
-            rest = self.read_rest(hf)
-            megatron |= {name: value for name, value in rest.items() if value is not None}
+        problems += self.check(hf)
+        rest = self.read_rest(hf)
+        megatron |= {name: value for name, value in rest.items() if value is not None}
         if self.read_pattern is not None and not problems:
             experts = self.read_pattern(hf)
             if not any(experts):
@@ -132,7 +116,7 @@ class Family:
         for entry in self.fields:
             value = shape.megatron.get(entry.ours)
             if value is not None:
-                hf[entry.hf] = entry.write(value)
+                hf[entry.hf] = not value if entry.negated else value
         hf |= {key: legal[0] for key, legal in self.only.items()}
         hf |= {
             "vocab_size": vocab_size,
@@ -142,8 +126,7 @@ class Family:
             "tie_word_embeddings": shape.tie_embeddings,
             "attention_dropout": 0.0,
         }
-        if self.write_rest is not None:
-            hf |= self.write_rest(shape.megatron)
+        hf |= self.write_rest(shape.megatron)
         if self.write_pattern is not None:
             pattern = self.write_pattern(experts_in_layers(shape))
             if pattern is None:
@@ -197,17 +180,14 @@ NORMS = {
     "input_norm": "model.layers.{layer}.input_layernorm.weight",
     "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
 }
-ATTENTION = {
-    part: f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in ("q", "k", "v", "o")
-}
-QK_NORMS = {
-    f"{part}_norm": f"model.layers.{{layer}}.self_attn.{part}_norm.weight" for part in ("q", "k")
-}
-DENSE = {part: f"model.layers.{{layer}}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+ATTENTION = {part: f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in "qkvo"}
+QK_NORMS = {f"{part}_norm": f"model.layers.{{layer}}.self_attn.{part}_norm.weight" for part in "qk"}
+MLP = ("gate", "up", "down")
+DENSE = {part: f"model.layers.{{layer}}.mlp.{part}_proj.weight" for part in MLP}
 ROUTER = {"router": "model.layers.{layer}.mlp.gate.weight"}
 EXPERTS = {
     f"expert_{part}": f"model.layers.{{layer}}.mlp.experts.{{expert}}.{part}_proj.weight"
-    for part in ("gate", "up", "down")
+    for part in MLP
 }
 
 
@@ -216,31 +196,24 @@ def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
     preset."""
     own, its = dict(shape.megatron), dict(preset.megatron)
     # one pattern may be spelled in two ways
-    for fields in (own, its):
+    for fields, model in ((own, shape), (its, preset)):
         fields["moe_layer_freq"] = expert_pattern(fields, shape.num_layers)
+        fields["joint_qk_norm"] = model.joint_qk_norm
     # sizes that a config.json may leave to their defaults; ModelShape has them all
     defaults = ["num_query_groups", "kv_channels"]
     if not shape.has_dense_layers:
         defaults.append("ffn_hidden_size")
-    for key in defaults:
-        if key not in its:
-            its[key] = own.get(key)
-    own["joint_qk_norm"], its["joint_qk_norm"] = shape.joint_qk_norm, preset.joint_qk_norm
-    names = sorted(own.keys() | its.keys())
+    its = {name: own.get(name) for name in defaults} | its
+    neutral, starts = _NEUTRAL.split(), tuple(_NEUTRAL_STARTS.split())
     return [
         name
-        for name in names
-        if not is_neutral(name) and (own.get(name) or None) != (its.get(name) or None)
+        for name in sorted(own.keys() | its.keys())
+        if (own.get(name) or None) != (its.get(name) or None)
+        and not (name in neutral or name.startswith(starts) or name.endswith("_fusion"))
     ]
 
 
-def is_neutral(name: str) -> bool:
-    """Whether a field of TransformerConfig changes only how a model is computed, sharded or
-    trained, and not the function that it computes."""
-    starts = tuple(_NEUTRAL_STARTS.split())
-    return name in _NEUTRAL.split() or name.startswith(starts) or name.endswith("_fusion")
-
-
+# Fields that change only how a model is computed, sharded or trained, and not its function.
 _NEUTRAL = """
     attention_backend attention_softmax_in_fp32 apply_query_key_layer_scaling apply_rope_fusion
     barrier_with_L1_time batch_p2p_comm batch_p2p_sync deterministic_mode

@@ -15,7 +15,7 @@ FAMILY = f.Family(
         f.Field("hidden_act", "activation_func", "silu"),
         f.Field("num_experts", "num_moe_experts", also="num_local_experts"),
         f.Field("num_experts_per_tok", "moe_router_topk"),
-        f.negated("norm_topk_prob", "moe_router_pre_softmax", default=False),
+        f.Field("norm_topk_prob", "moe_router_pre_softmax", False, negated=True),
         f.Field("router_aux_loss_coef", "moe_aux_loss_coeff", 1e-2),
     ),
     always={**f.SOFTMAX_ROUTER, "qk_layernorm": True, "add_qkv_bias": False},

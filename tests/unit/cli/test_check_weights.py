@@ -64,7 +64,7 @@ def test_a_checkpoint_that_is_not_there_or_not_of_this_model(
     assert weights(gspo, config, given, SIZE) == str(tmp_path / "other")
     lines = refused(gspo, config, given, "model.preset=tiny", "model.megatron.num_layers=2")
     names = [line.split(" = ")[0].removeprefix("model: ") for line in lines]
-    assert names == ["num_layers", "vocab_size", "moe_layer_freq"]
+    assert names == ["vocab_size", "num_layers", "moe_layer_freq"]
     # not a size, but another function
     (line,) = refused(gspo, config, given, "model.megatron.layernorm_epsilon=1e-3")
     assert line == f"model: layernorm_epsilon = 0.001: {path} has 1e-06"

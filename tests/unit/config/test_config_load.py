@@ -39,11 +39,8 @@ def test_a_file_with_only_a_tokenizer_gets_all_defaults(tmp_path: Path) -> None:
     assert config.objective.old_logprobs == "recompute"
     assert (config.rollout.group_size, config.rollout.prompts_per_step) == (8, 16)
     assert config.training.precision == "bf16"
-
-
-def test_sections_whose_keys_are_all_commented_out_are_defaults(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, MINIMAL + "training:\nparallel:\n"))
-    assert config == load_config(write(tmp_path, MINIMAL))
+    # so do sections whose keys are all commented out
+    assert config == load_config(write(tmp_path, MINIMAL + "training:\nparallel:\n"))
 
 
 def test_run_folder_is_named_after_the_file_unless_given(tmp_path: Path) -> None:
@@ -82,16 +79,13 @@ def test_missing_file_folder_and_binary_file_are_refused(tmp_path: Path) -> None
     assert "cannot be read" in problems_of(tmp_path)[0]
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\xd0")
     assert "not a text file" in problems_of(tmp_path / "binary")[0]
-
-
-def test_bad_overrides_are_reported_beside_a_bad_file(tmp_path: Path) -> None:
+    # with what is wrong with overrides
     assert len(problems_of(tmp_path / "absent.yaml", "nonsense", "a.b=[1")) == 3
 
 
 def test_every_duplicate_key_is_reported_with_both_lines(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "training:\n  steps: 3\n  steps: 4\ndata: {}\n")
-    lines = problems_of(path)
-    assert sorted(lines) == [
+    assert sorted(problems_of(path)) == [
         f"{path}:4:3: steps appears twice, first on line 3",
         f"{path}:5:1: data appears twice, first on line 1",
     ]
@@ -131,6 +125,7 @@ def test_scalars_are_read_as_people_mean_them(tmp_path: Path) -> None:
         (["rollout.stop=['a', \"\\n\"]"], "rollout.stop", ["a", "\n"]),
         (["objective.clip_low=3e-4"], "objective.clip_low", 3e-4),
         (["objective.clip_low="], "objective.clip_low", None),
+        (["data.prompts="], "data.prompts", None),
         (["data.prompts=a=b.jsonl"], "data.prompts", "a=b.jsonl"),
         (["training.steps=1", "training.steps=2"], "training.steps", 2),
         (["reward.import_path=pkg.rewards:mine"], "reward.import_path", "pkg.rewards:mine"),
@@ -171,25 +166,10 @@ training: {learning_rate: 1.0, stepz: 1}
 parallel: 4
 """
     lines = problems_of(write(tmp_path, text), "training.seed=-1", "training.steps.x", "a.b=[")
-    assert sorted(re.split(r"[ :]", line)[0] for line in lines) == sorted(
-        [
-            "override",  # training.steps.x
-            "override",  # a.b=[
-            "trianing",
-            "model.preset",
-            "model.megatron",
-            "data.tokenizer",
-            "rollout.temperature",
-            "rollout.group_size",
-            "rollout.stop[1]",
-            "objective.name",
-            "objective.clip_low",
-            "training.learning_rate",
-            "training.seed",
-            "training.stepz",
-            "parallel",
-        ]
-    )
+    named = """data.tokenizer model.megatron model.preset objective.clip_low objective.name
+        override override parallel rollout.group_size rollout.stop[1] rollout.temperature
+        training.learning_rate training.seed training.stepz trianing"""
+    assert sorted(re.split(r"[ :]", line)[0] for line in lines) == named.split()
 
 
 @pytest.mark.parametrize(
@@ -217,10 +197,7 @@ parallel: 4
             "training.precision = 'int8': unknown value; legal: fp64, fp32, bf16, fp8-delayed, "
             "fp8-blockwise, mxfp8",
         ),
-        (
-            "training.seed=2147483648",
-            "training.seed = 2147483648: must be less than 2147483648",
-        ),
+        ("training.seed=2147483648", "training.seed = 2147483648: must be less than 2147483648"),
         ("training.steps=many", "training.steps = 'many': must be a valid integer"),
         ("training.steps=true", "training.steps = true: must be a valid integer"),
         ("training.steps=1.5", "training.steps = 1.5: must be a valid integer"),
@@ -228,17 +205,13 @@ parallel: 4
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate = nan: must be a finite number"),
         ("optimizer.beta1=1.0", "optimizer.beta1 = 1.0: must be less than 1"),
         ("data.shuffle=1", "data.shuffle = 1: must be a valid boolean"),
-        ("data.prompts=", None),
         ("data.prompts=''", "data.prompts = '': must have at least 1 character"),
         (
             "reward.import_path=no_colon",
             "reward.import_path = 'no_colon': malformed; "
             "a custom reward function, package.module:function; replaces name",
         ),
-        (
-            "reward.options=5",
-            "reward.options = 5: must be a mapping of keys, as in `key: value`",
-        ),
+        ("reward.options=5", "reward.options = 5: must be a mapping of keys, as in `key: value`"),
         (
             "logging.trackers=[tensorbord]",
             "logging.trackers[0] = 'tensorbord': unknown value; "
@@ -247,26 +220,16 @@ parallel: 4
     ],
 )
 def test_each_problem_is_one_line_with_key_value_and_what_is_legal(
-    tmp_path: Path, override: str, line: str | None
+    tmp_path: Path, override: str, line: str
 ) -> None:
-    path = write(tmp_path, MINIMAL)
-    if line is None:
-        load_config(path, [override])
-    else:
-        assert problems_of(path, override) == [line]
+    assert problems_of(write(tmp_path, MINIMAL), override) == [line]
 
 
-def test_missing_tokenizer_is_reported_by_its_key(tmp_path: Path) -> None:
+def test_missing_keys_keys_that_are_no_text_and_long_values(tmp_path: Path) -> None:
     (line,) = problems_of(write(tmp_path, "training: {steps: 1}\n"))
     assert line.startswith("data.tokenizer: required and missing; a sentencepiece .model file")
-
-
-def test_keys_that_are_no_text_are_refused(tmp_path: Path) -> None:
     lines = problems_of(write(tmp_path, "1: x\n" + MINIMAL + "model: {2: y}\n"))
     assert lines == ["model[2]: a key must be text", "1: a key must be text"]
-
-
-def test_long_values_are_cut_in_messages(tmp_path: Path) -> None:
     (line,) = problems_of(write(tmp_path, MINIMAL), "training.steps=" + "x" * 500)
     assert line.startswith("training.steps = 'xxx") and "xxx...: " in line
     assert len(line) < 280  # a path is shown whole, a file that was passed by mistake is not
@@ -278,7 +241,7 @@ def test_yaml_round_trip_keeps_everything(tmp_path: Path) -> None:
         [
             "parallel.layout=tp=2,pp=2,ep=2",
             "model.megatron={num_layers: 8, layernorm_epsilon: 1e-6}",
-            'rollout.stop=["\\n", "off", "1e-6", "null", "é", "12:30"]',
+            'rollout.stop=["\\n", "off", "yes", "1e-6", "null", "é", "12:30"]',
             "optimizer.learning_rate=1e-6",
             "reward.options={strict: true, note: 'yes'}",
             "logging.trackers=[tensorboard]",
@@ -287,11 +250,7 @@ def test_yaml_round_trip_keeps_everything(tmp_path: Path) -> None:
     again = load_config(write(tmp_path, to_yaml(config), "other.yaml"))
     assert again == config
     assert to_yaml(again) == to_yaml(config)
-
-
-def test_written_yaml_means_the_same_to_other_readers(tmp_path: Path) -> None:
-    config = parse_config({"data": {"tokenizer": "t"}, "rollout": {"stop": ["1e-6", "yes"]}})
-    # A reader of YAML 1.1, in which a bare `off` is false.
+    # A reader of YAML 1.1, in which a bare `off` or `yes` is a boolean, gets the same.
     assert yaml.safe_load(to_yaml(config)) == config.model_dump()
 
 
@@ -315,15 +274,11 @@ def test_loading_and_checking_takes_less_than_half_a_second(tmp_path: Path) -> N
     assert time.process_time() - start < 0.5
 
 
-def test_configuration_cannot_be_changed_in_place() -> None:
-    config = parse_config({"data": {"tokenizer": "t"}})
+def test_neither_a_configuration_nor_the_given_values_are_changed() -> None:
+    values = {"data": {"tokenizer": "t"}, "parallel": {"layout": "tp=2"}}
+    config = parse_config(values, ["parallel.layout=tp=4", "data.prompts=p"])
     with pytest.raises(ValueError, match="frozen"):
         config.training.steps = 3
-
-
-def test_parsing_leaves_the_given_values_alone() -> None:
-    values = {"data": {"tokenizer": "t"}, "parallel": {"layout": "tp=2"}}
-    parse_config(values, ["parallel.layout=tp=4", "data.prompts=p"])
     assert values == {"data": {"tokenizer": "t"}, "parallel": {"layout": "tp=2"}}
 
 

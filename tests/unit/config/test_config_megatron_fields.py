@@ -120,11 +120,6 @@ def test_each_wrong_field_is_one_line(name: str, value: Any, line: str) -> None:
     assert wrong_with(**{name: value}) == [f"model.megatron.{line}"]
 
 
-@pytest.mark.usefixtures("fields")
-def test_all_wrong_fields_are_reported() -> None:
-    assert len(wrong_with(num_layer=3, overlap="x", num_layers=2, vocab_size=3)) == 3
-
-
 def test_a_machine_without_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is reported only when fields are given."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""Layouts: text form, the parallel section, resolved sizes."""
+"""Layouts: text form, the parallel section, resolved sizes; the model's sizes after merging."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ import pytest
 from pydantic import ValidationError
 
 from gspo_megatron.config import (
+    PRESETS,
     Config,
     Layout,
+    ModelShape,
     apply_layout,
     check_config,
-    parse_config,
     resolve_parallel,
 )
 from gspo_megatron.errors import ConfigError
+from tests.unit.config.configs import config_with
 
 
-def config_with(*overrides: str) -> Config:
-    return parse_config({"data": {"tokenizer": "t"}}, overrides)
-
-
-def test_layout_parses_any_order_with_spaces() -> None:
+def test_layout_text_parses_in_any_order_and_round_trips() -> None:
     assert Layout.parse("ep=2, tp=4 ,pp=2") == Layout(tp=4, pp=2, ep=2)
     assert Layout.parse("tp=1") == Layout()
     full = Layout(tp=1, pp=2, vpp=3, ep=4, etp=5, cp=6, dp=7)
     assert Layout.parse("tp=1,pp=2,vpp=3,ep=4,etp=5,cp=6,dp=7") == full
-
-
-def test_layout_text_round_trips_for_every_combination() -> None:
     choices = itertools.product((1, 2), (1, 4), (None, 1, 2), (1, 8), (None, 1), (1, 2), (None, 3))
     for tp, pp, vpp, ep, etp, cp, dp in choices:
         layout = Layout(tp, pp, vpp, ep, etp, cp, dp)
@@ -80,22 +75,17 @@ def test_world_size_is_the_smallest_that_holds_weights_and_experts(
 
 def test_layout_fills_the_keys_of_the_parallel_section() -> None:
     parallel = config_with("parallel.layout=tp=2,pp=3,vpp=2,ep=4,etp=2,cp=5,dp=6").parallel
-    assert parallel.tensor_model_parallel_size == 2
-    assert parallel.pipeline_model_parallel_size == 3
-    assert parallel.virtual_pipeline_model_parallel_size == 2
-    assert parallel.expert_model_parallel_size == 4
-    assert parallel.expert_tensor_parallel_size == 2
-    assert parallel.context_parallel_size == 5
-    assert parallel.data_parallel_size == 6
-
-
-def test_a_size_may_be_named_both_ways_with_the_same_value() -> None:
-    config = config_with(
-        "parallel.layout=tp=2",
-        "parallel.tensor_model_parallel_size=2",
-        "parallel.pipeline_model_parallel_size=2",
-    )
-    assert config.layout() == Layout(tp=2, pp=2)
+    assert parallel.model_dump(exclude={"layout", "sequence_parallel", "ddp"}) == {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 3,
+        "virtual_pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 2,
+        "context_parallel_size": 5,
+        "data_parallel_size": 6,
+    }
+    both = ["parallel.layout=tp=2", "parallel.tensor_model_parallel_size=2"]
+    assert config_with(*both, "parallel.context_parallel_size=2").layout() == Layout(tp=2, cp=2)
 
 
 def test_a_size_named_both_ways_with_different_values_is_refused() -> None:
@@ -124,23 +114,18 @@ def test_resolved_sizes_are_concrete() -> None:
     check_config(config, 16)
     resolved = resolve_parallel(config, 16)
     assert resolved.data_parallel_size == 4  # 16 / (2 * 2)
-    assert resolved.expert_tensor_parallel_size == 1
     assert resolved.expert_data_parallel_size == 2  # 16 / (1 * 4 * 2)
-    assert resolved.sequence_parallel is True
-    assert resolved.virtual_pipeline_model_parallel_size is None
     assert resolved.layout == Layout(tp=2, pp=2, ep=4, etp=1, cp=1, dp=4)
     assert str(resolved) == "tp=2,pp=2,ep=4,etp=1,dp=4"
 
-
-def test_group_sizes_are_megatron_keyword_arguments_without_data_parallel() -> None:
-    resolved = resolve_parallel(config_with("parallel.layout=tp=2,cp=2"), 8)
+    # the keyword arguments of Megatron-Core, without data parallelism
     assert resolved.group_sizes() == {
         "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": None,
-        "expert_model_parallel_size": 1,
+        "expert_model_parallel_size": 4,
         "expert_tensor_parallel_size": 1,
-        "context_parallel_size": 2,
+        "context_parallel_size": 1,
     }
 
 
@@ -165,3 +150,68 @@ def test_apply_layout_replaces_all_sizes_and_nothing_else() -> None:
     assert moved.parallel.ddp == {"bucket_size": 1000}
     assert moved.training == config.training
     assert config.layout() == Layout(tp=2, pp=2, dp=3)
+
+
+def shape_of(*overrides: str) -> ModelShape:
+    return config_with(*overrides).resolved_model()
+
+
+def test_tiny_leaves_the_vocabulary_to_the_tokenizer() -> None:
+    shape = shape_of()
+    assert shape.vocab_size is None
+    assert (shape.num_layers, shape.hidden_size, shape.num_attention_heads) == (4, 64, 4)
+    assert (shape.num_query_groups, shape.kv_channels) == (2, 16)
+    assert (shape.num_moe_experts, shape.moe_router_topk, shape.moe_ffn_hidden_size) == (8, 2, 64)
+    assert (shape.max_sequence_length, shape.rotary_base) == (128, 10_000.0)
+    assert not shape.tie_embeddings
+    assert shape.megatron["activation_func"] == "silu"
+    assert shape.megatron["moe_aux_loss_coeff"] == 1e-3
+
+
+def test_configuration_wins_over_the_preset() -> None:
+    shape = shape_of(
+        "model.preset=qwen3-30b-a3b",
+        "model.vocab_size=1000",
+        "model.max_sequence_length=2048",
+        "model.rotary_base=5000",
+        "model.tie_embeddings=true",
+        "model.megatron.num_layers=2",
+        "model.megatron.init_method_std=0.01",
+    )
+    assert (shape.vocab_size, shape.max_sequence_length) == (1000, 2048)
+    assert (shape.rotary_base, shape.tie_embeddings, shape.num_layers) == (5000, True, 2)
+    assert shape.megatron["num_layers"] == 2
+    assert shape.megatron["init_method_std"] == 0.01
+    assert shape.hidden_size == 2048
+
+
+def test_sizes_left_open_get_the_defaults_of_megatron() -> None:
+    shape = shape_of(
+        "model.megatron={num_query_groups: null, kv_channels: null, ffn_hidden_size: null, "
+        "moe_ffn_hidden_size: null, hidden_size: 96}"
+    )
+    assert (shape.num_query_groups, shape.kv_channels) == (4, 24)
+    assert shape.ffn_hidden_size == shape.moe_ffn_hidden_size == 384
+    assert shape.megatron["kv_channels"] == 24
+
+
+def test_null_experts_make_the_dense_model() -> None:
+    shape = shape_of("model.megatron.num_moe_experts=null")
+    assert shape.num_moe_experts is shape.moe_router_topk is shape.moe_ffn_hidden_size is None
+    assert shape.has_dense_layers
+    assert [name for name in shape.megatron if name.startswith("moe_")] == []
+    assert not shape_of().has_dense_layers
+    assert shape_of("model.megatron.moe_layer_freq=2").has_dense_layers
+
+
+def test_resolving_does_not_touch_preset_or_configuration() -> None:
+    config = config_with("model.megatron.num_layers=2")
+    config.resolved_model().megatron["num_layers"] = 99
+    assert config.model.megatron == {"num_layers": 2}
+    assert PRESETS["tiny"].megatron["num_layers"] == 4
+    assert config.resolved_model().num_layers == 2
+
+
+def test_prompts_may_take_what_the_response_leaves() -> None:
+    assert config_with("rollout.max_response_tokens=28").max_prompt_tokens() == 100
+    assert config_with("data.max_prompt_tokens=7").max_prompt_tokens() == 7

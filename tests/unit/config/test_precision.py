@@ -23,6 +23,7 @@ from gspo_megatron.config.precision import (
 )
 from gspo_megatron.config.rules import check_config, sample_multiple
 from gspo_megatron.config.stages import PretrainingConfig
+from tests.unit.config.configs import problems_of
 
 
 @pytest.fixture
@@ -43,15 +44,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr("importlib.metadata.version", version_of)
 
     return pretend
-
-
-def problems_of(*overrides: str, world_size: int = 1) -> list[str]:
-    config = parse_config({"data": {"tokenizer": "t", "prompts": "p.jsonl"}}, overrides)
-    try:
-        check_config(config, world_size)
-    except ConfigError as error:
-        return error.problems
-    return []
 
 
 @pytest.mark.parametrize("precision", list(FP8))
@@ -107,13 +99,17 @@ def test_transformer_engine_versions(engine: Any, version: str | None, text: str
     assert said is text if text is None else text in said
 
 
-def test_fp8_needs_transformer_engine(engine: Any) -> None:
+def test_fp8_and_its_backend_need_transformer_engine(engine: Any) -> None:
+    backend, fp8 = "model.backend=transformer_engine", "training.precision=fp8-delayed"
     engine(None)
-    (line,) = problems_of("training.precision=fp8-delayed")
+    (line,) = problems_of(1, fp8)
     assert line.startswith("training.precision = 'fp8-delayed': needs Transformer Engine: pip")
+    (line,) = problems_of(1, backend)
+    assert "transformer_engine is not installed; legal: torch_native or auto" in line
     engine("2.20.2")
-    assert problems_of("training.precision=fp8-delayed") == []
-    (line,) = problems_of("training.precision=mxfp8", "model.backend=torch_native")
+    assert problems_of(1, fp8) == problems_of(1, backend) == []
+    (line,) = problems_of(1, "training.precision=mxfp8", "model.backend=torch_native")
+    assert line.startswith("training.precision = 'mxfp8': model.backend = torch_native has no FP8")
     assert "legal: fp32 or bf16, or model.backend = transformer_engine" in line
 
 
@@ -145,14 +141,14 @@ def test_what_a_recipe_cannot_do_is_refused(
     engine: Any, world_size: int, overrides: list[str], text: str
 ) -> None:
     engine("2.20.2")
-    assert any(text in line for line in problems_of(*overrides, world_size=world_size))
+    assert any(text in line for line in problems_of(world_size, *overrides))
 
 
 def test_layers_at_the_ends_may_stay_in_bf16(engine: Any) -> None:
     engine("2.20.2")
     ends = "model.megatron={first_last_layers_bf16: true, num_layers_at_end_in_bf16: 2}"
     for precision in ("fp8-blockwise", "mxfp8", "bf16"):
-        assert problems_of(f"training.precision={precision}", ends) == []
+        assert problems_of(1, f"training.precision={precision}", ends) == []
 
 
 @pytest.mark.parametrize(

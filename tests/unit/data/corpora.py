@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer, with_chatml
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
+from gspo_megatron.errors import DataError
 
 SYLLABLES = ("ka", "lo", "mi", "ster", "ung", "é", "ß", "qu", "ax", "or", "日", "本", "-", "don't")
 
@@ -47,3 +52,23 @@ def make_tokenizer(folder: Path, model_type: str = "unigram", **recipe: object) 
     }
     train_tokenizer([corpus], folder, with_chatml(TokenizerRecipe(**settings)))  # type: ignore[arg-type]
     return folder
+
+
+def both(folder: Path) -> list[Tokenizer]:
+    """The two forms of a tokenizer."""
+    return [load_tokenizer(folder), load_tokenizer(folder / "tokenizer.model")]
+
+
+def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), path, **options)
+    return path
+
+
+def refusal(call: Callable[..., object], *arguments: Any, **keywords: Any) -> list[str]:
+    """The lines of the DataError that a call ends with."""
+    with pytest.raises(DataError) as caught:
+        call(*arguments, **keywords)
+    return str(caught.value).splitlines()

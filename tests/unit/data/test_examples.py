@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,15 @@ from gspo_megatron.data.chat import CHATML, encode_conversation
 from gspo_megatron.data.documents import read_documents
 from gspo_megatron.data.examples import Counts, Format, load_supervised, read_supervised
 from gspo_megatron.data.prompts import UnknownCharacters, load_prompts
-from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
-from gspo_megatron.errors import DataError
-from tests.unit.data.corpora import SYLLABLES, make_tokenizer, write_rows
+from gspo_megatron.data.tokenizers import load_tokenizer
+from tests.unit.data.corpora import (
+    SYLLABLES,
+    both,
+    make_tokenizer,
+    refusal,
+    write_parquet,
+    write_rows,
+)
 
 UNMARKED = re.sub(r"\{%-(end)?generation-%\}|\{%- (end)?generation -%\}", "", CHATML)
 assert "generation -%" not in UNMARKED
@@ -28,10 +35,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def with_template(folder: Path, tmp_path: Path, template: str) -> Path:
     """A copy of a tokenizer folder with another chat template."""
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in folder.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
+    copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "chat_template.jinja").write_text(template)
     return copy
 
@@ -56,18 +60,8 @@ def separable(source: random.Random) -> list[dict[str, str]]:
     return [{**m, "content": m["content"].lstrip("\n") or "ka"} for m in conversation(source)]
 
 
-def both(folder: Path) -> list[Tokenizer]:
-    return [load_tokenizer(folder), load_tokenizer(folder / "tokenizer.model")]
-
-
 def exchange(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def refusal(path: Path, tokenizer: Tokenizer, form: Format) -> list[str]:
-    with pytest.raises(DataError) as caught:
-        load_supervised(path, tokenizer, form)
-    return str(caught.value).splitlines()
 
 
 CHAT = Format(100, messages_field="messages")
@@ -136,7 +130,7 @@ def test_a_template_that_changes_earlier_messages_is_refused(folder: Path, tmp_p
     )
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": exchange("ka", "lo")}])
     for tokenizer in both(with_template(folder, tmp_path, changing)):
-        (message,) = refusal(path, tokenizer, CHAT)
+        (message,) = refusal(load_supervised, path, tokenizer, CHAT)
         assert message.startswith(f"{path}:1: message 2: cannot tell where the answer begins or ")
         assert "writes earlier messages differently" in message
         assert "{% generation %}" in message
@@ -151,8 +145,8 @@ def test_a_boundary_inside_a_token_is_refused(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path / "bpe", "bpe")
     for tokenizer in both(with_template(folder, tmp_path, template)):
         assert tokenizer.encode(" lo") != [*tokenizer.encode(" "), *tokenizer.encode("lo")]
-        with pytest.raises(DataError, match="joins text from before and after that place"):
-            encode_conversation(exchange("ka ", "lo"), tokenizer)
+        (line,) = refusal(encode_conversation, exchange("ka ", "lo"), tokenizer)
+        assert "joins text from before and after that place" in line
 
 
 @pytest.mark.parametrize(
@@ -177,7 +171,7 @@ def test_an_unusable_template_is_refused_once(
     row = {"prompt": "ka", "answer": "lo", "messages": exchange("a", "b")}
     path = write_rows(tmp_path / "rows.jsonl", [row])
     for tokenizer in both(with_template(folder, tmp_path, template)):
-        (line,) = refusal(path, tokenizer, form)
+        (line,) = refusal(load_supervised, path, tokenizer, form)
         assert line.startswith(expected.format(path, tokenizer=tokenizer.name))
 
 
@@ -185,18 +179,14 @@ def test_prompts_and_answers_by_hand(folder: Path, tmp_path: Path) -> None:
     rows = [{"q": "kalo?", "a": " mi"}, {"q": "ung", "a": ""}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     for tokenizer in both(folder):
-        form = Format(50, prompt_field="q", answer_field="a")
-        data = load_supervised(path, tokenizer, form)
+        data = load_supervised(path, tokenizer, Format(50, prompt_field="q", answer_field="a"))
         assert len(data) == 2
         for number, row in enumerate(rows):
             question, answer = tokenizer.encode(row["q"]), tokenizer.encode(row["a"])
-            example = data[number]
-            assert example.token_ids.tolist() == [*question, *answer, tokenizer.eos_id]
-            assert example.loss_mask.tolist() == [False] * len(question) + [True] * (
-                len(answer) + 1
-            )
+            ids, example = [*question, *answer, tokenizer.eos_id], data[number]
+            assert example.token_ids.tolist() == ids and data.lengths[number] == len(ids)
+            assert example.loss_mask.tolist() == [n >= len(question) for n in range(len(ids))]
             assert example.source == f"{path}:{number + 1}"
-        assert data.lengths.tolist() == [len(data[0].token_ids), len(data[1].token_ids)]
 
 
 def test_prompts_in_a_chat_template_are_two_messages(folder: Path, tmp_path: Path) -> None:
@@ -208,15 +198,12 @@ def test_prompts_in_a_chat_template_are_two_messages(folder: Path, tmp_path: Pat
 
 
 def test_parquet_reads_like_json_lines(folder: Path, tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     source = random.Random(5)
-    rows = [{"chat": conversation(source)} for _ in range(9)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    path = write_rows(tmp_path / "rows.jsonl", rows)
+    chats = [conversation(source) for _ in range(9)]
+    parquet = write_parquet(tmp_path / "rows.parquet", {"chat": chats})
+    path = write_rows(tmp_path / "rows.jsonl", [{"chat": chat} for chat in chats])
     tokenizer, form = load_tokenizer(folder), Format(10**6, messages_field="chat")
-    one, other = (load_supervised(p, tokenizer, form) for p in (path, tmp_path / "rows.parquet"))
+    one, other = (load_supervised(p, tokenizer, form) for p in (path, parquet))
     assert len(one) == len(other) == 9
     for n in range(9):
         assert np.array_equal(one[n].token_ids, other[n].token_ids)
@@ -234,7 +221,7 @@ def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
     lengths = load_supervised(path, tokenizer, Format(1000)).lengths
     assert lengths[0] < 12 < min(lengths[1:])
 
-    assert refusal(path, tokenizer, Format(12)) == [
+    assert refusal(load_supervised, path, tokenizer, Format(12)) == [
         f"{path}:{n}: the example has {lengths[n - 1]} tokens; at most 12 are allowed"
         for n in (2, 3)
     ]
@@ -252,7 +239,7 @@ def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
     assert cut.counts == Counts(dropped=1, truncated=1)
 
     message = f"{path}: holds no examples that fit 1 tokens"
-    assert refusal(path, tokenizer, Format(1, too_long="truncate")) == [message]
+    assert refusal(load_supervised, path, tokenizer, Format(1, too_long="truncate")) == [message]
 
 
 @pytest.mark.parametrize(
@@ -274,14 +261,12 @@ def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
 def test_bad_rows_are_named(folder: Path, tmp_path: Path, row: object, expected: str) -> None:
     good = {"messages": [{"role": "assistant", "content": "ka"}]}
     path = write_rows(tmp_path / "rows.jsonl", [good, row, good, row])
-    lines = refusal(path, load_tokenizer(folder), CHAT)
+    lines = refusal(load_supervised, path, load_tokenizer(folder), CHAT)
     assert [line.startswith(f"{path}:{n}: ") for n, line in zip((2, 4), lines)] == [True, True]
     assert len(lines) == 2 and expected in lines[0]
-
-
-def test_an_empty_file_is_refused(folder: Path, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [])
-    assert refusal(path, load_tokenizer(folder), CHAT) == [f"{path}: holds no examples"]
+    assert refusal(load_supervised, write_rows(path, []), load_tokenizer(folder), CHAT) == [
+        f"{path}: holds no examples"
+    ]
 
 
 @pytest.mark.parametrize("byte_fallback", [False, True])

@@ -15,15 +15,13 @@ from gspo_megatron.data.chat import Rendered
 from gspo_megatron.data.inputs import read_fine_tuning, read_inputs
 from gspo_megatron.data.prompts import UnknownCharacters, encode_prompts, load_prompts
 from gspo_megatron.data.tokenizers import Encoded, load_tokenizer, train_sentencepiece
-from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.errors import ConfigError
 from gspo_megatron.types import Prompt
-from tests.unit.data.corpora import make_tokenizer, write_rows
+from tests.unit.data.corpora import make_tokenizer, refusal, write_parquet, write_rows
 
 
 def problems_of(path: Path, **fields: str) -> list[str]:
-    with pytest.raises(DataError) as caught:
-        load_prompts(path, **fields)
-    return str(caught.value).splitlines()
+    return refusal(load_prompts, path, **fields)
 
 
 GOOD = {"prompt": "37+45=", "answer": "82"}
@@ -44,10 +42,7 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "p.jsonl", [{"question": "q", "solution": "s", "prompt": 1}])
     (prompt,) = load_prompts(path, prompt_field="question", answer_field="solution")
     assert (prompt.text, prompt.answer, prompt.fields) == ("q", "s", {"prompt": 1})
-
-
-def test_byte_order_mark_and_carriage_returns_are_accepted(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
+    # a byte-order mark and carriage returns are no part of the text
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r\n")
     assert load_prompts(path)[0].text == "37+45="
 
@@ -76,6 +71,8 @@ def test_byte_order_mark_and_carriage_returns_are_accepted(tmp_path: Path) -> No
         ({"prompt": "", "answer": "b"}, "field 'prompt' is empty; a prompt needs some text"),
         ({"prompt": " \t", "answer": "b"}, "field 'prompt' is empty; a prompt needs some text"),
         (b'{"prompt": "\xff"}', "not valid UTF-8 at byte 13 of the line"),
+        (b"[" * 200_000, "JSON that cannot be read: "),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "JSON that cannot be read: "),
         (
             {"prompt": "ab\ud800", "answer": "b"},
             "field 'prompt' holds half a surrogate pair at character 3",
@@ -90,44 +87,22 @@ def test_a_bad_line_is_named_with_what_is_wrong(
     assert problem.startswith(f"{path}:2: {expected}")
 
 
-@pytest.mark.parametrize("line", [b"[" * 200_000, b'{"prompt": ' + b"9" * 5000 + b"}"])
-def test_json_beyond_the_parser_is_a_problem_of_its_line(tmp_path: Path, line: bytes) -> None:
-    (problem,) = problems_of(write_rows(tmp_path / "p.jsonl", [line]))
-    assert problem.startswith(f"{tmp_path}/p.jsonl:1: JSON that cannot be read: ")
-
-
-def test_both_fields_of_a_line_are_reported(tmp_path: Path) -> None:
-    assert len(problems_of(write_rows(tmp_path / "p.jsonl", [{"prompt": 1, "answer": 2}]))) == 2
-
-
-@pytest.mark.parametrize(("count", "hidden"), [(5, []), (23, ["… and 18 more"])])
-def test_the_first_problems_are_listed_and_the_others_counted(
-    tmp_path: Path, count: int, hidden: list[str]
-) -> None:
-    path = write_rows(tmp_path / "p.jsonl", [[]] * count)
-    wanted = "an array; a JSON object is wanted"
-    assert problems_of(path) == [f"{path}:{n}: {wanted}" for n in range(1, 6)] + hidden
-
-
-@pytest.mark.parametrize("content", [b"", b"\n  \n"])
-def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_the_first_problems_are_listed_and_the_others_counted(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_bytes(content)
-    assert problems_of(path) == [f"{path}: holds no prompts; one JSON object a line is wanted"]
+    for count, hidden in ((5, []), (23, ["… and 18 more"])):
+        wanted = "an array; a JSON object is wanted"
+        lines = [f"{path}:{n}: {wanted}" for n in range(1, 6)]
+        assert problems_of(write_rows(path, [[]] * count)) == lines + hidden
+    assert len(problems_of(write_rows(path, [{"prompt": 1, "answer": 2}]))) == 2
 
 
-def test_missing_file_and_folder_are_refused(tmp_path: Path) -> None:
+def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "none.jsonl"
     assert problems_of(path) == [f"{path}: no such prompt file"]
     assert problems_of(tmp_path)[0].startswith(f"{tmp_path}: cannot be read: ")
-
-
-def write_parquet(path: Path, columns: dict[str, list]) -> Path:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table(columns), path)
-    return path
+    for content in (b"", b"\n  \n"):
+        path.write_bytes(content)
+        assert problems_of(path) == [f"{path}: holds no prompts; one JSON object a line is wanted"]
 
 
 @pytest.mark.parametrize("name", ["p.parquet", "no_suffix"])
@@ -142,16 +117,13 @@ def test_parquet_reads_like_json_lines(tmp_path: Path, name: str) -> None:
     ]
 
 
-def test_parquet_without_the_columns_is_one_problem_each(tmp_path: Path) -> None:
+def test_faults_of_parquet_files_are_named(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "p.parquet", {"q": ["a"] * 3, "r": ["1"] * 3})
     assert problems_of(path) == [
-        f"{path}: no column 'prompt'; the columns are: 'q', 'r' (data.prompt_field chooses one)",
-        f"{path}: no column 'answer'; the columns are: 'q', 'r' (data.answer_field chooses one)",
+        f"{path}: no column '{name}'; the columns are: 'q', 'r' (data.{name}_field chooses one)"
+        for name in ("prompt", "answer")
     ]
-
-
-def test_bad_parquet_rows_are_named(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "p.parquet", {"prompt": ["a", None, " "], "answer": ["1"] * 3})
+    write_parquet(path, {"prompt": ["a", None, " "], "answer": ["1"] * 3})
     assert problems_of(path) == [
         f"{path}:2: field 'prompt' is null; a string is wanted",
         f"{path}:3: field 'prompt' is empty; a prompt needs some text",
@@ -208,24 +180,20 @@ def test_token_ids_are_filled_in_and_all_else_kept() -> None:
     assert (encoded[1].source, encoded[1].fields) == ("p.jsonl:2", {"task": "t"})
 
 
-def test_beginning_token_goes_first_and_counts() -> None:
-    assert encode_prompts([prompt("ab")], CodePoints(bos_id=5), 3)[0].token_ids == (5, 97, 98)
-    with pytest.raises(DataError, match="has 3 tokens; at most 2"):
-        encode_prompts([prompt("ab")], CodePoints(bos_id=5), 2)
-
-
-def test_chat_template_wraps_the_text_without_another_beginning_token() -> None:
-    (encoded,) = encode_prompts([prompt("ab")], CodePoints(bos_id=5), 99, chat_template=True)
+def test_the_beginning_token_goes_first_and_counts_without_a_chat_template() -> None:
+    tokenizer = CodePoints(bos_id=5)
+    assert encode_prompts([prompt("ab")], tokenizer, 3)[0].token_ids == (5, 97, 98)
+    (line,) = refusal(encode_prompts, [prompt("ab")], tokenizer, 2)
+    assert "has 3 tokens; at most 2" in line
+    (encoded,) = encode_prompts([prompt("ab")], tokenizer, 99, chat_template=True)
     assert "".join(map(chr, encoded.token_ids)) == "[user]ab[assistant]"
     assert encoded.text == "ab"
 
 
 def test_all_bad_prompts_are_named_with_their_lengths() -> None:
     prompts = [prompt("abcd", 1), prompt("ok", 2), prompt(" ", 3), prompt("abcde", 4)]
-    with pytest.raises(DataError) as caught:
-        encode_prompts(prompts, CodePoints(), 3)
     allowed = "tokens; at most 3 are allowed (data.max_prompt_tokens)"
-    assert str(caught.value).splitlines() == [
+    assert refusal(encode_prompts, prompts, CodePoints(), 3) == [
         f"p.jsonl:1: the prompt has 4 {allowed}",
         "p.jsonl:3: the prompt is empty",
         f"p.jsonl:4: the prompt has 5 {allowed}",

@@ -9,17 +9,25 @@ import sentencepiece
 
 from gspo_megatron.data import tokenizer_training
 from gspo_megatron.data.chat import CHATML
-from gspo_megatron.data.hugging_face import (
+from gspo_megatron.data.tokenizer_training import (
     STEP,
     SYMBOL_SCORE,
+    TokenizerRecipe,
     check_conversion,
     convert,
+    train_tokenizer,
     with_exact_scores,
 )
-from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
 from gspo_megatron.errors import DataError
-from tests.unit.data.corpora import make_texts, make_tokenizer, write_jsonl
+from tests.unit.data.corpora import (
+    both,
+    make_texts,
+    make_tokenizer,
+    refusal,
+    write_jsonl,
+    write_parquet,
+)
 
 SYMBOLS = ["<unk>", "<pad>", "<|im_end|>", "<|im_start|>", "<|doc|>", "<sep>", "\n\n", "||"]
 
@@ -64,7 +72,7 @@ def test_transformers_gives_the_same_ids_and_text(folder: Path) -> None:
 
 
 def test_both_forms_are_the_same_tokenizer(folder: Path) -> None:
-    model, hugging_face = load_tokenizer(folder / "tokenizer.model"), load_tokenizer(folder)
+    hugging_face, model = both(folder)
     for name in ("vocab_size", "eos_id", "pad_id", "bos_id", "chat_template"):
         assert getattr(model, name) == getattr(hugging_face, name), name
     messages = [
@@ -75,6 +83,10 @@ def test_both_forms_are_the_same_tokenizer(folder: Path) -> None:
     assert model.render(messages[:1], True) == hugging_face.render(messages[:1], True)
     assert [model.symbol_id(s) for s in SYMBOLS] == [hugging_face.symbol_id(s) for s in SYMBOLS]
     assert model.symbol_id("no such piece") is hugging_face.symbol_id("no such piece") is None
+    texts = [*make_texts(20, seed=6), "", "<sep><|doc|>", "🙂"]
+    for tokenizer in (model, hugging_face):
+        assert tokenizer.encode_all(texts) == [tokenizer.encode(text) for text in texts]
+        assert tokenizer.encode_all([]) == []
 
 
 def test_symbols_are_one_token_each(folder: Path) -> None:
@@ -88,8 +100,7 @@ def test_symbols_are_one_token_each(folder: Path) -> None:
 
 
 def test_offsets_cover_the_text(folder: Path) -> None:
-    for path in (folder, folder / "tokenizer.model"):
-        tokenizer = load_tokenizer(path)
+    for tokenizer in both(folder):
         text = "kalo<|im_start|> <sep>🙂 日\n\nund"
         encoded = tokenizer.encode_rendered(text)
         assert len(encoded.ids) == len(encoded.starts) == len(encoded.ends)
@@ -118,14 +129,11 @@ def test_a_recipe_gives_the_same_files_every_time(tmp_path: Path, folder: Path) 
 
 
 def test_text_and_parquet_and_json_lines_train_alike(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     texts = [text.replace("\n", " ") for text in make_texts(200, seed=3)]
     write_jsonl(tmp_path / "a.jsonl", texts)
     (tmp_path / "b.txt").write_text("".join(f"{text}\n" for text in texts))
-    table = pyarrow.table({"text": texts, "other": list(range(len(texts)))})
-    parquet.write_table(table, tmp_path / "c.parquet", row_group_size=17)
+    columns = {"text": texts, "other": range(len(texts))}
+    write_parquet(tmp_path / "c.parquet", columns, row_group_size=17)
     models = []
     for name in ("a.jsonl", "b.txt", "c.parquet"):
         out = tmp_path / f"tokenizer-{name}"
@@ -141,12 +149,6 @@ def test_normalisation_leaves_the_sentencepiece_model_alone(tmp_path: Path) -> N
     assert tokenizer.encode("ｋａ") == tokenizer.encode("ka")
 
 
-def test_a_difference_between_the_forms_is_found(tmp_path: Path) -> None:
-    folder, other = make_tokenizer(tmp_path / "a"), make_tokenizer(tmp_path / "b", "char")
-    with pytest.raises(DataError, match="gives other ids than"):
-        check_conversion(folder / "tokenizer.model", other, ["kalo"])
-
-
 def test_all_faults_of_a_recipe_come_at_once(tmp_path: Path) -> None:
     recipe = TokenizerRecipe(
         vocab_size=1,
@@ -157,9 +159,7 @@ def test_all_faults_of_a_recipe_come_at_once(tmp_path: Path) -> None:
         normalization="lower",
         character_coverage=0.5,
     )
-    with pytest.raises(DataError) as caught:
-        train_tokenizer([tmp_path / "none.jsonl"], tmp_path / "t", recipe)
-    lines = str(caught.value).splitlines()
+    lines = refusal(train_tokenizer, [tmp_path / "none.jsonl"], tmp_path / "t", recipe)
     assert [line.split(":")[0] for line in lines] == [
         "vocab_size = 1",
         "model_type = 'wordpiece'",
@@ -177,26 +177,23 @@ def test_all_faults_of_a_recipe_come_at_once(tmp_path: Path) -> None:
 
 
 def test_a_template_that_is_no_jinja_is_refused_before_training(tmp_path: Path) -> None:
-    template = "{% for message in messages %}\n{{ message.content }}\n{% endfro %}"
-    with pytest.raises(DataError, match=r"^chat_template: not valid Jinja: line 3: .*'endfro'"):
-        train_tokenizer(
-            [tmp_path / "none"], tmp_path / "t", TokenizerRecipe(400, chat_template=template)
-        )
+    def refused(template: str) -> str:
+        recipe = TokenizerRecipe(400, chat_template=template)
+        (line,) = refusal(train_tokenizer, [tmp_path / "none"], tmp_path / "t", recipe)
+        assert list(tmp_path.iterdir()) == []
+        return line
+
+    fault = refused("{% for message in messages %}\n{{ message.content }}\n{% endfro %}")
+    assert fault.startswith("chat_template: not valid Jinja: line 3: ") and "'endfro'" in fault
     for strict in ("{{ raise_exception('a system message is wanted') }}", "{{ messages[0].role }}"):
-        with pytest.raises(DataError, match="none: no such file"):
-            train_tokenizer(
-                [tmp_path / "none"], tmp_path / "t", TokenizerRecipe(400, chat_template=strict)
-            )
-    assert list(tmp_path.iterdir()) == []
+        assert refused(strict).endswith("none: no such file")
 
 
 def test_bad_input_leaves_nothing_behind(tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "c.jsonl", ["kalo"] * 3)
     corpus.write_text(corpus.read_text() + '{"txt": "a"}\n')
-    with pytest.raises(DataError) as caught:
-        train_tokenizer([corpus], tmp_path / "t", TokenizerRecipe(300))
     expected = f"{corpus}:4: no field 'text'; the fields are: 'txt' (--text-field chooses one)"
-    assert str(caught.value) == expected
+    assert refusal(train_tokenizer, [corpus], tmp_path / "t", TokenizerRecipe(300)) == [expected]
     assert list(tmp_path.iterdir()) == [corpus]
 
 
@@ -208,14 +205,6 @@ def test_a_tokenizer_is_not_overwritten_by_accident(tmp_path: Path) -> None:
     before = (folder / "tokenizer.model").read_bytes()
     train_tokenizer([corpus], folder, TokenizerRecipe(400), overwrite=True)
     assert (folder / "tokenizer.model").read_bytes() != before
-
-
-def test_many_texts_are_encoded_like_each(folder: Path) -> None:
-    texts = [*make_texts(20, seed=6), "", "<sep><|doc|>", "🙂"]
-    for path in (folder, folder / "tokenizer.model"):
-        tokenizer = load_tokenizer(path)
-        assert tokenizer.encode_all(texts) == [tokenizer.encode(text) for text in texts]
-        assert tokenizer.encode_all([]) == []
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
@@ -242,9 +231,7 @@ def test_a_model_whose_other_form_differs_is_kept(
         return paths
 
     monkeypatch.setattr(tokenizer_training, "save_hugging_face", wrong)
-    with pytest.raises(DataError) as caught:
-        make_tokenizer(tmp_path / "t")
-    message = str(caught.value)
+    (message,) = refusal(make_tokenizer, tmp_path / "t")
     assert message.startswith(
         f"{tmp_path}/t: the form for transformers gives other ids than {tmp_path}/t/"
     )
@@ -256,9 +243,8 @@ def test_a_model_whose_other_form_differs_is_kept(
 
 def test_too_little_text_is_told_with_the_folder_asked_for(tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "c.jsonl", ["ka"])
-    with pytest.raises(DataError) as caught:
-        train_tokenizer([corpus], tmp_path / "t", TokenizerRecipe(8, "bpe"))
-    assert str(caught.value).startswith(f"{tmp_path}/t/tokenizer.model: sentencepiece could not")
+    (line,) = refusal(train_tokenizer, [corpus], tmp_path / "t", TokenizerRecipe(8, "bpe"))
+    assert line.startswith(f"{tmp_path}/t/tokenizer.model: sentencepiece could not")
 
 
 def test_a_model_that_adds_spaces_has_no_chat(tmp_path: Path) -> None:
@@ -287,10 +273,9 @@ def test_the_present_folder_may_hold_the_tokenizer(
 @pytest.mark.parametrize("wrong", [{"vocab_size": 2**31}, {"max_sentences": -1}])
 def test_numbers_beyond_sentencepiece_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
     corpus = write_jsonl(tmp_path / "c.jsonl", ["ka lo mi"] * 9)
-    with pytest.raises(DataError, match=f"^{next(iter(wrong))} = .* in 32 bits$"):
-        train_tokenizer(
-            [corpus], tmp_path / "t", dataclasses.replace(TokenizerRecipe(40, "char"), **wrong)
-        )
+    recipe = dataclasses.replace(TokenizerRecipe(40, "char"), **wrong)
+    (line,) = refusal(train_tokenizer, [corpus], tmp_path / "t", recipe)
+    assert line.startswith(f"{next(iter(wrong))} = ") and line.endswith(" in 32 bits")
 
 
 # --- exact scores of unigram models ---------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_a_custom_objective_gets_its_options_or_has_its_defaults(options, scale)
         (
             "reinforce",
             {"inputs": 1},
-            ".options.inputs: not an option of my_losses:reinforce but what it judges",
+            ".options.inputs: not an option of my_losses:reinforce but its input",
         ),
         ("needs_an_option", {}, ".options.beta: missing; my_losses:needs_an_option needs it"),
         (

@@ -15,7 +15,6 @@ from tests.unit.objectives.batches import (
     assert_is,
     choose,
     inputs_of,
-    make_inputs,
     make_objective,
     micro_batch,
     run,
@@ -61,26 +60,6 @@ def test_the_random_batches_make_both_sides_of_the_clip_bind(name):
 def test_advantages_of_single_tokens_equal_the_loops_of_the_paper(name, seed):
     inputs = inputs_of(name, seed, with_token_advantages=True)
     assert_is(make_objective(name)(inputs), inputs, expect(name, inputs))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage(seed):
-    sequence, token = make_inputs(seed), make_inputs(seed)
-    sequence_outputs, sequence_gradient = run("gspo", sequence)
-    token_outputs, token_gradient = run("gspo_token", token)
-    torch.testing.assert_close(sequence_outputs.loss, token_outputs.loss, **EXACT)
-    torch.testing.assert_close(sequence_gradient, token_gradient, **EXACT)
-    assert sequence_outputs.means.keys() == token_outputs.means.keys()
-    for name, pair in sequence_outputs.means.items():
-        if not name.startswith("ratio/"):  # over sequences in the one, over tokens in the other
-            torch.testing.assert_close(pair, token_outputs.means[name], **EXACT)
-
-
-def test_luspo_is_gspo_with_every_sequence_times_its_length():
-    inputs = make_inputs(1)
-    lengths = inputs.sequence_lengths[inputs.sequence_index]
-    (_, plain), (_, weighted) = run("gspo", inputs), run("luspo", inputs)
-    torch.testing.assert_close(weighted, plain * lengths, **EXACT)
 
 
 @EVERY_OBJECTIVE

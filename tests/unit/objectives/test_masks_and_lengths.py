@@ -12,6 +12,7 @@ from gspo_megatron.types import LossInputs
 from tests.unit.objectives.batches import (
     EVERY_OBJECTIVE,
     EXACT,
+    as_mini_batch,
     choose,
     inputs_of,
     make_inputs,
@@ -41,20 +42,16 @@ def uniform(log_ratios: list[float], lengths: list[int], advantages: list[float]
     """Sequences with the same log-ratio on all of their tokens."""
     counts = torch.tensor(lengths)
     new = torch.repeat_interleave(torch.tensor(log_ratios, dtype=torch.float64), counts)
-    return LossInputs(
+    inputs = dataclasses.replace(
+        make_inputs(0, tuple(lengths)),
         logprobs=new.requires_grad_(),
-        entropy=torch.zeros_like(new),
         old_logprobs=torch.zeros_like(new),
+        rollout_logprobs=torch.zeros_like(new),
         mask=torch.ones_like(new),
-        sequence_index=torch.repeat_interleave(torch.arange(len(lengths)), counts),
         advantages=torch.tensor(advantages, dtype=torch.float64),
         sequence_lengths=counts.double(),
-        global_num_sequences=len(lengths),
-        global_num_tokens=sum(lengths),
-        sum_over_shards=lambda vector: vector,
-        is_primary_shard=True,
-        rollout_logprobs=torch.zeros_like(new),
     )
+    return as_mini_batch(inputs)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 50.0])
@@ -136,33 +133,6 @@ def test_a_batch_without_any_masked_token_gives_zero(name, global_tokens):
     assert (gradient == 0).all()
     assert all(torch.isfinite(pair).all() for pair in outputs.means.values())
     assert (outputs.values["ratio/sequence"] == 1).all()
-
-
-@EVERY_OBJECTIVE
-def test_sequences_or_tokens_weigh_the_same_whatever_the_length(name):
-    _, gradient = run(name, uniform([0.0, 0.0], [2, 50], [1.0, 1.0]))
-    if name in ("gspo", "gspo_token", "grpo", "sapo", "gmpo"):
-        sums = [float(gradient[:2].sum()), float(gradient[2:].sum())]
-        assert sums == pytest.approx([-0.5, -0.5], rel=1e-12)
-    else:
-        torch.testing.assert_close(gradient, gradient[:1].expand_as(gradient), **EXACT)
-
-
-def test_gspo_gives_every_token_of_a_sequence_the_same_weight():
-    inputs = make_inputs(4, spread=1e-5)  # nothing is clipped
-    _, gradient = run("gspo", inputs)
-    for i in range(len(inputs.advantages)):
-        mine = gradient[(inputs.sequence_index == i) & (inputs.mask > 0)]
-        torch.testing.assert_close(mine, mine[:1].expand_as(mine), **EXACT)
-
-
-def test_sequence_ratio_is_the_exponential_of_the_mean_log_ratio():
-    # Neither the mean of the exponentials (1.5431) nor the exponential of the sum.
-    for logs, ratio in (([1.0, -1.0], 1.0), ([0.3, 0.1], math.exp(0.2))):
-        inputs = uniform([0.0], [2], [1.0])
-        inputs.logprobs = torch.tensor(logs, dtype=torch.float64, requires_grad=True)
-        found = float(run("gspo", inputs)[0].values["ratio/sequence"])
-        assert found == pytest.approx(ratio, rel=1e-12)
 
 
 @EVERY_OBJECTIVE

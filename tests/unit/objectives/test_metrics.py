@@ -12,7 +12,6 @@ from tests.unit.objectives.batches import (
     inputs_of,
     make_inputs,
     make_objective,
-    run,
 )
 from tests.unit.objectives.papers import expect
 
@@ -32,30 +31,6 @@ def test_clip_fractions_equal_counts_by_hand(seed, name):
         in_sequences = [sum(any(sequence) for sequence in flags), len(flags)]
         assert means[f"clip/sequence/{key}"].tolist() == in_sequences, key
         assert means[f"clip/token/{key}"].tolist() == [sum(map(sum, flags)), tokens], key
-
-
-@EVERY_OBJECTIVE
-def test_groups_with_zero_advantage_are_never_binding(name):
-    inputs = make_inputs(1, spread=2.0)
-    inputs.advantages.zero_()
-    outputs, gradient = run(name, inputs)
-    for level in ("sequence", "token"):
-        for key in ("binding", "low", "high"):
-            assert outputs.means[f"clip/{level}/{key}"][0] == 0
-        if name != "sapo":  # it has no range to be outside of
-            assert outputs.means[f"clip/{level}/outside"][0] > 0
-    assert (gradient == 0).all()
-
-
-def test_gspo_weights_clipped_sequences_by_their_tokens():
-    inputs = make_inputs(2, lengths=(30, 3), spread=0.0)
-    inputs.advantages.copy_(torch.tensor([1.0, 1.0]))
-    with torch.no_grad():
-        inputs.logprobs[:30] += 0.01  # sequence 0 is above the range
-    means = make_objective("gspo")(inputs).means
-    assert means["clip/sequence/high"].tolist() == [1, 2]
-    first, second = inputs.sequence_lengths.tolist()
-    assert means["clip/token/high"].tolist() == [first, first + second]
 
 
 @EVERY_OBJECTIVE

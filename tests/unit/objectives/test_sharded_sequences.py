@@ -66,35 +66,23 @@ def assert_shards_are(whole: LossInputs, objective: Objective, kind: str, num_sh
         assert outputs.means.keys() == expected.means.keys()
 
 
-@pytest.mark.parametrize(("kind", "num_shards"), KINDS)
-@EVERY_OBJECTIVE
-def test_shards_add_up_to_the_whole(kind, num_shards, name):
-    whole = inputs_of(name, 7)
-    assert_shards_are(whole, make_objective(name), kind, num_shards)
+def additions(name: str, kl: str) -> dict[str, float | str]:
+    found = {"kl": kl, "kl_coefficient": 0.3, "entropy_coefficient": 0.2, "correction": "k3_mask"}
+    return found | {"off_policy_mask": 0.3 * SPREADS[name]}
 
 
-@pytest.mark.parametrize(("name", "correction"), legal())
-def test_shards_of_corrected_objectives(name, correction):
-    whole = inputs_of(name, 8, mismatch=BOUNDS[correction][1])
-    objective = make_objective(name, **section(correction))
+CASES = [
+    *((name, {}, 0.1) for name in SPREADS),
+    *((name, section(correction), BOUNDS[correction][1]) for name, correction in legal()),
+    *((name, additions(name, kl), 0.03) for name in SPREADS for kl in ("k1", "k2", "k3")),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "mismatch"), CASES)
+def test_shards_add_up_to_the_whole(name, keys, mismatch):
+    whole = inputs_of(name, 7, mismatch=mismatch, with_reference="kl" in keys)
     for kind, num_shards in KINDS:
-        assert_shards_are(whole, objective, kind, num_shards)
-
-
-@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
-@EVERY_OBJECTIVE
-def test_shards_with_every_addition(kl, name):
-    whole = inputs_of(name, 9, mismatch=0.03, with_reference=True)
-    objective = make_objective(
-        name,
-        kl=kl,
-        kl_coefficient=0.3,
-        entropy_coefficient=0.2,
-        off_policy_mask=0.3 * SPREADS[name],
-        correction="k3_mask",
-    )
-    for kind, num_shards in KINDS:
-        assert_shards_are(whole, objective, kind, num_shards)
+        assert_shards_are(whole, make_objective(name, **keys), kind, num_shards)
 
 
 def sent_by(objective: Objective, inputs: LossInputs) -> list[Tensor]:

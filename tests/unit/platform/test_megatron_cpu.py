@@ -1,28 +1,27 @@
 """Each substitution for Megatron-Core on CPU is still needed by the installed Megatron-Core.
 
 Every test fails when an upgrade makes a line of platform/megatron_cpu.py superfluous: the line can
-then go. The evidence is the source of Megatron-Core as installed, read from disk, so that what the
-substitutions did to the imported modules does not matter.
+then go.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gspo_megatron.platform import megatron_cpu
+from tests.unit.platform import stock
 
 ROOT = Path(__file__).resolve().parents[3]
-CORE = Path(importlib.util.find_spec("megatron.core").origin).parent
 
 needs_substitutions = pytest.mark.skipif(
     not megatron_cpu.is_needed(), reason="there is CUDA: nothing is substituted"
@@ -34,73 +33,42 @@ OURS_AFTER_ALL = ("models/common/", "models/gpt/", "models/backends.py")
 
 
 @functools.cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def sources() -> tuple[Path, ...]:
-    paths = []
-    for path in sorted(CORE.rglob("*.py")):
-        name = path.relative_to(CORE).as_posix()
-        if not name.startswith(FOREIGN) or name.startswith(OURS_AFTER_ALL):
-            paths.append(path)
-    assert len(paths) > 100
-    return tuple(paths)
+def sources() -> tuple[str, ...]:
+    names = sorted(path.relative_to(stock.CORE).as_posix() for path in stock.CORE.rglob("*.py"))
+    found = [n for n in names if not n.startswith(FOREIGN) or n.startswith(OURS_AFTER_ALL)]
+    assert len(found) > 100
+    return tuple(found)
 
 
 @functools.cache
 def calls() -> dict[str, list[ast.Call]]:
     """All calls by the dotted name of what is called."""
     found: dict[str, list[ast.Call]] = {}
-    for path in sources():
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Call):
-                found.setdefault(ast.unparse(node.func), []).append(node)
+    for call in (call for file in sources() for call in stock.calls(file)):
+        found.setdefault(ast.unparse(call.func), []).append(call)
     return found
 
 
 @functools.cache
 def dotted_names() -> frozenset[str]:
     """Every `torch.cuda...` that is read anywhere."""
-    return frozenset(
-        ast.unparse(node)
-        for path in sources()
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.Attribute) and node.attr not in {"wait_stream", "wait_event"}
-    )
-
-
-def function(module: str, name: str) -> str:
-    """Source of a function, as on disk."""
-    path = CORE / f"{module}.py"
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return ast.unparse(node)
-    raise AssertionError(f"{path} has no {name}: the substitution of it does nothing")
+    nodes = (node for file in sources() for node in ast.walk(stock.tree(file)))
+    return frozenset(ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute))
 
 
 def asks_for_cuda(call: ast.Call) -> bool:
     """With a literal device: `torch.cuda.current_device()` already answers with the CPU."""
-    for keyword in call.keywords:
-        if keyword.arg == "pin_memory":
-            return True
-        if keyword.arg == "device" and "'cuda'" in ast.unparse(keyword.value):
-            return True
-    return False
-
-
-def needed_factories() -> set[str]:
-    return {
-        name.removeprefix("torch.")
-        for name, found in calls().items()
-        if name.startswith("torch.") and name.count(".") == 1
-        if any(asks_for_cuda(call) for call in found)
-    }
+    return any(
+        keyword.arg == "pin_memory"
+        or (keyword.arg == "device" and "'cuda'" in ast.unparse(keyword.value))
+        for keyword in call.keywords
+    )
 
 
 def test_the_redirected_factories_are_those_that_are_called_with_cuda() -> None:
-    assert needed_factories() == set(megatron_cpu.FACTORIES)
+    factories = {name for name in calls() if name.startswith("torch.") and name.count(".") == 1}
+    needed = {name for name in factories if any(map(asks_for_cuda, calls()[name]))}
+    assert needed == {f"torch.{name}" for name in megatron_cpu.FACTORIES}
 
 
 @needs_substitutions
@@ -115,7 +83,7 @@ def test_a_redirected_factory_creates_on_the_cpu(device: object) -> None:
 
 @pytest.mark.parametrize("name", ["FloatTensor", "HalfTensor", "BFloat16Tensor"])
 def test_the_optimizer_sorts_parameters_by_cuda_type_names(name: str) -> None:
-    source = (CORE / "optimizer/distrib_optimizer.py").read_text(encoding="utf-8")
+    source = stock.source("optimizer/distrib_optimizer.py")
     assert f"'torch.cuda.{name}'" in source
     assert ".type()" in source
 
@@ -183,26 +151,59 @@ def test_the_rng_tracker_forks_the_cpus_generator() -> None:
         assert not torch.equal(torch.rand(5), expected_inside)  # it goes on where it stopped
 
 
-def test_the_rng_tracker_sets_states_by_cudas_generators() -> None:
-    source = function("tensor_parallel/random", "_set_cuda_rng_state")
-    assert "torch.cuda.default_generators" in source and "_lazy_call" in source
+@pytest.mark.parametrize(
+    ("file", "name", "words"),
+    [
+        (
+            "tensor_parallel/random.py",
+            "_set_cuda_rng_state",
+            ["torch.cuda.default_generators", "_lazy_call"],
+        ),
+        (
+            "transformer/moe/moe_utils.py",
+            "maybe_move_tensor_to_cpu",
+            ["tensor.is_cuda", "as_numpy"],
+        ),
+        # Which gloo refuses where the shares are unequal; tests of several processes run the
+        # substitutes.
+        (
+            "tensor_parallel/mappings.py",
+            "_gather_along_first_dim",
+            ["torch.distributed.all_gather(", "output_split_sizes"],
+        ),
+        (
+            "tensor_parallel/mappings.py",
+            "_reduce_scatter_along_first_dim",
+            ["torch.distributed.reduce_scatter(", "input_split_sizes"],
+        ),
+    ],
+)
+def test_a_replaced_function_does_what_no_cpu_can(file: str, name: str, words: list[str]) -> None:
+    source = stock.function(file, name)
+    assert all(word in source for word in words)
 
 
 def test_importing_megatron_core_compiles_functions() -> None:
-    assert "torch.compile" in (CORE / "jit.py").read_text(encoding="utf-8")
-    decorated = [
-        node
-        for path in sources()
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.FunctionDef)
-        if any(ast.unparse(d) == "jit_fuser" for d in node.decorator_list)
-    ]
-    assert len(decorated) > 5
+    assert "torch.compile" in stock.source("jit.py")
+    assert sum(stock.source(file).count("@jit_fuser\n") for file in sources()) > 5
 
 
 def test_torch_compile_is_itself_again_after_the_import() -> None:
     assert torch.compile.__module__ == "torch"
     assert "passthrough" not in torch.compile.__qualname__
+
+
+def run_python(code: str, **environ: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of another Python."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 def test_packages_for_gpus_are_not_found_where_there_is_none(tmp_path: Path) -> None:
@@ -218,18 +219,13 @@ def test_packages_for_gpus_are_not_found_where_there_is_none(tmp_path: Path) -> 
         "from gspo_megatron.platform.megatron_cpu import GPU_PACKAGES\n"
         "assert [importlib.util.find_spec(name) for name in GPU_PACKAGES] == [None] * 3\n"
     )
-    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    environ = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    assert run_python(script, **environ) == (0, "", "")
 
 
 def test_the_dispatcher_leaves_split_sizes_of_cpu_tensors_as_tensors() -> None:
-    source = function("transformer/moe/moe_utils", "maybe_move_tensor_to_cpu")
-    assert "tensor.is_cuda" in source and "as_numpy" in source
-    dispatcher = (CORE / "transformer/moe/token_dispatcher.py").read_text(encoding="utf-8")
-    assert "as_numpy=True" in dispatcher
+    assert "as_numpy=True" in stock.source("transformer/moe/token_dispatcher.py")
+    source = stock.function("transformer/moe/moe_utils.py", "maybe_move_tensor_to_cpu")
     namespace: dict[str, object] = {"torch": torch}
     # the function as on disk, without its annotations' names
     exec(f"from __future__ import annotations\n{source}", namespace)
@@ -250,21 +246,6 @@ def test_split_sizes_come_as_ints() -> None:
     assert move(counts, record_stream=True) is counts
 
 
-@pytest.mark.parametrize(
-    ("name", "collective", "sizes"),
-    [
-        ("_gather_along_first_dim", ".all_gather(", "output_split_sizes"),
-        ("_reduce_scatter_along_first_dim", ".reduce_scatter(", "input_split_sizes"),
-    ],
-)
-def test_megatron_gathers_and_scatters_unequal_shares_in_one_collective(
-    name: str, collective: str, sizes: str
-) -> None:
-    # Which gloo refuses; tests of several processes run the substitutes.
-    source = function("tensor_parallel/mappings", name)
-    assert f"torch.distributed{collective}" in source and sizes in source
-
-
 @needs_substitutions
 def test_wrapped_collectives_take_what_the_native_ones_take() -> None:
     from megatron.core.tensor_parallel import mappings
@@ -275,24 +256,10 @@ def test_wrapped_collectives_take_what_the_native_ones_take() -> None:
         assert list(native.parameters)[:2] == ["input_", "group"]
         third = list(native.parameters)[2]
         assert third in ("input_split_sizes", "output_split_sizes")
-        tensor, group = torch.arange(6.0), OneRank()
+        tensor, group = torch.arange(6.0), SimpleNamespace(size=lambda: 1, rank=lambda: 0)
         for splits in (None, [6]):
             assert wrapped(tensor, group, **{third: splits}) is tensor
             assert wrapped(tensor, group, splits) is tensor
-
-
-class OneRank:
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
 
 
 INERT = """
@@ -314,8 +281,8 @@ assert changed == [], changed
 
 
 def test_install_is_inert_where_there_is_cuda() -> None:
-    done = run_python(INERT)
-    assert done.returncode == 0, done.stderr
+    code, _, errors = run_python(INERT)
+    assert code == 0, errors
 
 
 # A run in small: rollout, log-probs, gradients, update.
@@ -325,21 +292,18 @@ from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.models.optimizer import Schedule, build_trainer, zero_gradients
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
-from gspo_megatron.batching.micro_batches import (
-    MicroBatchBuilder,
-    forward_backward,
-    response_logprobs,
-)
+from gspo_megatron.batching import micro_batches as batches
 from tests.unit.models.one_rank import micro_batch, one_rank_groups, tiny_policy
 with one_rank_groups():
     policy = tiny_policy()
     MegatronEngine(policy, pad_id=0, eos_id=1).generate(Requests([[3, 4]], [0]), Sampling(4), 1)
-    batch = [micro_batch(MicroBatchBuilder(policy, 0, 1.0), [([1, 2], [3, 4])])]
-    response_logprobs(policy, batch)
+    batch = [micro_batch(batches.MicroBatchBuilder(policy, 0, 1.0), [([1, 2], [3, 4])])]
+    batches.response_logprobs(policy, batch)
     schedule = Schedule(1e-3, 0.0, 0, 10, "constant")
     trainer = build_trainer(policy, OptimizerSection(), schedule)
     zero_gradients(policy.chunks, trainer.optimizer)
-    forward_backward(policy, batch, lambda _, logprobs, entropies: (logprobs.sum(), None), 1)
+    loss = lambda _, logprobs, entropies: (logprobs.sum(), None)
+    batches.forward_backward(policy, batch, loss, 1)
     trainer.update()
 """
 
@@ -348,5 +312,4 @@ with one_rank_groups():
     "code", ["import gspo_megatron.models.build", STEP], ids=["import", "step"]
 )
 def test_nothing_is_printed(code: str) -> None:
-    done = run_python(code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert run_python(code) == (0, "", "")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import textwrap
 import warnings
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from gspo_megatron.platform import megatron_fixes
+from tests.unit.platform import stock
 
 # isort: split
 import megatron.core
@@ -55,17 +54,23 @@ def test_stock_routers_read_a_name_that_is_not_there() -> None:
         assert not is_0_16(), "0.16 binds the name now: the mending can go"
 
 
-def stock_grouped_linear() -> type:
-    """With the method as on disk: the class itself is made only where Transformer Engine is."""
-    source = Path(transformer_engine.__file__).read_text(encoding="utf-8")
-    (function,) = (
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.name == "_split_extra_state"
-    )
+@pytest.fixture
+def stock_split() -> Callable[..., list[Any]]:
+    """The method as on disk: its class is made only where Transformer Engine is."""
+    method = stock.function("extensions/transformer_engine.py", "_split_extra_state")
     namespace: dict[str, Any] = {}
-    exec(textwrap.dedent(ast.unparse(function)), {"te": None, "torch": torch}, namespace)
-    return type("TEGroupedLinear", (), namespace)
+    exec(method, {"te": None, "torch": torch}, namespace)
+    return namespace["_split_extra_state"]
+
+
+@pytest.fixture
+def mended_split(
+    stock_split: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[Any]]:
+    grouped = type("TEGroupedLinear", (), {"_split_extra_state": stock_split})
+    monkeypatch.setattr(transformer_engine, "TEGroupedLinear", grouped)
+    megatron_fixes._split_empty_extra_state()
+    return grouped._split_extra_state
 
 
 # In FP8, with a recipe that keeps nothing: Transformer Engine decodes what is empty to None.
@@ -78,30 +83,26 @@ MODULE = SimpleNamespace(
 )
 
 
-@pytest.mark.parametrize("state", [torch.empty(0, dtype=torch.uint8), None])
+EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("state", [EMPTY, None])
 def test_an_empty_extra_state_is_empty_for_each_expert(
-    state: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+    mended_split: Callable[..., list[Any]], state: torch.Tensor | None
 ) -> None:
-    grouped = stock_grouped_linear()
-    monkeypatch.setattr(transformer_engine, "TEGroupedLinear", grouped)
-    megatron_fixes._split_empty_extra_state()
-    split = grouped._split_extra_state(MODULE, state)
+    split = mended_split(MODULE, state)
     assert len(split) == 3 and all(part is state for part in split)
 
 
-def test_what_is_not_empty_is_stocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    grouped = stock_grouped_linear()
-    monkeypatch.setattr(transformer_engine, "TEGroupedLinear", grouped)
-    megatron_fixes._split_empty_extra_state()
+def test_what_is_not_empty_is_stocks(mended_split: Callable[..., list[Any]]) -> None:
     not_in_fp8 = SimpleNamespace(**vars(MODULE) | {"fp8": False, "fp8_meta": {"fp8_checkpoint": 0}})
     state = torch.ones(4)
-    assert grouped._split_extra_state(not_in_fp8, state) == [state] * 3
+    assert mended_split(not_in_fp8, state) == [state] * 3
 
 
-def test_stock_looks_for_experts_in_what_is_empty() -> None:
-    split = stock_grouped_linear()._split_extra_state
+def test_stock_looks_for_experts_in_what_is_empty(stock_split: Callable[..., list[Any]]) -> None:
     try:
-        split(MODULE, torch.empty(0, dtype=torch.uint8))
+        stock_split(MODULE, EMPTY)
     except TypeError:
         return
     assert not is_0_16(), "0.16 splits an empty state now: the mending can go"

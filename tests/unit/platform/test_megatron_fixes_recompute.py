@@ -9,10 +9,9 @@ import ast
 import importlib.util
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +25,8 @@ from megatron.core.tensor_parallel.random import (
 from torch import Tensor
 
 from gspo_megatron.platform import megatron_fixes
+from tests.unit.platform import stock as megatron
 
-CORE = Path(importlib.util.find_spec("megatron.core").origin).parent
 TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 variable: ContextVar[str] = ContextVar("variable", default="nothing")
@@ -69,9 +68,8 @@ def values_seen(*, in_a_thread: bool = False) -> list[str]:
             output.sum().backward()
 
     if in_a_thread:  # as autograd runs the backward pass of a device
-        thread = threading.Thread(target=backward)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor() as threads:
+            threads.submit(backward).result()
     else:
         backward()
     return seen
@@ -124,43 +122,27 @@ def test_the_mended_place_is_where_recomputation_takes_its_function_from() -> No
     assert "ctx.run_function(*" in inspect.getsource(CheckpointFunction.backward)
 
 
-def ways_to_recompute(file: str) -> set[str]:
-    """Names of the functions that a module of Megatron-Core calls to have something recomputed."""
-    tree = ast.parse((CORE / file).read_text(encoding="utf-8"))
-    names = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    return {name for name in names if name.split(".")[-1].endswith("checkpoint")}
-
-
 # 0.19 has a file for what transformer blocks did by themselves.
 OF_BLOCKS = next(
-    file for file in ("recompute.py", "transformer/transformer_block.py") if (CORE / file).exists()
+    file
+    for file in ("recompute.py", "transformer/transformer_block.py")
+    if (megatron.CORE / file).exists()
 )
 
 
-@pytest.mark.parametrize(
-    ("file", "ways"),
-    [
-        (OF_BLOCKS, {"tensor_parallel.checkpoint", "te_checkpoint"}),
-        ("transformer/moe/moe_layer.py", {"tensor_parallel.checkpoint", "te_checkpoint"}),
-    ],
-)
-def test_routers_are_recomputed_in_no_other_way(file: str, ways: set[str]) -> None:
-    assert ways_to_recompute(file) == ways
-    source = (CORE / file).read_text(encoding="utf-8")
-    assert "torch.utils.checkpoint" not in source
-    assert "router" not in inspect.getsource(sys.modules["megatron.core.tensor_parallel.random"])
+@pytest.mark.parametrize("file", [OF_BLOCKS, "transformer/moe/moe_layer.py"])
+def test_routers_are_recomputed_in_no_other_way(file: str) -> None:
+    called = {ast.unparse(call.func) for call in megatron.calls(file)}
+    ways = {name for name in called if name.endswith("checkpoint")}
+    assert ways == {"tensor_parallel.checkpoint", "te_checkpoint"}
+    assert "torch.utils.checkpoint" not in megatron.source(file)
+    assert "router" not in megatron.source("tensor_parallel/random.py")
 
 
 def test_megatron_takes_transformer_engines_function_at_each_call() -> None:
     """From where megatron_fixes puts the mended one, whatever was imported first."""
-    path = CORE / "extensions/transformer_engine.py"
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef) and node.name == "te_checkpoint":
-            assert "from transformer_engine.pytorch.distributed import checkpoint" in ast.unparse(
-                node
-            )
-            return
-    raise AssertionError("Megatron-Core has no te_checkpoint: nothing needs the mending of it")
+    te_checkpoint = megatron.function("extensions/transformer_engine.py", "te_checkpoint")
+    assert "from transformer_engine.pytorch.distributed import checkpoint" in te_checkpoint
 
 
 class KeepsTheFunction(torch.autograd.Function):
@@ -185,14 +167,8 @@ class KeepsTheFunction(torch.autograd.Function):
 @pytest.fixture
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A package of the same name, where the real one cannot be."""
-    package, pytorch, distributed = (
-        ModuleType(name)
-        for name in (
-            "transformer_engine",
-            "transformer_engine.pytorch",
-            "transformer_engine.pytorch.distributed",
-        )
-    )
+    names = ("", ".pytorch", ".pytorch.distributed")
+    package, pytorch, distributed = (ModuleType(f"transformer_engine{name}") for name in names)
 
     def checkpoint(function: Forward, *args: Tensor, **kwargs: Any) -> Tensor:
         return KeepsTheFunction.apply(function, kwargs, *args)

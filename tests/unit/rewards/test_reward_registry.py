@@ -75,6 +75,15 @@ def refusal(*arguments: object) -> list[str]:
     return str(caught.value).splitlines()
 
 
+def mistake_in(value: object) -> str:
+    with pytest.raises(RewardError) as caught:
+        score(Reward("mine", lambda sample: value), SAMPLE)
+    message = str(caught.value)
+    assert message.startswith("reward 'mine' returned ")
+    assert message.endswith(SHOWN)
+    return message
+
+
 def test_unknown_name_lists_the_legal_ones() -> None:
     (line,) = refusal("exact")
     assert line == (
@@ -110,20 +119,41 @@ def test_all_bad_options_are_named_at_once(module: str) -> None:
     ]
 
 
-def test_options_of_a_reward_without_any() -> None:
-    assert refusal("per_character", None, {"scale": 1}) == [
-        "reward.options.scale = 1: per_character has no such option; it takes none"
-    ]
-
-
-def test_the_sample_itself_is_not_an_option(module: str) -> None:
-    (line,) = refusal("", f"{module}:anything", {"sample": 1})
-    assert line == f"reward.options.sample: not an option of {module}:anything but its input"
-
-
-@pytest.mark.parametrize("function", ["no_sample", "only_keywords"])
-def test_a_function_without_a_sample_is_refused(module: str, function: str) -> None:
-    assert "takes no sample as its first argument" in refusal("", f"{module}:{function}")[0]
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ("per_character", None, {"scale": 1}),
+            "reward.options.scale = 1: per_character has no such option; it takes none",
+        ),
+        (
+            ("", "{}:anything", {"sample": 1}),
+            "reward.options.sample: not an option of {}:anything but its input",
+        ),
+        (("", "{}:no_sample"), "takes no sample as its first argument"),
+        (("", "{}:only_keywords"), "takes no sample as its first argument"),
+        (("", "{}:constnt"), "no function constnt; it has: constant"),
+        (("", "{}:CONSTANT"), "no function CONSTANT"),
+        (
+            ("", "no_such_module_here.sub:f"),
+            "no module named no_such_module_here, neither installed nor in {folder}",
+        ),
+        (
+            ("", "broken_reward_module:f"),
+            "failed: KeyError: 'oh' (broken_reward_module.py:2)",
+        ),
+        (("", "needy_reward_module:f"), "failed: No module named 'not_installed_anywhere'"),
+        (("", "wrong_reward_module:f"), "failed: SyntaxError: "),
+    ],
+)
+def test_what_cannot_be_a_reward_is_refused(
+    module: str, tmp_path: Path, arguments: tuple, expected: str
+) -> None:
+    name, *rest = arguments
+    if rest[0] is not None:
+        rest[0] = rest[0].format(module)
+    line = refusal(name, *rest)[0]
+    assert expected.format(module, folder=tmp_path) in line
 
 
 @pytest.mark.parametrize("path", ["module", "module.function", ":f", "m:", ".m:f", "m.:f"])
@@ -131,31 +161,6 @@ def test_malformed_import_paths_say_how_to_write_them(path: str) -> None:
     assert refusal("", path) == [
         f"reward.import_path = {path}: write it as package.module:function"
     ]
-
-
-def test_missing_module_is_named_with_where_it_was_sought(module: str, tmp_path: Path) -> None:
-    (line,) = refusal("", "no_such_module_here.sub:f")
-    assert line.endswith(
-        f"no module named no_such_module_here, neither installed nor in {tmp_path}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("broken_reward_module", "failed: KeyError: 'oh' (broken_reward_module.py:2)"),
-        ("needy_reward_module", "failed: No module named 'not_installed_anywhere'"),
-        ("wrong_reward_module", "failed: SyntaxError: "),
-    ],
-)
-def test_a_module_that_fails_to_import_says_why(module: str, name: str, expected: str) -> None:
-    (line,) = refusal("", f"{name}:f")
-    assert expected in line
-
-
-def test_missing_function_names_the_nearest(module: str) -> None:
-    assert refusal("", f"{module}:constnt")[0].endswith("no function constnt; it has: constant")
-    assert "no function CONSTANT" in refusal("", f"{module}:CONSTANT")[0]
 
 
 @pytest.mark.parametrize(
@@ -193,12 +198,7 @@ def test_numbers_and_booleans_are_scores(value: object, expected: float) -> None
 def test_anything_else_is_refused_with_reward_prompt_and_response(
     value: object, expected: str
 ) -> None:
-    with pytest.raises(RewardError) as caught:
-        score(Reward("mine", lambda sample: value), SAMPLE)
-    message = str(caught.value)
-    assert message.startswith("reward 'mine' returned ")
-    assert expected in message
-    assert message.endswith(SHOWN)
+    assert expected in mistake_in(value)
 
 
 def test_an_exception_is_named_with_its_place(module: str, tmp_path: Path) -> None:
@@ -234,10 +234,6 @@ def test_plain_functions_are_named_and_long_texts_cut() -> None:
 # --- rewards of turns -----------------------------------------------------------------------------
 
 
-def scored(rewards: object, ends: object, sample: Sample = SAMPLE) -> float | TurnRewards:
-    return score(Reward("mine", lambda sample: TurnRewards(rewards, ends)), sample)
-
-
 @pytest.mark.parametrize(
     ("rewards", "ends"),
     [
@@ -249,7 +245,7 @@ def scored(rewards: object, ends: object, sample: Sample = SAMPLE) -> float | Tu
     ],
 )
 def test_turns_come_back_as_arrays(rewards: object, ends: object) -> None:
-    found = scored(rewards, ends)
+    found = score(lambda sample: TurnRewards(rewards, ends), SAMPLE)
     assert isinstance(found, TurnRewards)
     assert found.rewards.dtype == np.float64
     assert found.rewards.tolist() == [float(r) for r in rewards]
@@ -268,16 +264,8 @@ def test_turns_come_back_as_arrays(rewards: object, ends: object) -> None:
         ([1.0, 1.0, 0], [4, 2, 7], "end 2 for turn 1; it must be above its start, 4"),
         ([1.0, 1.0], [0, 7], "end 0 for turn 0; it must be above its start, 0"),
         ([1.0], [-1], "end -1 for turn 0; it must be above its start, 0"),
-        (
-            [1.0, 1.0],
-            [3, 6],
-            "6 as the last end; the last turn must end at the response's 7",
-        ),
-        (
-            [1.0, 1.0],
-            [3, 8],
-            "8 as the last end; the last turn must end at the response's 7",
-        ),
+        ([1.0, 1.0], [3, 6], "6 as the last end; the last turn must end at the response's 7"),
+        ([1.0, 1.0], [3, 8], "8 as the last end; the last turn must end at the response's 7"),
         ([], [], "no turns; the last turn must end at the response's 7 tokens"),
         (["1.0"], [7], "['1.0'] as rewards of turns; a list of numbers is wanted"),
         ([None], [7], "[None] as rewards of turns; a list of numbers is wanted"),
@@ -289,9 +277,4 @@ def test_turns_come_back_as_arrays(rewards: object, ends: object) -> None:
     ],
 )
 def test_mistakes_in_turns_are_named(rewards: object, ends: object, expected: str) -> None:
-    with pytest.raises(RewardError) as caught:
-        scored(rewards, ends)
-    message = str(caught.value)
-    assert message.startswith("reward 'mine' returned ")
-    assert expected in message
-    assert message.endswith(SHOWN)
+    assert expected in mistake_in(TurnRewards(rewards, ends))

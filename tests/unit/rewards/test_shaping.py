@@ -56,17 +56,9 @@ def test_the_last_turn_pays_for_the_length() -> None:
     assert shaped([1.0, 2.0, 3.0], LONGEST, overlong_buffer=BUFFER) == [1.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("keys", "is_on"),
-    [
-        ({}, False),
-        ({"scale": 0.5}, True),
-        ({"clip": 1.0}, True),
-        ({"overlong_buffer": 4}, True),
-    ],
-)
-def test_shaping_is_off_by_default(keys: dict[str, object], is_on: bool) -> None:
-    assert Shaping(RewardSection(**keys), LONGEST).is_on is is_on
+@pytest.mark.parametrize("keys", [{}, {"scale": 0.5}, {"clip": 1.0}, {"overlong_buffer": 4}])
+def test_shaping_is_off_by_default(keys: dict[str, object]) -> None:
+    assert Shaping(RewardSection(**keys), LONGEST).is_on is bool(keys)
 
 
 def problems_of(*overrides: str) -> list[str]:
@@ -80,46 +72,33 @@ def problems_of(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["reward.overlong_buffer=31", "reward.overlong_penalty=0.5"], []),
-        (["reward.scale=2", "reward.clip=3"], []),
-        (["rollout.dynamic_sampling=true", "rollout.max_refills=0"], []),
+        (["reward.overlong_buffer=31", "reward.overlong_penalty=0.5"], None),
+        (["reward.scale=2", "reward.clip=3"], None),
+        (["rollout.dynamic_sampling=true", "rollout.max_refills=0"], None),
         (
             ["reward.overlong_buffer=32"],
-            [
-                "reward.overlong_buffer = 32: leaves no response of max_response_tokens = 32 "
-                "without a penalty; legal: null, or below 32"
-            ],
+            "reward.overlong_buffer = 32: leaves no response of max_response_tokens = 32 "
+            "without a penalty; legal: null, or below 32",
         ),
         (
             ["reward.overlong_penalty=0.5"],
-            [
-                "reward.overlong_penalty = 0.5: nothing reads it without reward.overlong_buffer; "
-                "legal: 1.0"
-            ],
+            "reward.overlong_penalty = 0.5: nothing reads it without reward.overlong_buffer; "
+            "legal: 1.0",
         ),
         (
             ["rollout.max_refills=7"],
-            [
-                "rollout.max_refills = 7: nothing reads it without rollout.dynamic_sampling; "
-                "legal: 4"
-            ],
+            "rollout.max_refills = 7: nothing reads it without rollout.dynamic_sampling; legal: 4",
         ),
+        (["reward.scale=0"], "reward.scale"),
+        (["reward.clip=0"], "reward.clip"),
+        (["reward.overlong_buffer=0"], "reward.overlong_buffer"),
+        (["reward.overlong_penalty=0"], "reward.overlong_penalty"),
+        (["rollout.max_refills=-1"], "rollout.max_refills"),
     ],
 )
-def test_keys_that_do_not_fit_each_other(overrides: list[str], expected: list[str]) -> None:
-    assert problems_of(*overrides) == expected
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "reward.scale=0",
-        "reward.clip=0",
-        "reward.overlong_buffer=0",
-        "reward.overlong_penalty=0",
-        "rollout.max_refills=-1",
-    ],
-)
-def test_numbers_out_of_range(override: str) -> None:
-    (problem,) = problems_of(override)
-    assert problem.startswith(override.split("=")[0])
+def test_keys_that_do_not_fit_each_other_or_their_range(
+    overrides: list[str], expected: str | None
+) -> None:
+    problems = problems_of(*overrides)
+    assert len(problems) == (expected is not None)
+    assert expected is None or problems[0].startswith(expected)

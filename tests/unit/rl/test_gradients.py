@@ -170,17 +170,11 @@ def test_one_loss_alone(plain: Setting) -> None:
         assert_same(setting.gradients(setting.micro_batches(), weight=0.0), expected)
 
 
-def test_an_empty_micro_batch_adds_nothing_to_the_loss(plain: Setting) -> None:
-    micro_batches = plain.micro_batches()
-    empty = micro_batch(MicroBatchBuilder(plain.policy, PAD, 1.0), [])
-    expected = plain.gradients(micro_batches)
-    assert_same(plain.gradients([*micro_batches, empty]), expected)
-
-
-def test_an_empty_micro_batch_adds_nothing_to_the_routers_losses(balanced: Setting) -> None:
-    empty = micro_batch(MicroBatchBuilder(balanced.policy, PAD, 1.0), [])
-    expected = balanced.gradients(balanced.micro_batches())
-    assert_same(balanced.gradients([*balanced.micro_batches(), empty]), expected)
+def test_an_empty_micro_batch_adds_nothing(plain: Setting, balanced: Setting) -> None:
+    for setting in (plain, balanced):
+        empty = micro_batch(MicroBatchBuilder(setting.policy, PAD, 1.0), [])
+        expected = setting.gradients(setting.micro_batches())
+        assert_same(setting.gradients([*setting.micro_batches(), empty]), expected)
 
 
 def test_megatron_divides_by_the_tokens_of_an_empty_micro_batch() -> None:

@@ -50,22 +50,6 @@ def test_every_number_is_that_of_splitmix64(seed: int) -> None:
             assert value == pytest.approx(expected, abs=2.0**-52, rel=0.0)
 
 
-def test_a_sample_does_not_depend_on_its_batch_or_on_how_many_positions_are_wanted() -> None:
-    samples = torch.arange(200)
-    together = uniforms(3, samples, 32)
-    chosen = torch.tensor([150, 3, 77, 3])
-    assert torch.equal(uniforms(3, chosen, 32), together[chosen])
-    assert torch.equal(uniforms(3, samples, 5), together[:, :5])
-    assert uniforms(3, samples[:0], 4).shape == (0, 4)
-
-
-def test_seeds_samples_and_positions_all_give_different_numbers() -> None:
-    samples = torch.arange(500)
-    values = torch.stack([uniforms(seed, samples, 24) for seed in (0, 1, 2, 1 << 32, 1 << 33)])
-    # 60,000 of 2^52 numbers: two alike by chance once in a million such tests
-    assert values.unique().numel() == values.numel()
-
-
 def kolmogorov_smirnov(values: Tensor) -> float:
     """Largest distance between the empirical distribution and the uniform one, times sqrt(n)."""
     ordered = values.flatten().sort().values

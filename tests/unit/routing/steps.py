@@ -22,7 +22,7 @@ from gspo_megatron.objectives import build_objective
 from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.routing import hooks
-from gspo_megatron.routing.hooks import Routes, attach_hooks
+from gspo_megatron.routing.hooks import Routes
 from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_policy
 
 LENGTHS = [(3, 5), (1, 9), (6, 2), (4, 11), (2, 3), (5, 6)]
@@ -165,11 +165,3 @@ def parameters_after(
     updater = updater_for(policy, routing, objective)
     update(updater, routes=routing.get("replay") == "r3")
     return {name: p.detach().clone() for name, p in policy.models[0].named_parameters()}
-
-
-def detach_hooks(policy: Policy) -> None:
-    """As stock Megatron-Core builds them."""
-    attach_hooks(policy.models)
-    for module in policy.models[0].modules():
-        if isinstance(module, TopKRouter):
-            module.router_replay = None

@@ -12,15 +12,13 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
-from gspo_megatron.batching.micro_batches import response_logprobs
 from gspo_megatron.models.build import Policy
 from gspo_megatron.rl.routing_replay import RoutingReplay
-from gspo_megatron.routing.hooks import NEVER_ASKING, RouterHook, attach_hooks, routed
+from gspo_megatron.routing.hooks import NEVER_ASKING, attach_hooks, routed
 from gspo_megatron.routing.replay import Recording, recorded
 from tests.unit.routing.steps import (
     LAYERS,
     TOP_K,
-    detach_hooks,
     micro_batches,
     moe_policy,
     update,
@@ -48,25 +46,6 @@ def test_without_replay_and_volatility_there_is_no_hook_and_no_work() -> None:
     metrics = update(updater)
     assert all(router.router_replay is None for router in routers(policy))
     assert not [name for name in metrics if name.startswith(("routing/", "replay/"))]
-
-
-def test_layers_of_multi_token_prediction_are_left_alone() -> None:
-    model, other = moe_policy().models[0], moe_policy().models[0]
-    policy = torch.nn.Module()
-    policy.decoder = model.decoder
-    policy.mtp = torch.nn.ModuleList([other.decoder.layers[0]])
-    assert attach_hooks([policy]) == (1, 2)
-    assert other.decoder.layers[0].mlp.router.router_replay is None
-    # By any other name its layer number would be the decoder's, unless the router knows it.
-    del policy.mtp
-    policy.further = torch.nn.ModuleList([other.decoder.layers[0]])
-    other.decoder.layers[0].mlp.router.is_mtp_layer = True
-    assert attach_hooks([policy]) == (1, 2)
-    other.decoder.layers[0].mlp.router.is_mtp_layer = False
-    del policy.further
-    policy.extra = other.decoder
-    with pytest.raises(AssertionError, match="two routers of one layer number"):
-        attach_hooks([policy])
 
 
 def test_routers_that_never_ask_are_refused() -> None:
@@ -129,16 +108,6 @@ def test_hooks_stay_out_of_megatrons_process_wide_list() -> None:
     assert len(RouterReplay.global_router_replay_instances) == before
 
 
-def test_hooks_without_routes_change_no_log_prob() -> None:
-    policy = moe_policy()
-    batches = micro_batches(policy)
-    detach_hooks(policy)
-    plain = response_logprobs(policy, batches)
-    attach_hooks(policy.models)
-    for ours, theirs in zip(response_logprobs(policy, batches), plain, strict=True):
-        assert torch.equal(ours[0], theirs[0])
-
-
 def test_routes_hold_for_the_passes_inside_and_no_longer() -> None:
     policy = moe_policy()
     attach_hooks(policy.models)
@@ -170,16 +139,3 @@ def test_routes_hold_for_the_passes_inside_and_no_longer() -> None:
     for layer, chosen in experts.items():
         assert chosen.shape == (tokens, TOP_K)
         assert torch.equal(chosen, outer.experts[layer])
-
-
-def test_a_layer_is_recorded_once() -> None:
-    recording, scores = Recording(), torch.rand(3, 4)
-    hook = RouterHook(2)
-
-    def ask() -> None:
-        with routed(recording):
-            hook.get_replay_topk(scores, 2, None, None, lambda s, k, **_: s.topk(k))
-
-    ask()
-    with pytest.raises(AssertionError, match="layer 2 is recorded already"):
-        ask()

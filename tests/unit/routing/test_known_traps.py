@@ -74,7 +74,7 @@ def test_trap_process_wide_list_is_corrupted_by_a_second_model(stock_list: list)
 def test_trap_moe_router_fusion_returns_before_the_hook() -> None:
     for routing in ({"replay": "r2"}, {"replay": "r3"}, {"volatility": True}):
         config = tiny_config(model={"megatron": {"moe_router_fusion": True}}, routing=routing)
-        with pytest.raises(UserError, match="a fused router never asks which experts to take"):
+        with pytest.raises(UserError, match="a fused router does not call the hook"):
             check_config(config, 1)
     # and if a fused router got past that
     with mistakes.fused_routers(), pytest.raises(AssertionError, match="layers"):
@@ -305,12 +305,23 @@ def test_trap_a_byte_for_more_than_256_experts() -> None:
 
 
 def test_trap_layers_of_multi_token_prediction_are_counted_in() -> None:
-    """Their layer numbers begin at 1 again; see test_hooks for the policy's own."""
+    """Their layer numbers begin at 1 again."""
     model, other = moe_policy().models[0], moe_policy().models[0]
     policy = torch.nn.Module()
     policy.decoder, policy.mtp = model.decoder, other.decoder
     assert attach_hooks([policy]) == (1, 2)
-    assert all(layer.mlp.router.router_replay is None for layer in other.decoder.layers)
+    routers = [layer.mlp.router for layer in other.decoder.layers]
+    assert all(router.router_replay is None for router in routers)
+    # By any other name its layer numbers would be the decoder's, unless the routers know it.
+    del policy.mtp
+    policy.further = other.decoder
+    for is_mtp_layer in (True, False):
+        for router in routers:
+            router.is_mtp_layer = is_mtp_layer
+        if is_mtp_layer:
+            assert attach_hooks([policy]) == (1, 2)
+    with pytest.raises(AssertionError, match="two routers of one layer number"):
+        attach_hooks([policy])
 
 
 def test_trap_the_first_mini_batch_has_no_routes_of_its_own() -> None:

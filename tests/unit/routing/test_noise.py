@@ -16,7 +16,7 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import RouterHook, attach_hooks
-from gspo_megatron.routing.noise import RouterNoise, normal
+from gspo_megatron.routing.noise import noisy_routers, normal
 from gspo_megatron.types import RolloutBatch
 from tests.unit.models.one_rank import (
     PAD,
@@ -74,7 +74,7 @@ def test_uniform_numbers_become_normal_ones() -> None:
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda r: "-".join(map(str, r)) or "softmax")
 def test_the_experts_are_those_of_the_noisy_scores(router: dict[str, Any], logits: Tensor) -> None:
     std = 0.3
-    with torch.no_grad(), RouterNoise(std)(numbers, record=True) as experts:
+    with torch.no_grad(), noisy_routers(std, numbers, record=True) as experts:
         chosen = route(logits, router)
     noisy = scores_of(logits, router) + std * normal(numbers(3, EXPERTS)).float()
     if "num_groups" in router:  # a group is worth its best expert: topk / group_topk = 1
@@ -88,14 +88,14 @@ def test_the_experts_are_those_of_the_noisy_scores(router: dict[str, Any], logit
 
 
 def test_nothing_is_recorded_unless_wanted_and_nothing_lasts(logits: Tensor) -> None:
-    with torch.no_grad(), RouterNoise(0.3)(numbers, record=False) as experts:
+    with torch.no_grad(), noisy_routers(0.3, numbers, record=False) as experts:
         route(logits, {})
     assert not experts
     assert torch.equal(route(logits, {}), topk_routing_with_score_function(logits, TOPK)[1])
 
 
 def test_a_pass_with_gradients_is_no_rollout(logits: Tensor) -> None:
-    with RouterNoise(0.3)(numbers, record=False), pytest.raises(AssertionError, match="rollouts"):
+    with noisy_routers(0.3, numbers, record=False), pytest.raises(AssertionError, match="rollouts"):
         route(logits, {})
 
 
@@ -103,7 +103,7 @@ def test_a_pass_with_gradients_is_no_rollout(logits: Tensor) -> None:
     ("overrides", "wrong"),
     [
         ({"num_moe_experts": None}, "routing.rollout_noise = 0.1: the model has no experts"),
-        ({"moe_router_fusion": True}, "a fused router never asks"),
+        ({"moe_router_fusion": True}, "a fused router does not call the hook"),
     ],
 )
 def test_a_model_whose_routers_cannot_be_noisy_is_refused(
@@ -132,7 +132,7 @@ def generate(
         eos_id=NEVER,
         batch_size=batch_size,
         record_routes=True,
-        router_noise=RouterNoise(std) if std else None,
+        router_noise=std,
     )
     requests = Requests(prompts, range(len(prompts)), 3)
     return engine.generate(requests, Sampling(12, **sampling), seed)

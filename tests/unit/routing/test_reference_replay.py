@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.config.schema import RoutingSection
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.routing_replay import RoutingReplay
@@ -163,19 +162,6 @@ def test_volatility_is_of_the_policy_alone() -> None:
     # The first mini-batch's update is another one: what follows differs, but not by much.
     assert mixed.metrics["routing/volatility"] != plain.metrics["routing/volatility"]
     assert mixed.metrics["routing/volatility"] < 0.9
-
-
-def test_the_old_pass_has_to_cover_the_first_mini_batch_for_the_references_sake() -> None:
-    """Under r2 its routes are needed for nothing else."""
-
-    def wants_all(**section: Any) -> bool:
-        routes = RoutingReplay(moe_policy(), RoutingSection(**section), torch.device("cpu"))
-        return routes.records_all
-
-    for policy in MODES:
-        assert wants_all(replay=policy, reference_replay="r2")
-        assert not wants_all(replay=policy)
-        assert not wants_all(replay=policy, reference_replay="r3")
 
 
 def test_routes_for_a_reference_that_never_comes_are_noticed() -> None:

@@ -170,16 +170,13 @@ def test_a_pass_over_one_corpus_sees_every_token(policy: Policy, tmp_path: Path)
 
 
 def test_weights_are_shares_of_samples(policy: Policy, corpora: Corpora) -> None:
-    batches = corpora.batches(policy, data={"weights": [1.0, 3.0]})
-    found = [batches.samples[n]["dataset_id"] for n in range(24)]
-    assert Counter(int(n) for n in found) == {0: 6, 1: 18}
+    def found(batches: PretrainingBatches) -> Counter[int]:
+        return Counter(int(batches.samples[n]["dataset_id"]) for n in range(24))
 
-
-def test_weights_left_open_are_the_tokens(policy: Policy, corpora: Corpora) -> None:
-    batches = corpora.batches(policy)
+    assert found(corpora.batches(policy, data={"weights": [1.0, 3.0]})) == {0: 6, 1: 18}
+    # Those left open are the tokens.
     share = len(corpora.tokens[0]) / sum(map(len, corpora.tokens))
-    found = sum(int(batches.samples[n]["dataset_id"]) == 0 for n in range(24))
-    assert abs(found - 24 * share) <= 1
+    assert abs(found(corpora.batches(policy, "open"))[0] - 24 * share) <= 1
 
 
 def test_held_out_documents_are_not_learned(policy: Policy, corpora: Corpora) -> None:
@@ -248,19 +245,10 @@ def test_rows_are_those_of_the_packer(cp: int) -> None:
     learned = torch.ones(3, length, dtype=torch.bool)
     learned[:, -1] = False
     for rank in range(cp):
-        mine = rows_of_samples(
-            tokens, labels, learned, context_parallel_size=cp, context_parallel_rank=rank
-        )
-        theirs = pack(
-            list(tokens),
-            [length - 1] * 3,
-            [0] * 3,
-            range(3),
-            pad_id=0,
-            padded=True,
-            context_parallel_size=cp,
-            context_parallel_rank=rank,
-        )
+        place = {"context_parallel_size": cp, "context_parallel_rank": rank}
+        mine = rows_of_samples(tokens, labels, learned, **place)
+        lengths = [length - 1] * 3
+        theirs = pack(list(tokens), lengths, [0] * 3, range(3), pad_id=0, padded=True, **place)
         for name in ("input_ids", "position_ids", "boundaries", "token_rows", "targets"):
             assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
         assert torch.equal(mine.sequence_index, theirs.sequence_index)

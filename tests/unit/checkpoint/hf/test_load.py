@@ -105,7 +105,7 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="Qwen3NextForCausalLM.*unknown; did you mean Qwen3"):
+    with pytest.raises(DataError, match="Qwen3NextForCausalLM.*not supported; supported: Qwen3"):
         load_hf(folder, policy)
 
 
