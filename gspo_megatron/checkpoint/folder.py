@@ -1,7 +1,7 @@
-"""The folder of a run's checkpoints: how one gets into it, whole or not at all, and when it goes.
+"""The folder of a run's checkpoints: how they are published, and which ones are removed.
 
-A checkpoint is written into `.partial-NAME-TOKEN`, and has its own name only once every byte of it
-is on the disk. Whatever begins with `.partial-` is what a killed process left behind.
+A checkpoint is written to `.partial-NAME-TOKEN` and renamed when all its bytes are on the disk.
+Killed processes leave folders whose names begin with `.partial-`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,18 +42,18 @@ class Position:
 
     @property
     def order(self) -> tuple[int, int, bool]:
-        """What sorts positions as a run passes them."""
+        """Sorts positions in the order in which a run reaches them."""
         return PHASES.index(self.phase), self.step, self.rolled_out
 
     @classmethod
     def of_name(cls, name: str) -> Position | None:
-        """The position that a folder's name tells, None for the name of anything else."""
+        """The position of the checkpoint with this name; None for other names."""
         found = _NAME.fullmatch(name)
         return cls(found[1], int(found[2]), found[3] is not None) if found else None
 
 
 def positions(checkpoints: Path) -> list[Position]:
-    """Of all folders there that have a checkpoint's name, the newest first."""
+    """The positions of the checkpoints in a folder, the newest first."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         names = [path.name for path in checkpoints.iterdir() if path.is_dir()]
         found = [p for p in map(Position.of_name, names) if p is not None]
@@ -62,57 +62,53 @@ def positions(checkpoints: Path) -> list[Position]:
 
 
 class Publication:
-    """One checkpoint on its way into a folder; every rank may write into `folder`."""
+    """A checkpoint that is being written; every rank may write into `folder`."""
 
     def __init__(self, parent: Path, name: str, token: str | None = None) -> None:
-        """`token` is that of the rank that began it, on all others."""
+        """`token`: that of the rank that calls `begin`; None on that rank."""
         self.parent, self.name = parent, name
         self.token = secrets.token_hex(4) if token is None else token
         self.folder = parent / f"{_PARTIAL}{name}-{self.token}"
 
     def begin(self) -> None:
-        """Make the folder to write into; one rank does. Raises OSError."""
+        """Make the folder; one rank does it. Raises OSError."""
         self.folder.mkdir(parents=True)
 
     def publish(self, files: Files) -> Path:
-        """Give the checkpoint its name, with `files` for a manifest; they are on the disk already
-        (`sync_file`). One rank does. Returns its path. Raises OSError."""
-        manifest = self.folder / MANIFEST
-        manifest.write_bytes(dump_manifest(files))
-        sync_file(manifest)
-        for folder in [self.folder, *(p for p in self.folder.rglob("*") if p.is_dir())]:
-            sync_folder(folder)
+        """Give the checkpoint its name, with a manifest of `files`, which are on the disk already.
+        One rank does it. Returns the checkpoint's path. Raises OSError."""
+        write_file(self.folder / MANIFEST, dump_manifest(files))
+        sync_folders(self.folder)
         path = self.parent / self.name
-        # What has the name already is damaged: the run was resumed from a checkpoint before it.
+        # A checkpoint of this name is damaged: the run was resumed from an older one.
         before = hide(path) if path.exists() else None
         self.folder.rename(path)
-        sync_folder(self.parent)
+        sync(self.parent)
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
         return path
 
     def abandon(self) -> None:
-        """Take away what was written; one rank does."""
+        """Remove what was written; one rank does it."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def set_latest(checkpoints: Path, name: str) -> None:
-    """Let the file `latest` name a checkpoint; it is replaced in one piece. Raises OSError."""
+    """Write a checkpoint's name into the file `latest`, atomically. Raises OSError."""
     partial = checkpoints / f"{_PARTIAL}{LATEST}"
-    partial.write_text(f"{name}\n")
-    sync_file(partial)
+    write_file(partial, f"{name}\n".encode())
     partial.replace(checkpoints / LATEST)
-    sync_folder(checkpoints)
+    sync(checkpoints)
 
 
 def hide(path: Path) -> Path:
-    """Take a checkpoint's name away, to remove it: killed half way, that leaves nothing that looks
-    like a checkpoint. Returns where it is then. Raises OSError."""
+    """Rename a checkpoint that will be removed, so that a partly removed one does not look like a
+    checkpoint. Returns its new path. Raises OSError."""
     return path.rename(path.with_name(f"{_PARTIAL}{path.name}-{secrets.token_hex(4)}"))
 
 
 def remove_leftovers(checkpoints: Path) -> list[str]:
-    """Remove what killed processes left half written or half removed; returns the names."""
+    """Remove what killed processes have left; returns the names."""
     left = sorted(checkpoints.glob(f"{_PARTIAL}*"))
     for path in left:
         if path.is_dir():
@@ -124,15 +120,15 @@ def remove_leftovers(checkpoints: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay when a new one has come."""
+    """Which checkpoints are kept: the newest ones, the best ones, and some at regular steps."""
 
-    last: int | None  # the newest so many; None: all
-    best: int  # those with the highest metric
-    every: int  # those whose step is a multiple; 0: none
+    last: int | None  # how many of the newest; None: all
+    best: int  # how many with the highest metric
+    every: int  # those whose step is a multiple of it; 0: none
 
     def surplus(self, metrics: dict[Position, float | None]) -> list[Position]:
-        """Of all checkpoints, each with its metric if it has one, those to be removed. The newest
-        is never among them."""
+        """Of all checkpoints, with their metrics (None: has none), those to be removed; never the
+        newest."""
         ordered = sorted(metrics, key=lambda position: position.order)
         if self.last is None:
             return []
@@ -147,35 +143,35 @@ class Retention:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write below a folder, which need not exist yet."""
+    """Free bytes on the disk of a folder, which need not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
-def sync_file(path: Path) -> None:
-    """Wait until a file's contents are on the disk. Raises OSError."""
-    with _descriptor(path) as descriptor:
-        os.fsync(descriptor)
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on the disk. Raises OSError."""
+    path.write_bytes(content)
+    sync(path)
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk. Raises OSError."""
-    with _descriptor(path) as descriptor:
+def sync(path: Path) -> None:
+    """Wait until a file's contents, or the names in a folder, are on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folders(top: Path) -> None:
+    """Wait until all names in a folder and below it are on the disk. Raises OSError."""
+    for folder in [top, *(path for path in top.rglob("*") if path.is_dir())]:
+        sync(folder)
 
 
 def owned_by(names: Sequence[str], rank: int, world_size: int) -> list[str]:
-    """The files of a checkpoint that this rank wrote, by their names: `__3_0.distcp` and
-    `rank_00003…` are rank 3's; whatever names no rank is rank 0's."""
+    """The files of a checkpoint that this rank wrote, by their names: rank 3 wrote `__3_0.distcp`
+    and `rank_00003…`. Files without a rank in their name belong to rank 0."""
     owners = ((name, re.search(r"(?:^|/)(?:__|rank_0*)(\d+)[^/]*$", name)) for name in names)
     return [n for n, found in owners if (int(found[1]) % world_size if found else 0) == rank]
-
-
-@contextlib.contextmanager
-def _descriptor(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

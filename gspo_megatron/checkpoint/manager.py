@@ -1,4 +1,4 @@
-"""When a run is saved, what is saved, and what a run restores."""
+"""When a run is saved, what is saved, and what a resumed run restores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from gspo_megatron.checkpoint.folder import (
     positions,
     remove_leftovers,
     set_latest,
+    write_file,
 )
+from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
 from gspo_megatron.checkpoint.resume import Start, run_folder
 from gspo_megatron.checkpoint.rng import save_rng
 from gspo_megatron.checkpoint.run_state import (
@@ -32,13 +34,7 @@ from gspo_megatron.checkpoint.run_state import (
     versions,
 )
 from gspo_megatron.checkpoint.start import load_reference
-from gspo_megatron.checkpoint.storage import write_file
-from gspo_megatron.checkpoint.tensors import (
-    load_model,
-    load_optimizer,
-    load_trainer_state,
-    trainer_state,
-)
+from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.config import Config, to_yaml
 from gspo_megatron.config.problems import did_you_mean, nearest, problem
@@ -53,8 +49,7 @@ from gspo_megatron.platform.stop import StopRun, StopSignals
 
 
 class Checkpoints:
-    """A run's checkpoints; every rank calls everything. Nothing is saved with interval 0, and a run
-    without an earlier one has nothing to restore."""
+    """A run's checkpoints; every rank calls every method. With interval 0 nothing is saved."""
 
     def __init__(
         self,
@@ -65,10 +60,8 @@ class Checkpoints:
         stop: StopSignals,
         hf: Any = None,
     ) -> None:
-        """`hf` is the config.json of the Hugging Face model that the weights come from.
-
-        Raises UserError where the disk has no room for one checkpoint.
-        """
+        """`hf`: config.json of the Hugging Face model that the weights come from. Raises UserError
+        where the disk has no room for one checkpoint."""
         self.config, self.section, self.policy = config, config.checkpoint, policy
         self.logger, self.start, self.stop = logger, start, stop
         self.folder = run_folder(config) / CHECKPOINTS
@@ -82,8 +75,8 @@ class Checkpoints:
     # What a run restores
 
     def restore(self, phase: str, trainer: Trainer, loader: PromptLoader) -> int:
-        """Put a phase's optimizer, schedule and prompts where they were; the policy has its weights
-        already. Returns the finished steps, 0 where the phase begins."""
+        """Restore a phase's optimizer, schedule and prompt order; the policy has its weights
+        already. Returns the number of finished steps, 0 where the phase begins."""
         state, checkpoint = self.start.state, self.start.checkpoint
         if state is None or checkpoint is None or state.phase != phase:
             return 0
@@ -94,8 +87,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def reference_weights(self, *, needed: bool) -> Iterator[None]:
-        """Inside, if they are `needed`, the policy has the weights that RL starts from. A new run
-        saves them here, a resumed one reads them and gets its own weights back at the end."""
+        """Inside, if `needed`, the policy has the weights that RL starts from. A new run saves
+        them here; a resumed run reads them and gets its own weights back at the end."""
         resumed = self.start.state is not None and self.start.state.phase == RL
         if needed and resumed:
             load_reference(self.config, self.policy)
@@ -122,11 +115,10 @@ class Checkpoints:
         *,
         is_last: bool,
     ) -> None:
-        """Save where it is time to: by the interval, at a phase's end, when told to stop.
+        """Save the run if this step is due: by the interval, at the phase's end, on a stop signal.
 
-        Raises StopRun, on all ranks, where the run is to end here, and UserError where it has to be
-        saved and cannot. Otherwise a checkpoint that cannot be written is warned of, and the run
-        goes on: the next one may fit.
+        Raises StopRun, on all ranks, after a stop signal. A failed save is a UserError at the
+        phase's end and after a stop signal; elsewhere it is a warning, and the run continues.
         """
         interval = self.section.interval
         if not interval:
@@ -149,8 +141,7 @@ class Checkpoints:
     def _warn_of_missing_metric(
         self, step: int, metrics: Mapping[str, float], is_last: bool
     ) -> None:
-        """Warn, once in a run, if a checkpoint lacks the metric that `keep_best` needs, although
-        this step should have it."""
+        """Warn, once in a run, if this step should have the metric of `keep_best` and has not."""
         name, every = self.section.best_metric, self.config.training.evaluation_interval
         if not self.section.keep_best or name in metrics:
             return
@@ -172,9 +163,9 @@ class Checkpoints:
         description: dict[str, Any],
         write_rollouts: Callable[[Path], None],
     ) -> None:
-        """If the run is told to stop, save it with the responses of `step`, whose update is still
-        to come, and raise StopRun on all ranks. `write_rollouts` writes this rank's responses
-        below a folder; `description` is what describes them in JSON."""
+        """On a stop signal, save the run with the responses of `step`, before its update, and raise
+        StopRun on all ranks. `write_rollouts` writes this rank's responses into a folder;
+        `description` describes them in JSON."""
         if not self.section.interval or not any_rank([self.stop.is_requested])[0]:
             return
         state = self._state(RL, step - 1, trainer, loader)
@@ -183,7 +174,7 @@ class Checkpoints:
         raise StopRun(self._stopped(state.position))
 
     def close(self) -> None:
-        """Wait for what is still being written or removed; at the end of a run that ends well."""
+        """Wait for checkpoints that are still being written or removed."""
         if self.section.interval:
             self._warn(self.writer.finish())
             self.writer.wait_for_removal()
@@ -196,7 +187,7 @@ class Checkpoints:
         *,
         must: bool,
     ) -> None:
-        self._warn(self.writer.finish())  # the one before took longer than the interval
+        self._warn(self.writer.finish())  # the previous one took longer than the interval
         self.logger.sync()
 
         def write_small(folder: Path) -> None:
@@ -241,55 +232,48 @@ class Checkpoints:
             write_file(folder / MODEL_FILE, (json.dumps(self._model, indent=1) + "\n").encode())
 
     def _prepare(self) -> None:
-        """On the main rank, before training: a tidy folder, with room for a checkpoint."""
+        """On the main rank, before training: clean the folder, and look for free disk space."""
         remove_leftovers(self.folder)
         self._fingerprints = fingerprints(self.config)
-        refusal = self.writer.lacks_room()
-        if refusal is not None:
+        if refusal := self.writer.lacks_room():
             raise UserError(
                 f"{self.folder}: no room for a checkpoint: {refusal}; free some, give another "
                 "logging.dir, or set checkpoint.interval=0"
             )
 
     def _drop_surplus(self, newest: Position) -> None:
-        """On the main rank. Checkpoints after the newest are damaged: the run will replace them."""
+        """On the main rank. Later checkpoints than the newest are damaged: the run will replace
+        them."""
         section = self.section
-        found = {}
+        found: dict[Position, float | None] = {}
         for position in positions(self.folder):
             if position.order <= newest.order:
-                found[position] = self._metric(position)
+                found[position] = None
+                if section.keep_best:
+                    with contextlib.suppress(DataError):
+                        state = RunState.read(self.folder / position.name)
+                        found[position] = state.metrics.get(section.best_metric)
         keep = Retention(section.keep_last, section.keep_best, section.keep_every)
-        surplus = [self.folder / position.name for position in keep.surplus(found)]
-        self.writer.remove([hide(path) for path in surplus])
-
-    def _metric(self, position: Position) -> float | None:
-        if not self.section.keep_best:
-            return None
-        try:
-            state = RunState.read(self.folder / position.name)
-        except DataError:
-            return None
-        return state.metrics.get(self.section.best_metric)
+        self.writer.remove([hide(self.folder / each.name) for each in keep.surplus(found)])
 
     def _stopped(self, position: Position) -> str:
         where = f"after step {position.step} of {position.phase}"
         if position.rolled_out:
             where += f", and with the responses of step {position.step + 1} sampled"
-        return (
-            f"stopped as asked, {where}: {self.folder / position.name}; the same command goes on "
-            "from there"
-        )
+        path = self.folder / position.name
+        return f"stopped as asked, {where}: {path}; the same command resumes the run from there"
 
     def _warn(self, problem: str | None) -> None:
         if problem is not None:
             self.logger.note(
-                f"warning: trouble with a checkpoint: {problem}; the run goes on, and the next "
-                "one is tried in time"
+                f"warning: problem with a checkpoint: {problem}; the run continues, and tries "
+                "again at the next one"
             )
 
     def _raise(self, problem: str | None) -> None:
         if problem is not None:
             raise UserError(
-                f"{self.folder}: the run ends here, with trouble saving it: {problem}; once that "
-                "is mended, the same command goes on from the newest checkpoint there is"
+                f"{self.folder}: the run ends here, because of a problem with saving it: "
+                f"{problem}; when that is solved, the same command resumes the run from its newest "
+                "checkpoint"
             )

@@ -1,15 +1,14 @@
-"""manifest.json: size and CRC-32 of every file of a checkpoint, written last.
+"""manifest.json: size and CRC-32 of every file of a checkpoint; written last.
 
-A folder without one is no checkpoint. With it, files that are cut short, altered, missing or
-foreign are found.
+With it, files that are cut short, altered, missing or foreign are found.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gspo_megatron.observe.heartbeat import heartbeat
@@ -56,10 +55,7 @@ def files_below(folder: Path) -> list[str]:
 
 def dump_manifest(files: Mapping[str, FileRecord]) -> bytes:
     """The contents of manifest.json."""
-    table = {
-        name: {"bytes": record.bytes, "crc32": record.crc32}
-        for name, record in sorted(files.items())
-    }
+    table = {name: asdict(record) for name, record in sorted(files.items())}
     whole = {"format": FORMAT, "version": VERSION, "files": table}
     return (json.dumps(whole, indent=1) + "\n").encode()
 
@@ -76,11 +72,9 @@ def read_manifest(folder: Path) -> Files:
         raise ManifestError(f"{MANIFEST}: damaged, it is not JSON") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ManifestError(f"{MANIFEST}: not that of a {FORMAT}")
-    version = content.get("version")
-    if version != VERSION:
-        raise ManifestError(
-            f"{MANIFEST}: of version {version!r}, this program reads version {VERSION}"
-        )
+    if (version := content.get("version")) != VERSION:
+        text = f"of version {version!r}, this program reads version {VERSION}"
+        raise ManifestError(f"{MANIFEST}: {text}")
     try:
         return {
             str(name): FileRecord(int(record["bytes"]), str(record["crc32"]))
@@ -99,9 +93,9 @@ def find_damage(
 ) -> list[str]:
     """What is wrong with a checkpoint, one line a file; empty if nothing is.
 
-    share: (rank, size); only every size-th file is checked, so that many ranks read a large
-    checkpoint together; contents: whether checksums are compared, or sizes alone; only: which files
-    are checked, by their names.
+    share: (rank, size), only every size-th file is checked, so that ranks read a checkpoint
+    together; contents: whether checksums are compared, or sizes alone; only: which files are
+    checked, by their names.
     """
     rank, size = share
     wanted = only or (lambda _: True)
@@ -119,8 +113,21 @@ def find_damage(
     return damage
 
 
+def first_whole(
+    checkpoints: Iterable[Path], damage_of: Callable[[Path], list[str]]
+) -> tuple[Path | None, dict[Path, list[str]]]:
+    """The first checkpoint without damage (None: there is none), and the damage of those before
+    it."""
+    damage = {}
+    for checkpoint in checkpoints:
+        if not (found := damage_of(checkpoint)):
+            return checkpoint, damage
+        damage[checkpoint] = found
+    return None, damage
+
+
 def damage_notes(name: str, damage: Sequence[str]) -> list[str]:
-    """Messages about a checkpoint that is skipped, with what is wrong with its files."""
+    """Messages about a damaged checkpoint that is skipped."""
     shown = [f"checkpoint {name} is damaged and not used: {line}" for line in damage[:_LINES_SHOWN]]
     if len(damage) > _LINES_SHOWN:
         shown.append(f"checkpoint {name}: {len(damage) - _LINES_SHOWN} more files are damaged")

@@ -1,8 +1,7 @@
 """Every tensor of the model on this rank as boxes of layout-independent global tensors.
 
-The places come from Megatron-Core's sharded_state_dict. Added here: which ranges of a flat
-parameter belong to which box, because the distributed optimizer cuts parameters anywhere; and the
-scales of FP8 matrix products.
+The places come from Megatron-Core's sharded_state_dict. Added here: the boxes of any range of a
+flat parameter, for the distributed optimizer; and the scales of FP8 matrix products.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.fp8_utils import get_fp8_recipe
-from torch import Tensor, nn
+from torch import Tensor
 
 from gspo_megatron.checkpoint.hf.weight_map import is_one_matrix, is_vocabulary, native_name
 from gspo_megatron.checkpoint.storage import Piece
@@ -30,6 +29,7 @@ from gspo_megatron.models.build import Policy
 _EXTRA_STATE = "_extra_state"
 _DIRECTIONS = {"fwd": "scaling_fwd", "bwd": "scaling_bwd"}
 _TENSORS = ("scale", "amax_history")
+_LINEAR = {"Linear", "LayerNormLinear", "GroupedLinear"}
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,14 @@ def _piece(part: ShardedTensor, tensor: Tensor, vocab_size: int) -> ModelPiece:
         shape[0] = max(0, min(shape[0], vocab_size - part.global_offset[0]))
     offset = list(part.global_offset)
     if is_one_matrix(part.key):
-        shape, global_shape, offset = _half(shape, global_shape, offset)
+        # rows of [experts, 2 * ffn, hidden] as rows of [experts, 2, ffn, hidden]; Megatron-Core's
+        # factory for gated layers cuts between the halves
+        width = global_shape[1] // 2
+        half, first = divmod(offset[1], width)
+        assert first + shape[1] <= width, f"rows of both halves: {offset}, {shape}"
+        shape[1:1] = [1]
+        global_shape[1:2] = [2, width]
+        offset[1:2] = [half, first]
     replica = part.replica_id
     return ModelPiece(
         key=native_name(part.key),
@@ -114,19 +121,6 @@ def _piece(part: ShardedTensor, tensor: Tensor, vocab_size: int) -> ModelPiece:
     )
 
 
-def _half(
-    shape: list[int], global_shape: list[int], offset: list[int]
-) -> tuple[list[int], list[int], list[int]]:
-    """Rows of [experts, 2 * ffn, hidden] as rows of [experts, 2, ffn, hidden]. Megatron-Core's
-    factory for gated layers cuts between the halves."""
-    experts, rows, hidden = global_shape
-    width = rows // 2
-    half, first = divmod(offset[1], width)
-    assert first + shape[1] <= width, f"rows {offset[1]} to {offset[1] + shape[1]} of both halves"
-    place = [offset[0], half, first, offset[2]]
-    return [shape[0], 1, *shape[1:]], [experts, 2, width, hidden], place
-
-
 def pieces_to_write(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
     """This rank's share of the weights. Of the data-parallel ranks that hold a piece, one writes
     it: the one with the least to write so far, beginning with the largest piece."""
@@ -134,7 +128,8 @@ def pieces_to_write(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
     expert = parallel_state.get_expert_data_parallel_world_size()
     for size, is_expert in ((dense, False), (expert, True)):
         loads = [0] * size
-        mine = [p for p in pieces if _is_expert(p) == is_expert and p.is_original]
+        of_group = [p for p in pieces if getattr(p.tensor, "allreduce", True) != is_expert]
+        mine = [p for p in of_group if p.is_original]
         for piece in sorted(mine, key=lambda p: -math.prod(p.shape)):  # stable: alike on all ranks
             writer = loads.index(min(loads))
             loads[writer] += math.prod(piece.shape)
@@ -152,36 +147,26 @@ def pieces_to_read(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
             yield piece.whole()
 
 
-def _is_expert(piece: ModelPiece) -> bool:
-    return not getattr(piece.tensor, "allreduce", True)
-
-
 def boxes(
     shape: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Elements start to stop of a flattened tensor as boxes (offset, size) in order: at most
     2 * axes - 1 of them."""
-    if start >= stop:
-        return
-    if len(shape) < 2:
+    if len(shape) < 2 and start < stop:
         yield (start,) * len(shape), (stop - start,) * len(shape)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # inside one row
-        yield from _in_row(shape, last, start - last * row, stop - last * row)
-        return
-    yield from _in_row(shape, first - 1, row - (first * row - start), row)
-    if first < last:
-        yield (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])
-    yield from _in_row(shape, last, 0, stop - last * row)
-
-
-def _in_row(
-    shape: Sequence[int], row: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    for offset, size in boxes(shape[1:], start, stop):
-        yield (row, *offset), (1, *size)
+    while start < stop:
+        index, inside = divmod(start, row)
+        rows = 0 if inside else (stop - start) // row
+        if rows:
+            yield (index, *[0] * (len(shape) - 1)), (rows, *shape[1:])
+            start += rows * row
+            continue
+        end = min(stop - index * row, row)
+        for offset, size in boxes(shape[1:], inside, end):
+            yield (index, *offset), (1, *size)
+        start = index * row + end
 
 
 def keeps_scales(policy: Policy) -> bool:
@@ -191,16 +176,13 @@ def keeps_scales(policy: Policy) -> bool:
 
 
 def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
-    """Scales and histories of all matrix products of this rank; empty where none are kept. They are
-    allocated for modules that have not computed yet.
+    """Scales and histories of all matrix products of this rank, allocated where a module has not
+    computed yet; empty where none are kept. `originals_only`: of copies, only the first rank's; all
+    ranks of a pipeline stage hold the same.
 
-    Transformer Engine's own form, `_extra_state`, is one pickle per module: newer versions refuse
-    to read it, it is empty after a forward pass in bf16, and Megatron-Core cuts an expert's scales
-    out of it in an order that versions since 2.3 do not have. So the tensors themselves are stored,
-    at the places of Megatron-Core's sharded state dict.
-
-    All ranks of a pipeline stage hold the same: Transformer Engine takes the largest values over
-    them. `originals_only`: of copies, only the first rank's.
+    Not stored in Transformer Engine's form, `_extra_state`, one pickle per module: newer versions
+    refuse to read it, it is empty after a forward pass in bf16, and Megatron-Core cuts an expert's
+    scales out of it in an order that versions since 2.3 do not have.
     """
     if not keeps_scales(policy):
         return []
@@ -213,9 +195,16 @@ def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
             if not (isinstance(entry, ShardedObject) and name.endswith(_EXTRA_STATE)):
                 continue
             module = model.get_submodule(name.removesuffix(f".{_EXTRA_STATE}"))
-            if not _has_fp8_products(module) or (originals_only and any(entry.replica_id)):
+            # linear layers; attention computes in higher precision
+            kinds = {kind.__name__ for kind in type(module).__mro__} & _LINEAR
+            if not (kinds and hasattr(module, "fp8_meta")):
                 continue
-            _allocate_scales(module, recipe)
+            if originals_only and any(entry.replica_id):
+                continue
+            if "scaling_bwd" not in module.fp8_meta:  # as the module's first forward pass would
+                module.fp8_meta["recipe"] = recipe
+                module.fp8_meta["num_gemms"] = getattr(module, "num_gemms", 1)
+                module.init_fp8_meta_tensors(recipe)
             key = entry.key.removesuffix(f".{_EXTRA_STATE}")
             found += scale_boxes(module, key, entry.global_offset[-1], entry.global_shape[-1])
     return found
@@ -240,20 +229,3 @@ def scale_boxes(module: Any, key: str, first: int, total: int) -> Iterator[Piece
                 (*rows, total, data.shape[-1]),
                 (*(0 for _ in rows), first, 0),
             )
-
-
-def _has_fp8_products(module: nn.Module) -> bool:
-    """Of linear layers; attention computes in higher precision."""
-    names = {kind.__name__ for kind in type(module).__mro__}
-    return bool(names & {"Linear", "LayerNormLinear", "GroupedLinear"}) and hasattr(
-        module, "fp8_meta"
-    )
-
-
-def _allocate_scales(module: Any, recipe: Any) -> None:
-    """Allocate the scales, as the module's first forward pass would."""
-    if "scaling_bwd" in module.fp8_meta:
-        return
-    module.fp8_meta["recipe"] = recipe
-    module.fp8_meta["num_gemms"] = getattr(module, "num_gemms", 1)
-    module.init_fp8_meta_tensors(recipe)

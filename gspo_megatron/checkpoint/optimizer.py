@@ -1,11 +1,9 @@
 """The distributed optimizer's state as boxes of global tensors, independent of the layout.
 
-Megatron-Core's own formats are not: `dp_reshardable` depends on the layout of its buffers,
-`fully_sharded_model_space` needs flattened ranges that ShardedTensor no longer has, and
-`fully_reshardable` gathers each buffer on one rank, and its keys depend on the number of
-optimizers, so state is not found after a change of EP. Here every data-parallel rank writes the
-ranges that it owns and reads those that it will own. Nothing is gathered, and the keys
-`optimizer.<param | exp_avg | exp_avg_sq>.<parameter>` are the same on every layout.
+Megatron-Core's formats depend on the layout: `dp_reshardable` on that of its buffers,
+`fully_reshardable` in its keys on the number of optimizers, and so on EP (it also gathers each
+buffer on one rank). Here every data-parallel rank writes the ranges that it owns, and reads those
+that it will own; the keys are `optimizer.<param | exp_avg | exp_avg_sq>.<parameter>`.
 """
 
 from __future__ import annotations
@@ -134,7 +132,8 @@ def groups_document(optimizer: MegatronOptimizer) -> dict[str, Any]:
     groups = []
     for part in _parts(optimizer):
         for group in part.optimizer.param_groups:
-            values = {key: _plain(group.get(key)) for key in (*_GROUP_KEYS, *_SCHEDULED)}
+            values = {key: group.get(key) for key in (*_GROUP_KEYS, *_SCHEDULED)}
+            values = {k: v.item() if torch.is_tensor(v) else v for k, v in values.items()}
             if values not in groups:
                 groups.append(values)
     return {"step": _steps(optimizer), "groups": groups}
@@ -210,7 +209,3 @@ def _steps(optimizer: MegatronOptimizer) -> int:
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(key) for key in _GROUP_KEYS)
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if torch.is_tensor(value) else value

@@ -1,7 +1,6 @@
-"""What a run begins with: the newest whole checkpoint in its folder, given weights, or nothing.
+"""What a run starts from: the newest undamaged checkpoint in its folder, given weights, or nothing.
 
-The same command resumes the run in its folder. Nothing here imports torch, so that a refusal comes
-before anything is started.
+Nothing here imports torch: mistakes are reported before anything is started.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
-from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage
+from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage, first_whole
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE
 from gspo_megatron.checkpoint.run_state import (
     CONFIG_FILE,
@@ -31,7 +30,7 @@ from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.errors import ConfigError, DataError, UserError
 from gspo_megatron.files import folder_lacks
 
-# Fields of TransformerConfig that a run on given weights may choose anew: which tokens are dropped.
+# Fields of TransformerConfig that a run on given weights may change: which tokens are dropped.
 _NEW_CHOICES = (
     "moe_expert_capacity_factor",
     "moe_expert_rank_capacity_factor",
@@ -39,12 +38,10 @@ _NEW_CHOICES = (
     "moe_token_drop_policy",
 )
 
-Damage = Mapping[str, Sequence[str]]  # what is wrong, by the checkpoint's name
-
 
 @dataclass
 class Start:
-    """What a run goes on from; nothing for one that begins."""
+    """The checkpoint that a run resumes; all fields are empty for a new run."""
 
     checkpoint: Path | None = None
     state: RunState | None = None
@@ -58,43 +55,42 @@ def run_folder(config: Config) -> Path:
 
 
 def candidates(config: Config, *, fresh: bool) -> list[Path]:
-    """The checkpoints that a run may go on from, the newest first, whole or not. Raises UserError
-    where `fresh` forbids what is there."""
+    """The run's checkpoints, the newest first, damaged ones too. Raises UserError if `fresh` is set
+    and the folder is not empty."""
     folder = run_folder(config)
-    if fresh:
-        if folder.exists() and not _is_empty(folder):
-            raise UserError(
-                f"--fresh: {folder} is not empty; move it away, or give another logging.dir"
-            )
-        return []
-    return [folder / CHECKPOINTS / position.name for position in positions(folder / CHECKPOINTS)]
+    if not fresh:
+        return [folder / CHECKPOINTS / each.name for each in positions(folder / CHECKPOINTS)]
+    if folder.is_dir():
+        is_empty = all(path.name == LOCK_FILE for path in folder.iterdir())
+    else:
+        is_empty = not folder.exists()
+    if not is_empty:
+        raise UserError(
+            f"--fresh: {folder} is not empty; move it away, or give another logging.dir"
+        )
+    return []
 
 
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and all(path.name == LOCK_FILE for path in folder.iterdir())
+def conclude(config: Config, chosen: Path | None, damage: Mapping[Path, Sequence[str]]) -> Start:
+    """The start of a run from the newest undamaged checkpoint; `damage`: that of newer ones.
 
-
-def conclude(config: Config, chosen: Path | None, damage: Damage) -> Start:
-    """The start of a run, once it is known which checkpoint is the newest whole one, and what is
-    wrong with those after it.
-
-    Raises UserError where none is whole, and ConfigError with all keys that have changed and must
-    not.
+    Raises UserError where all are damaged, and ConfigError with all keys that must not change and
+    have changed.
     """
-    notes = [line for name, lines in damage.items() for line in damage_notes(name, lines)]
+    notes = [line for path, lines in damage.items() for line in damage_notes(path.name, lines)]
     if chosen is None:
         if damage:
             where = run_folder(config)
             notes.append(
-                f"{where}: no checkpoint of this run is whole; mend one, or move the folder away "
-                "to begin anew"
+                f"{where}: all checkpoints of this run are damaged; repair one, or move the folder "
+                "away to start again"
             )
             raise UserError("\n".join(notes))
         return Start()
     state = RunState.read(chosen)
-    notes.append(f"going on from {chosen}")
+    notes.append(f"resuming from {chosen}")
     if damage:
-        notes[-1] += ", the newest whole checkpoint"
+        notes[-1] += ", the newest undamaged checkpoint"
     notes += _changes(config, chosen, state)
     last = config.phase if isinstance(config, StageConfig) else "rl"
     done = state.phase == last and state.step >= config.training.steps and not state.rollouts
@@ -102,17 +98,11 @@ def conclude(config: Config, chosen: Path | None, damage: Damage) -> Start:
 
 
 def preview(config: Config, *, fresh: bool) -> Start:
-    """What the ranks will find, by the sizes of files alone. Raises as `candidates` and `conclude`
-    do, and UserError where the run folder cannot be written."""
-    damage: dict[str, list[str]] = {}
-    for checkpoint in candidates(config, fresh=fresh):
-        wrong = find_damage(checkpoint, contents=False)
-        if not wrong:
-            start = conclude(config, checkpoint, damage)
-            break
-        damage[checkpoint.name] = wrong
-    else:
-        start = conclude(config, None, damage)
+    """The start that the ranks will find; only sizes of files are compared. Raises what
+    `candidates` and `conclude` raise, and UserError where the run folder cannot be written."""
+    found = candidates(config, fresh=fresh)
+    chosen, damage = first_whole(found, lambda path: find_damage(path, contents=False))
+    start = conclude(config, chosen, damage)
     lacks = None if start.is_finished else folder_lacks(run_folder(config))
     if lacks is not None:
         raise UserError(problem("logging.dir", str(config.logging.dir), lacks))
@@ -120,25 +110,25 @@ def preview(config: Config, *, fresh: bool) -> Start:
 
 
 def finished_text(config: Config, state: RunState) -> str:
-    """What to print about a run that is finished already."""
+    """What to print about a finished run."""
     folder, steps = run_folder(config), config.training.steps
     newest = folder / CHECKPOINTS / state.position.name
     ways = []
     if config.optimizer.decay == "constant":
-        ways.append("raise training.steps to go on")
+        ways.append("raise training.steps to continue")
     ways.append(f"give {_on_these_weights(config, newest)} to train its weights")
-    ways.append("move the folder away to begin anew")
+    ways.append("move the folder away to start again")
     return f"{folder}: finished, with {state.step} of {steps} steps; {'; '.join(ways)}"
 
 
 def _on_these_weights(config: Config, checkpoint: Path) -> str:
-    """The keys with which another run begins from the weights of a checkpoint."""
+    """The keys with which another run starts from the weights of a checkpoint."""
     source = "" if config.model.hf_path is None else ", model.hf_path=null"
     return f"another logging.dir{source} and model.checkpoint_path={checkpoint}"
 
 
 def given_checkpoint(path: str) -> Path:
-    """The checkpoint that model.checkpoint_path means. Raises DataError."""
+    """The checkpoint of model.checkpoint_path, which may be a run folder. Raises DataError."""
     given = Path(path)
     if (given / MANIFEST).is_file():
         return given
@@ -150,17 +140,22 @@ def given_checkpoint(path: str) -> Path:
 
 
 def check_given(config: Config, vocab_size: int) -> None:
-    """Look at what model.checkpoint_path names without reading its tensors. Raises UserError."""
+    """Check the checkpoint of model.checkpoint_path without reading its tensors. Raises
+    UserError."""
     checkpoint = given_checkpoint(str(config.model.checkpoint_path))
-    damage = find_damage(checkpoint, contents=False, only=is_of_model)
-    if damage:
-        raise DataError("\n".join(f"{checkpoint}: {line}" for line in damage))
+    refuse_damage(checkpoint, find_damage(checkpoint, contents=False, only=is_of_model))
     weights_fit(checkpoint, config, vocab_size)
 
 
+def refuse_damage(checkpoint: Path, damage: Sequence[str]) -> None:
+    """Raise DataError where a checkpoint is damaged."""
+    if damage:
+        raise DataError("\n".join(f"{checkpoint}: {line}" for line in damage))
+
+
 def weights_fit(checkpoint: Path, config: Config, vocab_size: int) -> None:
-    """Raise ConfigError with everything in which a checkpoint's model computes something else than
-    the configured one: sizes, and the other numbers of its function."""
+    """Raise ConfigError with all differences between a checkpoint's model and the configured one,
+    in sizes and in other settings that change its results."""
     there = read_model(checkpoint)
     shape = config.resolved_model()
     wanted = {**shape.megatron, **vars(shape), "vocab_size": vocab_size}
@@ -182,12 +177,12 @@ def weights_fit(checkpoint: Path, config: Config, vocab_size: int) -> None:
 
 
 def is_of_model(name: str) -> bool:
-    """Whether a file of a checkpoint is read where its weights alone are wanted."""
+    """Whether a file of a checkpoint is needed to load its weights."""
     return name.startswith("model/") or name == MODEL_FILE
 
 
 def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
-    """Notes on changes that are allowed, of versions too. Raises ConfigError with the others."""
+    """Notes on allowed changes of keys and versions. Raises ConfigError with the other ones."""
     path = checkpoint / CONFIG_FILE
     try:
         before = parse_yaml(path.read_text(encoding="utf-8"), str(path))
@@ -201,8 +196,8 @@ def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
         raise ConfigError(
             [
                 *changes.refused,
-                f"{folder}: holds a run with other values of these keys; set them back to go on, "
-                f"or start a new run from its weights with {_on_these_weights(config, checkpoint)}",
+                f"{folder}: holds a run with other values of these keys; set them back to resume "
+                f"it, or start a new run with {_on_these_weights(config, checkpoint)}",
             ]
         )
     installed = versions()

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from gspo_megatron.checkpoint.storage import raise_everywhere, write_file
+from gspo_megatron.checkpoint.folder import write_file
+from gspo_megatron.checkpoint.storage import raise_everywhere
 from gspo_megatron.errors import DataError
 
 FOLDER = "rng"
@@ -29,7 +30,9 @@ def save_rng(folder: Path) -> None:
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state().cpu()
     for name, state in get_cuda_rng_tracker().get_states().items():
-        tensors[_TRACKER + name] = _state_tensor(state)
+        # graph-safe trackers hold generators, others hold states
+        state = state.get_state() if isinstance(state, torch.Generator) else state
+        tensors[_TRACKER + name] = state.cpu()
     _, keys, position, has_gauss, gauss = np.random.get_state()
     tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
     version, words, next_gauss = random.getstate()
@@ -103,11 +106,6 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise DataError(f"{path}: no such file") from None
     except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
-
-
-def _state_tensor(state: Tensor | torch.Generator) -> Tensor:
-    """Graph-safe trackers hold generators, others hold states."""
-    return (state.get_state() if isinstance(state, torch.Generator) else state).cpu()
 
 
 def _layout() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One run at a time in a run folder: two would write over each other's metrics and checkpoints."""
+"""A lock on the run folder: two runs would overwrite each other's metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,34 +14,32 @@ from pathlib import Path
 from gspo_megatron.errors import UserError
 
 LOCK_FILE = ".lock"
-_PATIENCE = 5.0  # seconds in which the ranks of a run that has been killed come to their end
-_TRIES = 100  # of a folder that other runs move aside while it is being locked
+_JOB = "Slurm job"
+_PATIENCE = 5.0  # seconds in which the ranks of a killed run end
+_TRIES = 100  # while other runs rename the folder
 
 
 class RunLock:
-    """A lock on run folders, held by this process until `release`, or until it has ended, however
-    it ended. Only a run's main rank needs it."""
+    """A lock on run folders. A run's main rank holds it until `release` or its process ends."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], int] = {}  # file descriptors by device and inode
         self._made: list[Path] = []  # folders
 
     def hold(self, folder: Path) -> None:
-        """Lock a folder, which is made where it is missing: of two new runs that begin at the same
-        moment, one has it. Harmless where this lock holds it already.
+        """Make a folder, if it is missing, and lock it. A folder may be locked twice.
 
         Raises UserError that names the other run. On a file system without locks nothing is locked.
-        After a lost node its file server may take minutes to see that a lock is nobody's: the same
-        Slurm job, requeued, is let in.
+        After the loss of a node, a file server may keep its lock for minutes: the same Slurm job is
+        let in when it is requeued.
         """
         for _ in range(_TRIES):
-            if self._is_settled(folder):
+            if self._try(folder):
                 return
         raise UserError(f"{folder}: is moved again and again while it is locked; try again")
 
-    def _is_settled(self, folder: Path) -> bool:
-        """False where another run moved the folder aside meanwhile, and its name is free again or
-        means another one."""
+    def _try(self, folder: Path) -> bool:
+        """False where another run renamed the folder meanwhile."""
         path = folder / LOCK_FILE
         try:
             is_new = not folder.exists()
@@ -50,7 +48,7 @@ class RunLock:
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # whoever writes there next says what is wrong with the folder
+            return True  # the next write into the folder reports what is wrong
         known = _identity(os.fstat(file))
         if known in self._held:
             os.close(file)
@@ -58,13 +56,14 @@ class RunLock:
         try:
             _lock(file)
         except BlockingIOError:
-            holder = os.read(file, 1000).decode(errors="replace")
+            holder = _parsed(os.read(file, 1000).decode(errors="replace"))
             os.close(file)
-            if _is_this_job(holder):
+            if _JOB in holder and holder[_JOB] == _this_process().get(_JOB):
                 return True
+            name = ", ".join(f"{key} {value}" for key, value in holder.items()) or "unnamed"
             raise UserError(
-                f"{folder}: another run is at work here ({_told(holder)}); wait for its end, give "
-                f"another logging.dir, or, if it has died with its node, remove {path}"
+                f"{folder}: another run is at work here ({name}); wait for its end, give another "
+                f"logging.dir, or, if it has died with its node, remove {path}"
             ) from None
         except OSError:
             os.close(file)
@@ -75,18 +74,18 @@ class RunLock:
         self._held[known] = file
         if is_new:
             self._made.append(folder)
-        with suppress(OSError):  # a full disk is told where something of worth cannot be written
+        with suppress(OSError):  # a full disk is reported by more important writes
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(_this_process()).encode(), 0)
         return True
 
     def release(self) -> None:
-        """Give all folders free. Of a run that was refused nothing stays."""
+        """Release all folders, and remove those that hold nothing but this lock."""
         for folder in self._made:
             path = folder / LOCK_FILE
             with suppress(OSError):
                 if os.listdir(folder) == [LOCK_FILE] and _identity(path.stat()) in self._held:
-                    path.unlink()  # whoever waits for it sees that it is gone
+                    path.unlink()  # a process that waits for the lock sees that the file is gone
                     folder.rmdir()
         self._made.clear()
         for file in self._held.values():
@@ -127,20 +126,8 @@ def _lock(file: int) -> None:
 
 def _this_process() -> dict[str, str]:
     job = os.environ.get("SLURM_JOB_ID")
-    return {
-        "host": socket.gethostname(),
-        "process": str(os.getpid()),
-        **({} if job is None else {"Slurm job": job}),
-    }
-
-
-def _is_this_job(holder: str) -> bool:
-    job = os.environ.get("SLURM_JOB_ID")
-    return job is not None and _parsed(holder).get("Slurm job") == job
-
-
-def _told(holder: str) -> str:
-    return ", ".join(f"{name} {value}" for name, value in _parsed(holder).items()) or "unnamed"
+    names = {"host": socket.gethostname(), "process": str(os.getpid())}
+    return names if job is None else names | {_JOB: job}
 
 
 def _parsed(holder: str) -> dict[str, str]:

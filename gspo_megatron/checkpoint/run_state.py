@@ -1,4 +1,4 @@
-"""The small files of a checkpoint: how far the run is, and what its model is."""
+"""The small files of a checkpoint: the state of the run, and the description of its model."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _PACKAGES = ("megatron-core", "torch")
 
 @dataclass
 class RunState:
-    """run.json: the state of a run at a checkpoint, but for its tensors."""
+    """run.json: the state of a run without its tensors."""
 
     phase: str
     step: int  # finished steps of the phase
-    trainer: dict[str, Any]  # trainer_state: where the learning-rate schedule is
+    trainer: dict[str, Any]  # trainer_state: the position in the learning-rate schedule
     loader: dict[str, Any]  # PromptLoader.state_dict
     fingerprints: dict[str, str]  # see `fingerprints`
     layout: str
     world_size: int
     versions: dict[str, str]  # by package
-    metrics: dict[str, float] = field(default_factory=dict)  # those that `keep_best` compares
+    metrics: dict[str, float] = field(default_factory=dict)  # for `keep_best`
     warned: list[str] = field(default_factory=list)  # warnings that a run gives once
-    # Of a step whose responses are sampled and whose update is still to come: rl.rollout_store.
+    # of a step that was saved between its rollouts and its update: rl.rollout_store
     rollouts: dict[str, Any] | None = None
 
     @property
@@ -55,40 +55,35 @@ class RunState:
 
     @classmethod
     def read(cls, checkpoint: Path) -> RunState:
-        """That of a checkpoint. Raises DataError where this version cannot read it."""
+        """The state in a checkpoint. Raises DataError where this version cannot read it."""
         path = checkpoint / STATE_FILE
+        content = _read(path)
         try:
-            return cls(**json.loads(path.read_bytes()))
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+            return cls(**json.loads(content))
         except (TypeError, ValueError) as error:
             raise DataError(f"{path}: written by another version of this program") from error
 
 
 def fingerprints(config: Config | StageConfig) -> dict[str, str]:
-    """Of the input files, the tokenizer and the user's own functions, by the key that names them.
-    Raises DataError."""
+    """Fingerprints of the input files, the tokenizer and the user's functions, by configuration
+    key. Raises DataError."""
     if isinstance(config, StageConfig):
         files = {**config.input_files(), TOKENIZER: [config.data.tokenizer]}
         return {key: "+".join(map(fingerprint, paths)) for key, paths in files.items()}
-    files = {**prompt_files(config), TOKENIZER: config.data.tokenizer, **_own_code(config)}
-    return {key: fingerprint(path) for key, path in files.items()}
-
-
-def _own_code(config: Config) -> dict[str, Path]:
-    """The files that the user's own functions are in, as far as they are found."""
     named = {
         "reward.import_path": config.reward.import_path,
         "objective.import_path": config.objective.import_path,
         "objective.advantage_import_path": config.objective.advantage_import_path,
     }
-    files = {key: _module_file(path.partition(":")[0]) for key, path in named.items() if path}
-    return {key: file for key, file in files.items() if file is not None and file.is_file()}
+    code = {key: _module_file(path.partition(":")[0]) for key, path in named.items() if path}
+    files = {**prompt_files(config), TOKENIZER: config.data.tokenizer}
+    files |= {key: file for key, file in code.items() if file is not None and file.is_file()}
+    return {key: fingerprint(path) for key, path in files.items()}
 
 
 def _module_file(module: str) -> Path | None:
-    """Where a module lies that `plugins.load_function` finds; found without importing anything,
-    which may take torch."""
+    """The file of a module that `plugins.load_function` would import. Nothing is imported: the
+    user's module may need torch."""
     if module in sys.modules:
         known = getattr(sys.modules[module], "__file__", None)
         return None if known is None else Path(known)
@@ -103,7 +98,7 @@ def _module_file(module: str) -> Path | None:
 
 
 def versions() -> dict[str, str]:
-    """Of this program and the packages that its figures come from, as far as they are installed."""
+    """The versions of this program and of the packages that compute its results."""
     found = {"gspo-megatron": gspo_megatron.__version__}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -112,12 +107,12 @@ def versions() -> dict[str, str]:
 
 
 def describe_model(config: Config, vocab_size: int, hf: Any = None) -> dict[str, Any]:
-    """model.json: what a conversion has to know. `vocab_size` is the true one; `hf` the contents of
-    the config.json that the model was imported from."""
+    """model.json, for conversions. `vocab_size`: without padding; `hf`: the config.json that the
+    model was imported from."""
     return {
         "shape": dataclasses.asdict(config.resolved_model()),
         "vocab_size": vocab_size,
-        # a conversion has another working directory
+        # absolute: a conversion may run in another working directory
         "tokenizer": str(Path(config.data.tokenizer).absolute()),
         "hf": hf,
     }
@@ -126,12 +121,18 @@ def describe_model(config: Config, vocab_size: int, hf: Any = None) -> dict[str,
 def read_model(checkpoint: Path) -> dict[str, Any]:
     """The model.json of a checkpoint. Raises DataError."""
     path = checkpoint / MODEL_FILE
+    content = _read(path)
     try:
-        model = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        model = json.loads(content)
     except ValueError as error:
         raise DataError(f"{path}: not JSON") from error
     if not isinstance(model, dict) or not {"shape", "vocab_size"} <= model.keys():
         raise DataError(f"{path}: lacks the model's shape or vocabulary")
     return model
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -1,8 +1,7 @@
 """Reads the index of a torch_dist folder safely.
 
-torch.distributed.checkpoint writes `.metadata` as a pickle, and a pickle can run any code when it
-is read. Here it may name only the plain records that such an index consists of. The index is then
-checked against the files of the folder.
+torch.distributed.checkpoint writes `.metadata` as a pickle, which can run any code when it is read.
+Here it may name only the plain records of an index, which is then checked against the files.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from gspo_megatron.errors import DataError
 
@@ -87,9 +82,8 @@ class _Unpickler(pickle.Unpickler):
 def read_index(folder: Path) -> Metadata:
     """The index of a folder in Megatron-Core's torch_dist format.
 
-    Raises DataError, with all that is wrong, where the folder or its index is missing, damaged or
-    foreign, where the blocks of a tensor do not make up all of it, or where a file that the index
-    names is missing or too short.
+    Raises DataError, with all that is wrong, where the index is missing, damaged or foreign, where
+    blocks of a tensor are missing, or where a file that the index names is missing or too short.
     """
     path = folder / INDEX
     try:

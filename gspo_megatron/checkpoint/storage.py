@@ -1,9 +1,9 @@
 """Pieces of global tensors, written to and read from a folder in Megatron-Core's torch_dist format.
 
 Format and planning come from torch.distributed.checkpoint (DCP), the wrapped shards from
-Megatron-Core, so that stock `megatron.core.dist_checkpointing.load` reads these folders. Different
-from stock: the index is unpickled safely, no part of a tensor may be missing or written twice, and
-writing starts no helper processes: ranks of a local launch may not have any.
+Megatron-Core: stock `megatron.core.dist_checkpointing.load` reads these folders. Different from
+stock: the index is unpickled safely, no part of a tensor may be missing or written twice, and
+writing starts no helper processes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import io
 import itertools
 import json
 import math
-import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,9 +28,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
+from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.heartbeat import heartbeat
+from gspo_megatron.platform.collectives import all_gather_objects, gather_objects
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -96,15 +97,18 @@ def write_pieces(
     try:
         dcp.save(state_dict, storage_writer=writer, planner=SavePlanner(), process_group=group)
     except CheckpointException as error:
-        raise _cause(folder, error) from error
+        rank = min(error.failures)
+        cause = root_cause(error)
+        if isinstance(cause, OSError):
+            why = cause.strerror or cause
+            raise DataError(f"{folder}: rank {rank} cannot write: {why}") from error
+        raise cause from error
 
 
-def read_pieces(folder: Path, pieces: Sequence[Piece], *, all_keys: bool = True) -> Metadata:
-    """Fill every rank's pieces from the folder; all ranks call it. With `all_keys`, the folder may
-    hold no tensor that no rank asks for.
-
-    Raises DataError, the same on all ranks, where a file is missing, damaged or foreign, and where
-    a tensor is missing, has another shape, or is not asked for.
+def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
+    """Fill every rank's pieces from the folder; all ranks call it. Raises DataError, on all ranks
+    alike, where a file is missing, damaged or foreign, and where a tensor is missing, has another
+    shape, or belongs to no rank's pieces.
     """
     error: str | None = None
     try:
@@ -113,8 +117,7 @@ def read_pieces(folder: Path, pieces: Sequence[Piece], *, all_keys: bool = True)
     except DataError as found:
         error = str(found)
     raise_everywhere(error)
-    if all_keys:
-        raise_everywhere(_unread(folder, index, pieces))
+    raise_everywhere(_unread(folder, index, pieces))
     try:
         with without_warning():
             dcp.load(
@@ -124,11 +127,10 @@ def read_pieces(folder: Path, pieces: Sequence[Piece], *, all_keys: bool = True)
                 no_dist=True,
             )
     except (CheckpointException, Exception) as found:  # noqa: BLE001 (damaged files raise anything)
-        cause = root_cause(found)
-        known = isinstance(cause, DataError)
-        error = str(cause) if known else f"{folder}: cannot be read: {_first_line(cause)}"
+        error = str(cause := root_cause(found))
+        if not isinstance(cause, DataError):
+            error = f"{folder}: cannot be read: {error.partition(chr(10))[0]}"
     raise_everywhere(error)
-    return index
 
 
 @contextmanager
@@ -141,26 +143,13 @@ def without_warning() -> Iterator[None]:
 
 def raise_everywhere(error: str | None) -> None:
     """Raise DataError on all ranks where `error` is set on any of them; a collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        found: list[str | None] = [error]
-    else:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, error)
+    found = all_gather_objects(error)
     lines = list(dict.fromkeys(line for text in found if text for line in text.splitlines()))
-    if not lines:
-        return
     more = len(lines) - 2 * _SHOWN
     if more > 0:
         lines[2 * _SHOWN :] = [f"... and {more} more"]
-    raise DataError("\n".join(lines))
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write and fsync."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    if lines:
+        raise DataError("\n".join(lines))
 
 
 class TorchDistWriter(dcp.FileSystemWriter):
@@ -168,7 +157,9 @@ class TorchDistWriter(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path, files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(folder)
-        standard = {"metadata.json": json.dumps(_FORMAT).encode(), "common.pt": _empty_common()}
+        common = io.BytesIO()  # of what is not sharded; Megatron-Core 0.16 needs the file
+        torch.save({}, common)
+        standard = {"metadata.json": json.dumps(_FORMAT).encode(), "common.pt": common.getvalue()}
         self._folder, self._files = folder, standard | dict(files or {})
 
     def storage_meta(self) -> StorageMeta:
@@ -259,8 +250,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def _state_dict(pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    """The pieces by key, in the wrappers that Megatron-Core uses for DCP. They may lie anywhere in
-    the global tensor."""
+    """The pieces by key, in the wrappers that Megatron-Core uses for DCP."""
     # Imported here, because the offline converter uses this module without Megatron-Core.
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies.checkpointable import (
@@ -290,50 +280,28 @@ def _state_dict(pieces: Iterable[Piece]) -> dict[str, Tensor]:
 
 
 def _mismatches(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> list[str]:
-    problems = {}
-    for piece in pieces:
-        entry = index.state_dict_metadata.get(piece.key)
+    problems = []
+    for key, wanted in {piece.key: piece.global_shape for piece in pieces}.items():
+        entry = index.state_dict_metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata):
-            problems[piece.key] = f"{folder}: has no tensor {piece.key}"
-        elif tuple(entry.size) != piece.global_shape:
-            shape, wanted = list(entry.size), list(piece.global_shape)
-            problems[piece.key] = f"{folder}: {piece.key} has shape {shape}, the model {wanted}"
-    return list(problems.values())
+            problems.append(f"{folder}: has no tensor {key}")
+        elif (shape := tuple(entry.size)) != wanted:
+            problems.append(f"{folder}: {key} has shape {list(shape)}, the model {list(wanted)}")
+    return problems
 
 
 def _unread(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> str | None:
-    """Tensors that are stored and belong to no rank's model; a message on rank 0."""
-    mine = {piece.key for piece in pieces}
-    everyones: list[set[str] | None] = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        main = dist.get_rank() == 0
-        everyones = [None] * dist.get_world_size()
-        dist.gather_object(mine, everyones if main else None, dst=0)
-        if not main:
-            return None
+    """A message on rank 0 about stored tensors that belong to no rank's model."""
+    wanted = gather_objects({piece.key for piece in pieces})
+    if wanted is None:
+        return None
     stored = {
         key
         for key, entry in index.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    extra = sorted(stored.difference(*(keys for keys in everyones if keys is not None)))
+    extra = sorted(stored.difference(*wanted))
     return "\n".join(f"{folder}: {key} belongs to no part of the model" for key in extra) or None
-
-
-def _empty_common() -> bytes:
-    """Megatron-Core 0.16 needs this file, for what is not sharded."""
-    buffer = io.BytesIO()
-    torch.save({}, buffer)
-    return buffer.getvalue()
-
-
-def _cause(folder: Path, error: CheckpointException) -> BaseException:
-    """The error of the first rank that failed; a DataError where the system refused to write."""
-    rank, (cause, _) = min(error.failures.items())
-    cause = root_cause(cause)
-    if isinstance(cause, OSError):
-        return DataError(f"{folder}: rank {rank} cannot write: {cause.strerror or cause}")
-    return cause
 
 
 def operating_system_error(error: BaseException | None) -> OSError | None:
@@ -344,15 +312,11 @@ def operating_system_error(error: BaseException | None) -> OSError | None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error that a CheckpointException, or a chain of errors, began with."""
+    """The first error of a chain; of a CheckpointException, that of the first rank that failed."""
     while True:
         if isinstance(error, CheckpointException) and error.failures:
-            error = min(error.failures.items())[1][0]
+            error = error.failures[min(error.failures)][0]
         elif error.__cause__ is not None:
             error = error.__cause__
         else:
             return error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]

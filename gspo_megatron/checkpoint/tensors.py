@@ -6,6 +6,7 @@ import datetime
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,69 +21,43 @@ from gspo_megatron.checkpoint.model_pieces import (
     pieces_to_write,
     scale_pieces,
 )
-from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
 from gspo_megatron.checkpoint.storage import Piece, raise_everywhere, read_pieces, write_pieces
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
 
-__all__ = [
-    "Save",
-    "load_model",
-    "load_optimizer",
-    "load_trainer_state",
-    "save_tensors",
-    "trainer_state",
-    "writers",
-]
-
 MODEL, OPTIMIZER, SCALES = "model", "optimizer", "fp8_scales"
 
 
-class Save:
-    """A save under way, in a thread if it is asynchronous."""
+def start_work(work: Callable[[], None], *, asynchronous: bool) -> Future[None]:
+    """Do `work`, in a daemon thread if it is asynchronous. Its error is raised by `result`."""
+    future: Future[None] = Future()
 
-    def __init__(self, write: Callable[[], None], *, asynchronous: bool) -> None:
-        self._error: BaseException | None = None
-        self._write: Callable[[], None] | None = write
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        if asynchronous:
-            self._thread.start()
-        else:
-            self._run()
-
-    def done(self) -> bool:
-        """Whether wait() would return (or raise) at once on this rank."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Return when this rank's bytes are on the disk. Raises the writer's error, on all ranks
-        when it is that of any of them: DataError where a file cannot be written."""
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        assert self._write is not None
+    def run() -> None:
         try:
-            self._write()
-        except BaseException as error:  # noqa: BLE001 (raised again by wait, in the main thread)
-            self._error = error
-        self._write = None  # and with it the copies
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (raised again in the main thread)
+            future.set_exception(error)
+
+    if asynchronous:
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    else:
+        run()
+    return future
 
 
 def save_tensors(
     folder: Path, policy: Policy, trainer: Trainer | None, *, asynchronous: bool
-) -> Save:
+) -> Future[None]:
     """Write `folder`/model and, with a trainer, `folder`/optimizer and the FP8 scales; every rank
-    calls it.
+    calls it. An asynchronous save returns when all tensors are copied to host memory: then the
+    weights may change. Ranks communicate over a separate group (`writers`).
 
-    An asynchronous save returns as soon as everything is copied to host memory; then the weights
-    may change. Ranks communicate over a separate group (`writers`). Wait for a save before the next
-    one starts and before torch.distributed is shut down.
+    Call `result` before the next save starts and before torch.distributed is shut down; it returns
+    when this rank's bytes are on the disk, and raises DataError, on all ranks, where a file of any
+    rank cannot be written.
     """
-    _finish_parameter_gather(policy)
+    finish_parameter_gather(policy)
     model = model_pieces(policy)
     weights = list(pieces_to_write(model))
     moments: list[Piece] = []
@@ -106,7 +81,7 @@ def save_tensors(
         if with_scales:
             write_pieces(folder / SCALES, scales, group)
 
-    return Save(write, asynchronous=asynchronous)
+    return start_work(write, asynchronous=asynchronous)
 
 
 def load_model(folder: Path, policy: Policy) -> None:
@@ -116,7 +91,7 @@ def load_model(folder: Path, policy: Policy) -> None:
 
     Raises DataError, the same on all ranks.
     """
-    _finish_parameter_gather(policy)
+    finish_parameter_gather(policy)
     with torch.no_grad():
         read_pieces(folder / MODEL, list(pieces_to_read(model_pieces(policy))))
 
@@ -156,7 +131,7 @@ def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
 
 
 def _check_weights(folder: Path, ranges: list[states.OwnedRange]) -> None:
-    """16-bit weights must be the rounded fp32 ones, or model and optimizer do not fit together."""
+    """Raise DataError where the 16-bit weights are not the rounded fp32 weights."""
     for own in ranges:
         weight = own.parameter.detach().view(-1)[own.start : own.stop]
         main = own.tensors()["param"]
@@ -164,7 +139,7 @@ def _check_weights(folder: Path, ranges: list[states.OwnedRange]) -> None:
             raise DataError(f"{folder}: its fp32 weights are not those of {folder.parent / MODEL}")
 
 
-def _finish_parameter_gather(policy: Policy) -> None:
+def finish_parameter_gather(policy: Policy) -> None:
     """Under overlap_param_gather, the last update's weights may still be in transit."""
     for chunk in policy.chunks:
         if chunk.ddp_config.overlap_param_gather:

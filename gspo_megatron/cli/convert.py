@@ -23,7 +23,7 @@ _MOST_PROCESSES = 64  # on one machine; a layout may be meant for a cluster
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command to the parser."""
+    """Add the command."""
     text = "convert a checkpoint from or to the files of Hugging Face"
     parser = commands.add_parser(
         "convert", help=text, description=text[0].upper() + text[1:], allow_abbrev=False
@@ -86,7 +86,7 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Convert to a Hugging Face folder: alone, as a rank, or as the launcher of the ranks."""
+    """Convert to a Hugging Face folder: alone, as a rank, or by launching ranks."""
     from gspo_megatron.checkpoint.hf.source import ALONE, shared_by_ranks
     from gspo_megatron.config import Layout
 

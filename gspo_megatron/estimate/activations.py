@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,17 +30,39 @@ class ChunkPass:
     workspace_bytes: int  # the most beyond `saved_bytes` in forward and backward pass
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
+    head_bytes: int  # part of the workspace: the log-prob head's
 
 
 def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBatch:
     """One micro-batch of sequences of (prompt, response) tokens as the trainer builds it, with its
     tensors on the meta device, except those that the host reads."""
-    if isinstance(model.config, PretrainingConfig):
-        built = _samples(len(lengths), sum(lengths[0]), model)
+    from gspo_megatron.supervised.pretraining import rows_of_samples
+
+    config: Any = model.config
+    pretraining = isinstance(config, PretrainingConfig)
+    builder = MicroBatchBuilder(
+        model.policy,
+        pad_id=0,
+        temperature=config.rollout.temperature if isinstance(config, Config) else 1.0,
+        padded=not pretraining and not config.training.packing,
+    )
+    builder.device = torch.device("cpu")
+    if pretraining:
+        tokens = torch.zeros((len(lengths), sum(lengths[0])), dtype=torch.long)
+        packed = rows_of_samples(
+            tokens,
+            tokens,
+            torch.ones_like(tokens, dtype=torch.bool),
+            context_parallel_size=builder.cp_size,
+            context_parallel_rank=builder.cp_rank,
+        )
+        built = MicroBatch(packed, None, HeadInputs(packed.token_rows, packed.targets))
     else:
-        built = _sequences(lengths, model)
-    packed = built.packed
-    mask = packed.padding_mask
+        sequences = [torch.zeros(sum(pair), dtype=torch.long) for pair in lengths]
+        responses = [response for _, response in lengths]
+        offsets = [sum(responses[:number]) for number in range(len(responses))]
+        built = builder.build(range(len(lengths)), sequences, responses, offsets)
+    packed, mask = built.packed, built.packed.padding_mask
     packed = replace(
         packed,
         input_ids=packed.input_ids.to(META),
@@ -50,62 +73,34 @@ def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBa
     return replace(built, packed=packed, head=head)
 
 
-def _sequences(lengths: Sequence[tuple[int, int]], model: RankModel) -> MicroBatch:
-    """As a rollout or a file of examples has them."""
-    config = model.config
-    temperature = config.rollout.temperature if isinstance(config, Config) else 1.0
-    builder = MicroBatchBuilder(
-        model.policy, pad_id=0, temperature=temperature, padded=not config.training.packing
-    )
-    builder.device = torch.device("cpu")
-    tokens = [torch.zeros(prompt + response, dtype=torch.long) for prompt, response in lengths]
-    responses = [response for _, response in lengths]
-    offsets = [sum(responses[:number]) for number in range(len(responses))]
-    return builder.build(range(len(tokens)), tokens, responses, offsets)
-
-
-def _samples(count: int, length: int, model: RankModel) -> MicroBatch:
-    """As a corpus has them."""
-    from gspo_megatron.supervised.pretraining import rows_of_samples
-
-    place = MicroBatchBuilder(model.policy, pad_id=0, temperature=1.0)
-    tokens = torch.zeros((count, length), dtype=torch.long)
-    packed = rows_of_samples(
-        tokens,
-        tokens,
-        torch.ones_like(tokens, dtype=torch.bool),
-        context_parallel_size=place.cp_size,
-        context_parallel_rank=place.cp_rank,
-    )
-    return MicroBatch(packed, None, HeadInputs(packed.token_rows, packed.targets))
-
-
 def chunk_passes(model: RankModel, batch: MicroBatch, *, samples: bool = True) -> list[ChunkPass]:
     """Of each chunk of the rank. samples: the run has rollouts, which pass prompts without
     gradients."""
     config = model.policy.config
-    share = 0.0
-    if config.num_moe_experts:
-        share = config.moe_router_topk / config.num_moe_experts
+    share = config.moe_router_topk / config.num_moe_experts if config.num_moe_experts else 0.0
     with EqualLoad(share):
-        chunks = range(len(model.policy.chunks))
-        return [_chunk_pass(model, number, batch, samples=samples) for number in chunks]
+        return [_chunk_pass(model, chunk, batch, samples) for chunk in model.policy.chunks]
 
 
-def _chunk_pass(model: RankModel, number: int, batch: MicroBatch, *, samples: bool) -> ChunkPass:
-    chunk, trace = model.policy.chunks[number], model.trace
-    inner = unwrap(chunk)
-    forward_peak = _forward_peak(model, number, batch) if samples else 0
+def _chunk_pass(
+    model: RankModel, chunk: torch.nn.Module, batch: MicroBatch, samples: bool
+) -> ChunkPass:
+    trace, inner = model.trace, unwrap(chunk)
+    forward_peak = 0
+    if samples:
+        start = trace.start_peak()
+        with torch.no_grad():
+            give_input(chunk, batch)
+            run_chunk(chunk, batch)
+        forward_peak = trace.peak_bytes - start
     trace.collectives.clear()
-    start = trace.live_bytes
-    trace.start_peak()
+    start = trace.start_peak()
     give_input(chunk, batch)
     with SavedTensors(inner) as saved:
         output = run_chunk(chunk, batch)
-    saved_bytes = saved.num_bytes()
+    saved_bytes, output_bytes = saved.num_bytes(), output.nbytes
     forward = tuple(trace.collectives)
     trace.collectives.clear()
-    output_bytes = output.nbytes
     torch.autograd.backward(output, torch.empty_like(output))
     del output
     return ChunkPass(
@@ -116,16 +111,20 @@ def _chunk_pass(model: RankModel, number: int, batch: MicroBatch, *, samples: bo
         workspace_bytes=max(0, trace.peak_bytes - start - saved_bytes),
         forward=forward,
         backward=tuple(trace.collectives),
+        head_bytes=_head_bytes(model, batch) if inner.post_process else 0,
     )
 
 
-def _forward_peak(model: RankModel, number: int, batch: MicroBatch) -> int:
-    chunk, trace = model.policy.chunks[number], model.trace
-    start = trace.live_bytes
-    trace.start_peak()
-    with torch.no_grad():
-        give_input(chunk, batch)
-        run_chunk(chunk, batch)
+def _head_bytes(model: RankModel, batch: MicroBatch) -> int:
+    """Of the log-prob head alone, forward and backward: tiles, rows of the hidden states, and their
+    gradients."""
+    config, trace, rows = model.policy.config, model.trace, len(batch.head.targets)
+    size = (rows, 1, config.hidden_size)
+    hidden = torch.empty(size, dtype=config.params_dtype, device=META, requires_grad=True)
+    index = torch.empty(rows, dtype=torch.long, device=META)
+    start = trace.start_peak()
+    head = model.policy.models[-1].compute_language_model_loss(HeadInputs(index, index), hidden)
+    torch.autograd.backward(head, torch.empty_like(head))
     return trace.peak_bytes - start
 
 
@@ -162,13 +161,8 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self._kept.append(weakref.ref(kept))
         return kept
 
-    def _alive(self) -> Iterator[Tensor]:
-        for reference in self._kept:
-            tensor = reference()
-            if tensor is not None:
-                yield tensor
-
     def num_bytes(self) -> int:
         """The bytes of the storages that the graph still keeps, each counted once."""
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._alive()}
-        return sum(n for key, n in storages.items() if key not in self._parameters)
+        alive = [t.untyped_storage() for kept in self._kept if (t := kept()) is not None]
+        sizes = {storage._cdata: storage.nbytes() for storage in alive}
+        return sum(n for key, n in sizes.items() if key not in self._parameters)

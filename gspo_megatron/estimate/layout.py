@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gspo_megatron.config import ResolvedParallel, resolve_parallel
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass, chunk_passes, micro_batch
-from gspo_megatron.estimate.memory import RankMemory, head_bytes, rank_memory
+from gspo_megatron.estimate.memory import RankMemory, rank_memory
 from gspo_megatron.estimate.model import RankModel, global_parameters, rank_model, state_bytes
 from gspo_megatron.estimate.traffic import AXES, step_traffic
 from gspo_megatron.estimate.workload import Workload, bubble_share, workload
@@ -55,7 +55,7 @@ def estimate_layout(
     *,
     ends_only: bool = False,
     limit: float | None = None,
-    runs: dict[tuple, StageRun] | None = None,
+    runs: dict[tuple, list[ChunkPass]] | None = None,
 ) -> LayoutEstimate:
     """Build and run a representative rank of each pipeline stage on meta.
 
@@ -72,17 +72,17 @@ def estimate_layout(
     for stage in sorted({0, min(1, stages - 1), stages - 1}) if ends_only else range(stages):
         rank = stage * (world_size // stages)  # Megatron's order: pp is the slowest axis
         with rank_model(config, parallel, rank, vocab_size) as model:
-            if limit is not None and state_bytes(model).total > limit:
-                run = NO_RUN  # too large even without activations
+            state = state_bytes(model)
+            if limit is not None and state.total > limit:
+                passes = NO_PASSES  # too large even without activations
             else:
                 key = _run_key(model, work)
-                run = runs[key] = runs.get(key) or run_stage(model, work)
-            memory, sent = estimate_rank(model, rank, stage, work, run)
+                passes = runs[key] = runs.get(key) or run_stage(model, work)
+            ranks.append(rank_memory(model, state, passes, work))
+            traffic.append(step_traffic(model, state, passes, work))
             for kind, count in global_parameters(model).items():
                 totals[kind] = totals.get(kind, 0) + count
-        ranks.append(memory)
-        traffic.append(sent)
-        if limit is not None and memory.total > limit:
+        if limit is not None and ranks[-1].total > limit:
             break
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
     bubble = bubble_share(stages, chunks, work.micro_batches)
@@ -100,32 +100,17 @@ def _run_key(model: RankModel, work: Workload) -> tuple:
     return (*sizes.values(), model.config.training.recompute, work.lengths, chunks)
 
 
-@dataclass(frozen=True)
-class StageRun:
-    """The result of running a stage's chunks on meta."""
-
-    passes: list[ChunkPass]
-    head: int  # bytes
+NO_PASSES = [ChunkPass(0, 0, 0, 0, 0, (), (), 0)]
 
 
-NO_RUN = StageRun([ChunkPass(0, 0, 0, 0, 0, (), ())], 0)
+def run_stage(model: RankModel, work: Workload) -> list[ChunkPass]:
+    """Forward and backward pass of a full micro-batch through each chunk."""
+    return chunk_passes(model, micro_batch(model, work.lengths), samples=work.rollout_rows > 0)
 
 
-def run_stage(model: RankModel, work: Workload) -> StageRun:
-    """Forward and backward pass of a full micro-batch through each chunk, and the head alone."""
-    batch = micro_batch(model, work.lengths)
-    samples = work.rollout_rows > 0
-    passes = chunk_passes(model, batch, samples=samples)
-    return StageRun(passes, head_bytes(model, len(batch.head.targets)))
-
-
-def estimate_rank(
-    model: RankModel, rank: int, stage: int, work: Workload, run: StageRun
-) -> tuple[RankMemory, dict[str, int]]:
-    """The rank's memory, and the bytes that it sends by axis."""
-    state = state_bytes(model)
-    memory = rank_memory(model, rank, stage, state, run.passes, run.head, work)
-    return memory, step_traffic(model, state, run.passes, work, stage)
+def with_recompute(config: AnyConfig, mode: str) -> AnyConfig:
+    training = config.training.model_copy(update={"recompute": mode})
+    return config.model_copy(update={"training": training})
 
 
 def recompute_modes(estimate: LayoutEstimate, vocab_size: int) -> dict[str, int]:
@@ -136,10 +121,10 @@ def recompute_modes(estimate: LayoutEstimate, vocab_size: int) -> dict[str, int]
         if mode == config.training.recompute:
             totals[mode] = worst.while_training
             continue
-        training = config.training.model_copy(update={"recompute": mode})
-        other = config.model_copy(update={"training": training})
-        with rank_model(other, estimate.parallel, worst.rank, vocab_size) as model:
-            run = run_stage(model, estimate.work)
-            found, _ = estimate_rank(model, worst.rank, worst.stage, estimate.work, run)
+        with rank_model(
+            with_recompute(config, mode), estimate.parallel, worst.rank, vocab_size
+        ) as model:
+            passes = run_stage(model, estimate.work)
+            found = rank_memory(model, state_bytes(model), passes, estimate.work)
             totals[mode] = found.while_training
     return totals

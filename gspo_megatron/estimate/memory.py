@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from gspo_megatron.config import Config
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import DENSE, EMBEDDING, EXPERTS, RankModel, StateBytes
 from gspo_megatron.estimate.workload import Workload, in_flight
-from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.routing.replay import expert_dtype
 
 
@@ -33,7 +30,7 @@ class RankMemory:
     kv_cache: int
     rollout: int  # activations of the prompts, routes of the responses
     host: int  # offloaded, in host memory
-    fp8_copies: int = 0  # of the weights, beside them
+    fp8_copies: int  # of the weights, beside them
 
     @property
     def training(self) -> int:
@@ -51,40 +48,32 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        beside = max(self.training, self.sampling)
-        return self.state.total + self.fp8_copies + self.reference + beside
+        return self.while_training + max(0, self.sampling - self.training)
 
 
 def rank_memory(
-    model: RankModel,
-    rank: int,
-    stage: int,
-    state: StateBytes,
-    passes: list[ChunkPass],
-    head: int,
-    work: Workload,
+    model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload
 ) -> RankMemory:
     """The memory of a rank, from its state and the passes of its chunks."""
-    parallel = model.parallel
-    held = in_flight(parallel.pipeline_model_parallel_size, stage, len(passes), work.micro_batches)
-    held = held[: len(passes)]
+    stages = model.parallel.pipeline_model_parallel_size
+    held = in_flight(stages, model.stage, len(passes), work.micro_batches)
     kept = [each.saved_bytes + each.output_bytes for each in passes]
     routes, rollout_routes, host = _routes(model, work)
     prefill = max(each.forward_peak_bytes for each in passes)
-    cp = parallel.context_parallel_size
+    cp = model.parallel.context_parallel_size
     # each rank passes its own prompts, whole ones under context parallelism too
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
     reference, on_host = _reference(model, state)
     return RankMemory(
-        rank=rank,
-        stage=stage,
+        rank=model.rank,
+        stage=model.stage,
         layers=sum(len(m.decoder.layers) for m in model.policy.models),
         state=state,
         reference=reference,
         activations=sum(n * size for n, size in zip(held, kept, strict=True)),
         in_flight=held,
         workspace=max(each.workspace_bytes for each in passes),
-        head=head,
+        head=max(each.head_bytes for each in passes),
         replay=routes,
         kv_cache=_kv_cache(model, work),
         rollout=round(prefill) + rollout_routes,
@@ -133,33 +122,11 @@ def _routes(model: RankModel, work: Workload) -> tuple[int, int, int]:
     return (0, sampled, store) if routing.store_on_host else (store, sampled, 0)
 
 
-def head_bytes(model: RankModel, rows: int) -> int:
-    """Bytes of the log-prob head for `rows` response tokens, forward and backward: tiles, rows of
-    the hidden states, and their gradients. 0 on stages without it."""
-    last = model.policy.models[-1]
-    if not last.post_process:
-        return 0
-    config, trace = model.policy.config, model.trace
-    size = (rows, 1, config.hidden_size)
-    hidden = torch.empty(size, dtype=config.params_dtype, device="meta", requires_grad=True)
-    index = torch.empty(rows, dtype=torch.long, device="meta")
-    start = trace.live_bytes
-    trace.start_peak()
-    output = last.compute_language_model_loss(HeadInputs(index, index), hidden)
-    torch.autograd.backward(output, torch.empty_like(output))
-    return trace.peak_bytes - start
-
-
 def by_component(memory: RankMemory) -> dict[str, int]:
     """The table's rows in order."""
-    state = memory.state
     rows = {
         f"{part} {kind}": table[kind]
-        for part, table in (
-            ("parameters", state.parameters),
-            ("gradients", state.gradients),
-            ("optimizer", state.optimizer),
-        )
+        for part, table in vars(memory.state).items()
         for kind in (DENSE, EXPERTS, EMBEDDING)
     }
     return rows | {

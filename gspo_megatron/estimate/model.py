@@ -30,10 +30,16 @@ class RankModel:
 
     config: AnyConfig
     parallel: ResolvedParallel
+    rank: int
     policy: Policy
     trainer: Trainer
     trace: Trace
-    fp8_copies: int = 0  # bytes of the weights' copies for FP8 matrix products
+    fp8_copies: int  # bytes of the weights' copies for FP8 matrix products
+
+    @property
+    def stage(self) -> int:
+        """Of the pipeline, which is the slowest axis in Megatron-Core's order of ranks."""
+        return self.rank * self.parallel.pipeline_model_parallel_size // self.parallel.world_size
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def rank_model(
         except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
             raise UserError(f"rank {rank} of {parallel} cannot be built: {error}") from error
         copies = fp8_copy_bytes(policy) if in_fp8 else 0
-        yield RankModel(config, parallel, policy, trainer, trace, copies)
+        yield RankModel(config, parallel, rank, policy, trainer, trace, copies)
 
 
 def _build(config: Any, parallel: ResolvedParallel, vocab_size: int) -> tuple[Policy, Trainer]:
@@ -112,41 +118,26 @@ def state_bytes(model: RankModel) -> StateBytes:
     for chunk in model.policy.chunks:
         for buffers, kind in ((chunk.buffers, DENSE), (chunk.expert_parallel_buffers, EXPERTS)):
             for buffer in buffers:
+                # the padding
                 gradients[kind] += buffer.grad_data.nbytes
+                gradients[kind] -= sum(p.main_grad.nbytes for p in buffer.params)
                 if buffer.param_data is not None:
                     parameters[kind] += buffer.param_data.nbytes
-    mapped = sum(parameters.values()) > 0
+                    parameters[kind] -= sum(p.nbytes for p in buffer.params)
     for name, parameter in _parameters(model.policy):
         kind = kind_of(name, parameter)
-        if not mapped:
-            parameters[kind] += parameter.nbytes
-        if kind == EXPERTS and getattr(parameter, "allreduce", True):
-            _move(gradients, parameter.main_grad.nbytes, EXPERTS)
-            if mapped:
-                _move(parameters, parameter.nbytes, EXPERTS)
-        elif kind == EMBEDDING:
-            _move(gradients, parameter.main_grad.nbytes, EMBEDDING)
-            if mapped:
-                _move(parameters, parameter.nbytes, EMBEDDING)
+        gradients[kind] += parameter.main_grad.nbytes
+        parameters[kind] += parameter.nbytes
     return StateBytes(parameters, gradients, _optimizer_bytes(model))
-
-
-def _move(table: dict[str, int], count: int, kind: str) -> None:
-    """From dense to `kind`: DDP has one buffer for all parameters with the same replicas."""
-    table[DENSE] -= count
-    table[kind] += count
 
 
 def _optimizer_bytes(model: RankModel) -> dict[str, int]:
     """Bytes of the optimizer's own copies of the weights and, after a step, of its moments."""
-    result = _zeros()
-    weights = {p.untyped_storage()._cdata for _, p in _parameters(model.policy)}
-    owners = {}
-    for name, parameter in _parameters(model.policy):
-        main = getattr(parameter, "main_param", None)
-        if main is not None:
-            owners[id(main)] = kind_of(name, parameter)
-    for part in _parts(model.trainer.optimizer):
+    result, named = _zeros(), _parameters(model.policy)
+    weights = {p.untyped_storage()._cdata for _, p in named}
+    owners = {id(getattr(p, "main_param", None)): kind_of(name, p) for name, p in named}
+    optimizer = model.trainer.optimizer
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
         if inner is None:
             continue
@@ -160,10 +151,6 @@ def _optimizer_bytes(model: RankModel) -> dict[str, int]:
                 states = inner.state[shard].values()
                 result[kind] += sum(s.nbytes for s in states if isinstance(s, Tensor))
     return result
-
-
-def _parts(optimizer: object) -> list:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _parameters(policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
@@ -181,20 +168,19 @@ def global_parameters(model: RankModel) -> dict[str, int]:
     """Parameters of this rank's pipeline stage over all its ranks, each counted once, without the
     rows that pad the vocabulary."""
     counts, parallel = _zeros(), model.parallel
-    for policy_model in model.policy.models:
-        for name, parameter in policy_model.named_parameters():
-            kind, count = kind_of(name, parameter), parameter.numel()
-            cut = getattr(parameter, "tensor_model_parallel", False)
-            if kind == EXPERTS:
-                count *= parallel.expert_model_parallel_size
-                count *= parallel.expert_tensor_parallel_size if cut else 1
-            elif kind == EMBEDDING:
-                if getattr(parameter, "shared", False):
-                    continue  # the last stage's copy of a tied embedding
-                count = model.policy.vocab_size * parameter.shape[1]
-            elif cut:
-                count *= parallel.tensor_model_parallel_size
-            counts[kind] += count
+    for name, parameter in _parameters(model.policy):
+        kind, count = kind_of(name, parameter), parameter.numel()
+        cut = getattr(parameter, "tensor_model_parallel", False)
+        if kind == EXPERTS:
+            count *= parallel.expert_model_parallel_size
+            count *= parallel.expert_tensor_parallel_size if cut else 1
+        elif kind == EMBEDDING:
+            if getattr(parameter, "shared", False):
+                continue  # the last stage's copy of a tied embedding
+            count = model.policy.vocab_size * parameter.shape[1]
+        elif cut:
+            count *= parallel.tensor_model_parallel_size
+        counts[kind] += count
     return counts
 
 

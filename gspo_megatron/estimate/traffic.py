@@ -25,14 +25,14 @@ from gspo_megatron.config import ModelShape, ResolvedParallel
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import EXPERTS, RankModel, StateBytes
-from gspo_megatron.estimate.workload import Workload
+from gspo_megatron.estimate.workload import Workload, bubble_share
 from gspo_megatron.platform.megatron_meta import Collective
 
 AXES = ("tp", "pp", "ep", "etp", "cp", "dp", "edp")
 
 
 def step_traffic(
-    model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload, stage: int
+    model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload
 ) -> dict[str, int]:
     """Bytes by axis, of all mini-batches and of the passes of the old policy and of the reference;
     the rollout is left out.
@@ -47,8 +47,14 @@ def step_traffic(
             traffic[axis] += sent * (forward + training)
         for axis, sent in _sent(model, each.backward).items():
             traffic[axis] += sent * training
-    traffic["pp"] = _between_stages(model, passes, forward, training, stage)
     parallel = model.parallel
+    stages = parallel.pipeline_model_parallel_size
+    if stages > 1:
+        # hidden states to the next stage, and their gradients to the previous one
+        hidden = max(max(each.output_bytes, each.input_bytes) for each in passes)
+        onward = len(passes) - (model.stage == stages - 1)  # the model's last chunk sends nothing
+        back = len(passes) - (model.stage == 0)
+        traffic["pp"] = hidden * (onward * (forward + training) + back * training)
     cp = parallel.context_parallel_size
     experts = parallel.expert_data_parallel_size
     for axis, size in (("dp", parallel.data_parallel_size * cp), ("edp", experts)):
@@ -56,31 +62,15 @@ def step_traffic(
         kinds = [kind for kind in state.gradients if (kind == EXPERTS) == (axis == "edp")]
         num_bytes = sum(state.gradients[k] + state.parameters[k] for k in kinds)
         traffic[axis] = num_bytes * (size - 1) // size * work.mini_batches
-    return {axis: round(traffic[axis]) for axis in AXES}
-
-
-def _between_stages(
-    model: RankModel, passes: list[ChunkPass], forward: int, training: int, stage: int
-) -> int:
-    """Hidden states to the next stage, and their gradients to the previous one."""
-    stages = model.parallel.pipeline_model_parallel_size
-    if stages == 1:
-        return 0
-    hidden = max(max(each.output_bytes, each.input_bytes) for each in passes)
-    chunks = len(passes)
-    onward = chunks - (stage == stages - 1)  # the model's last chunk sends nothing
-    back = chunks - (stage == 0)
-    return hidden * (onward * (forward + training) + back * training)
+    return {axis: traffic[axis] for axis in AXES}
 
 
 def _sent(model: RankModel, collectives: Iterable[Collective]) -> Counter[str]:
     axes = _axes(model)
     sent: Counter[str] = Counter()
     for each in collectives:
-        axis = axes.get(each.ranks, "other")
-        if each.kind == "all_to_all":
-            axis = "ep"
-        if axis == "other":
+        axis = "ep" if each.kind == "all_to_all" else axes.get(each.ranks)
+        if axis is None:
             continue  # token counts and losses over combined groups: a few numbers each
         size = len(each.ranks)
         rounds = 2 if each.kind == "all_reduce" else 1
@@ -118,6 +108,9 @@ class Machine:
     gpus_per_node: int = 8
 
 
+H100 = Machine()
+
+
 @dataclass(frozen=True)
 class Cost:
     """Seconds of a step."""
@@ -138,21 +131,21 @@ def step_cost(
     work: Workload,
     active_parameters: int,
     traffic: Mapping[str, float],
-    bubble: float,
-    machine: Machine,
+    machine: Machine = H100,
 ) -> Cost:
     """`traffic`: bytes that a rank sends in a step, by axis."""
     tokens = work.tokens * work.micro_batches_per_step  # of a model replica
-    share = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    share *= parallel.pipeline_model_parallel_size
-    shape = config.resolved_model()
-    flops = _flops_per_token(shape, work.longest, active_parameters)
-    compute = flops * _passes(config, work) * tokens / share / machine.flops
+    sizes = parallel.layout
+    flops = _flops_per_token(config.resolved_model(), work.longest, active_parameters)
+    # passes per token in units of a forward pass: a backward pass counts as two
+    passes = 4.0 if config.training.recompute == "full" else 3.0
+    passes += work.forward_only / work.micro_batches_per_step
+    compute = flops * passes * tokens / (sizes.tp * sizes.cp * sizes.pp) / machine.flops
     rates = axis_rates(parallel, machine)
     exchange = sum(traffic[axis] / rates[axis] for axis in ("tp", "ep", "etp", "cp"))
-    busy = compute + exchange
     update = sum(traffic[axis] / rates[axis] for axis in ("dp", "edp", "pp"))
-    return Cost(compute, exchange, busy * bubble / (1 - bubble), update)
+    bubble = bubble_share(sizes.pp, sizes.vpp or 1, work.micro_batches)
+    return Cost(compute, exchange, (compute + exchange) * bubble / (1 - bubble), update)
 
 
 def _flops_per_token(shape: ModelShape, length: int, active_parameters: int) -> float:
@@ -162,20 +155,13 @@ def _flops_per_token(shape: ModelShape, length: int, active_parameters: int) -> 
     return 2.0 * (active_parameters - (0 if shape.tie_embeddings else outside)) + attention
 
 
-def _passes(config: AnyConfig, work: Workload) -> float:
-    """Passes per token in a step, in units of a forward pass: a backward pass counts as two."""
-    passes = 4.0 if config.training.recompute == "full" else 3.0
-    return passes + work.forward_only / work.micro_batches_per_step
-
-
 def axis_rates(parallel: ResolvedParallel, machine: Machine) -> dict[str, float]:
     """Bytes a second along each axis. Megatron-Core numbers ranks tp first, then cp, dp, pp, and
     for the experts etp, then ep, edp, pp."""
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    etp, ep = parallel.expert_tensor_parallel_size, parallel.expert_model_parallel_size
-    dp, edp = parallel.data_parallel_size, parallel.expert_data_parallel_size
-    extent = {"tp": tp, "cp": tp * cp, "etp": etp, "ep": etp * ep}
-    extent |= {"dp": tp * cp * dp, "edp": etp * ep * edp, "pp": parallel.world_size}
+    sizes, etp = parallel.layout, parallel.expert_tensor_parallel_size
+    stage = parallel.world_size // sizes.pp
+    extent = {"tp": sizes.tp, "cp": sizes.tp * sizes.cp, "etp": etp, "ep": etp * sizes.ep}
+    extent |= {"dp": stage, "edp": stage, "pp": parallel.world_size}
     return {
         axis: machine.node_bytes if ranks <= machine.gpus_per_node else machine.network_bytes
         for axis, ranks in extent.items()

@@ -3,7 +3,7 @@ counts: micro-batches in flight, and the bubble."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gspo_megatron.batching.plan import largest_equal_share
 from gspo_megatron.config import Config, ResolvedParallel
@@ -41,75 +41,46 @@ class Workload:
 def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None = None) -> Workload:
     """longest: tokens of the longest prompt or example in the data; None: the most allowed.
     Pre-training has samples of one length."""
+    training, replicas = config.training, parallel.data_parallel_size
+    budget = training.micro_batch_tokens * parallel.context_parallel_size
+    # an interleaved schedule needs a multiple of this number of micro-batches
+    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    multiple = parallel.pipeline_model_parallel_size if interleaved else 1
     if isinstance(config, PretrainingConfig):
-        return _pretraining(config, parallel)
+        sequences = config.training.batch_size
+        length, of_rank = config.sequence_length(), sequences // replicas
+        size = largest_equal_share(of_rank, budget // length, multiple)
+        return Workload(((0, length),) * size, of_rank // size, 1, 0, sequences)
     if isinstance(config, FineTuningConfig):
-        return _fine_tuning(config, parallel, longest)
-    return _reinforcement(config, parallel, longest)
+        # all tokens of an example are learned, except the first
+        sequence = (1, (longest or config.max_tokens()) - 1)
+        sequences, mini_batches = config.training.batch_size, 1
+    else:
+        rollout, mini_batches = config.rollout, config.objective.mini_batches
+        sequence = (longest or config.max_prompt_tokens(), rollout.max_response_tokens)
+        sequences = rollout.prompts_per_step * rollout.group_size
+    lengths = _filled(sequence, budget, packing=training.packing)
+    of_rank = -(-sequences // (mini_batches * replicas))
+    needed = -(-of_rank // lengths.count(sequence))
+    micro_batches = -(-needed // multiple) * multiple
+    work = Workload(lengths, micro_batches, mini_batches, 0, sequences)
+    return _with_rollouts(work, config, parallel) if isinstance(config, Config) else work
 
 
-def _reinforcement(config: Config, parallel: ResolvedParallel, longest: int | None) -> Workload:
+def _with_rollouts(work: Workload, config: Config, parallel: ResolvedParallel) -> Workload:
     rollout, objective = config.rollout, config.objective
-    sequence = (longest or config.max_prompt_tokens(), rollout.max_response_tokens)
-    lengths = _filled(sequence, _budget(config, parallel), packing=config.training.packing)
-    sequences = rollout.prompts_per_step * rollout.group_size
-    of_rank = -(-sequences // (objective.mini_batches * parallel.data_parallel_size))
-    micro_batches = _micro_batches(of_rank, lengths.count(sequence), parallel)
-    training = micro_batches * objective.mini_batches
     forward = 0
     if objective.old_logprobs == "recompute":
-        forward += training - micro_batches  # the first mini-batch's come with its own pass
+        # the first mini-batch's come with its own pass
+        forward += work.micro_batches_per_step - work.micro_batches
     if objective.kl != "none":
-        forward += training
+        forward += work.micro_batches_per_step
     ranks = parallel.data_parallel_size * parallel.context_parallel_size
     prompts = -(-rollout.prompts_per_step // ranks)
     if rollout.batch_size:
         prompts = min(prompts, max(1, rollout.batch_size // rollout.group_size))
-    return Workload(
-        lengths=lengths,
-        micro_batches=micro_batches,
-        mini_batches=objective.mini_batches,
-        forward_only=forward,
-        sequences=sequences,
-        rollout_rows=prompts * rollout.group_size,
-        rollout_prompts=prompts,
-    )
-
-
-def _fine_tuning(
-    config: FineTuningConfig, parallel: ResolvedParallel, longest: int | None
-) -> Workload:
-    """All tokens of an example are learned, except the first."""
-    training = config.training
-    example = (1, (longest or config.max_tokens()) - 1)
-    lengths = _filled(example, _budget(config, parallel), packing=training.packing)
-    of_rank = -(-training.batch_size // parallel.data_parallel_size)
-    return Workload(
-        lengths=lengths,
-        micro_batches=_micro_batches(of_rank, lengths.count(example), parallel),
-        mini_batches=1,
-        forward_only=0,
-        sequences=training.batch_size,
-    )
-
-
-def _pretraining(config: PretrainingConfig, parallel: ResolvedParallel) -> Workload:
-    """Samples of one length; every token has a next token to learn."""
-    own = config.training.batch_size // parallel.data_parallel_size
-    length = config.sequence_length()
-    size = largest_equal_share(own, _budget(config, parallel) // length, _multiple(parallel))
-    return Workload(
-        lengths=((0, length),) * size,
-        micro_batches=own // size,
-        mini_batches=1,
-        forward_only=0,
-        sequences=config.training.batch_size,
-    )
-
-
-def _budget(config: AnyConfig, parallel: ResolvedParallel) -> int:
-    """Tokens of a micro-batch."""
-    return config.training.micro_batch_tokens * parallel.context_parallel_size
+    rows = prompts * rollout.group_size
+    return replace(work, forward_only=forward, rollout_rows=rows, rollout_prompts=prompts)
 
 
 def _filled(
@@ -124,20 +95,6 @@ def _filled(
         learned = min(sequence[1], rest - 1)
         lengths.append((rest - learned, learned))
     return tuple(lengths)
-
-
-def _multiple(parallel: ResolvedParallel) -> int:
-    """An interleaved schedule needs a multiple of this number of micro-batches."""
-    if parallel.virtual_pipeline_model_parallel_size is None:
-        return 1
-    return parallel.pipeline_model_parallel_size
-
-
-def _micro_batches(sequences: int, whole: int, parallel: ResolvedParallel) -> int:
-    """The number of micro-batches for `sequences`, `whole` in each."""
-    multiple = _multiple(parallel)
-    needed = -(-sequences // whole)
-    return -(-needed // multiple) * multiple
 
 
 def in_flight(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple[int, ...]:

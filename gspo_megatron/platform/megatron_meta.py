@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -66,6 +67,13 @@ def pretended_rank(rank: int, world_size: int) -> Iterator[Trace]:
         """The optimizer's construction compares objects of all ranks."""
         objects[:] = [own] * len(objects)
 
+    def no_record(*_args: Any, **_kwargs: Any) -> Any:
+        """Routers add their losses to a process-wide record of the first model's size, which must
+        not be created for a fake rank. 0.19 calls `record` of the result."""
+        return SimpleNamespace(record=no_record)
+
+    record = "save_to_aux_losses_tracker"
+    record = record if hasattr(router, record) else "get_moe_metrics_tracker"  # 0.16 or 0.19
     # each init_process_group makes torch put the rank before every line of a traceback once more
     with replaced(sys, "excepthook", sys.excepthook):
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -74,7 +82,7 @@ def pretended_rank(rank: int, world_size: int) -> Iterator[Trace]:
             replaced(torch.cuda, "current_device", lambda: META),
             replaced(mappings, "_gather_along_first_dim", gather),
             replaced(dist, "all_gather_object", gather_objects),
-            _no_record_of_losses(router),
+            replaced(router, record, no_record),
             # a class attribute, on the device of the first backward pass
             replaced(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
             Trace() as trace,
@@ -82,19 +90,6 @@ def pretended_rank(rank: int, world_size: int) -> Iterator[Trace]:
             yield trace
     finally:
         stop_processes()
-
-
-class _NoRecord:
-    def record(self, *_args: Any, **_kwargs: Any) -> None:
-        """Replaces Megatron-Core 0.19's record."""
-
-
-def _no_record_of_losses(router: Any) -> contextlib.AbstractContextManager[None]:
-    """Routers add their losses to a process-wide record of the first model's size, which must not
-    be created for a fake rank."""
-    if hasattr(router, "save_to_aux_losses_tracker"):  # 0.16
-        return replaced(router, "save_to_aux_losses_tracker", lambda *_args, **_kwargs: None)
-    return replaced(router, "get_moe_metrics_tracker", _NoRecord)
 
 
 @dataclass(frozen=True)
@@ -151,9 +146,10 @@ class Trace(TorchDispatchMode):
         operation."""
         return False
 
-    def start_peak(self) -> None:
-        """Forget the peak so far."""
+    def start_peak(self) -> int:
+        """Forget the peak so far; returns the present bytes."""
         self.peak_bytes = self.live_bytes
+        return self.live_bytes
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -207,15 +203,21 @@ class EqualLoad(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is not None:
-            if func in (Tensor.sum, torch.sum) and _is_map(first) and _dim(args, kwargs) == 0:
-                return self._counts(first)
+            if func in (Tensor.sum, torch.sum) and first.is_meta and first.dtype is torch.bool:
+                dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+                if first.dim() == 2 and dim == 0:
+                    return self._counts(first)
             if func in (Tensor.masked_select, torch.masked_select) and first.is_meta:
                 mask = args[1] if len(args) > 1 else kwargs["mask"]
                 return _Selected.apply(first, mask, round(mask.numel() * self.share))
             if func in (Tensor.to, Tensor.cuda) and not first.is_meta and _to_meta(args, kwargs):
                 return first
-        if _meets_meta(args, kwargs):
-            args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+        if len({tensor.is_meta for tensor in tensors_in((args, kwargs))}) == 2:
+            args, kwargs = tree_map_only(
+                Tensor,
+                lambda t: t if t.is_meta else torch.empty_like(t, device=META),
+                (args, kwargs),
+            )
         return func(*args, **kwargs)
 
     def _backward(self, tensors: Any, grad_tensors: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -237,28 +239,12 @@ class EqualLoad(TorchFunctionMode):
         return torch.tensor([total // experts + (i < total % experts) for i in range(experts)])
 
 
-def _is_map(tensor: Tensor) -> bool:
-    return tensor.is_meta and tensor.dtype is torch.bool and tensor.dim() == 2
-
-
-def _dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
-
-
 def _to_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     targets = [*args[1:], kwargs.get("device"), kwargs.get("other")]
     return any(
         t == META if isinstance(t, torch.device) else isinstance(t, Tensor) and t.is_meta
         for t in targets
     )
-
-
-def _meets_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return len({tensor.is_meta for tensor in tensors_in((args, kwargs))}) == 2
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else torch.empty_like(tensor, device=META)
 
 
 class _Selected(torch.autograd.Function):

@@ -26,6 +26,7 @@ from gspo_megatron.checkpoint.folder import (
     owned_by,
     positions,
     remove_leftovers,
+    write_file,
 )
 from gspo_megatron.checkpoint.manifest import (
     MANIFEST,
@@ -36,7 +37,6 @@ from gspo_megatron.checkpoint.manifest import (
 )
 from gspo_megatron.checkpoint.resume import run_folder
 from gspo_megatron.checkpoint.run_state import STATE_FILE, RunState
-from gspo_megatron.checkpoint.storage import write_file
 from gspo_megatron.config import Config
 from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import DataError

@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.checkpoint.resume import Start
-from gspo_megatron.checkpoint.storage import raise_everywhere, write_file
+from gspo_megatron.checkpoint.storage import raise_everywhere
 from gspo_megatron.models.build import Policy
 from gspo_megatron.rl.rollouts import Experience, select_sequences
 from gspo_megatron.rl.scoring import Scores

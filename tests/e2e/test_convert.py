@@ -239,7 +239,10 @@ def kill_while_it_writes(command: list[str], partial: Path, delay: float) -> boo
     return process.wait() == -signal.SIGKILL and partial.exists()
 
 
-def kill_at_random_moments(gspo: Command, tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(25, marks=pytest.mark.full)])
+def test_a_killed_conversion_leaves_nothing_that_looks_whole(
+    gspo: Command, tmp_path: Path, kills: int
+) -> None:
     drawn = random.Random(kills)
     # some 20 MB, a tenth of a second or two to write and to compare
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=4, vocab_size=60_001)
@@ -268,15 +271,6 @@ def assert_whole(result: Path, source: Path) -> None:
         assert find_damage(result) == []
     else:
         assert_same_bits(read_folder(result), read_folder(source))
-
-
-def test_a_killed_conversion_leaves_nothing_that_looks_whole(gspo: Command, tmp_path: Path) -> None:
-    kill_at_random_moments(gspo, tmp_path, 1)
-
-
-@pytest.mark.full
-def test_many_killed_conversions(gspo: Command, tmp_path: Path) -> None:
-    kill_at_random_moments(gspo, tmp_path, 25)
 
 
 def peak_memory(*words: str) -> int:

@@ -35,5 +35,5 @@ def test_a_step_that_cannot_be_written_down(toy: Path, tmp_path: Path) -> None:
 
     (tmp_path / "full_disk").unlink()
     result = train(config, "parallel.layout=dp=2", "logging.samples_per_step=0")
-    assert "going on from" in result.stderr
+    assert "resuming from" in result.stderr
     assert [record["step"] for record in records(run)] == [1, 2, 3]

@@ -100,7 +100,7 @@ def test_a_run_goes_on_over_many_layouts_and_does_not_sample_twice(
     assert sampled(again) == evaluated + 2 * responses
 
     result = train(again, "training.steps=3")
-    assert "going on from" in result.stderr and "parallel.layout" in result.stderr
+    assert "resuming from" in result.stderr and "parallel.layout" in result.stderr
     train(again, "training.steps=4", "parallel.layout=dp=2,ep=2")
     train(again, "parallel.layout=tp=2,cp=2")
 
@@ -141,7 +141,7 @@ def test_a_run_stopped_after_rollouts_ends_as_if_it_had_not(base: Path, again: P
     stop_in_call(again, 8 + 2 * 16 + 5)
     result = train(again, expect=75)
     said = result.stderr.splitlines()[-1]
-    assert said.startswith("stopped as asked") and "the same command goes on" in said
+    assert said.startswith("stopped as asked") and "the same command resumes the run" in said
     train(again)
     assert_same_run(again.parent / "run", base.parent / "run", LAST)
     assert sampled(again) == sampled(base)
@@ -188,7 +188,7 @@ def test_damaged_checkpoints_are_named_and_the_newest_whole_one_is_used(
         start_of_line = f"checkpoint rl_{step:08d} is damaged and not used: {found}: {what}"
         assert [line for line in lines if line.startswith(start_of_line)], start_of_line
     used = run / "checkpoints" / "rl_00000002"
-    assert f"going on from {used}, the newest whole checkpoint" in lines
+    assert f"resuming from {used}, the newest undamaged checkpoint" in lines
     assert_same_run(run, base.parent / "run", LAST)
     assert not [name for name in checkpoint_names(run) if name.startswith(".")]
 
@@ -198,7 +198,7 @@ def test_without_a_whole_checkpoint_nothing_begins_anew_unasked(again: Path, run
         path.unlink()
     before = (run / "metrics.jsonl").read_bytes()
     result = train(again, expect=2)
-    assert f"{run}: no checkpoint of this run is whole" in result.stderr
+    assert f"{run}: all checkpoints of this run are damaged" in result.stderr
     assert result.stderr.count("manifest.json: missing") == STEPS + 2
     assert (run / "metrics.jsonl").read_bytes() == before
 
@@ -303,7 +303,7 @@ def test_one_rank_that_cannot_write_costs_a_checkpoint_and_not_the_run(
     (again.parent / "full_disk").write_text(f"{second} {second + responses - 1}")
     how = ("parallel.layout=dp=2", f"checkpoint.asynchronous={asynchronous}", "training.steps=4")
     result = train(again, *how)
-    warnings = [line for line in result.stderr.splitlines() if "trouble with a checkpoint" in line]
+    warnings = [line for line in result.stderr.splitlines() if "problem with a checkpoint" in line]
     assert all("rank 1 cannot write: File too large" in line for line in warnings)
     kept = [name for name in checkpoint_names(run) if name.startswith("rl_")]
     lost = sorted({f"rl_0000000{step}" for step in (1, 2, 3, 4)} - set(kept))
@@ -338,7 +338,7 @@ def test_a_disk_that_is_full_does_not_end_training_and_leaves_nothing_half_writt
     )
     if result.returncode == 99 or "unshare" in result.stderr:
         pytest.skip("no tmpfs may be mounted here")
-    assert "warning: trouble with a checkpoint: it takes" in result.stderr, result.stderr[-TAIL:]
-    assert "the run ends here, with trouble saving it: it takes" in result.stderr
+    assert "warning: problem with a checkpoint: it takes" in result.stderr, result.stderr[-TAIL:]
+    assert "the run ends here, because of a problem with saving it: it takes" in result.stderr
     lines = result.stdout.splitlines()
     assert lines[lines.index("exit 2") + 1 :] == ["latest", *(f"rl_0000000{n}" for n in (1, 2, 3))]

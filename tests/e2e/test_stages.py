@@ -132,7 +132,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path, phase
         shutil.rmtree(again / "checkpoints" / f"{phase}_{step:08d}")
     words = (f"logging.dir={again}", f"export.hf_path={tmp_path / 'hf'}")
     errors = run(phase, base / f"{phase}.yaml", *words)
-    assert f"going on from {again / 'checkpoints' / f'{phase}_00000002'}" in errors
+    assert f"resuming from {again / 'checkpoints' / f'{phase}_00000002'}" in errors
     assert_same_run(again, base / phase, f"{phase}_{STEPS:08d}")
     mine, theirs = (
         (folder / "model.safetensors").read_bytes()

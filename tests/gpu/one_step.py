@@ -20,9 +20,8 @@ from gspo_megatron.batching.micro_batches import (
     forward_backward,
     response_logprobs,
 )
-from gspo_megatron.checkpoint.hf.export import export_hf
+from gspo_megatron.checkpoint.hf.export import export_hf, stream_hf
 from gspo_megatron.checkpoint.hf.load import load_hf
-from gspo_megatron.checkpoint.hf.stream import stream_hf
 from gspo_megatron.checkpoint.model_pieces import scale_pieces
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer, save_tensors
 from gspo_megatron.config import Config, check_config, parse_config, resolve_parallel
@@ -168,7 +167,7 @@ def resume(folder: Path, precision: str, backend: str, checkpoint: str) -> dict[
                 backward(policy, trainer, batch)
                 trainer.update()
             mismatch(policy)  # a rollout in bf16 in between
-            save_tensors(Path(checkpoint), policy, trainer, asynchronous=False).wait()
+            save_tensors(Path(checkpoint), policy, trainer, asynchronous=False).result()
         else:
             load_model(Path(checkpoint), policy)
             load_optimizer(Path(checkpoint), policy, trainer)

@@ -26,14 +26,9 @@ from torch import Tensor
 
 from gspo_megatron.checkpoint import tensors
 from gspo_megatron.checkpoint import writer as checkpoint_writer
+from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
 from gspo_megatron.checkpoint.rng import load_rng, save_rng
-from gspo_megatron.checkpoint.tensors import (
-    load_model,
-    load_optimizer,
-    load_trainer_state,
-    save_tensors,
-    trainer_state,
-)
+from gspo_megatron.checkpoint.tensors import load_model, load_optimizer, save_tensors
 from gspo_megatron.config import Config
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
@@ -124,7 +119,7 @@ def train_and_save(
             update(config, policy, trainer, seed=updates)
             assert not (held and save.done())
         released.set()
-        save.wait()
+        save.result()
     assert save.done()
     if not asynchronous:
         update(config, policy, trainer, seed=updates)
@@ -137,7 +132,7 @@ def save_error(config: Config, folder: Path, *, asynchronous: bool) -> str:
     """This rank's error of a save that fails."""
     policy, trainer = start(config)
     try:
-        save_tensors(folder, policy, trainer, asynchronous=asynchronous).wait()
+        save_tensors(folder, policy, trainer, asynchronous=asynchronous).result()
     except DataError as error:
         return str(error)
     return ""
@@ -185,7 +180,7 @@ def move(config: Config, source: Path, destination: Path) -> Outcome:
     policy, trainer = start(config)
     load_all(source, policy, trainer)
     state = gather_state(policy, trainer)
-    save_tensors(destination, policy, trainer, asynchronous=False).wait()
+    save_tensors(destination, policy, trainer, asynchronous=False).result()
     if dist.get_rank() == 0:
         position = (source / "trainer.json").read_text()
         (destination / "trainer.json").write_text(position)
@@ -281,7 +276,7 @@ def save_expert_biases(config: Config, folder: Path) -> dict[str, Tensor]:
     for name, bias in sorted(_expert_biases(policy).items()):
         generator = torch.Generator().manual_seed(len(name) + int(name.split(".")[2]))
         bias.copy_(torch.randn(bias.shape, generator=generator))
-    save_tensors(folder, policy, None, asynchronous=False).wait()
+    save_tensors(folder, policy, None, asynchronous=False).result()
     return _union(_expert_biases(policy))
 
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo_megatron.checkpoint.hf.export import export_hf
-from gspo_megatron.checkpoint.hf.stream import stream_hf
+from gspo_megatron.checkpoint.hf.export import export_hf, stream_hf
 from gspo_megatron.config import Config, Layout, resolve_parallel
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy

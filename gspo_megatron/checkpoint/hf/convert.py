@@ -43,12 +43,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from gspo_megatron.checkpoint.hf.files import DTYPES, HfFolder, check_tied_copy, checked_folder
-from gspo_megatron.checkpoint.hf.side_files import (
-    check_tokenizer,
-    export_config,
-    generation_files,
-)
+from gspo_megatron.checkpoint.folder import write_file
+from gspo_megatron.checkpoint.hf.files import DTYPES, HfFolder, check_tied_copy, checked_weights
+from gspo_megatron.checkpoint.hf.side_files import check_tokenizer, export_config, generation_files
 from gspo_megatron.checkpoint.hf.source import (
     ALONE,
     Share,
@@ -64,14 +61,8 @@ from gspo_megatron.checkpoint.hf.writer import (
     TensorSpec,
     copy_file,
     write_errors,
-    write_text,
 )
-from gspo_megatron.checkpoint.manifest import (
-    MANIFEST,
-    FileRecord,
-    dump_manifest,
-    record_of,
-)
+from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest, files_below, record_of
 from gspo_megatron.checkpoint.run_state import MODEL_FILE
 from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.checkpoint.storage import (
@@ -83,9 +74,9 @@ from gspo_megatron.checkpoint.storage import (
     root_cause,
     without_warning,
 )
-from gspo_megatron.config.families import describe, family_of, family_of_shape
-from gspo_megatron.config.model_shape import ModelShape, shape_of
-from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.config.families import family_of, family_of_shape
+from gspo_megatron.config.model_shape import shape_of
+from gspo_megatron.errors import DataError
 from gspo_megatron.observe.progress import Progress
 
 _FILE_BYTES = 4 << 30  # of a checkpoint's files: one is synced while others are written
@@ -93,7 +84,6 @@ _BLOCK_BYTES = 16 << 20  # of what is written: the memory of larger ones would n
 _MILLION = 1_000_000
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
 Done = Callable[[int], None]  # called with the bytes or weights that were finished
 
 
@@ -111,24 +101,31 @@ def hf_to_megatron(
     Raises DataError with all that is wrong with the source before anything is written, and where
     the destination cannot be written.
     """
-    folder, weights, shape, vocab_size = _open_hf(source, ignore_custom_code)
-    recipes = _by_key(weights)
-    specs = {
-        key: TensorSpec(_wanted(key, dtype) or _common_dtype(recipe, folder), recipe.shape)
-        for key, recipe in recipes.items()
-    }
+    folder = HfFolder(source, ignore_custom_code=ignore_custom_code)
+    preset = folder.describe()
+    shape, vocab_size = shape_of(preset), preset.vocab_size
+    assert vocab_size is not None
+    weights = checked_weights(folder, shape, vocab_size)
+    check_tokenizer(folder.side_files, vocab_size)
+    check_tied_copy(folder, weights)
+    recipes, specs = _by_key(weights), {}
+    for key, recipe in recipes.items():
+        dtypes = {DTYPES[folder.tensors[box.name].dtype] for box in recipe.boxes}
+        kept = functools.reduce(torch.promote_types, dtypes)  # holds the values of all
+        specs[key] = TensorSpec(_wanted(key, dtype) or kept, recipe.shape)
     model_document = {
         "shape": dataclasses.asdict(shape),
         "vocab_size": vocab_size,
         "tokenizer": None,  # in hf/, where there is one
         "hf": folder.config,
     }
-    with NewFolder(destination, _bytes(specs)) as new, write_errors(destination):
-        write_text(new.partial / MODEL_FILE, json.dumps(model_document, indent=1) + "\n")
+    total = sum(spec.bytes for spec in specs.values())
+    with NewFolder(destination, total) as new, write_errors(destination):
+        write_file(new.partial / MODEL_FILE, f"{json.dumps(model_document, indent=1)}\n".encode())
         (new.partial / "hf").mkdir()
         for file in folder.side_files:
             copy_file(file, new.partial / "hf")
-        writer = _BlockWriter(new.partial / "model", _bytes(specs))
+        writer = _BlockWriter(new.partial / "model", total)
         try:
             with without_warning():
                 planner = _ImportPlanner(folder, recipes, specs)
@@ -136,10 +133,9 @@ def hf_to_megatron(
         except CheckpointException as error:
             raise root_cause(error) from error
         files = {f"model/{name}": record for name, record in writer.records.items()}
-        for path in sorted(path for path in new.partial.rglob("*") if path.is_file()):
-            name = path.relative_to(new.partial).as_posix()
-            files[name] = files.get(name) or record_of(path)
-        write_text(new.partial / MANIFEST, dump_manifest(files).decode())
+        for name in files_below(new.partial):
+            files[name] = files.get(name) or record_of(new.partial / name)
+        write_file(new.partial / MANIFEST, dump_manifest(files))
         new.publish()
 
 
@@ -181,7 +177,7 @@ class _BlockWriter(TorchDistWriter):
 
     def __init__(self, folder: Path, total: int) -> None:
         super().__init__(folder)
-        self.records: dict[str, FileRecord] = {}
+        self.records: Files = {}
         self._total = total
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
@@ -192,34 +188,30 @@ class _BlockWriter(TorchDistWriter):
             files[written * count // max(1, self._total)].append(item)
             written += _item_bytes(item)
 
-        def write(number: int, done: Done) -> list[WriteResult]:
-            return self._write_file(f"__0_{number}.distcp", files[number], planner, done)
+        results: list[WriteResult] = []
+
+        def write(number: int, done: Done) -> None:
+            name = f"__0_{number}.distcp"
+            try:
+                with (self._folder / name).open("xb") as stream:
+                    for item in files[number]:
+                        start = stream.tell()
+                        torch.save(planner.resolve_data(item), stream)
+                        length = stream.tell() - start
+                        info = _StorageInfo(name, start, length)
+                        results.append(WriteResult(item.index, length, info))
+                        done(_item_bytes(item))
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            except RuntimeError as error:
+                raise operating_system_error(error) or error from None
+            self.records[name] = record_of(self._folder / name)
 
         numbers = [number for number in range(count) if files[number]]
-        results = _in_threads(write, numbers, "hf-to-megatron, MB", self._total)
+        _in_threads(write, numbers, "hf-to-megatron, MB", self._total)
         future: Future[list[WriteResult]] = Future()
-        future.set_result([result for listed in results for result in listed])
+        future.set_result(results)
         return future
-
-    def _write_file(
-        self, name: str, items: Sequence[WriteItem], planner: dcp.SavePlanner, done: Done
-    ) -> list[WriteResult]:
-        results = []
-        try:
-            with (self._folder / name).open("xb") as stream:
-                for item in items:
-                    start = stream.tell()
-                    torch.save(planner.resolve_data(item), stream)
-                    length = stream.tell() - start
-                    info = _StorageInfo(name, start, length)
-                    results.append(WriteResult(item.index, length, info))
-                    done(_item_bytes(item))
-                stream.flush()
-                os.fsync(stream.fileno())
-        except RuntimeError as error:
-            raise operating_system_error(error) or error from None
-        self.records[name] = record_of(self._folder / name)
-        return results
 
 
 def megatron_to_hf(
@@ -232,12 +224,11 @@ def megatron_to_hf(
 ) -> tuple[Path, list[str]]:
     """Convert a checkpoint, of any layout, to a new Hugging Face folder.
 
-    source: a checkpoint folder, or a run's (see `open_checkpoint`); dtype: of all tensors but the
-    biases of routers (default: each keeps its own). Every process of `share` calls it and writes
-    files of its own. Returns the checkpoint, and notes for the user.
+    source: a checkpoint folder, or a run's (see `open_checkpoint`); dtype: as in `hf_to_megatron`.
+    Every process of `share` calls it and writes files of its own. Returns the checkpoint, and notes
+    for the user.
 
-    Raises DataError with all that is wrong with the source, before anything is written; ConfigError
-    for a model that no family has, and DataError where the destination cannot be written.
+    Raises as `hf_to_megatron`, and ConfigError for a model that no family has.
     """
     checkpoint = open_checkpoint(source, share)
     model = checkpoint.folder / "model"
@@ -249,23 +240,24 @@ def megatron_to_hf(
     recipes = _by_key(weights)
     stored = _checked_tensors(model, index, recipes)
     keys = {box.name: key for key, recipe in recipes.items() for box in recipe.boxes}
-    specs = {
-        name: TensorSpec(_wanted(keys[name], dtype) or stored[keys[name]].properties.dtype, size)
-        for name, size in weights.shapes.items()
-    }
+    specs = {}
+    for name, size in weights.shapes.items():
+        kept = stored[keys[name]].properties.dtype
+        specs[name] = TensorSpec(_wanted(keys[name], dtype) or kept, size)
     main_dtype = specs[family.names["embedding"]].dtype
     config = export_config(shape, vocab_size, main_dtype, original)
     copies, notes = tokenizer_of(checkpoint)
     check_tokenizer(copies, vocab_size)
+    total = sum(spec.bytes for spec in specs.values())
     if share.world_size > 1:
-        max_shard_bytes = min(max_shard_bytes, -(-_bytes(specs) // share.world_size))
+        max_shard_bytes = min(max_shard_bytes, -(-total // share.world_size))
     writer = HfWriter(destination, specs, max_shard_bytes=max_shard_bytes, owner=share.is_main)
-    files = writer.files[share.rank :: share.world_size]
 
     def make_folder() -> None:
         stack.enter_context(writer)
 
     def convert() -> None:
+        files = writer.files[share.rank :: share.world_size]
         names = {name for file in files for name in file.offsets}
         _export(model, index, recipes, writer, names, share.is_main)
         writer.finish(files)
@@ -303,8 +295,7 @@ def _export(
     names: set[str],
     progress: bool,
 ) -> None:
-    """Read each stored block that the HF tensors of `names` need, once, and write its parts to
-    their places."""
+    """Read each stored block that the HF tensors of `names` need, once, and write its parts."""
     reader = TorchDistReader(folder, index)
     work: list[tuple[MetadataIndex, ChunkStorageMetadata, list[Box]]] = []
     for key, recipe in recipes.items():
@@ -321,29 +312,11 @@ def _export(
         reader.read_data(LoadPlan([item]), planner)
         for box in boxes:
             part = planner.tensor[box.target_slices].to(writer.tensors[box.name].dtype)
-            sizes = box.size[len(box.size) - len(box.source) :]
-            writer.write(box.name, part.reshape(sizes), box.source_slices)
+            writer.write(box.name, part.reshape(box.source_size), box.source_slices)
         done(sum(box.numel for box in boxes))
 
     total = sum(box.numel for _, _, boxes in work for box in boxes)
     _in_threads(convert, work, "megatron-to-hf, million weights", total, enabled=progress)
-
-
-def _open_hf(source: Path, ignore_custom_code: bool) -> tuple[HfFolder, WeightMap, ModelShape, int]:
-    opened = HfFolder(source, ignore_custom_code=ignore_custom_code)
-    try:
-        preset = describe(opened.config)
-    except ConfigError as error:
-        file = opened.path / "config.json"
-        raise DataError("\n".join(f"{file}: {line}" for line in error.problems)) from None
-    assert preset.vocab_size is not None
-    shape = shape_of(preset)
-    folder, weights = checked_folder(
-        source, shape, preset.vocab_size, ignore_custom_code=ignore_custom_code
-    )
-    check_tokenizer(folder.side_files, preset.vocab_size)
-    check_tied_copy(folder, weights)
-    return folder, weights, shape, preset.vocab_size
 
 
 def _by_key(weights: WeightMap) -> dict[str, Recipe]:
@@ -364,21 +337,17 @@ def _checked_tensors(
     problems = []
     for key, recipe in recipes.items():
         if key not in stored:
-            problems.append(f"{folder}: {key} is missing")
-        elif tuple(stored[key].size) != recipe.shape:
-            problems.append(
-                f"{folder}: {key} has the shape {list(stored[key].size)}; model.json says "
-                f"{list(recipe.shape)}"
-            )
-        elif stored[key].properties.dtype not in DTYPES.values():
-            problems.append(f"{folder}: {key} has the dtype {stored[key].properties.dtype}")
-    problems += [
-        f"{folder}: {key} belongs to nothing in the model that model.json describes"
-        for key in stored
-        if key not in recipes
-    ]
+            problems.append(f"{key} is missing")
+            continue
+        shape, dtype = list(stored[key].size), stored[key].properties.dtype
+        if shape != list(recipe.shape):
+            problems.append(f"{key} has the shape {shape}; model.json says {list(recipe.shape)}")
+        elif dtype not in DTYPES.values():
+            problems.append(f"{key} has the dtype {dtype}")
+    foreign = (key for key in stored if key not in recipes)
+    problems += [f"{key} belongs to nothing in the model of model.json" for key in foreign]
     if problems:
-        raise DataError("\n".join(problems))
+        raise DataError("\n".join(f"{folder}: {problem}" for problem in problems))
     return stored
 
 
@@ -387,18 +356,8 @@ def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
     return None if key.endswith(".expert_bias") else dtype
 
 
-def _common_dtype(recipe: Recipe, folder: HfFolder) -> torch.dtype:
-    """One that holds the values of all tensors that become one."""
-    dtypes = {DTYPES[folder.tensors[box.name].dtype] for box in recipe.boxes}
-    return functools.reduce(torch.promote_types, dtypes)
-
-
 def _slices(chunk: ChunkStorageMetadata) -> Slices:
-    return tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes))
-
-
-def _bytes(specs: Mapping[str, TensorSpec]) -> int:
-    return sum(spec.bytes for spec in specs.values())
+    return tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes))
 
 
 def _item_bytes(item: WriteItem) -> int:
@@ -407,13 +366,13 @@ def _item_bytes(item: WriteItem) -> int:
 
 
 def _in_threads(
-    work: Callable[[Item, Done], Result],
+    work: Callable[[Item, Done], None],
     items: Sequence[Item],
     title: str,
     total: int,
     *,
     enabled: bool = True,
-) -> list[Result]:
+) -> None:
     """work(item, done) for all items, a few at a time; `done` moves a progress bar up to `total`.
     After the first error, or Ctrl-C, `done` raises in all threads."""
     lock, stopped = threading.Lock(), threading.Event()
@@ -437,4 +396,3 @@ def _in_threads(
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [future.result() for future in futures]

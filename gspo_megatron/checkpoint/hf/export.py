@@ -1,22 +1,29 @@
-"""A running, sharded model as a Hugging Face folder."""
+"""A running, sharded model as Hugging Face tensors, one after the other, and as a folder."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
 
+from gspo_megatron.checkpoint.hf.load import weight_shards
 from gspo_megatron.checkpoint.hf.side_files import export_config, generation_files, tokenizer_files
-from gspo_megatron.checkpoint.hf.stream import MAIN_RANK, stream_hf, tensor_specs
-from gspo_megatron.checkpoint.hf.weight_map import weight_map
-from gspo_megatron.checkpoint.hf.writer import MAX_SHARD_BYTES, HfWriter
-from gspo_megatron.config.families import family_of, family_of_shape
+from gspo_megatron.checkpoint.hf.weight_map import Box, WeightMap, gather, weight_map
+from gspo_megatron.checkpoint.hf.writer import MAX_SHARD_BYTES, HfWriter, TensorSpec
+from gspo_megatron.checkpoint.tensors import finish_parameter_gather
+from gspo_megatron.config.families import Family, family_of, family_of_shape
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
+from gspo_megatron.models.shards import Shard
+
+MAIN_RANK = 0  # the ranks that share a model-parallel group with it hold a whole model
 
 
 def export_hf(
@@ -41,19 +48,24 @@ def export_hf(
     family = family_of_shape(policy.shape) if hf_config is None else family_of(hf_config)
     dtype = dtype or policy.config.params_dtype
     config = export_config(policy.shape, policy.vocab_size, dtype, hf_config)
-    weights = weight_map(family, policy.shape, policy.vocab_size)
-    specs = tensor_specs(policy, weights, dtype)
+    specs = tensor_specs(policy, weight_map(family, policy.shape, policy.vocab_size), dtype)
     writer = HfWriter(path, specs, max_shard_bytes=max_shard_bytes)
-    is_main, problem = dist.get_rank() == MAIN_RANK, None
+    problem: DataError | None = None
 
     def attempt(action: Callable[[], object]) -> None:
         """On the main rank, unless something failed before."""
         nonlocal problem
-        if is_main and problem is None:
+        if dist.get_rank() == MAIN_RANK and problem is None:
             try:
                 action()
             except DataError as error:
                 problem = error
+
+    def raise_on_all_ranks() -> None:
+        message = [None if problem is None else str(problem)]
+        dist.broadcast_object_list(message, src=MAIN_RANK)
+        if message[0] is not None:
+            raise DataError(message[0]) from problem
 
     def publish() -> None:
         files = tokenizer_files(tokenizer)
@@ -62,17 +74,124 @@ def export_hf(
 
     with contextlib.ExitStack() as stack:
         attempt(lambda: stack.enter_context(writer))
-        _raise_on_all_ranks(problem)
+        raise_on_all_ranks()
         # All ranks are in step until the end of the stream, even when writing fails.
         for name, tensor in stream_hf(policy, family=family, dtype=dtype):
             if tensor is not None:
                 attempt(lambda name=name, tensor=tensor: writer.write(name, tensor))
         attempt(publish)
-        _raise_on_all_ranks(problem)
+        raise_on_all_ranks()
 
 
-def _raise_on_all_ranks(problem: DataError | None) -> None:
-    message = [None if problem is None else str(problem)]
-    dist.broadcast_object_list(message, src=MAIN_RANK)
-    if message[0] is not None:
-        raise DataError(message[0]) from problem
+@torch.no_grad()
+def stream_hf(
+    policy: Policy,
+    *,
+    family: Family | None = None,
+    dtype: torch.dtype | None = None,
+    everywhere: bool = False,
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield (name, tensor) of every tensor of the published layout, layer by layer. All ranks
+    iterate together, to the end; a tensor belongs to the caller.
+
+    The main rank gets each tensor whole, the others None; with `everywhere` all ranks get it. Only
+    one tensor exists at a time beside the model. The ranks of one copy of the model send their
+    shards to the main rank, each element once.
+
+    family: whose names are used (default: the one that has models of this shape; ConfigError where
+    none has); dtype: of the tensors (default: the model's).
+    """
+    family = family_of_shape(policy.shape) if family is None else family
+    weights = weight_map(family, policy.shape, policy.vocab_size)
+    finish_parameter_gather(policy)
+    copy = _ModelCopy(weight_shards(policy, weights), weights)
+    device = torch.device(torch.cuda.current_device())
+    for name, spec in tensor_specs(policy, weights, dtype).items():
+        tensor = None
+        if dist.get_rank() == MAIN_RANK or everywhere:
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        copy.collect(name, spec.dtype, tensor)
+        if everywhere and dist.get_world_size() > 1:
+            dist.broadcast(tensor, src=MAIN_RANK)
+        yield name, tensor
+
+
+def tensor_specs(
+    policy: Policy, weights: WeightMap, dtype: torch.dtype | None = None
+) -> dict[str, TensorSpec]:
+    """Dtype and shape of every tensor of the stream, in order. Biases of routers stay fp32, as in
+    Megatron-Core."""
+    kinds = dict.fromkeys(weights.shapes, dtype or policy.config.params_dtype)
+    for name, recipe in weights.recipes.items():
+        if name.endswith(".expert_bias"):
+            kinds |= {box.name: torch.float32 for box in recipe.boxes}
+    return {name: TensorSpec(kinds[name], shape) for name, shape in weights.shapes.items()}
+
+
+class _ModelCopy:
+    """One copy of the model, spread over the ranks that share a group with the main rank."""
+
+    def __init__(self, shards: Sequence[Shard], weights: WeightMap) -> None:
+        self._shards = shards
+        # of each HF tensor, by rank: numbers of the rank's shards, and the box that each holds
+        self._parts: dict[str, dict[int, list[tuple[int, Box]]]] = {n: {} for n in weights.shapes}
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        dense = parallel_state.get_model_parallel_group()
+        experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        for group, are_experts in ((dense, False), (experts, True)):
+            if MAIN_RANK in dist.get_process_group_ranks(group):
+                self._distribute(group, are_experts, weights)
+        if dist.get_rank() == MAIN_RANK:
+            for name, shape in weights.shapes.items():
+                found = sum(box.numel for each in self._parts[name].values() for _, box in each)
+                assert found == math.prod(shape), f"{name}: {found} elements of {list(shape)}"
+
+    def _distribute(self, group: dist.ProcessGroup, are_experts: bool, weights: WeightMap) -> None:
+        """Exchange what each rank of a group holds; of replicas, the first rank sends."""
+        mine = [
+            (number, shard.name, shard.offset, tuple(shard.data.shape))
+            for number, shard in enumerate(self._shards)
+            if (".experts." in shard.name) == are_experts
+        ]
+        ranks = dist.get_process_group_ranks(group)
+        everyone: list[Any] = [mine] * len(ranks)
+        if len(ranks) > 1:
+            dist.all_gather_object(everyone, mine, group=group)
+        taken = set()
+        for rank, shards in zip(ranks, everyone, strict=True):
+            for number, name, offset, shape in shards:
+                if (name, offset, shape) in taken:
+                    continue
+                taken.add((name, offset, shape))
+                slices = [slice(at, at + n) for at, n in zip(offset, shape, strict=True)]
+                for box in weights[name].cut(slices):
+                    self._parts[box.name].setdefault(rank, []).append((number, box))
+                    self._groups[box.name] = group
+
+    def collect(self, name: str, dtype: torch.dtype, out: Tensor | None) -> None:
+        """Send this rank's parts of a tensor, as `dtype`; or, on the main rank, fill `out`."""
+        parts, group = self._parts[name], self._groups.get(name)
+        mine = [(box, self._shards[n].data) for n, box in parts.get(dist.get_rank(), [])]
+        if dist.get_rank() != MAIN_RANK:
+            if mine:
+                runs = [data[box.target_slices].reshape(-1).to(dtype) for box, data in mine]
+                _exchange([dist.P2POp(dist.isend, torch.cat(runs), MAIN_RANK, group)])
+            return
+        assert out is not None
+        gather(out, mine)
+        sizes = {
+            rank: [box.numel for _, box in theirs]
+            for rank, theirs in parts.items()
+            if rank != MAIN_RANK
+        }
+        packed = {rank: out.new_empty(sum(counts)) for rank, counts in sizes.items()}
+        _exchange([dist.P2POp(dist.irecv, data, rank, group) for rank, data in packed.items()])
+        for rank, counts in sizes.items():
+            for (_, box), run in zip(parts[rank], packed[rank].split(counts), strict=True):
+                place = out[box.source_slices]
+                place.copy_(run.view(place.shape))
+
+
+def _exchange(messages: list[dist.P2POp]) -> None:
+    for request in dist.batch_isend_irecv(messages) if messages else ():
+        request.wait()

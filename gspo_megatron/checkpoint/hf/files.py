@@ -15,15 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gspo_megatron.checkpoint.hf.weight_map import (
-    MOST_ELEMENTS,
-    Box,
-    WeightMap,
-    split,
-    weight_map,
-)
+from gspo_megatron.checkpoint.hf.weight_map import Box, WeightMap, split, weight_map
 from gspo_megatron.config.families import Family, describe, family_of
-from gspo_megatron.config.model_shape import ModelShape, shape_conflicts
+from gspo_megatron.config.model_shape import ModelPreset, ModelShape, shape_conflicts
 from gspo_megatron.config.problems import format_value
 from gspo_megatron.errors import ConfigError, DataError
 
@@ -59,20 +53,19 @@ _MAPPED_BYTES = 32 << 20  # read from mapped files before their pages are given 
 
 
 class FileTensor(NamedTuple):
-    """A tensor in a safetensors file."""
+    """A tensor in a safetensors file; `dtype` is a name of the file format."""
 
-    dtype: str  # its name in the file format
+    dtype: str
     shape: tuple[int, ...]
     file: Path
-    offset: int  # its first byte in the file
+    offset: int  # of its first byte
 
 
 class HfFolder:
     """Config and tensors of a folder. Opening it reads the headers of the files, no tensor.
 
-    `config` is config.json; `tensors` maps names to dtype, shape and file. A config that names
-    Python code of its own (`auto_map`) is refused unless `ignore_custom_code`; the code is never
-    run.
+    A config.json that names Python code of its own (`auto_map`) is refused unless
+    `ignore_custom_code`; the code is never run.
 
     Raises DataError with all that is wrong with the folder, one line each.
     """
@@ -83,8 +76,7 @@ class HfFolder:
             raise DataError(f"{self.path}: no such folder")
         problems: list[str] = []
         self.config: dict[str, Any] = _read_json(self.path / "config.json", problems) or {}
-        generation = self.path / "generation_config.json"
-        if generation.exists():
+        if (generation := self.path / "generation_config.json").exists():
             _read_json(generation, problems)
         if "auto_map" in self.config and not ignore_custom_code:
             problems.append(
@@ -97,6 +89,14 @@ class HfFolder:
         self._read_bytes = 0
         if problems:
             raise DataError("\n".join(problems))
+
+    def describe(self) -> ModelPreset:
+        """The model that config.json describes. Raises DataError where no family has such."""
+        try:
+            return describe(self.config)
+        except ConfigError as error:
+            file = self.path / "config.json"
+            raise DataError("\n".join(f"{file}: {line}" for line in error.problems)) from None
 
     @property
     def side_files(self) -> list[Path]:
@@ -152,22 +152,20 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, FileTensor] | Non
         # The library checks the file. Its own mapping of tensors for torch needs as much free
         # memory as the file is large; its numpy side maps without that.
         with safe_open(file, framework="np"), file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length))
+            start = 8 + int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(start - 8))
     except SafetensorError as error:
         cause = str(error).removeprefix("Error while deserializing header: ")
         problems.append(f"{file}: damaged ({cause}); copy or download it again")
+        return None
     except OSError as error:
         problems.append(f"{file}: {error.strerror or error}")
-    else:
-        header.pop("__metadata__", None)
-        return {
-            name: FileTensor(
-                entry["dtype"], tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0]
-            )
-            for name, entry in header.items()
-        }
-    return None
+        return None
+    header.pop("__metadata__", None)
+    return {
+        name: FileTensor(t["dtype"], tuple(t["shape"]), file, start + t["data_offsets"][0])
+        for name, t in header.items()
+    }
 
 
 def _read_indexed(index: Path, problems: list[str]) -> dict[str, FileTensor]:
@@ -211,34 +209,34 @@ def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
 
 
 def checked_folder(
-    path: str | Path,
-    shape: ModelShape,
-    vocab_size: int,
-    *,
-    ignore_custom_code: bool = False,
+    path: str | Path, shape: ModelShape, vocab_size: int
 ) -> tuple[HfFolder, WeightMap]:
     """The folder, and the map of its model. No tensor is read.
 
     Raises DataError with all that is wrong: config.json describes another model than one of
-    `shape` and `vocab_size`; tensors are missing, unknown, or have another shape or dtype.
+    `shape` and `vocab_size`; and what `checked_weights` raises.
     """
-    folder = HfFolder(path, ignore_custom_code=ignore_custom_code)
-    file = folder.path / "config.json"
-    try:
-        family, preset = family_of(folder.config), describe(folder.config)
-    except ConfigError as error:
-        raise DataError("\n".join(f"{file}: {line}" for line in error.problems)) from None
+    folder = HfFolder(path)
+    conflicts = shape_conflicts(replace(shape, vocab_size=vocab_size), folder.describe())
     problems = [
-        f"{file}: {key} is {format_value(theirs)}, and {format_value(ours)} in the model"
-        for key, ours, theirs in shape_conflicts(replace(shape, vocab_size=vocab_size), preset)
+        f"{folder.path / 'config.json'}: {key} is {format_value(theirs)}, and "
+        f"{format_value(ours)} in the model"
+        for key, ours, theirs in conflicts
     ]
     if problems:
         raise DataError("\n".join(problems))
+    return folder, checked_weights(folder, shape, vocab_size)
+
+
+def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> WeightMap:
+    """The map of the folder's model. Raises DataError where tensors are missing, unknown, or have
+    another shape or dtype."""
+    family = family_of(folder.config)
     weights = weight_map(family, shape, vocab_size)
     problems = list(_tensor_problems(folder, weights, family))
     if problems:
         raise DataError("\n".join(problems))
-    return folder, weights
+    return weights
 
 
 def _tensor_problems(folder: HfFolder, weights: WeightMap, family: Family) -> Iterator[str]:
@@ -253,28 +251,21 @@ def _tensor_problems(folder: HfFolder, weights: WeightMap, family: Family) -> It
             )
         elif entry.dtype not in DTYPES:
             yield f"{folder.path}: {name} has the dtype {entry.dtype}; legal: {', '.join(DTYPES)}"
-    copy = _tied_copy(weights, family)
+    known = {*weights.shapes, family.names["head"]}  # a tied embedding may be there twice
     for name in folder.tensors:
-        # some published folders hold constants, and a tied embedding twice
-        if name not in weights.shapes and name != copy and not name.endswith(family.unread):
+        if name not in known and not name.endswith(family.unread):
             yield f"{folder.path}: {name} is no part of the model that config.json describes"
-
-
-def _tied_copy(weights: WeightMap, family: Family) -> str | None:
-    """The name under which a folder may hold the tied embedding a second time."""
-    head = family.names["head"]
-    return None if head in weights.shapes else head
 
 
 def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None) -> None:
     """Raise DataError where the two copies of a tied embedding differ within a box of it (default:
     anywhere)."""
-    copy = _tied_copy(weights, family_of(folder.config))
-    if copy is None or copy not in folder.tensors:
+    copy = family_of(folder.config).names["head"]
+    if copy in weights.shapes or copy not in folder.tensors:
         return
     box = weights.recipes["embedding.word_embeddings.weight"].boxes[0] if box is None else box
     same = folder.tensors[copy][:2] == folder.tensors[box.name][:2]
-    for block in split(box, MOST_ELEMENTS) if same else ():
+    for block in split(box) if same else ():
         bits = [folder.read(n, block.source_slices).view(torch.uint8) for n in (box.name, copy)]
         same = same and torch.equal(*bits)
     if not same:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
-from torch import Tensor
 
 from gspo_megatron.checkpoint.hf.files import check_tied_copy, checked_folder
-from gspo_megatron.checkpoint.hf.weight_map import Slices, WeightMap, fill, is_vocabulary
+from gspo_megatron.checkpoint.hf.weight_map import WeightMap, fill, is_vocabulary
 from gspo_megatron.models.build import Policy
-from gspo_megatron.models.shards import parameter_shards
+from gspo_megatron.models.shards import Shard, parameter_shards
 
 
 @torch.no_grad()
@@ -36,24 +33,18 @@ def load_hf(path: str | Path, policy: Policy) -> None:
         fill(shard.data, weights[shard.name], shard.slices, folder.read)
 
 
-@dataclass(frozen=True)
-class WeightShard:
-    """A view of this rank's memory that holds a slice of the Megatron tensor `name`."""
-
-    name: str
-    data: Tensor
-    slices: Slices  # may reach into the vocabulary's padding
-
-    @property
-    def is_expert(self) -> bool:
-        """Whether it is sharded over the expert-parallel ranks."""
-        return ".experts." in self.name
-
-
-def weight_shards(policy: Policy, weights: WeightMap) -> list[WeightShard]:
-    """All of this rank's parameters, each element once, and the biases of its routers."""
-    found = [shard for model in policy.models for shard in _shards_of(model)]
-    covered = sum(shard.data.numel() for shard in found if ".expert_bias" not in shard.name)
+def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
+    """All of this rank's parameters, each element once, and the biases of its routers. The shards
+    may reach into the vocabulary's padding."""
+    found = [shard for model in policy.models for shard in parameter_shards(model)]
+    covered = sum(shard.data.numel() for shard in found)
+    for model in policy.models:
+        for module in model.modules():
+            bias = getattr(module, "expert_bias", None) if isinstance(module, TopKRouter) else None
+            if bias is not None:
+                # a buffer, so not among the parameters; every rank of the layer has all of it
+                name = f"decoder.layers.{module.layer_number - 1}.mlp.router.expert_bias"
+                found.append(Shard(name, bias, bias, tuple(bias.shape), (0,)))
     parameters = sum(p.numel() for model in policy.models for p in model.parameters())
     assert covered == parameters, "a parameter without a global name"
     for shard in found:
@@ -63,14 +54,3 @@ def weight_shards(policy: Policy, weights: WeightMap) -> list[WeightShard]:
             inside = inside[1:]
         assert all(inside), f"{shard.name}: {shard.slices} of {shape}"
     return found
-
-
-def _shards_of(model: torch.nn.Module) -> Iterator[WeightShard]:
-    for shard in parameter_shards(model):
-        yield WeightShard(shard.name, shard.data, shard.slices)
-    for module in model.modules():
-        bias = getattr(module, "expert_bias", None) if isinstance(module, TopKRouter) else None
-        if bias is not None:
-            # a buffer, so not among the parameters; every rank of the layer has all of it
-            name = f"decoder.layers.{module.layer_number - 1}.mlp.router.expert_bias"
-            yield WeightShard(name, bias, (slice(0, len(bias)),))

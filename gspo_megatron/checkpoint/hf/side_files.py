@@ -24,10 +24,8 @@ def export_config(
     dtype: torch.dtype,
     original: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """config.json for weights of this shape and dtype.
-
-    `original` is the config.json that the weights were imported with, if they were. Its other keys
-    are kept; where the model still is the one that it describes, all of it is.
+    """config.json for weights of this shape and dtype. `original`: the config.json that the weights
+    were imported with; its other keys are kept, and all keys if it still describes the model.
 
     Raises ConfigError for a model that the family (without an original: any family) cannot have.
     """
@@ -48,8 +46,7 @@ def export_config(
 
 
 def tokenizer_files(tokenizer: str | Path | None) -> list[Path]:
-    """The files that are copied of a tokenizer's folder, or its only file; config.json is written
-    anew."""
+    """The files to copy of a tokenizer, which is a folder or one file; not config.json."""
     if tokenizer is None:
         return []
     path = Path(tokenizer)
@@ -62,38 +59,27 @@ def tokenizer_files(tokenizer: str | Path | None) -> list[Path]:
 def check_tokenizer(files: Sequence[Path], vocab_size: int) -> None:
     """Raise DataError where one of the files has a token beyond the vocabulary."""
     for file in files:
-        last = _last_id(file)
-        if last is not None and last >= vocab_size:
+        last = -1
+        try:
+            if file.name == "tokenizer.json":
+                last = max(_tokenizers(file).get_vocab().values(), default=-1)
+            elif file.name in ("vocab.json", "added_tokens.json"):
+                last = max(json.loads(file.read_text(encoding="utf-8")).values(), default=-1)
+            elif file.suffix == ".model":
+                last = _sentencepiece(file).get_piece_size() - 1
+        except Exception as error:  # tokenizers raises plain Exception
+            raise DataError(f"{file}: cannot be read: {error}") from error
+        if last >= vocab_size:
             raise DataError(
                 f"{file}: has token ids up to {last}, the model's vocabulary has {vocab_size} "
                 "tokens; they do not belong together"
             )
 
 
-def _last_id(file: Path) -> int | None:
-    """The highest token id that a file names, None for a file that names none."""
-    try:
-        if file.name == "tokenizer.json":
-            from tokenizers import Tokenizer
-
-            return max(Tokenizer.from_file(str(file)).get_vocab().values(), default=None)
-        if file.name in ("vocab.json", "added_tokens.json"):
-            return max(json.loads(file.read_text(encoding="utf-8")).values(), default=None)
-        if file.suffix == ".model":
-            from sentencepiece import SentencePieceProcessor
-
-            return SentencePieceProcessor(model_file=str(file)).get_piece_size() - 1
-    except Exception as error:  # tokenizers raises plain Exception
-        raise DataError(f"{file}: cannot be read: {error}") from error
-    return None
-
-
 def generation_files(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """generation_config.json, by its name, for a model trained here whose tokenizer has these
-    `files`. It tells transformers' generate which token ends an answer.
-
-    Empty where it is among the files, or where they name no such token. Raises DataError where one
-    cannot be read.
+    """generation_config.json, by its name, for a model trained with a tokenizer of these `files`:
+    transformers' generate reads there which token ends an answer. Empty where it is among the
+    files, or where they name no such token. Raises DataError where one cannot be read.
     """
     by_name = {file.name: file for file in files}
     if GENERATION in by_name:
@@ -109,22 +95,29 @@ def generation_files(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
 def _token_ids(by_name: dict[str, Path]) -> dict[str, int | None]:
     settings, vocabulary = by_name.get("tokenizer_config.json"), by_name.get("tokenizer.json")
     if settings is not None and vocabulary is not None:
-        from tokenizers import Tokenizer
-
-        named, tokenizer = json.loads(settings.read_bytes()), Tokenizer.from_file(str(vocabulary))
-        tokens = {name: named.get(f"{name}_token") for name in ("eos", "pad")}
-        return {  # a token may be an object with its settings
-            f"{name}_token_id": tokenizer.token_to_id(
-                token if isinstance(token, str) else str(token["content"])
-            )
-            for name, token in tokens.items()
-            if token is not None
-        }
+        named, tokenizer = json.loads(settings.read_bytes()), _tokenizers(vocabulary)
+        ids = {}
+        for name in ("eos", "pad"):
+            token = named.get(f"{name}_token")
+            if token is not None:  # it may be an object with its settings
+                text = token if isinstance(token, str) else str(token["content"])
+                ids[f"{name}_token_id"] = tokenizer.token_to_id(text)
+        return ids
     for file in by_name.values():
         if file.suffix == ".model":
-            from sentencepiece import SentencePieceProcessor
-
-            model = SentencePieceProcessor(model_file=str(file))
+            model = _sentencepiece(file)
             ids = {"eos_token_id": model.eos_id(), "pad_token_id": model.pad_id()}
             return {name: token_id if token_id >= 0 else None for name, token_id in ids.items()}
     return {}
+
+
+def _tokenizers(file: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file))
+
+
+def _sentencepiece(file: Path) -> Any:
+    from sentencepiece import SentencePieceProcessor
+
+    return SentencePieceProcessor(model_file=str(file))

@@ -1,20 +1,19 @@
-"""Where a conversion to Hugging Face reads from: one checkpoint, by one or several processes."""
+"""The checkpoint that a conversion to Hugging Face reads, in one or several processes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
 from gspo_megatron.checkpoint.hf.side_files import tokenizer_files
-from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage
+from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage, first_whole
 from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
 from gspo_megatron.config.model_shape import ModelShape
 from gspo_megatron.errors import DataError
@@ -32,8 +31,8 @@ def thread_count() -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """This process of several that convert together. gather(value) is a collective: it returns the
-    values of all processes."""
+    """One of the processes that convert together. `gather`, a collective, returns the values of
+    all."""
 
     rank: int = 0
     world_size: int = 1
@@ -63,10 +62,9 @@ class Share:
 ALONE = Share()
 
 
-@contextmanager
+@contextlib.contextmanager
 def shared_by_ranks() -> Iterator[Share]:
-    """The share of a rank that torchrun's variables describe (RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT)."""
+    """The share of a rank of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
     import torch.distributed as dist
 
     world_size = int(os.environ["WORLD_SIZE"])
@@ -88,17 +86,15 @@ def shared_by_ranks() -> Iterator[Share]:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint without damage. `hf_config`: the config.json that its weights were imported
-    with; `tokenizer`: the path that the run's configuration named, and `fingerprint` that of its
-    contents then, where it is known; `notes`: about damaged newer checkpoints."""
+    """A checkpoint without damage."""
 
     folder: Path
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # about damaged newer checkpoints
     shape: ModelShape
     vocab_size: int
-    tokenizer: str | None
-    fingerprint: str | None
-    hf_config: Mapping[str, Any] | None
+    tokenizer: str | None  # the path in the run's configuration
+    fingerprint: str | None  # of the tokenizer during the run, where it is known
+    hf_config: Mapping[str, Any] | None  # the config.json that the weights were imported with
 
     @property
     def imported(self) -> Path | None:
@@ -108,29 +104,27 @@ class Source:
 
 
 def open_checkpoint(path: Path, share: Share = ALONE) -> Source:
-    """`path` is a checkpoint, or a folder of them, or a run: then the newest one whose files all
-    have their sizes is taken.
-
-    The main process chooses, because a run may publish another one at any time; all processes read
-    the files and compare their checksums. Raises DataError with all that is wrong.
+    """The checkpoint `path`; of a run or a folder of checkpoints, the newest one whose files all
+    have their sizes. The main process chooses, because a run may publish another one at any time;
+    all processes compare checksums. Raises DataError with all that is wrong.
     """
     folder, notes = share.together(lambda: _find(path) if share.is_main else None)[0]
     threads = thread_count()
     shares = [(share.rank * threads + n, share.world_size * threads) for n in range(threads)]
 
-    def damage_of(part: tuple[int, int]) -> list[str]:
-        return find_damage(folder, share=part, only=_matters)
-
     def damage() -> list[str]:
         with ThreadPoolExecutor(threads) as pool:
-            return list(itertools.chain(*pool.map(damage_of, shares)))
+            found = pool.map(lambda part: find_damage(folder, share=part, only=_matters), shares)
+            return [f"{folder}: {line}" for lines in found for line in lines]
 
-    lines = [f"{folder}: {line}" for found in share.together(damage) for line in found]
+    lines = [line for found in share.together(damage) for line in found]
     if lines:
         if folder != path:
             lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
         raise DataError("\n".join([*notes, *lines]))
-    document = read_model(folder)
+    document, tokenizer_hash = read_model(folder), None
+    with contextlib.suppress(DataError):  # no run wrote the checkpoint, or run.json is damaged
+        tokenizer_hash = RunState.read(folder).fingerprints.get(TOKENIZER)
     try:
         known = {field.name for field in dataclasses.fields(ModelShape)}
         sizes = {name: value for name, value in document["shape"].items() if name in known}
@@ -140,7 +134,7 @@ def open_checkpoint(path: Path, share: Share = ALONE) -> Source:
             ModelShape(**sizes),
             int(document["vocab_size"]),
             document.get("tokenizer"),
-            _fingerprint(folder),
+            tokenizer_hash,
             document.get("hf"),
         )
     except (AttributeError, TypeError, ValueError) as error:
@@ -159,37 +153,29 @@ def _find(path: Path) -> tuple[Path, list[str]]:
     if not path.is_dir():
         raise DataError(f"{path}: no such folder")
     checkpoints = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    problems, notes = [], []
-    for position in positions(checkpoints):
-        folder = checkpoints / position.name
-        damage = find_damage(folder, contents=False, only=_matters)
-        if not damage:
-            return folder, notes
-        notes += damage_notes(position.name, damage)
-        problems += [f"{folder}: {line}" for line in damage]
+    folders = [checkpoints / position.name for position in positions(checkpoints)]
+    whole, damage = first_whole(
+        folders, lambda folder: find_damage(folder, contents=False, only=_matters)
+    )
+    if whole is not None:
+        return whole, [
+            line for folder, lines in damage.items() for line in damage_notes(folder.name, lines)
+        ]
+    problems = [f"{folder}: {line}" for folder, lines in damage.items() for line in lines]
     raise DataError(
         "\n".join([*problems, f"{path}: not a checkpoint of ours, and there is no whole one in it"])
     )
 
 
-def _fingerprint(folder: Path) -> str | None:
-    """Of the run's tokenizer; None where no run wrote the checkpoint, or its run.json is damaged:
-    the weights do not need it."""
-    try:
-        return RunState.read(folder).fingerprints.get(TOKENIZER)
-    except DataError:
-        return None
-
-
 def tokenizer_of(checkpoint: Source) -> tuple[list[Path], list[str]]:
-    """The tokenizer's files, and notes for the user: from the folder that the checkpoint was
-    imported from, else the tokenizer that the run named."""
+    """The files of the imported or the run's tokenizer, and notes for the user."""
     if checkpoint.imported is not None or checkpoint.tokenizer is None:
         return tokenizer_files(checkpoint.imported), []
     path = Path(checkpoint.tokenizer)
     if not path.exists():
         return [], [f"{path}: the run's tokenizer is not there (any more), and is left out"]
     if checkpoint.fingerprint not in (None, fingerprint(path)):
-        lacks = "no longer has the contents that the run's tokenizer had, and is left out"
-        return [], [f"{path}: {lacks}"]
+        return [], [
+            f"{path}: no longer has the contents that the run's tokenizer had, and is left out"
+        ]
     return tokenizer_files(path), []

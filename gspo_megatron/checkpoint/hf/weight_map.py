@@ -1,12 +1,9 @@
 """How the tensors of a Hugging Face model make up those of Megatron-Core: the map for all families.
 
-A recipe describes one Megatron tensor as a set of boxes. A box is a block of one HF tensor and the
-place where it goes in the Megatron tensor. Boxes do not overlap; where there is none, the Megatron
-tensor is padding. Both directions use the same description: cutting boxes tells what any shard
-needs, so only that is read or sent. Values are copied, never computed with.
-
-Megatron-Core's side is written here once; a family (config/families) says how the parts are called
-in its files.
+A recipe describes one Megatron tensor as a set of boxes. A box is a block of one HF tensor and its
+place in the Megatron tensor. Boxes do not overlap; where there is none, the Megatron tensor is
+padding. Both directions use the same boxes: they are cut to what a shard needs, so only that is
+read or sent. A family (config/families) gives the names in its files.
 """
 
 from __future__ import annotations
@@ -44,9 +41,12 @@ class Box:
     size: tuple[int, ...]
 
     @property
+    def source_size(self) -> tuple[int, ...]:
+        return self.size[len(self.size) - len(self.source) :]
+
+    @property
     def source_slices(self) -> Slices:
-        size = self.size[len(self.size) - len(self.source) :]
-        return tuple(slice(at, at + n) for at, n in zip(self.source, size, strict=True))
+        return tuple(slice(at, at + n) for at, n in zip(self.source, self.source_size, strict=True))
 
     @property
     def target_slices(self) -> Slices:
@@ -99,7 +99,9 @@ def concatenate(recipes: Sequence[Recipe]) -> Recipe:
     rows = 0
     for recipe in recipes:
         assert recipe.shape[1:] == recipes[0].shape[1:], "rows of different widths"
-        boxes += (_moved(box, rows) for box in recipe.boxes)
+        boxes += (
+            replace(box, target=(box.target[0] + rows, *box.target[1:])) for box in recipe.boxes
+        )
         rows += recipe.shape[0]
     return Recipe((rows, *recipes[0].shape[1:]), tuple(boxes))
 
@@ -111,14 +113,9 @@ def interleave(recipes: Sequence[Recipe], groups: int) -> Recipe:
     for group, recipe in itertools.product(range(groups), recipes):
         rows, rest = divmod(recipe.shape[0], groups)
         assert not rest, "groups of unequal size"
-        chunks.append(rows_of(recipe, group * rows, rows))
+        slices = [slice(group * rows, (group + 1) * rows), *(slice(0, n) for n in recipe.shape[1:])]
+        chunks.append(Recipe((rows, *recipe.shape[1:]), tuple(recipe.cut(slices))))
     return concatenate(chunks)
-
-
-def rows_of(recipe: Recipe, first: int, count: int) -> Recipe:
-    """Rows [first, first + count)."""
-    slices = (slice(first, first + count), *(slice(0, n) for n in recipe.shape[1:]))
-    return Recipe((count, *recipe.shape[1:]), tuple(recipe.cut(slices)))
 
 
 def stack(recipes: Sequence[Recipe]) -> Recipe:
@@ -143,10 +140,6 @@ def flatten(recipe: Recipe) -> Recipe:
     return Recipe((outer * inner, *rest), tuple(boxes))
 
 
-def _moved(box: Box, rows: int) -> Box:
-    return replace(box, target=(box.target[0] + rows, *box.target[1:]))
-
-
 Read = Callable[[str, Slices], "Tensor"]
 
 
@@ -160,17 +153,16 @@ def fill(out: Tensor, recipe: Recipe, slices: Sequence[slice], read: Read) -> No
     if sum(box.numel for box in boxes) < out.numel():
         out.zero_()
     for box in boxes:
-        for block in split(box, MOST_ELEMENTS):
+        for block in split(box):
             part = read(block.name, block.source_slices)
             out[block.target_slices].copy_(part.view(block.size))
 
 
-def split(box: Box, most: int) -> Iterator[Box]:
-    """A box cut into boxes of whole rows, each of at most `most` elements or of one row: so little
-    is read at once."""
+def split(box: Box) -> Iterator[Box]:
+    """A box cut into boxes of whole rows, each of at most MOST_ELEMENTS or of one row."""
     axis = len(box.size) - len(box.source)
     rows = box.size[axis]
-    step = max(1, most * rows // max(1, box.numel))
+    step = max(1, MOST_ELEMENTS * rows // max(1, box.numel))
     for first in range(0, rows, step):
         size = (*box.size[:axis], min(step, rows - first), *box.size[axis + 1 :])
         target = (*box.target[:axis], box.target[axis] + first, *box.target[axis + 1 :])
@@ -182,7 +174,7 @@ def gather(out: Tensor, parts: Iterable[tuple[Box, Tensor]]) -> None:
     tensor that its target is counted from."""
     for box, data in parts:
         part = data[box.target_slices]
-        out[box.source_slices].copy_(part.reshape(box.size[len(box.size) - len(box.source) :]))
+        out[box.source_slices].copy_(part.reshape(box.source_size))
 
 
 # Transformer Engine fuses norms into the linear layers that follow them, and keeps gate and up
@@ -223,13 +215,11 @@ class WeightMap:
     """The tensors of one model on both sides, in the order of its layers.
 
     `recipes`: the Megatron tensors, by the layout-independent names of models/shards.py and of the
-    torch_native backend; `shapes`: those of the HF tensors by name; `made_of`: for each HF tensor,
-    the names of the Megatron tensors that hold it, with the box of each.
+    torch_native backend; `shapes`: those of the HF tensors by name.
     """
 
     recipes: Mapping[str, Recipe]
     shapes: Mapping[str, tuple[int, ...]]
-    made_of: Mapping[str, tuple[tuple[str, Box], ...]]
 
     def __getitem__(self, name: str) -> Recipe:
         """The recipe of a tensor by any of its names: that of a shard, Transformer Engine's, or the
@@ -251,14 +241,10 @@ def weight_map(family: Family, shape: ModelShape, vocab_size: int) -> WeightMap:
     """The map of a model of this family. `vocab_size` is without padding."""
     recipes = dict(_recipes(family, shape, vocab_size))
     shapes: dict[str, tuple[int, ...]] = {}
-    made_of: dict[str, list[tuple[str, Box]]] = {}
-    for name, recipe in recipes.items():
-        for box in recipe.boxes:
-            ends = tuple(part.stop for part in box.source_slices)
-            known = shapes.get(box.name, ends)
-            shapes[box.name] = tuple(map(max, known, ends))
-            made_of.setdefault(box.name, []).append((name, box))
-    return WeightMap(recipes, shapes, {name: tuple(boxes) for name, boxes in made_of.items()})
+    for box in (box for recipe in recipes.values() for box in recipe.boxes):
+        ends = tuple(part.stop for part in box.source_slices)
+        shapes[box.name] = tuple(map(max, shapes.get(box.name, ends), ends))
+    return WeightMap(recipes, shapes)
 
 
 def _recipes(family: Family, shape: ModelShape, vocab_size: int) -> Iterator[tuple[str, Recipe]]:
@@ -266,20 +252,21 @@ def _recipes(family: Family, shape: ModelShape, vocab_size: int) -> Iterator[tup
     yield "embedding.word_embeddings.weight", copy(names["embedding"], vocab_size, hidden)
     for number, has_experts in enumerate(experts_in_layers(shape)):
         parts = {part: name.replace("{layer}", str(number)) for part, name in names.items()}
-        layer = dict(_norms(parts, hidden))
+        layer = {
+            "input_layernorm.weight": copy(parts["input_norm"], hidden),
+            "pre_mlp_layernorm.weight": copy(parts["mlp_norm"], hidden),
+        }
         latent = shape.megatron.get("multi_latent_attention")
         layer |= _latent_attention(parts, shape) if latent else _attention(parts, shape)
-        layer |= _mixture(parts, shape) if has_experts else _dense_mlp(parts, shape)
+        if has_experts:
+            layer |= _mixture(parts, shape)
+        else:
+            layer |= _gated_mlp("mlp.", parts, "", hidden, shape.ffn_hidden_size)
         for name, recipe in layer.items():
             yield f"decoder.layers.{number}.{name}", recipe
     yield "decoder.final_layernorm.weight", copy(names["final_norm"], hidden)
     if not shape.tie_embeddings:
         yield "output_layer.weight", copy(names["head"], vocab_size, hidden)
-
-
-def _norms(parts: Mapping[str, str], hidden: int) -> Iterator[tuple[str, Recipe]]:
-    yield "input_layernorm.weight", copy(parts["input_norm"], hidden)
-    yield "pre_mlp_layernorm.weight", copy(parts["mlp_norm"], hidden)
 
 
 def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, Recipe]:
@@ -322,10 +309,6 @@ def _latent_attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, 
     return {
         f"self_attention.{name}": copy(parts[part], *size) for name, (part, *size) in sizes.items()
     }
-
-
-def _dense_mlp(parts: Mapping[str, str], shape: ModelShape) -> dict[str, Recipe]:
-    return _gated_mlp("mlp.", parts, "", shape.hidden_size, shape.ffn_hidden_size)
 
 
 def _gated_mlp(

@@ -1,8 +1,7 @@
-"""Writes a folder that appears under its name whole or not at all, and an HF model in one."""
+"""Writes a new folder, which gets its name when it is complete, and an HF model into one."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import itertools
 import json
@@ -14,13 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gspo_megatron.checkpoint.folder import sync_file, sync_folder
+from gspo_megatron.checkpoint.folder import sync, sync_folders, write_file
 from gspo_megatron.checkpoint.hf.files import DTYPES, SINGLE_FILE, WEIGHT_INDEX
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import folder_lacks
@@ -28,17 +26,6 @@ from gspo_megatron.files import folder_lacks
 MAX_SHARD_BYTES = 5_000_000_000  # as in most published checkpoints
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_FIXABLE = (  # by the user
-    errno.EACCES,
-    errno.EDQUOT,
-    errno.EEXIST,
-    errno.EFBIG,
-    errno.ENAMETOOLONG,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-)
 
 
 class NewFolder:
@@ -64,7 +51,12 @@ class NewFolder:
         check_destination(self.path)
         with write_errors(self.path):
             self.partial.parent.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
+            if self.partial.exists():
+                lock = _lock(self.partial)  # a running process keeps its folder locked
+                if lock is None:
+                    raise DataError(f"{self.path}: another process is writing to it")
+                os.close(lock)
+                shutil.rmtree(self.partial)
             free = shutil.disk_usage(self.partial.parent).free
             if self._size > free:
                 raise DataError(f"{self.path}: {self._size:,} bytes to write, {free:,} are free")
@@ -75,34 +67,17 @@ class NewFolder:
     def publish(self) -> None:
         """Make the names in it durable (files are synced already) and rename it."""
         with write_errors(self.path):
-            for folder in [*(p for p in self.partial.rglob("*") if p.is_dir()), self.partial]:
-                sync_folder(folder)
+            sync_folders(self.partial)
             self.partial.rename(os.path.abspath(self.path))
             self._published = True
-            sync_folder(self.partial.parent)
+            sync(self.partial.parent)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._lock is None:
-            return
-        if not self._published:
-            shutil.rmtree(self.partial, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = None
-
-    def _remove_leftovers(self) -> None:
-        """Of a process that was killed; a running one keeps its folder locked."""
-        if not self.partial.exists():
-            return
-        lock = _lock(self.partial)
-        if lock is None:
-            raise DataError(f"{self.path}: another process is writing to it")
-        os.close(lock)
-        shutil.rmtree(self.partial)
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            if not self._published:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
 
 
 class TensorSpec(NamedTuple):
@@ -123,23 +98,20 @@ class _File:
     name: str
     header: bytes
     offsets: Mapping[str, int]
-    bytes: int
 
 
 class HfWriter(NewFolder):
     """A folder of safetensors files.
 
-        specs = {"model.norm.weight": TensorSpec(torch.bfloat16, (64,)), ...}
-        with HfWriter(path, specs) as writer:
+        with HfWriter(path, {"model.norm.weight": TensorSpec(torch.bfloat16, (64,))}) as writer:
             writer.write("model.norm.weight", tensor)
-            ...
             writer.finish()
             writer.publish({"config.json": config}, copies=[folder / "tokenizer.json"])
 
-    Tensors come in any order, whole or in blocks, from any thread, and are written at once:
-    safetensors' own save_file needs all tensors of a file in memory. Until `finish`, the files lack
-    their headers, so no reader accepts them. Several processes can write one folder, each the
-    tensors of `files` of its own.
+    Tensors come in any order, whole or in blocks, from any thread, and are written at once
+    (safetensors' save_file needs all tensors of a file in memory). Until `finish`, the files have
+    no headers, so no reader accepts them. Several processes can write one folder, each the tensors
+    of its own `files`.
     """
 
     def __init__(
@@ -191,8 +163,8 @@ class HfWriter(NewFolder):
     def publish(
         self, contents: Mapping[str, Mapping[str, Any]] = {}, copies: Iterable[Path] = ()
     ) -> None:
-        """Add JSON files and copies of other files, and give the folder its name; the owner does,
-        when all files are finished."""
+        """Add JSON files and copies of other files, and rename the folder; the owner calls it when
+        all files are finished."""
         if len(self.files) > 1:
             names = {name: file.name for name, file in sorted(self._file_of.items())}
             index = {"metadata": {"total_size": self.bytes}, "weight_map": names}
@@ -203,10 +175,10 @@ class HfWriter(NewFolder):
                     copy_file(file, self.partial)
             for name, content in contents.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False)
-                write_text(self.partial / name, text + "\n")
+                write_file(self.partial / name, f"{text}\n".encode())
         super().publish()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
         super().__exit__(*error)
@@ -226,9 +198,7 @@ def _run_offsets(shape: Sequence[int], slices: Sequence[slice]) -> Iterator[int]
     while whole and slices[whole - 1] == slice(0, shape[whole - 1]):
         whole -= 1
     # all dimensions from `whole` on are complete: a run goes over them and the one before
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.insert(0, strides[0] * extent)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     starts = [part.start for part in slices]
     for index in itertools.product(*(range(s.start, s.stop) for s in slices[: max(0, whole - 1)])):
         first = [*index, *starts[len(index) :]]
@@ -245,12 +215,12 @@ def _plan(tensors: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[_File
             room = max_shard_bytes
         groups[-1][name] = spec
         room -= spec.bytes
-    files = []
-    for number, group in enumerate(groups, start=1):
-        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        size = sum(spec.bytes for spec in group.values())
-        files.append(_File(name if len(groups) > 1 else SINGLE_FILE, *_layout(group), size))
-    return files
+    if len(groups) == 1:
+        return [_File(SINGLE_FILE, *_layout(groups[0]))]
+    return [
+        _File(f"model-{number:05d}-of-{len(groups):05d}.safetensors", *_layout(group))
+        for number, group in enumerate(groups, start=1)
+    ]
 
 
 def _layout(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
@@ -290,25 +260,17 @@ def check_destination(path: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Within it, errors that the user can fix become a DataError about `path`."""
+    """Within it, an OSError becomes a DataError about `path`."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _FIXABLE:
-            raise
-        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def write_text(path: Path, content: str) -> None:
-    """Write a file and wait until it is on the disk."""
-    path.write_text(content, encoding="utf-8")
-    sync_file(path)
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def copy_file(source: Path, folder: Path) -> None:
     """Copy a file's contents into a folder, and wait until they are on the disk."""
     shutil.copyfile(source, folder / source.name)
-    sync_file(folder / source.name)
+    sync(folder / source.name)
 
 
 def _lock(folder: Path) -> int | None:

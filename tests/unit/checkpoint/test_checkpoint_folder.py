@@ -53,18 +53,13 @@ def test_positions_are_sorted_as_a_run_passes_them(tmp_path: Path) -> None:
 def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     publication = Publication(tmp_path / "checkpoints", "rl_00000001")
     publication.begin()
-    (publication.folder / "a").write_text("half of it")
+    second_rank = Publication(tmp_path / "checkpoints", "rl_00000001", publication.token)
+    (second_rank.folder / "a").write_text("half of it")
     assert positions(publication.parent) == []
     path = publication.publish({"a": record_of(publication.folder / "a")})
     assert path == tmp_path / "checkpoints" / "rl_00000001"
     assert find_damage(path) == []
     assert [p.name for p in path.parent.iterdir()] == ["rl_00000001"]
-
-
-def test_a_second_rank_writes_into_the_same_folder(tmp_path: Path) -> None:
-    first = Publication(tmp_path, "rl_00000001")
-    assert Publication(tmp_path, "rl_00000001", first.token).folder == first.folder
-    assert Publication(tmp_path, "rl_00000001").folder != first.folder
 
 
 def test_a_damaged_checkpoint_is_replaced(tmp_path: Path) -> None:
@@ -90,13 +85,8 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     assert remove_leftovers(tmp_path / "absent") == []
 
 
-def figures_of(steps: range, best: dict[int, float]) -> dict[Position, float | None]:
+def metrics_of(steps: range, best: dict[int, float]) -> dict[Position, float | None]:
     return {Position("rl", step): best.get(step) for step in steps}
-
-
-def steps_left(keep: Retention, figures: dict[Position, float | None]) -> list[int]:
-    gone = keep.surplus(figures)
-    return [position.step for position in figures if position not in gone]
 
 
 @pytest.mark.parametrize(
@@ -113,23 +103,23 @@ def steps_left(keep: Retention, figures: dict[Position, float | None]) -> list[i
 )
 def test_what_stays(keep: Retention, left: list[int]) -> None:
     nan = float("nan")
-    figures = figures_of(range(1, 13), {2: 0.1, 4: 0.9, 6: 0.5, 8: 0.5 - 1e-9, 10: nan})
-    assert steps_left(keep, figures) == left
+    metrics = metrics_of(range(1, 13), {2: 0.1, 4: 0.9, 6: 0.5, 8: 0.5 - 1e-9, 10: nan})
+    assert [p.step for p in metrics if p not in keep.surplus(metrics)] == left
 
 
 def test_the_newest_stays_whatever_else_does() -> None:
     chance = random.Random(11)
     for _ in range(200):
         count = chance.randrange(1, 9)
-        figures = figures_of(range(count), {n: chance.random() for n in range(0, count, 2)})
+        metrics = metrics_of(range(count), {n: chance.random() for n in range(0, count, 2)})
         keep = Retention(chance.randrange(1, 4), chance.randrange(3), chance.randrange(4))
-        assert Position("rl", count - 1) not in keep.surplus(figures)
+        assert Position("rl", count - 1) not in keep.surplus(metrics)
 
 
 def test_a_half_done_step_is_worth_keeping_only_while_it_is_new() -> None:
     half, done = Position("rl", 5, True), Position("rl", 6)
-    figures: dict[Position, float | None] = {Position("rl", 5): 0.2, half: 0.9, done: 0.1}
-    assert Retention(1, 1, 5).surplus(figures) == [half]
+    metrics: dict[Position, float | None] = {Position("rl", 5): 0.2, half: 0.9, done: 0.1}
+    assert Retention(1, 1, 5).surplus(metrics) == [half]
     assert half not in Retention(1, 0, 0).surplus({Position("rl", 5): None, half: None})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,9 @@ import torch
 
 from gspo_megatron.checkpoint.tensors import load_model, save_tensors
 from gspo_megatron.models.build import Policy
-from tests.unit.models.one_rank import one_rank_groups, tiny_policy
+from tests.unit.models.one_rank import tiny_policy
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    with one_rank_groups():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def policy_of(precision: str) -> Policy:
@@ -40,7 +35,7 @@ def test_a_model_that_has_not_run_yet_takes_them_back(precision: str, tmp_path: 
     generator = torch.Generator().manual_seed(1)
     for bias in biases(saved).values():  # values that bf16 does not have
         bias.data = torch.rand(bias.shape, generator=generator)
-    save_tensors(tmp_path, saved, None, asynchronous=False).wait()
+    save_tensors(tmp_path, saved, None, asynchronous=False).result()
     loaded = policy_of(precision)
     load_model(tmp_path, loaded)
     wanted = biases(saved)

@@ -77,17 +77,6 @@ def test_gated_experts_of_transformer_engine_lie_where_those_of_torch_native_do(
     assert torch.equal(whole, weights)
 
 
-def test_names_of_transformer_engine_are_those_of_torch_native() -> None:
-    norm = torch.zeros(5)
-    for key, native in (
-        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-        ("input_layernorm.weight", "input_layernorm.weight"),
-    ):
-        shard = ShardedTensor.from_rank_offsets(f"decoder.layers.3.{key}", norm)
-        assert _piece(shard, norm, 45).key == f"decoder.layers.3.{native}"
-
-
 def test_vocabulary_ends_where_the_tokenizer_does() -> None:
     parameter = torch.arange(16.0 * 2).view(16, 2)
     found = []

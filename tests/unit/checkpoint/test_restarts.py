@@ -71,10 +71,7 @@ def test_another_job_begins_to_count_anew(tmp_path: Path) -> None:
     restart(tmp_path, 2, step=5, job="8")
 
 
-def test_a_file_that_is_damaged_counts_for_nothing(tmp_path: Path) -> None:
+def test_a_damaged_file_or_no_job_counts_for_nothing(tmp_path: Path) -> None:
     (tmp_path / RESTARTS_FILE).write_text("[1")
     restart(tmp_path, 9, step=5, allowed=0)
-
-
-def test_outside_a_job_nothing_is_counted(tmp_path: Path) -> None:
     count_restart(SimpleNamespace(), Start(), {})  # type: ignore[arg-type]

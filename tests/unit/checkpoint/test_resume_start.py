@@ -109,7 +109,7 @@ def test_the_newest_is_the_one_that_the_run_reached_last(config: Config) -> None
     assert found.checkpoint == path
     assert found.state is not None and found.state.position == Position("rl", 2, True)
     assert not found.is_finished
-    assert found.notes == [f"going on from {path}"]
+    assert found.notes == [f"resuming from {path}"]
 
 
 def test_many_damaged_files_do_not_fill_the_screen(config: Config) -> None:
@@ -120,7 +120,7 @@ def test_many_damaged_files_do_not_fill_the_screen(config: Config) -> None:
     notes = preview(config, fresh=False).notes
     assert len(notes) == 10
     assert "42 more files" in notes[8]
-    assert notes[-1] == f"going on from {whole}, the newest whole checkpoint"
+    assert notes[-1] == f"resuming from {whole}, the newest undamaged checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_other_versions_are_told_of(config: Config, monkeypatch: pytest.MonkeyPa
         patch.setitem(state_at.__globals__, "versions", lambda: then)
         path = add(config, Position("rl", 3))
     assert preview(config, fresh=False).notes == [
-        f"going on from {path}",
+        f"resuming from {path}",
         f"changed since then, and may change results: torch 2.1 -> {now['torch']}",
     ]
 
@@ -184,15 +184,15 @@ def test_an_own_function_whose_file_has_changed_is_told_of(
     module.write_text("def function(first): ...")
     config = changed(config, f"{key}=own_package.functions:function")
     path = add(config, Position("rl", 3))
-    assert preview(config, fresh=False).notes == [f"going on from {path}"]
+    assert preview(config, fresh=False).notes == [f"resuming from {path}"]
     module.write_text("def function(first): return 1.0")
     told = f"{key}: the code of 'own_package.functions:function'"
     assert preview(config, fresh=False).notes == [
-        f"going on from {path}",
+        f"resuming from {path}",
         f"changed since then, and may change results: {told}",
     ]
     module.unlink()  # whoever loads it says so
-    assert preview(config, fresh=False).notes == [f"going on from {path}"]
+    assert preview(config, fresh=False).notes == [f"resuming from {path}"]
 
 
 def test_a_given_checkpoint_is_found_by_any_of_its_folders(config: Config, tmp_path: Path) -> None:

@@ -14,13 +14,7 @@ from safetensors import safe_open
 from gspo_megatron.checkpoint.rng import load_rng, save_rng
 from gspo_megatron.errors import DataError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    from tests.unit.models.one_rank import one_rank_groups
-
-    with one_rank_groups():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def draw() -> list:
@@ -53,6 +47,8 @@ def test_states_of_another_kind_of_device_are_left_alone(
 
 
 def test_what_is_on_the_disk_is_no_pickle(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        load_rng(tmp_path)
     save_rng(tmp_path)
     with safe_open(tmp_path / "rng" / "rank_00000.safetensors", framework="pt") as file:
         names = set(file.keys())
@@ -68,8 +64,3 @@ def test_truncated(tmp_path: Path, keep: int) -> None:
     with pytest.raises(DataError, match="rank_00000.safetensors: cannot be read"):
         load_rng(tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_missing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"):
-        load_rng(tmp_path)

@@ -51,15 +51,6 @@ def test_a_second_run_is_refused_and_told_of_the_first(
     assert str(tmp_path / LOCK_FILE) in str(error.value)
 
 
-def test_the_folder_is_free_once_its_run_has_died(
-    tmp_path: Path, other: subprocess.Popen[str]
-) -> None:
-    other.kill()
-    lock = RunLock()
-    lock.hold(tmp_path)
-    lock.release()
-
-
 def test_a_requeued_job_is_let_in_where_the_lock_of_a_lost_node_is_still_there(
     tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,11 +58,16 @@ def test_a_requeued_job_is_let_in_where_the_lock_of_a_lost_node_is_still_there(
     RunLock().hold(tmp_path)
 
 
-def test_a_removed_lock_file_frees_the_folder(tmp_path: Path, other: subprocess.Popen[str]) -> None:
-    (tmp_path / LOCK_FILE).unlink()
-    lock = RunLock()
-    lock.hold(tmp_path)
-    lock.release()
+@pytest.mark.parametrize("has_died", [True, False])
+def test_the_end_of_its_run_or_a_removed_lock_file_frees_the_folder(
+    tmp_path: Path, other: subprocess.Popen[str], has_died: bool
+) -> None:
+    if has_died:
+        other.kill()
+    else:
+        (tmp_path / LOCK_FILE).unlink()
+    with run_lock.run_lock() as lock:
+        lock.hold(tmp_path)
 
 
 def test_a_run_may_hold_its_folder_twice_and_another_beside_it(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_step_is_three_passes_of_its_tokens() -> None:
     config = stage_config(PretrainingConfig, "tp=1", micro_batch_tokens=LENGTH)
     parallel = resolve_parallel(config, 1)
     work, none = work_of(config, 1), dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
-    seconds = step_cost(config, parallel, work, 10**6, none, 0.0, Machine(flops=1.0)).compute
+    seconds = step_cost(config, parallel, work, 10**6, none, Machine(flops=1.0)).compute
     shape = config.resolved_model()
     attention = 2 * 2 * shape.num_attention_heads * shape.kv_channels * LENGTH
     assert seconds == 3 * 24 * LENGTH * (2 * 10**6 + attention)

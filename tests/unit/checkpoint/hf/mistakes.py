@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
 
-from gspo_megatron.checkpoint.hf import load, stream
+from gspo_megatron.checkpoint.hf import export, load
 from gspo_megatron.checkpoint.hf.weight_map import Box, Recipe, WeightMap
 
 Rename = Callable[[str, Box], Box]
@@ -64,10 +64,10 @@ def mistaken(name: str, *, importing: bool, exporting: bool) -> Iterator[None]:
 
             stack.enter_context(mock.patch.object(load, "checked_folder", checked_folder))
         if exporting:
-            native_map = stream.weight_map
+            native_map = export.weight_map
 
             def weight_map(*args, **kwargs):
                 return with_mistake(native_map(*args, **kwargs), MISTAKES[name])
 
-            stack.enter_context(mock.patch.object(stream, "weight_map", weight_map))
+            stack.enter_context(mock.patch.object(export, "weight_map", weight_map))
         yield

@@ -7,7 +7,7 @@ groups and heads; the vocabulary divides by nothing; no norm is 1.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
-Make = Callable[..., Tensor]
-
 
 def model_config(family: str, dtype: str = "float32", **changes: Any) -> dict[str, Any]:
     return CONFIGS[family] | {"torch_dtype": dtype} | changes
@@ -142,7 +140,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[start + "input_layernorm.weight"] = (hidden,)
         shapes[start + "post_attention_layernorm.weight"] = (hidden,)
         attention = _latent_attention if family == "deepseek_v3" else _attention
-        parts = {**dict(attention(config)), **dict(_MLPS[family](config, layer))}
+        parts = {**dict(attention(config)), **dict(_mlp(config, layer))}
         shapes |= {start + name: shape for name, shape in parts.items()}
     return shapes
 
@@ -198,61 +196,31 @@ def _gated(start: str, hidden: int, width: int, names: tuple[str, str, str]) -> 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def _dense(config: dict[str, Any], layer: int) -> Shapes:
-    return _gated("mlp.", config["hidden_size"], config["intermediate_size"], _PROJECTIONS)
-
-
-def _qwen(config: dict[str, Any], layer: int) -> Shapes:
-    hidden = config["hidden_size"]
-    if layer in config["mlp_only_layers"] or (layer + 1) % config["decoder_sparse_step"]:
-        yield from _dense(config, layer)
+def _mlp(config: dict[str, Any], layer: int) -> Shapes:
+    family, hidden = config["model_type"], config["hidden_size"]
+    dense = layer in config.get("mlp_only_layers", ()) or layer < config.get(
+        "first_k_dense_replace", 0
+    )
+    if family == "qwen3" or dense or (layer + 1) % config.get("decoder_sparse_step", 1):
+        yield from _gated("mlp.", hidden, config["intermediate_size"], _PROJECTIONS)
         return
-    yield "mlp.gate.weight", (config["num_experts"], hidden)
-    for expert in range(config["num_experts"]):
-        width = config["moe_intermediate_size"]
-        yield from _gated(f"mlp.experts.{expert}.", hidden, width, _PROJECTIONS)
-    if config["model_type"] == "qwen2_moe":
-        width = config["shared_expert_intermediate_size"]
-        yield from _gated("mlp.shared_expert.", hidden, width, _PROJECTIONS)
+    width = config.get("moe_intermediate_size", config["intermediate_size"])
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    (experts,) = (config[key] for key in keys if key in config)
+    start = "block_sparse_moe." if family == "mixtral" else "mlp."
+    names = ("w1", "w3", "w2") if family == "mixtral" else _PROJECTIONS
+    yield f"{start}gate.weight", (experts, hidden)
+    if family == "deepseek_v3":
+        yield "mlp.gate.e_score_correction_bias", (experts,)
+    for expert in range(experts):
+        yield from _gated(f"{start}experts.{expert}.", hidden, width, names)
+    if family == "qwen2_moe":
+        shared = config["shared_expert_intermediate_size"]
+        yield from _gated("mlp.shared_expert.", hidden, shared, _PROJECTIONS)
         yield "mlp.shared_expert_gate.weight", (1, hidden)
-
-
-def _mixtral(config: dict[str, Any], layer: int) -> Shapes:
-    hidden, width = config["hidden_size"], config["intermediate_size"]
-    yield "block_sparse_moe.gate.weight", (config["num_local_experts"], hidden)
-    for expert in range(config["num_local_experts"]):
-        start = f"block_sparse_moe.experts.{expert}."
-        yield from _gated(start, hidden, width, ("w1", "w3", "w2"))
-
-
-def _olmoe(config: dict[str, Any], layer: int) -> Shapes:
-    hidden, width = config["hidden_size"], config["intermediate_size"]
-    yield "mlp.gate.weight", (config["num_experts"], hidden)
-    for expert in range(config["num_experts"]):
-        yield from _gated(f"mlp.experts.{expert}.", hidden, width, _PROJECTIONS)
-
-
-def _deepseek(config: dict[str, Any], layer: int) -> Shapes:
-    if layer < config["first_k_dense_replace"]:
-        yield from _dense(config, layer)
-        return
-    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
-    yield "mlp.gate.weight", (config["n_routed_experts"], hidden)
-    yield "mlp.gate.e_score_correction_bias", (config["n_routed_experts"],)
-    for expert in range(config["n_routed_experts"]):
-        yield from _gated(f"mlp.experts.{expert}.", hidden, width, _PROJECTIONS)
-    shared = config["n_shared_experts"] * width
-    yield from _gated("mlp.shared_experts.", hidden, shared, _PROJECTIONS)
-
-
-_MLPS: dict[str, Callable[[dict[str, Any], int], Shapes]] = {
-    "qwen3_moe": _qwen,
-    "qwen3": _dense,
-    "qwen2_moe": _qwen,
-    "mixtral": _mixtral,
-    "olmoe": _olmoe,
-    "deepseek_v3": _deepseek,
-}
+    if family == "deepseek_v3":
+        shared = config["n_shared_experts"] * width
+        yield from _gated("mlp.shared_experts.", hidden, shared, _PROJECTIONS)
 
 
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
@@ -262,10 +230,8 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         noise = 0.15 * torch.randn(shape, generator=generator)
-        is_bias = name.endswith(
-            "e_score_correction_bias"
-        )  # published in fp32, whatever the rest is
-        kind = torch.float32 if is_bias else dtype
+        # published in fp32, whatever the dtype of the others is
+        kind = torch.float32 if name.endswith("e_score_correction_bias") else dtype
         tensors[name] = (1.0 + noise if "norm" in name else noise).to(kind)
     return tensors
 
@@ -309,11 +275,6 @@ def read_folder(path: Path) -> dict[str, Tensor]:
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    wrong = [
-        name
-        for name, tensor in expected.items()
-        if found[name].dtype != tensor.dtype
-        or found[name].shape != tensor.shape
-        or not torch.equal(found[name], tensor)
-    ]
-    assert not wrong, wrong
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name

@@ -18,6 +18,7 @@ from gspo_megatron.checkpoint.hf import source as source_module
 from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from gspo_megatron.checkpoint.hf.source import Share
 from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
+from gspo_megatron.checkpoint.run_state import describe_model
 from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.checkpoint.tensors import load_model, save_tensors
 from gspo_megatron.errors import DataError
@@ -138,7 +139,7 @@ def test_a_model_loads_what_was_converted(
     source = write_model(tmp_path / "hf", family, seed=7, **changes)
     hf_to_megatron(source, tmp_path / "ours")
     policy = policy_of(config_of(source))
-    save_tensors(tmp_path / "saved", policy, None, asynchronous=False).wait()
+    save_tensors(tmp_path / "saved", policy, None, asynchronous=False).result()
     converted, saved = (read_index(tmp_path / f / "model") for f in ("ours", "saved"))
     described = [
         {
@@ -183,24 +184,16 @@ def test_stock_megatron_core_loads_what_was_converted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
 def test_export_of_what_a_model_saved(tmp_path: Path, family: str) -> None:
     source = write_model(tmp_path / "hf", family, seed=9)
-    checkpoint = save_checkpoint(tmp_path, source)
-    megatron_to_hf(checkpoint, tmp_path / "back")
-    assert_same_bits(read_folder(tmp_path / "back"), read_folder(source))
-
-
-def save_checkpoint(parent: Path, source: Path, hf: bool = False) -> Path:
-    """As training writes it, without what only training needs."""
     config = config_of(source)
     policy = policy_of(config)
-    new = Publication(parent, "rl_00000003")
+    new = Publication(tmp_path, "rl_00000003")
     new.begin()
-    save_tensors(new.folder, policy, None, asynchronous=False).wait()
-    from gspo_megatron.checkpoint.run_state import describe_model
-
-    original = json.loads((source / "config.json").read_text()) if hf else None
-    document = describe_model(config, policy.vocab_size, original) | {"tokenizer": None}
+    save_tensors(new.folder, policy, None, asynchronous=False).result()
+    document = describe_model(config, policy.vocab_size) | {"tokenizer": None}
     (new.folder / "model.json").write_text(json.dumps(document))
-    return new.publish({name: record_of(new.folder / name) for name in files_below(new.folder)})
+    new.publish({name: record_of(new.folder / name) for name in files_below(new.folder)})
+    megatron_to_hf(tmp_path / "rl_00000003", tmp_path / "back")
+    assert_same_bits(read_folder(tmp_path / "back"), read_folder(source))
 
 
 def in_processes(count: int, work: Callable[[Share], object]) -> list[BaseException]:

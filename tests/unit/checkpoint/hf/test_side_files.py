@@ -83,16 +83,12 @@ def _shape(hf: dict[str, Any], **megatron: Any) -> ModelShape:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_without_an_original_it_describes_the_same_model(family: str) -> None:
+def test_it_describes_the_same_model_and_keeps_an_original(family: str) -> None:
     shape = _shape(model_config(family))
     made = export_config(shape, VOCABULARY, torch.bfloat16)
     assert shape_of(describe(made)) == shape
     assert made["torch_dtype"] == "bfloat16"
     assert made["architectures"] == CONFIGS[family]["architectures"]
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_the_original_is_kept_as_it_is(family: str) -> None:
     original = model_config(family) | {"bos_token_id": 3, "somebodys_key": [1, 2]}
     made = export_config(_shape(original), VOCABULARY, torch.float32, original)
     assert made == original

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gspo_megatron.checkpoint.hf.stream import stream_hf
+from gspo_megatron.checkpoint.hf.export import stream_hf
 from gspo_megatron.config import check_config, parse_config, resolve_parallel
 from gspo_megatron.estimate.model import rank_model
 

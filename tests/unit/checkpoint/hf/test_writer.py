@@ -119,23 +119,6 @@ def test_two_writers_of_one_folder(tmp_path: Path) -> None:
         assert (tmp_path / PARTIAL).exists()
 
 
-def test_two_processes_share_the_files_of_a_folder(tmp_path: Path) -> None:
-    tensors = some_tensors()
-    specs = specs_of(tensors)
-    with (
-        HfWriter(tmp_path / "new", specs, max_shard_bytes=250) as owner,
-        HfWriter(tmp_path / "new", specs, max_shard_bytes=250, owner=False) as other,
-    ):
-        for writer, files in ((owner, owner.files[:2]), (other, other.files[2:])):
-            for name in (name for file in files for name in file.offsets):
-                writer.write(name, tensors[name])
-            writer.finish(files)
-        owner.publish({"config.json": {}})
-    folder = HfFolder(tmp_path / "new")
-    for name, tensor in tensors.items():
-        assert_same_bits(folder.read(name, ()), tensor)
-
-
 def test_a_destination_in_use(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new/notes").write_text("mine")
