@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
+from gspo_megatron.batching.micro_batches import MicroBatchBuilder
 from gspo_megatron.checkpoint import tensors
 from gspo_megatron.checkpoint import writer as checkpoint_writer
 from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
@@ -85,7 +86,7 @@ def update(config: Config, policy: Policy, trainer: Trainer, seed: int) -> None:
     lengths, cut = [len(tokens) for tokens in batch.tokens], parity.Cut(4, 60, multiple=2)
     plans = parity.plan_alike(config, lengths, batch.response_lengths, cut, 1)
     sequences, index = parity._receive(batch, plans, policy)
-    builder = parity._builder(config, policy)
+    builder = MicroBatchBuilder(policy, 0, config.rollout.temperature)
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     updater = PolicyUpdater(policy, trainer, builder, objective, config.objective, config.routing)
     update_policy(updater, sequences, index, plans, index.rewards.float())
