@@ -18,7 +18,7 @@ from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from gspo_megatron.config import Layout
-    from gspo_megatron.verify.layouts import Task
+    from gspo_megatron.verify.parity import Task
     from gspo_megatron.verify.results import StepResult
 
 # Sums of a few hundred fp32 terms in another order differ by some 1e-6 of their size. In float64
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gspo_megatron.data.tokenizers import load_tokenizer
 
     if arguments.task is not None:
-        from gspo_megatron.verify.layouts import run_task
+        from gspo_megatron.verify.parity import run_task
 
         run_task(arguments.task)
         return 0
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     precision = f"training.precision={arguments.precision}"
     config = load_config(arguments.config, [*arguments.overrides, precision])
     reference = Layout.parse(arguments.reference)
-    from gspo_megatron.verify.layouts import Task, check_layouts, common_cut, usual_layouts
+    from gspo_megatron.verify.parity import Task, check_layouts, common_cut, usual_layouts
 
     if arguments.layouts:
         layouts = [Layout.parse(text) for text in arguments.layouts]
@@ -110,9 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
     task = Task(config, vocab_size, common_cut(config, every, dumped=dumped))
     if dumped:
         task = _dumped_task(arguments, task)
-    tolerance = arguments.tolerance
-    if tolerance is None:
-        tolerance = TOLERANCES[arguments.precision]
+    given = arguments.tolerance
+    tolerance = TOLERANCES[arguments.precision] if given is None else given
     worst, loss = _compare_all(arguments.config, task, every, tolerance)
     good = worst <= tolerance
     more = ""
@@ -200,16 +199,14 @@ def _measure(config_file: str, task: Task, layout: Layout, folder: Path) -> Step
     """Compute the task on `layout`, in processes of its own."""
     from gspo_megatron.cli.launch import launch
     from gspo_megatron.config import apply_layout
-    from gspo_megatron.verify.layouts import result_path
 
     path = folder / f"{layout}.task"
-    path.write_bytes(
-        pickle.dumps(dataclasses.replace(task, config=apply_layout(task.config, layout)))
-    )
+    of_layout = dataclasses.replace(task, config=apply_layout(task.config, layout))
+    path.write_bytes(pickle.dumps(of_layout))
     command = [sys.executable, "-m", "gspo_megatron", "verify", config_file, "--task", str(path)]
     code = launch(command, layout.world_size)
     if code in (129, 130, 143):  # a signal to this program, not a failure
         raise SystemExit(code)
     if code != 0:
         raise UserError(f"layout {layout}: the update failed with exit code {code}")
-    return pickle.loads(result_path(path).read_bytes())
+    return pickle.loads(path.with_suffix(".result").read_bytes())

@@ -104,7 +104,9 @@ class VocabParallelLogProb(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         _check(hidden, weight, targets, temperature, chunk_size)
-        used = _used_rows(weight, vocab_start, vocab_size)
+        used = len(weight)  # rows in the vocabulary; the last rank may hold only padding
+        if vocab_size is not None:
+            used = min(max(vocab_size - vocab_start, 0), used)
         local_targets = targets - vocab_start
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         row_blocks, column_blocks = _tiles(
@@ -229,8 +231,11 @@ class _GradientSums:
 
     def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
         """gradient: of the logits of this tile, in the dtype of the inputs."""
-        if self.hidden_grad is not None:
-            _accumulate(self.hidden_grad[rows], gradient, self.weight[columns])
+        total = None if self.hidden_grad is None else self.hidden_grad[rows]
+        if total is not None and total.dtype == gradient.dtype:
+            total.addmm_(gradient, self.weight[columns])
+        elif total is not None:
+            total += gradient @ self.weight[columns]
         if self.weight_grad is None:
             return
         target = self.weight_grad[columns]
@@ -297,13 +302,6 @@ def _buffer(
     """Flat memory for the first tile, which is the largest."""
     tile = [(blocks[0].stop if blocks else 0) for blocks in (row_blocks, column_blocks)]
     return like.new_empty(math.prod(tile), dtype=dtype)
-
-
-def _used_rows(weight: Tensor, vocab_start: int, vocab_size: int | None) -> int:
-    """The number of rows of `weight` in the vocabulary; the last rank may hold only padding."""
-    if vocab_size is None:
-        return weight.shape[0]
-    return min(max(vocab_size - vocab_start, 0), weight.shape[0])
 
 
 def _locate(local_targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -410,11 +408,3 @@ def _softmax_gradient(
     log_p *= entropy_grad[:, None]
     log_p += logprob_grad[:, None]
     return p.mul_(log_p).neg_()
-
-
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right; the product may have a lower precision than the total."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from gspo_megatron.config.model_shape import expert_pattern
 from gspo_megatron.errors import UserError
 from gspo_megatron.models.attention import CachedSelfAttention
 from gspo_megatron.models.core_attention import TorchCoreAttention
@@ -97,7 +98,8 @@ def block_spec(
                 attention.submodules.q_layernorm = QueryNorm
                 attention.submodules.k_layernorm = KeyNorm
         return spec
-    layers = [_torch_layer(config, is_moe, joint_qk_norm) for is_moe in _moe_pattern(config)]
+    pattern = expert_pattern(vars(config), config.num_layers)
+    layers = [_torch_layer(config, is_moe, joint_qk_norm) for is_moe in pattern]
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         numbers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
@@ -108,15 +110,6 @@ def block_spec(
     return TransformerBlockSubmodules(
         layer_specs=[layers[number] for number in numbers], layer_norm=TorchNorm
     )
-
-
-def _moe_pattern(config: TransformerConfig) -> list[bool]:
-    if config.num_moe_experts is None:
-        return [False] * config.num_layers
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(config.num_layers)]
-    return [bool(flag) for flag in frequency]
 
 
 def _check_attention(config: TransformerConfig, joint_qk_norm: bool, backend: str) -> None:

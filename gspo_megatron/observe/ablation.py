@@ -21,7 +21,7 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.observe.metrics_files import METRICS_FILE, Run, read_metrics, steps_done
 from gspo_megatron.observe.plots import ABLATION, Page, Panel, plot_comparison
 from gspo_megatron.observe.progress import MISSING, duration, fixed, number, percent, points
-from gspo_megatron.observe.report import Picture, Section, Table, mean_and_spread, render_html
+from gspo_megatron.observe.report import Picture, ReportSection, Table, mean_and_spread, render_html
 
 # A window is a tenth of the run, but at least so many steps: rewards are noisy.
 SMALLEST_WINDOW = 5
@@ -263,14 +263,14 @@ def write_ablation_report(
     ]
     sentences = findings(variants)
     sections = [
-        Section("Findings", [*sentences]),
-        Section("Outcome", [_outcome_table(present)]),
-        Section("Differences", [_SIGNIFICANCE_RULE, _difference_table(present)]),
-        Section("Plots", [Picture(path, path.stem) for path in pictures if path]),
-        Section("Metrics of the updates", [_table(present, _UPDATES)]),
-        Section("Volatility by layer", [_table(present, by_layer)]),
-        Section("Cost of replay", _cost(present, volatility_switched_on)),
-        Section("Rules and settings", _rules(variants, volatility_switched_on)),
+        ReportSection("Findings", [*sentences]),
+        ReportSection("Outcome", [_outcome_table(present)]),
+        ReportSection("Differences", [_SIGNIFICANCE_RULE, _difference_table(present)]),
+        ReportSection("Plots", [Picture(path, path.stem) for path in pictures if path]),
+        ReportSection("Metrics of the updates", [_table(present, _UPDATES)]),
+        ReportSection("Volatility by layer", [_table(present, by_layer)]),
+        ReportSection("Cost of replay", _cost(present, volatility_switched_on)),
+        ReportSection("Rules and settings", _rules(variants, volatility_switched_on)),
     ]
     # Without metrics for it, a section has only its explanation, or a table without cells.
     sections = [section for section in sections if not _is_empty(section)]
@@ -434,12 +434,12 @@ def _rules(variants: Sequence[VariantRuns], volatility: bool) -> list[str | Tabl
     return [*rules, Table(["variant", "settings", "runs"], rows)]
 
 
-def _is_empty(section: Section) -> bool:
+def _is_empty(section: ReportSection) -> bool:
     tables = [item for item in section.items if isinstance(item, Table)]
     return not section.items or any(not t.rows or len(t.head) == 1 for t in tables)
 
 
-def _as_markdown(section: Section, out: Path) -> str:
+def _as_markdown(section: ReportSection, out: Path) -> str:
     parts = [f"## {section.title}"]
     for item in section.items:
         if isinstance(item, Table):

@@ -69,13 +69,16 @@ class Folded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     title: str
     items: list[str | Table | Picture | Folded]  # a string is a paragraph
 
 
 def render_html(
-    title: str, subtitle: str, sections: Sequence[Section], tiles: Sequence[tuple[str, str]] = ()
+    title: str,
+    subtitle: str,
+    sections: Sequence[ReportSection],
+    tiles: Sequence[tuple[str, str]] = (),
 ) -> str:
     """A whole document that needs no other file; `tiles` are names and values shown large."""
     environment = Environment(
@@ -263,14 +266,14 @@ def _report_one(run: Run, out: Path) -> str:
     ]
     tiles.append(("steps", f"{steps_done(records, phase):,}"))
     tiles.append(("wall time", duration(wall_seconds(records))))
-    sections = [Section("Metrics", [_summary_table(records)])]
+    sections = [ReportSection("Metrics", [_summary_table(records)])]
     pictures = [Picture(path, path.stem) for path in plot_run(run.path, out)]
     if pictures:
-        sections.append(Section("Plots", [*pictures]))
+        sections.append(ReportSection("Plots", [*pictures]))
     samples = read_samples(run.path)
     if samples:
-        sections.append(Section("Samples", [_sample_table(samples)]))
-    sections.append(Section("Details", _details(run)))
+        sections.append(ReportSection("Samples", [_sample_table(samples)]))
+    sections.append(ReportSection("Details", _details(run)))
     return render_html(run.name, str(run.path), sections, tiles)
 
 
@@ -286,17 +289,17 @@ def _report_several(runs: Sequence[Run]) -> str:
             sections += _compare(members, phase, suffix, path)
         settings = _differing_settings(runs)
         if settings.rows:
-            sections.append(Section("Settings that differ", [settings]))
-        sections += [Section(run.name, _details(run)) for run in runs]
+            sections.append(ReportSection("Settings that differ", [settings]))
+        sections += [ReportSection(run.name, _details(run)) for run in runs]
         names = ", ".join(run.name for run in runs)
         return render_html(f"{len(runs)} runs compared", names, sections)
 
 
-def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[Section]:
+def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[ReportSection]:
     """Runs of one phase; `suffix` names the phase in the headings, `path` is for the picture."""
     by_group, sections = groups(runs), []
     if plot_comparison(runs, path, COMPARISONS[phase]) is not None:
-        sections.append(Section(f"Curves{suffix}", [Picture(path, f"curves{suffix}")]))
+        sections.append(ReportSection(f"Curves{suffix}", [Picture(path, f"curves{suffix}")]))
     columns = _RL_COLUMNS if phase == RL else _SUPERVISED_COLUMNS
     names = [f"{kind} {metric.name}" for kind, metric in columns]
     values = {
@@ -309,14 +312,16 @@ def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[S
             by_column = zip(*(values[run.name] for run in members))
             cells = [mean_and_spread(v, m.write) for v, (_, m) in zip(by_column, columns)]
             rows.append([name, str(len(members)), *cells])
-        sections.append(Section(f"Over seeds{suffix}", [Table(["runs", "seeds", *names], rows)]))
+        sections.append(
+            ReportSection(f"Over seeds{suffix}", [Table(["runs", "seeds", *names], rows)])
+        )
     rows = []
     for run in runs:
         cells = [metric.write(v) for v, (_, metric) in zip(values[run.name], columns)]
         steps, wall = str(steps_done(run.records, phase)), duration(wall_seconds(run.records))
         rows.append([run.name, steps, *cells, wall])
     table = Table(["run", "steps", *names, "wall time"], rows)
-    return [*sections, Section(f"Each run{suffix}", [table])]
+    return [*sections, ReportSection(f"Each run{suffix}", [table])]
 
 
 def mean_and_spread(values: Sequence[float | None], write: Callable[[float | None], str]) -> str:

@@ -27,6 +27,10 @@ CPU = torch.device("cpu")
 # Factories that megatron.core calls with device='cuda' or torch.cuda.current_device().
 FACTORIES = ("empty", "zeros", "ones", "tensor", "empty_like")
 
+# Megatron-Core uses their kernels whenever it can import them. They may be installed on a machine
+# without a GPU, or with a GPU hidden for a dry run, where the kernels cannot compute.
+GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
+
 # DistributedOptimizer sorts parameters by these names.
 _CUDA_TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
@@ -77,23 +81,18 @@ def install() -> None:
     _redirect_factories()
     _redirect_tensor_methods()
     _replace_cuda_runtime()
-    _redirect_random_state()
-    _hide_gpu_packages()
-    with _without_torch_compile():
-        import megatron.core  # its import decorates functions with torch.compile
-        import megatron.core.transformer.moe.moe_layer  # noqa: F401
-    _adapt_megatron()
-
-
-# Megatron-Core uses their kernels whenever it can import them.
-GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
-
-
-def _hide_gpu_packages() -> None:
-    """They may be installed on a machine without a GPU, or with a GPU hidden for a dry run: their
-    kernels cannot compute here."""
     for name in GPU_PACKAGES:
         sys.modules[name] = None  # type: ignore[assignment]  # an import raises ImportError
+    # Megatron-Core compiles its small fused functions. On a CPU this gains nothing, and the
+    # decorator alone imports dynamo (2 s per rank).
+    native = torch.compile
+    torch.compile = lambda model=None, **_kwargs: model or (lambda function: function)
+    try:
+        import megatron.core
+        import megatron.core.transformer.moe.moe_layer  # noqa: F401
+    finally:
+        torch.compile = native
+    _adapt_megatron()
 
 
 def _is_cuda(device: Any) -> bool:
@@ -147,31 +146,11 @@ def _replace_cuda_runtime() -> None:
     cuda.current_stream = cuda.default_stream = InertStream
     cuda.stream = lambda *_args: contextlib.nullcontext()
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_args, **_kwargs: None
-
-
-def _redirect_random_state() -> None:
-    """Megatron's RNG tracker forks 'the CUDA generator': here the CPU's default one."""
-    cuda = torch.cuda
+    # Megatron's RNG tracker forks 'the CUDA generator': here the CPU's default one.
     cuda.get_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
     cuda.random.get_rng_state = cuda.get_rng_state
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def _without_torch_compile():
-    """Megatron-Core compiles its small fused functions. On a CPU this gains nothing, and the
-    decorator alone imports dynamo (2 s per rank)."""
-    native = torch.compile
-
-    def passthrough(model: Any = None, **_kwargs: Any) -> Any:
-        return (lambda function: function) if model is None else model
-
-    torch.compile = passthrough
-    try:
-        yield
-    finally:
-        torch.compile = native
 
 
 def _adapt_megatron() -> None:

@@ -7,7 +7,6 @@ few hundred operations on the same shapes in every layer.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,19 +25,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(tuple(value.values()))
 
 
-@dataclass(frozen=True)
-class _Result:
-    """Tensors of their own memory."""
+# Tensor, tuple or list; and size, stride and dtype of the tensors, each of its own memory
+_Result = tuple[type, tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]]
 
-    tensors: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
-    kind: type  # Tensor, tuple or list
 
-    def make(self) -> Any:
-        made = (
-            torch.empty_strided(size, stride, dtype=dtype, device="meta")
-            for size, stride, dtype in self.tensors
-        )
-        return next(made) if self.kind is Tensor else self.kind(made)
+def _make(result: _Result) -> Any:
+    kind, tensors = result
+    made = (
+        torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        for size, stride, dtype in tensors
+    )
+    return next(made) if kind is Tensor else kind(made)
 
 
 class MetaResults:
@@ -54,22 +51,19 @@ class MetaResults:
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in self._pure:
-            self._pure[func] = _makes_its_results(func)
+            # By its schema. Some return a view although it denies this: see `_remembered`.
+            schema = func._schema
+            returns_new = all(each.alias_info is None for each in schema.returns)
+            self._pure[func] = returns_new and not schema.is_mutable
         if not self._pure[func]:
             return func(*args, **kwargs)
         key = (func, _description(args), _description(tuple(kwargs.items())))
         if key in self._results:
             known = self._results[key]
-            return func(*args, **kwargs) if known is None else known.make()
+            return func(*args, **kwargs) if known is None else _make(known)
         result = func(*args, **kwargs)
         self._results[key] = _remembered(result, (args, kwargs))
         return result
-
-
-def _makes_its_results(func: Any) -> bool:
-    """By its schema. Some return a view although the schema denies it: see `_remembered`."""
-    schema = func._schema
-    return not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
 
 
 def _description(value: Any) -> Hashable:
@@ -93,8 +87,8 @@ def _remembered(result: Any, inputs: Any) -> _Result | None:
     if not all(tensor.is_meta for tensor in (*given, *tensors)):
         return None
     storages = {tensor.untyped_storage()._cdata for tensor in given}
-    found = _Result(tuple((t.shape, t.stride(), t.dtype) for t in tensors), kind)
-    for tensor, made in zip(tensors, tensors_in(found.make())):
+    found = kind, tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+    for tensor, made in zip(tensors, tensors_in(_make(found))):
         storage = tensor.untyped_storage()
         if storage._cdata in storages or storage.nbytes() != made.untyped_storage().nbytes():
             return None

@@ -8,6 +8,8 @@ layouts and compare.
 from __future__ import annotations
 
 import math
+import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,8 +25,9 @@ from gspo_megatron.checkpoint.optimizer import load_trainer_state
 from gspo_megatron.checkpoint.run_state import RunState, read_model
 from gspo_megatron.checkpoint.start import load_initial_weights, set_padding_token
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
-from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.config import Config, Layout, apply_layout, check_config, resolve_parallel
 from gspo_megatron.config.objectives import resolve_objective
+from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
@@ -33,6 +36,8 @@ from gspo_megatron.objectives.advantages import AdvantageEstimator
 from gspo_megatron.platform.groups import (
     data_parallel_group,
     set_up_model_parallel,
+    start_processes,
+    stop_processes,
     tear_down_model_parallel,
 )
 from gspo_megatron.rl.dumps import Dump, reference_of
@@ -42,9 +47,10 @@ from gspo_megatron.rl.rollout_store import read_experience
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
 from gspo_megatron.verify.results import StepResult, relative_error
-from gspo_megatron.verify.synthetic import SyntheticBatch
+from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
 
 _PAD_ID = 0  # padding has no influence
+_TOKEN_BUDGET = 64  # of a synthetic micro-batch: small, so that every replica has several
 DESCENT = 0.05  # learning rate between the mini-batches of an update in float64
 
 
@@ -62,6 +68,55 @@ class Cut:
     multiple: int = 1  # of micro-batches per replica: pp for interleaved schedules
 
 
+def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
+    """Raise ConfigError with every reason why a layout does not fit the configuration."""
+    problems = []
+    for layout in layouts:
+        try:
+            check_config(apply_layout(config, layout), layout.world_size)
+        except ConfigError as error:
+            problems += [f"layout {layout}: {text}" for text in error.problems]
+    if problems:
+        raise ConfigError(problems)
+
+
+def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
+    """The configuration's own layout, and two of each kind of parallelism that fits the model.
+
+    Raises UserError where its own layout takes more than `most_ranks` ranks and more than the
+    machine has cores.
+    """
+    own = config.layout()
+    if own.world_size > max(most_ranks, os.cpu_count() or 1):
+        raise UserError(
+            f"layout {own}: takes {own.world_size} ranks, which is much for one machine; name "
+            "the layouts to compare, as in --layouts tp=2 pp=2,ep=2"
+        )
+    found = [] if own.world_size == 1 else [own]
+    for text in ("dp=2", "tp=2", "pp=2", "ep=2", "cp=2"):
+        layout = Layout.parse(text)
+        try:
+            check_layouts(config, [layout])
+        except ConfigError:
+            continue
+        if layout not in found:
+            found.append(layout)
+    return found
+
+
+def common_cut(config: Config, layouts: Sequence[Layout], *, dumped: bool) -> Cut:
+    """Micro-batches that every layout can run alike. (The routers' auxiliary losses depend on the
+    content of a micro-batch.)"""
+    replicas, multiple = 1, 1
+    for layout in layouts:
+        parallel = resolve_parallel(apply_layout(config, layout), layout.world_size)
+        replicas = math.lcm(replicas, parallel.data_parallel_size)
+        if layout.vpp:
+            multiple = math.lcm(multiple, layout.pp)
+    budget = config.training.micro_batch_tokens if dumped else _TOKEN_BUDGET
+    return Cut(replicas, budget, multiple)
+
+
 def run_update(
     config: Config,
     vocab_size: int,
@@ -77,8 +132,8 @@ def run_update(
     """
     cut = cut or Cut(token_budget=config.training.micro_batch_tokens)
     rate = config.optimizer.learning_rate
-    recorder = _set_up(config, vocab_size, Schedule(rate, rate, 0, 1, "constant"))
-    policy, builder = recorder.policy, _builder(config, recorder.policy)
+    recorder, builder = _set_up(config, vocab_size, Schedule(rate, rate, 0, 1, "constant"))
+    policy = recorder.policy
     lengths = [len(tokens) for tokens in batch.tokens]
     plans = plan_alike(config, lengths, batch.response_lengths, cut, mini_batches)
     sequences, index = _receive(batch, plans, policy)
@@ -98,19 +153,38 @@ def run_update(
     return StepResult(metrics, recorder.gradients, recorder.replica_error)
 
 
-def run_dumped_step(
-    config: Config,
-    vocab_size: int,
-    dump: Dump,
-    checkpoint: Path | None,
-    cut: Cut,
-    *,
-    optimizer: bool,
-    updates: bool,
-) -> StepResult:
+@dataclass(frozen=True)
+class Task:
+    """One update to compute: written to a file for the ranks that compute it."""
+
+    config: Config  # on the layout of these ranks
+    vocab_size: int
+    cut: Cut
+    dump: Dump | None = None  # None: a synthetic batch
+    checkpoint: Path | None = None  # see _run_dumped_step, as the two below
+    optimizer: bool = False
+    updates: bool = False
+
+
+def run_task(path: Path) -> None:
+    """Compute the task in this file; every rank calls it. Rank 0 writes the StepResult beside it,
+    with the suffix .result."""
+    task: Task = pickle.loads(path.read_bytes())
+    ranks = start_processes()
+    if task.dump is None:
+        batch = synthetic_batch(task.config.objective, task.vocab_size)
+        result = run_update(task.config, task.vocab_size, batch, task.cut)
+    else:
+        result = _run_dumped_step(task, task.dump)
+    if ranks.is_main:
+        path.with_suffix(".result").write_bytes(pickle.dumps(result))
+    stop_processes()
+
+
+def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
     """Compute a dumped step by the code of a training step, from the redistribution of sequences
-    on. All ranks call it; `dump` and `checkpoint` (None: the weights that the run began with) have
-    passed their checks and those of `find_weights`. The groups it builds are gone when it returns.
+    on. All ranks call it; dump and checkpoint (None: the weights that the run began with) have
+    passed their checks and those of `find_weights`.
 
     The gradients are those of the first mini-batch, which depend only on the weights. With
     `updates` the mini-batches change the weights as in the run, with the state of the checkpoint's
@@ -118,24 +192,24 @@ def run_dumped_step(
     mini-batches at these weights. If a gradient norm is not finite, which ends a run, the loss is
     NaN and `lost_in` is the mini-batch.
     """
-    recorder = _set_up(config, vocab_size, learning_rates(config))
-    recorder.keeps_first, recorder.moves = True, updates
+    config, checkpoint = task.config, task.checkpoint
+    recorder, builder = _set_up(config, task.vocab_size, learning_rates(config))
+    recorder.keeps_first, recorder.moves = True, task.updates
     policy = recorder.policy
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     if checkpoint is None or objective.needs_reference:
-        load_reference_weights(config, policy, checkpoint)
-    updater = PolicyUpdater(  # whose reference policy has the weights of this moment
-        policy,
-        recorder,
-        _builder(config, policy),
-        objective,
-        config.objective,
-        config.routing,
-    )
+        # the weights that RL started from, as far as they are known
+        reference = None if checkpoint is None else reference_of(checkpoint)
+        if reference is None:
+            load_initial_weights(config, policy)
+        else:
+            load_model(reference, policy)
+    # its reference policy has the weights of this moment
+    updater = PolicyUpdater(policy, recorder, builder, objective, config.objective, config.routing)
     if checkpoint is not None:
         load_model(checkpoint, policy)
         set_padding_token(policy, read_model(checkpoint)["hf"])
-        if optimizer:
+        if task.optimizer:
             load_optimizer(checkpoint, policy, recorder)
             load_trainer_state(recorder, RunState.read(checkpoint).trainer)
             # A run in bf16: these are the fp32 weights, each only on the rank that updates it.
@@ -145,7 +219,7 @@ def run_dumped_step(
     group = data_parallel_group()
     index = gather_index(experience.batch, experience.scores.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))
-    plans = plan_alike(config, index.lengths, index.response_lengths, cut, mini_batches)
+    plans = plan_alike(config, index.lengths, index.response_lengths, task.cut, mini_batches)
     advantages, token_advantages = compute_advantages(objective.advantages, experience, index)
     sequences = redistribute(
         experience.batch,
@@ -167,27 +241,17 @@ def run_dumped_step(
     return StepResult(metrics, recorder.gradients, recorder.replica_error, scale, lost_in)
 
 
-def _set_up(config: Config, vocab_size: int, schedule: Schedule) -> Recorder:
+def _set_up(
+    config: Config, vocab_size: int, schedule: Schedule
+) -> tuple[Recorder, MicroBatchBuilder]:
     """Groups, policy, optimizer."""
     parallel = resolve_parallel(config, dist.get_world_size())
     set_up_model_parallel(parallel, config.training.seed)
     policy = build_policy(config, parallel, vocab_size)
     trainer = build_trainer(policy, config.optimizer, schedule)
-    return Recorder(trainer.optimizer, trainer.scheduler, policy)
-
-
-def _builder(config: Config, policy: Policy) -> MicroBatchBuilder:
     padded = not config.training.packing
-    return MicroBatchBuilder(policy, _PAD_ID, config.rollout.temperature, padded=padded)
-
-
-def load_reference_weights(config: Config, policy: Policy, checkpoint: Path | None) -> None:
-    """Give the policy the weights that RL started from, as far as they are known."""
-    reference = None if checkpoint is None else reference_of(checkpoint)
-    if reference is None:
-        load_initial_weights(config, policy)
-    else:
-        load_model(reference, policy)
+    builder = MicroBatchBuilder(policy, _PAD_ID, config.rollout.temperature, padded=padded)
+    return Recorder(trainer.optimizer, trainer.scheduler, policy), builder
 
 
 def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
@@ -203,7 +267,9 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
         for shard in mine:
             dist.send(_gradient(shard), dst=0)
         return {}, 0.0
-    assembly = _Assembly(policy.vocab_size)
+    tensors: dict[str, Tensor] = {}
+    filled: dict[str, dict[tuple[int, ...], int]] = {}  # elements by offset
+    replica_error = 0.0
     for source, pieces in enumerate(catalogue):
         for number, (name, shape, offset, size) in enumerate(pieces):
             if source == 0:
@@ -211,9 +277,22 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
             else:
                 piece = _gradient(mine[0]).new_empty(size)
                 dist.recv(piece, src=source)
-            assembly.add(name, shape, offset, piece.cpu())
-    assembly.check_complete()
-    return assembly.tensors, assembly.replica_error
+            if name not in tensors:
+                if "word_embeddings" in name or "output_layer" in name:
+                    shape = (policy.vocab_size, *shape[1:])  # the padding depends on TP
+                tensors[name], filled[name] = torch.zeros(shape, dtype=piece.dtype), {}
+            slices = tuple(slice(start, start + n) for start, n in zip(offset, size))
+            place = tensors[name][slices]
+            piece = piece.cpu()[tuple(slice(n) for n in place.shape)]
+            if offset in filled[name]:
+                error = relative_error(piece, place, not_finite=True)
+                replica_error = max(replica_error, error)
+            else:
+                place.copy_(piece)
+                filled[name][offset] = piece.numel()
+    gaps = [name for name in tensors if sum(filled[name].values()) < tensors[name].numel()]
+    assert not gaps, f"no rank holds all of {gaps}"
+    return tensors, replica_error
 
 
 @dataclass
@@ -234,63 +313,22 @@ class Recorder(Trainer):
         self.updates += 1
         if self.updates == 1 or not self.keeps_first:
             self.gradients, self.replica_error = gather_gradients(self.policy)
-            self.kept_norm = self.norm()
+            # from what rank 0 has gathered
+            squares = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+            for gradient in self.gradients.values():
+                squares += gradient.double().square().sum()
+            dist.broadcast(squares, src=0)
+            self.kept_norm = math.sqrt(squares)
         if not self.moves:
             return self.kept_norm, 0.0
         if self.policy.config.params_dtype != torch.float64:
             return super().update()
-        self._descend()  # Megatron-Core's norm and clipping refuse float64
+        # Megatron-Core's norm and clipping refuse float64
+        with torch.no_grad():
+            for model in self.policy.models:
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.main_grad, alpha=DESCENT)
         return self.kept_norm, 0.0
-
-    def norm(self) -> float:
-        """Of the gradients, from what rank 0 has gathered."""
-        norm = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
-        for gradient in self.gradients.values():
-            norm += gradient.double().square().sum()
-        dist.broadcast(norm, src=0)
-        return math.sqrt(norm)
-
-    @torch.no_grad()
-    def _descend(self) -> None:
-        """One step along the gradient, for the mini-batches that follow."""
-        for model in self.policy.models:
-            for parameter in model.parameters():
-                parameter.sub_(parameter.main_grad, alpha=DESCENT)
-
-
-class _Assembly:
-    """Whole tensors from shards; copies of a shard are compared."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.tensors: dict[str, Tensor] = {}
-        self.replica_error = 0.0
-        self._seen: dict[str, set[tuple[int, ...]]] = {}
-        self._missing: dict[str, int] = {}  # elements
-
-    def add(
-        self, name: str, global_shape: Sequence[int], offset: Sequence[int], piece: Tensor
-    ) -> None:
-        shape = list(global_shape)
-        if "word_embeddings" in name or "output_layer" in name:
-            shape[0] = self.vocab_size  # the padding depends on TP
-        if name not in self.tensors:
-            self.tensors[name] = torch.zeros(shape, dtype=piece.dtype)
-            self._seen[name], self._missing[name] = set(), self.tensors[name].numel()
-        slices = tuple(slice(start, start + n) for start, n in zip(offset, piece.shape))
-        place = self.tensors[name][slices]
-        piece = piece[tuple(slice(n) for n in place.shape)]
-        if tuple(offset) in self._seen[name]:
-            error = relative_error(piece, place, not_finite=True)
-            self.replica_error = max(self.replica_error, error)
-            return
-        place.copy_(piece)
-        self._seen[name].add(tuple(offset))
-        self._missing[name] -= piece.numel()
-
-    def check_complete(self) -> None:
-        gaps = [name for name, missing in self._missing.items() if missing]
-        assert not gaps, f"no rank holds all of {gaps}"
 
 
 def _gradient(shard: Shard) -> Tensor:
@@ -357,6 +395,10 @@ def _receive(
     numbers = torch.tensor(mine, dtype=torch.long, device=device)
     lengths = torch.tensor([len(t) for t in batch.tokens], device=device)[numbers]
     responses = torch.tensor(batch.response_lengths, device=device)[numbers]
+    routes = None
+    if batch.routes is not None:
+        layers = [number - 1 for number in attach_hooks(policy.models)]
+        routes = join(batch.routes)[:, layers]  # [tokens, layers of this rank, k]
     rollout = RolloutBatch(
         tokens=join(batch.tokens),
         prompt_lengths=lengths - responses,
@@ -368,22 +410,13 @@ def _receive(
         truncated=torch.zeros_like(numbers, dtype=torch.bool),
         sample_index=numbers,
         group_index=numbers // 2,
-        routes=_local_routes(batch, mine, policy),
+        routes=routes,
     )
     advantages = torch.tensor(batch.advantages, dtype=torch.float64, device=device)[numbers]
     index = gather_index(rollout, advantages, group)
     cp_size = policy.config.context_parallel_size
     owners = data_ranks(plans, len(index.lengths))
     return redistribute(rollout, index, owners, group, context_parallel_size=cp_size), index
-
-
-def _local_routes(batch: SyntheticBatch, mine: Sequence[int], policy: Policy) -> Tensor | None:
-    """[tokens of `mine`, layers of this rank, k], as a rollout on this rank gives them."""
-    if batch.routes is None:
-        return None
-    layers = [number - 1 for number in attach_hooks(policy.models)]
-    pieces = [batch.routes[0][:0], *(batch.routes[n] for n in mine)]
-    return torch.cat(pieces)[:, layers].to(torch.cuda.current_device())
 
 
 def _set_old_logprobs(

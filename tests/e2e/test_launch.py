@@ -71,36 +71,30 @@ def test_one_death_ends_all_ranks_and_names_the_cause(start: Start) -> None:
     assert launch.survivors() == []
 
 
-def test_a_rank_killed_by_a_signal_is_told_by_its_name(start: Start) -> None:
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 of 2 was killed by SIGKILL"),
+        ("sys.exit(3)", 3, "rank 1 of 2 ended with exit code 3\n"),
+    ],
+)
+def test_how_a_rank_died_is_told_and_a_deaf_one_is_killed_after_the_grace(
+    start: Start, end: str, code: int, told: str
+) -> None:
     launch = start(
-        """
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        block()
-        """,
-        2,
-    )
-    code, _, err = launch.end()
-    assert code == 128 + signal.SIGKILL
-    assert err.splitlines()[-1].startswith("rank 1 of 2 was killed by SIGKILL")
-    assert launch.survivors() == []
-
-
-def test_a_rank_that_will_not_end_is_killed_after_the_grace(start: Start) -> None:
-    launch = start(
-        """
+        f"""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         say("deaf")
         if rank == 1:
             await_word("deaf", 0)
-            sys.exit(3)
+            {end}
         block()
         """,
         2,
         grace=0.2,
     )
-    code, _, err = launch.end()
-    assert (code, err) == (3, "rank 1 of 2 ended with exit code 3\n")
+    ended, _, err = launch.end()
+    assert ended == code and err.startswith(told) and len(err.splitlines()) == 1
     assert launch.survivors() == []
 
 
@@ -148,32 +142,23 @@ def test_a_lost_connection_is_not_taken_for_the_cause(start: Start) -> None:
     assert lines[-1] == "rank 1 of 2 ended with exit code 1: ValueError: bad shape"
 
 
-def test_a_user_error_is_told_once_and_alone(start: Start) -> None:
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_user_error_is_told_once_and_alone(start: Start, blocked: bool) -> None:
+    """And it ends the others without settling."""
     launch = start(
-        """
+        f"""
         join_launcher()
+        say("ready")
+        if rank == 0 and {blocked}:
+            block()
+        await_word("ready", 0)
         print("a warning of some library", file=sys.stderr) if rank else None
         sys.exit(tell_failure(UserError("prompts.jsonl:3: the prompt is empty\\nand more")))
         """,
         3,
-    )
-    assert launch.end() == (2, "", "prompts.jsonl:3: the prompt is empty\nand more\n")
-
-
-def test_a_user_error_ends_the_others_without_settling(start: Start) -> None:
-    launch = start(
-        """
-        join_launcher()
-        say("ready")
-        if rank == 1:
-            await_word("ready", 0)
-            sys.exit(tell_failure(UserError("wrong")))
-        block()
-        """,
-        2,
         settle=2 * PATIENCE,
     )
-    assert launch.end() == (2, "", "wrong\n")
+    assert launch.end() == (2, "", "prompts.jsonl:3: the prompt is empty\nand more\n")
 
 
 def test_only_the_last_lines_of_a_rank_are_kept(start: Start) -> None:

@@ -53,7 +53,14 @@ from gspo_megatron.checkpoint.hf.source import (
     thread_count,
     tokenizer_of,
 )
-from gspo_megatron.checkpoint.hf.weight_map import Box, Recipe, Slices, WeightMap, fill, weight_map
+from gspo_megatron.checkpoint.hf.weight_map import (
+    Box,
+    Slices,
+    TensorRecipe,
+    WeightMap,
+    fill,
+    weight_map,
+)
 from gspo_megatron.checkpoint.hf.writer import (
     MAX_SHARD_BYTES,
     HfWriter,
@@ -143,7 +150,7 @@ class _ImportPlanner(SavePlanner):
     """Plans the blocks of all tensors; each is read from the source when it is written."""
 
     def __init__(
-        self, folder: HfFolder, recipes: Mapping[str, Recipe], specs: Mapping[str, TensorSpec]
+        self, folder: HfFolder, recipes: Mapping[str, TensorRecipe], specs: Mapping[str, TensorSpec]
     ) -> None:
         super().__init__()
         self._folder, self._recipes, self._specs = folder, recipes, specs
@@ -290,7 +297,7 @@ class _BlockPlanner(dcp.DefaultLoadPlanner):
 def _export(
     folder: Path,
     index: Metadata,
-    recipes: Mapping[str, Recipe],
+    recipes: Mapping[str, TensorRecipe],
     writer: HfWriter,
     names: set[str],
     progress: bool,
@@ -319,14 +326,14 @@ def _export(
     _in_threads(convert, work, "megatron-to-hf, million weights", total, enabled=progress)
 
 
-def _by_key(weights: WeightMap) -> dict[str, Recipe]:
+def _by_key(weights: WeightMap) -> dict[str, TensorRecipe]:
     """The recipes by the keys of a checkpoint, where the experts of a layer are one tensor."""
     keys = dict.fromkeys(re.sub(r"\[\d+\]$", "", name) for name in weights.recipes)
     return {key: weights[key] for key in keys}
 
 
 def _checked_tensors(
-    folder: Path, index: Metadata, recipes: Mapping[str, Recipe]
+    folder: Path, index: Metadata, recipes: Mapping[str, TensorRecipe]
 ) -> dict[str, TensorStorageMetadata]:
     """The tensors of a checkpoint. Raises DataError where they are not those of the model."""
     stored = {

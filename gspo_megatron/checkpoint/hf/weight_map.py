@@ -72,7 +72,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TensorRecipe:
     """A Megatron tensor of `shape` made of HF tensors."""
 
     shape: tuple[int, ...]
@@ -87,13 +87,13 @@ class Recipe:
                 yield part
 
 
-def copy(name: str, *shape: int) -> Recipe:
+def copy(name: str, *shape: int) -> TensorRecipe:
     """One HF tensor, unchanged."""
     zeros = (0,) * len(shape)
-    return Recipe(tuple(shape), (Box(name, zeros, zeros, tuple(shape)),))
+    return TensorRecipe(tuple(shape), (Box(name, zeros, zeros, tuple(shape)),))
 
 
-def concatenate(recipes: Sequence[Recipe]) -> Recipe:
+def concatenate(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
     """Joined along the first dimension."""
     boxes: list[Box] = []
     rows = 0
@@ -103,10 +103,10 @@ def concatenate(recipes: Sequence[Recipe]) -> Recipe:
             replace(box, target=(box.target[0] + rows, *box.target[1:])) for box in recipe.boxes
         )
         rows += recipe.shape[0]
-    return Recipe((rows, *recipes[0].shape[1:]), tuple(boxes))
+    return TensorRecipe((rows, *recipes[0].shape[1:]), tuple(boxes))
 
 
-def interleave(recipes: Sequence[Recipe], groups: int) -> Recipe:
+def interleave(recipes: Sequence[TensorRecipe], groups: int) -> TensorRecipe:
     """Each is cut into `groups` along the first dimension; the result has the first group of all,
     then the second group of all, and so on."""
     chunks = []
@@ -114,11 +114,11 @@ def interleave(recipes: Sequence[Recipe], groups: int) -> Recipe:
         rows, rest = divmod(recipe.shape[0], groups)
         assert not rest, "groups of unequal size"
         slices = [slice(group * rows, (group + 1) * rows), *(slice(0, n) for n in recipe.shape[1:])]
-        chunks.append(Recipe((rows, *recipe.shape[1:]), tuple(recipe.cut(slices))))
+        chunks.append(TensorRecipe((rows, *recipe.shape[1:]), tuple(recipe.cut(slices))))
     return concatenate(chunks)
 
 
-def stack(recipes: Sequence[Recipe]) -> Recipe:
+def stack(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
     """Joined along a new first dimension."""
     boxes: list[Box] = []
     for index, recipe in enumerate(recipes):
@@ -126,10 +126,10 @@ def stack(recipes: Sequence[Recipe]) -> Recipe:
         boxes += (
             replace(box, target=(index, *box.target), size=(1, *box.size)) for box in recipe.boxes
         )
-    return Recipe((len(recipes), *recipes[0].shape), tuple(boxes))
+    return TensorRecipe((len(recipes), *recipes[0].shape), tuple(boxes))
 
 
-def flatten(recipe: Recipe) -> Recipe:
+def flatten(recipe: TensorRecipe) -> TensorRecipe:
     """The first two dimensions joined into one; each box lies within one index of the first."""
     outer, inner, *rest = recipe.shape
     boxes = []
@@ -137,13 +137,13 @@ def flatten(recipe: Recipe) -> Recipe:
         assert box.size[0] == 1, "a box over several layers of a stack"
         target = (box.target[0] * inner + box.target[1], *box.target[2:])
         boxes.append(replace(box, target=target, size=box.size[1:]))
-    return Recipe((outer * inner, *rest), tuple(boxes))
+    return TensorRecipe((outer * inner, *rest), tuple(boxes))
 
 
 Read = Callable[[str, Slices], "Tensor"]
 
 
-def fill(out: Tensor, recipe: Recipe, slices: Sequence[slice], read: Read) -> None:
+def fill(out: Tensor, recipe: TensorRecipe, slices: Sequence[slice], read: Read) -> None:
     """Fill `out` with a slice of a Megatron tensor; padding becomes zero.
 
     read(name, slices) returns that part of an HF tensor, of any dtype and device. It is called for
@@ -218,10 +218,10 @@ class WeightMap:
     torch_native backend; `shapes`: those of the HF tensors by name.
     """
 
-    recipes: Mapping[str, Recipe]
+    recipes: Mapping[str, TensorRecipe]
     shapes: Mapping[str, tuple[int, ...]]
 
-    def __getitem__(self, name: str) -> Recipe:
+    def __getitem__(self, name: str) -> TensorRecipe:
         """The recipe of a tensor by any of its names: that of a shard, Transformer Engine's, or the
         key in a checkpoint, where all experts of a layer are one tensor. Raises KeyError.
         """
@@ -247,7 +247,9 @@ def weight_map(family: Family, shape: ModelShape, vocab_size: int) -> WeightMap:
     return WeightMap(recipes, shapes)
 
 
-def _recipes(family: Family, shape: ModelShape, vocab_size: int) -> Iterator[tuple[str, Recipe]]:
+def _recipes(
+    family: Family, shape: ModelShape, vocab_size: int
+) -> Iterator[tuple[str, TensorRecipe]]:
     names, hidden = family.names, shape.hidden_size
     yield "embedding.word_embeddings.weight", copy(names["embedding"], vocab_size, hidden)
     for number, has_experts in enumerate(experts_in_layers(shape)):
@@ -269,7 +271,7 @@ def _recipes(family: Family, shape: ModelShape, vocab_size: int) -> Iterator[tup
         yield "output_layer.weight", copy(names["head"], vocab_size, hidden)
 
 
-def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, Recipe]:
+def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
     """linear_qkv holds, for each query group, its queries, its key and its value."""
     hidden, width, groups = shape.hidden_size, shape.kv_channels, shape.num_query_groups
     rows = {"q": shape.num_attention_heads * width, "k": groups * width, "v": groups * width}
@@ -288,7 +290,7 @@ def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, Recipe]
     return recipes
 
 
-def _latent_attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, Recipe]:
+def _latent_attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
     """Plain copies: both sides keep the parts of a head together and rotate channels in pairs."""
     megatron, hidden, heads = shape.megatron, shape.hidden_size, shape.num_attention_heads
     positional, latent = megatron["qk_pos_emb_head_dim"], megatron["kv_lora_rank"]
@@ -313,7 +315,7 @@ def _latent_attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, 
 
 def _gated_mlp(
     prefix: str, parts: Mapping[str, str], kind: str, hidden: int, width: int
-) -> dict[str, Recipe]:
+) -> dict[str, TensorRecipe]:
     """linear_fc1 is the gate matrix above the up matrix."""
     gate, up = (copy(parts[f"{kind}{part}"], width, hidden) for part in ("gate", "up"))
     return {
@@ -322,7 +324,7 @@ def _gated_mlp(
     }
 
 
-def _mixture(parts: Mapping[str, str], shape: ModelShape) -> dict[str, Recipe]:
+def _mixture(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
     hidden, width, experts = shape.hidden_size, shape.moe_ffn_hidden_size, shape.num_moe_experts
     assert width is not None and experts is not None, "no sizes of experts"
     recipes = {"mlp.router.weight": copy(parts["router"], experts, hidden)}

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron.cli.main import main
 from gspo_megatron.data.tokenizers import train_sentencepiece
 
 ConfigWriter = Callable[..., Path]
+Command = Callable[..., tuple[object, str, str]]
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +23,21 @@ def _no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*names, *slurm):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def gspo(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `gspo-megatron` with the words given; returns exit code, stdout and stderr."""
+
+    def run(*words: object) -> tuple[object, str, str]:
+        capsys.readouterr()
+        try:
+            code: object = main([str(word) for word in words])
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

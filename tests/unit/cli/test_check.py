@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gspo_megatron.cli.check_tables import count_parameters
-from gspo_megatron.cli.main import main
 from gspo_megatron.config import ModelShape, load_config
-
-ConfigWriter = Callable[..., Path]
+from tests.unit.cli.conftest import Command, ConfigWriter
 
 
 def shape_of(path: Path, *overrides: str) -> ModelShape:
     return load_config(path, overrides).resolved_model()
 
 
-def test_a_sound_configuration_is_summed_up(
-    write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sound_configuration_is_summed_up(write_config: ConfigWriter, gspo: Command) -> None:
     path = write_config(("abc", "hgfed", "a"))
-    assert main(["check", str(path), "--world-size", "4", "parallel.layout=tp=2"]) == 0
-    summary = capsys.readouterr().out.splitlines()[:8]  # a dry run's tables follow
-    lines = dict(line.split(maxsplit=1) for line in summary)
+    code, out, _ = gspo("check", path, "--world-size", 4, "parallel.layout=tp=2")
+    assert code == 0
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines()[:8])  # tables follow
     assert lines["layout"] == "tp=2 on 4 ranks, dp=2"
     assert lines["model"].startswith("tiny: 4 layers of 64, 2 of 8 experts, ")
     assert lines["weights"] == "random"
@@ -34,61 +29,59 @@ def test_a_sound_configuration_is_summed_up(
 
 
 def test_problems_of_all_parts_are_told_at_once(
-    write_config: ConfigWriter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    write_config: ConfigWriter, tmp_path: Path, gspo: Command
 ) -> None:
-    overrides = [
-        "rollout.group_size=1",
-        "reward.name=exakt",
-        "data.tokenizer=missing.model",
-        f"data.eval_prompts={tmp_path}/none.jsonl",
-    ]
-    assert main(["check", str(write_config()), *overrides]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "rollout.group_size = 1",
-        "reward.name = exakt",
-        "missing.model",
-        f"{tmp_path}/none.jsonl",
-    ]
+    missing = ("data.tokenizer=missing.model", f"data.eval_prompts={tmp_path}/none.jsonl")
+    words = ("rollout.group_size=1", "reward.name=exakt", *missing)
+    code, _, err = gspo("check", write_config(), *words)
+    names = ["rollout.group_size = 1", "reward.name = exakt", "missing.model"]
+    assert (code, [line.split(":")[0] for line in err.splitlines()]) == (
+        2,
+        [*names, f"{tmp_path}/none.jsonl"],
+    )
 
 
-def test_prompts_that_are_too_long_are_named_by_line(
-    write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("prompts", "word", "rows", "told"),
+    [
+        (("abc", "abcdefgh", "ab", "hgfedcb"), "data.max_prompt_tokens=6", "24", "8 tokens; at"),
+        # exact_match compares any text
+        (("abc", "}", "$", "de"), "reward.name=exact_match", "", ""),
+        (("abc", "}", "$", "de"), "reward.name=math", "23", "prompts.jsonl"),
+    ],
+)
+def test_what_is_wrong_with_prompts_is_named_by_line(
+    write_config: ConfigWriter,
+    gspo: Command,
+    prompts: tuple[str, ...],
+    word: str,
+    rows: str,
+    told: str,
 ) -> None:
-    path = write_config(("abc", "abcdefgh", "ab", "hgfedcb"))
-    assert main(["check", str(path), "data.max_prompt_tokens=6"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[1] for line in lines] == ["2", "4"]
-    assert "8 tokens; at most 6" in lines[0]
+    if "math" in word:
+        pytest.importorskip("math_verify")
+    code, _, err = gspo("check", write_config(prompts), word)
+    assert (code, "".join(line.split(":")[1] for line in err.splitlines())) == (
+        2 * bool(rows),
+        rows,
+    )
+    assert told in err.partition("\n")[0]
 
 
 def test_characters_that_the_tokenizer_does_not_know_are_warned_of(
-    write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
+    write_config: ConfigWriter, gspo: Command
 ) -> None:
-    path = write_config(("abc", "axyb", "xy"))
-    assert main(["check", str(path)]) == 0
-    (line,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith("warning ")]
+    code, out, _ = gspo("check", write_config(("abc", "axyb", "xy")))
+    (line,) = [row for row in out.splitlines() if row.startswith("warning ")]
+    assert code == 0 and line.endswith("prompts.jsonl:2: 'x', 'y'")
     assert line.split(maxsplit=1)[1].startswith("data.prompts: 2 of 3 texts hold characters that ")
-    assert line.endswith("prompts.jsonl:2: 'x', 'y'")
-
-
-def test_answers_that_the_reward_cannot_read_are_named_by_line(
-    write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("math_verify")
-    words = ["check", str(write_config(("abc", "}", "$", "de")))]
-    assert main(words) == 0  # exact_match compares any text
-    capsys.readouterr()
-    assert main([*words, "reward.name=math"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[1] for line in lines] == ["2", "3"]
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
-    write_config: ConfigWriter, capsys: pytest.CaptureFixture[str]
+    write_config: ConfigWriter, gspo: Command
 ) -> None:
-    assert main(["check", str(write_config()), "model.vocab_size=5"]) == 2
-    assert "model.vocab_size = 5: the tokenizer" in capsys.readouterr().err
+    code, _, err = gspo("check", write_config(), "model.vocab_size=5")
+    assert code == 2 and "model.vocab_size = 5: the tokenizer" in err
 
 
 # The published counts, https://huggingface.co/Qwen: all, and what one token passes ("3.3B active",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +11,13 @@ import pytest
 import yaml
 
 from gspo_megatron.cli.check_inputs import check_run
-from gspo_megatron.cli.main import main
 from gspo_megatron.config.load import load_any_config
 from gspo_megatron.data.corpus_files import write_indexed
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.estimate.layout import estimate_layout
+from tests.unit.cli.conftest import Command
 
-ConfigWriter = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[3]
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
@@ -65,27 +62,15 @@ def summary(text: str) -> dict[str, str]:
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
-def pairs_of(text: str) -> dict[str, str]:
-    """The name=value pairs of the last line."""
-    return dict(pair.split("=", 1) for pair in text.splitlines()[-1].split())
-
-
-def test_fine_tuning_is_summed_up(sft: Path, capsys: Capture) -> None:
-    assert main(["check", str(sft)]) == 0
-    rows = summary(capsys.readouterr().out)
+def test_each_stage_is_summed_up(sft: Path, pretrain: Path, gspo: Command) -> None:
+    rows = summary(gspo("check", sft)[1])
     assert rows["examples"] == "4 in data.examples"
     assert rows["lengths"] == "examples of at most 9 tokens (128 allowed)"
-    assert rows["step"] == "3 examples"
+    assert (rows["step"], rows["weights"]) == ("3 examples", "random")
     assert rows["run"] == "3 steps into runs/tuned"  # 2 epochs of 4, in threes
-    assert rows["weights"] == "random"
-    assert main(["check", str(sft), "data.max_tokens=4", "data.too_long=drop"]) == 0
-    rows = summary(capsys.readouterr().out)
+    rows = summary(gspo("check", sft, "data.max_tokens=4", "data.too_long=drop")[1])
     assert rows["examples"] == "3 in data.examples; 1 of data.examples left out, too long"
-
-
-def test_pretraining_is_summed_up(pretrain: Path, capsys: Capture) -> None:
-    assert main(["check", str(pretrain)]) == 0
-    rows = summary(capsys.readouterr().out)
+    rows = summary(gspo("check", pretrain)[1])
     assert rows["corpora"] == "120 tokens in 1 corpus of data.train"
     assert rows["lengths"] == "samples of 16 tokens"
     # 1000 tokens are 6 steps of 192
@@ -93,18 +78,17 @@ def test_pretraining_is_summed_up(pretrain: Path, capsys: Capture) -> None:
     assert rows["run"] == "6 steps into runs/corpus"
 
 
-def test_the_dry_run_has_what_the_stage_has(sft: Path, pretrain: Path, capsys: Capture) -> None:
+def test_the_dry_run_has_what_the_stage_has(sft: Path, pretrain: Path, gspo: Command) -> None:
     """No rollout, no cache, no reference, no replay."""
     for path, batch in (
         (sft, "examples of 9, all learned but the first token); an update accumulates 1"),
         (pretrain, "(3 samples of 16); an update accumulates 2"),
     ):
         overrides = ["parallel.layout=pp=2,dp=2", "model.vocab_size=80"]
-        assert main(["check", str(path), "--world-size", "4", *overrides]) == 0
-        text = capsys.readouterr().out
-        assert batch in text
+        code, text, _ = gspo("check", path, "--world-size", 4, *overrides)
+        assert code == 0 and batch in text
         assert not {"rollout", "replay", "kv cache", "reference"} & set(text.split())
-        said = pairs_of(text)
+        said = dict(pair.split("=", 1) for pair in text.splitlines()[-1].split())
         found = estimate_layout(load_any_config(path, overrides), 4, 80, longest=9)
         assert int(said["worst_rank_bytes"]) == found.worst.total
         assert int(said["activations_bytes"]) == found.worst.activations > 0
@@ -112,71 +96,66 @@ def test_the_dry_run_has_what_the_stage_has(sft: Path, pretrain: Path, capsys: C
         assert {said[f"{name}_bytes"] for name in absent} == {"0"}
 
 
-def test_suggestions_for_a_stage_pass_its_rules(pretrain: Path, capsys: Capture) -> None:
+def test_suggestions_for_a_stage_pass_its_rules(pretrain: Path, gspo: Command) -> None:
     """Five samples fall evenly on one data-parallel rank alone."""
     sizes = ["model.vocab_size=80", "training.batch_size=5"]
-    words = ["check", str(pretrain), "--world-size", "2", *sizes]
-    assert main([*words, "--suggest", "--gpu-memory", "1", "parallel.layout=tp=2"]) == 0
-    text = capsys.readouterr().out
+    words = ("--suggest", "--gpu-memory=1", "--world-size=2", "parallel.layout=tp=2")
+    code, text, _ = gspo("check", pretrain, *sizes, *words)
     rows = [line.split()[6:] for line in text.splitlines() if " parallel.layout=" in line]
-    assert rows and "the rollout" not in text
+    assert code == 0 and rows and "the rollout" not in text
     for overrides in rows:
         checked = check_run(load_any_config(pretrain, [*overrides, *sizes]), 2)
         assert checked.config.layout().model_parallel_size == 2
 
 
 def test_problems_of_all_parts_of_a_stage_are_told_at_once(
-    sft: Path, pretrain: Path, tmp_path: Path, capsys: Capture
+    sft: Path, pretrain: Path, tmp_path: Path, gspo: Command
 ) -> None:
     (tmp_path / "examples.jsonl").write_text('{"prompt": "a"}\n')
     nothing = tmp_path / "nothing"
     words = ["data.chat_template=true", "data.messages_field=m", f"model.checkpoint_path={nothing}"]
-    assert main(["check", str(sft), *words, "data.max_tokens=1000"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    absent, template = lines
-    assert absent == f"model.checkpoint_path = '{nothing}': no such folder"
+    words.append("data.max_tokens=1000")
+    code, _, err = gspo("check", sft, *words)
+    absent, template = err.splitlines()
+    assert (code, absent) == (2, f"model.checkpoint_path = '{nothing}': no such folder")
     assert template.startswith("data.chat_template = true")
     # with a shape, lengths are known too
-    assert main(["check", str(sft), *words, "data.max_tokens=1000", "model.preset=tiny"]) == 2
-    lines = capsys.readouterr().err.splitlines()
+    lines = gspo("check", sft, *words, "model.preset=tiny")[2].splitlines()
     assert [line.split(" = ")[0] for line in lines[:2]] == ["data.chat_template", "data.max_tokens"]
     assert len(lines) == 4 and "chat template" in lines[2]  # the tokenizer has none
 
     words = ["training.batch_size=5", "data.sequence_length=15", "parallel.layout=cp=2,dp=2"]
-    assert main(["check", str(pretrain), *words, f"data.train=[{nothing}]"]) == 2
-    lines = capsys.readouterr().err.splitlines()
+    lines = gspo("check", pretrain, *words, f"data.train=[{nothing}]")[2].splitlines()
     told = ["data.sequence_length", "training.batch_size"]
     assert [line.split(" = ")[0] for line in lines[:2]] == told
     assert str(nothing) in lines[2] and len(lines) == 3
 
 
-def test_what_learns_from_nothing_is_told(sft: Path, pretrain: Path, capsys: Capture) -> None:
-    assert main(["check", str(sft), "--stage", "sft", "data.examples="]) == 2
-    assert capsys.readouterr().err.startswith("data.examples = null: needed to train")
-    assert main(["check", str(pretrain), "data.train=[]", "--stage=pretrain"]) == 2
-    assert capsys.readouterr().err.startswith("data.train = []: needed to train")
-
-
-def test_the_stage_that_is_said_is_the_one_that_is_checked(sft: Path, capsys: Capture) -> None:
-    assert main(["check", str(sft), "--stage", "rl"]) == 2
-    assert "data.examples = " in capsys.readouterr().err
-    assert main(["check", str(sft), "data.examples="]) == 2  # epochs: fine-tuning alone has them
-    assert capsys.readouterr().err.startswith("data.examples = null: needed to train")
+def test_what_does_not_fit_the_stage_is_told(sft: Path, pretrain: Path, gspo: Command) -> None:
+    nothing = "data.examples = null: needed to train"
+    for path, word, stage, told in (
+        (sft, "data.examples=", "--stage=sft", nothing),
+        (sft, "data.examples=", "", nothing),  # epochs: fine-tuning alone has them
+        (pretrain, "data.train=[]", "--stage=pretrain", "data.train = []: needed to train"),
+    ):
+        code, _, err = gspo(*filter(None, ("check", path, word, stage)))
+        assert code == 2 and err.startswith(told)
+    code, _, err = gspo("check", sft, "--stage", "rl")
+    assert code == 2 and "data.examples = " in err
 
 
 @pytest.mark.parametrize("stage", ["sft", "pretrain"])
 def test_the_configurations_on_the_page_about_slurm_are_sound(
-    stage: str, tmp_path: Path, capsys: Capture
+    stage: str, tmp_path: Path, gspo: Command
 ) -> None:
     """And the one whose memory is quoted there has it."""
     page = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
-    block = rf"(?ms)cat > {stage}_30b.yaml <<'END'\n(.*?)^END$"
-    (text,) = re.findall(block, page)
+    (text,) = re.findall(rf"(?ms)cat > {stage}_30b.yaml <<'END'\n(.*?)^END$", page)
     path = tmp_path / f"{stage}_30b.yaml"
     path.write_text(text)
-    words = ["check", str(path), "--no-files", "model.preset=qwen3-30b-a3b"]
-    assert main([*words, "--stage", stage]) == 0
+    words = ["check", path, "--no-files", "model.preset=qwen3-30b-a3b", "--stage", stage]
+    assert gspo(*words)[0] == 0
     if stage == "pretrain":
-        assert main([*words, "--world-size", "32", "--gpu-memory", "80"]) == 0
-        (needed,) = re.findall(r"rank 0 needs ([\d.]+ GB)", capsys.readouterr().out)
-        assert f"estimates {needed} on the fullest rank" in page
+        code, out, _ = gspo(*words, "--world-size", 32, "--gpu-memory", 80)
+        (needed,) = re.findall(r"rank 0 needs ([\d.]+ GB)", out)
+        assert code == 0 and f"estimates {needed} on the fullest rank" in page

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gspo_megatron.checkpoint.folder import Position
-from gspo_megatron.cli.main import main
 from gspo_megatron.config.load import load_any_config
 from tests.unit.checkpoint.hf.published import CONFIGS
 from tests.unit.checkpoint.test_resume_start import add
+from tests.unit.cli.conftest import Command, ConfigWriter
 
-ConfigWriter = Callable[..., Path]
-Capture = pytest.CaptureFixture[str]
 VOCAB = 48  # of the checkpoints that `add` writes
 SIZE = f"model.vocab_size={VOCAB}"
 SMALL = CONFIGS["qwen3_moe"] | {"max_position_embeddings": 128}
@@ -28,54 +25,64 @@ def config(write_config: ConfigWriter, tmp_path: Path, monkeypatch: pytest.Monke
     return write_config()
 
 
-def refused(capsys: Capture, *words: object) -> list[str]:
-    assert main(["check", *map(str, words)]) == 2
-    return capsys.readouterr().err.splitlines()
+def refused(gspo: Command, *words: object) -> list[str]:
+    code, _, err = gspo("check", *words)
+    assert code == 2
+    return err.splitlines()
 
 
-def weights(capsys: Capture, *words: object) -> str:
-    assert main(["check", *map(str, words)]) == 0
-    (line,) = [s for s in capsys.readouterr().out.splitlines() if s.startswith("weights ")]
+def weights(gspo: Command, *words: object) -> str:
+    code, out, _ = gspo("check", *words)
+    (line,) = [line for line in out.splitlines() if line.startswith("weights ")]
+    assert code == 0
     return line.split(maxsplit=1)[1]
 
 
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    """A Hugging Face folder without weights."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(SMALL))
+    return tmp_path / "hf"
+
+
 def test_a_checkpoint_that_is_not_there_or_not_of_this_model(
-    config: Path, tmp_path: Path, capsys: Capture
+    config: Path, tmp_path: Path, gspo: Command
 ) -> None:
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
     # with everything else that is wrong
-    absent, size = sorted(refused(capsys, config, nothing, "rollout.group_size=1"))
+    absent, size = sorted(refused(gspo, config, nothing, "rollout.group_size=1"))
     assert size.startswith("rollout.group_size = 1")
     assert absent == f"model.checkpoint_path = '{tmp_path / 'nothing'}': no such folder"
     for shape in ("model.preset=", "model.preset=tiny"):
-        assert refused(capsys, config, nothing, shape) == [absent]
+        assert refused(gspo, config, nothing, shape) == [absent]
 
     dense = "model.megatron.moe_layer_freq=2"  # every second layer
     other = load_any_config(config, [f"logging.dir={tmp_path / 'other'}", dense])
     path = add(other, Position("rl", 2))
     given = f"model.checkpoint_path={tmp_path / 'other'}"
-    assert weights(capsys, config, given, SIZE) == str(tmp_path / "other")
-    lines = refused(capsys, config, given, "model.preset=tiny", "model.megatron.num_layers=2")
+    assert weights(gspo, config, given, SIZE) == str(tmp_path / "other")
+    lines = refused(gspo, config, given, "model.preset=tiny", "model.megatron.num_layers=2")
     names = [line.split(" = ")[0].removeprefix("model: ") for line in lines]
     assert names == ["vocab_size", "num_layers", "moe_layer_freq"]
     # not a size, but another function
-    (line,) = refused(capsys, config, given, "model.megatron.layernorm_epsilon=1e-3")
+    (line,) = refused(gspo, config, given, "model.megatron.layernorm_epsilon=1e-3")
     assert line == f"model: layernorm_epsilon = 0.001: {path} has 1e-06"
-    assert main(["check", str(config), given, "model.megatron.moe_expert_capacity_factor=2.0"]) == 0
+    assert gspo("check", config, given, "model.megatron.moe_expert_capacity_factor=2.0")[0] == 0
     (path / "model" / "__0_0.distcp").unlink()
-    assert str(path) in refused(capsys, config, given, SIZE)[0]
-    assert main(["check", str(config), given, SIZE, "--no-files"]) == 0
+    assert str(path) in refused(gspo, config, given, SIZE)[0]
+    assert gspo("check", config, given, SIZE, "--no-files")[0] == 0
 
 
 def test_a_run_that_goes_on_and_one_that_cannot(
-    config: Path, tmp_path: Path, capsys: Capture
+    config: Path, tmp_path: Path, gspo: Command
 ) -> None:
     path = add(load_any_config(config, [SIZE]), Position("rl", 3))
-    assert weights(capsys, config, SIZE) == f"{path}: the run goes on"
+    assert weights(gspo, config, SIZE) == f"{path}: the run goes on"
     # these weights are not read then
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
     words = (SIZE, nothing, "training.seed=7", "objective.clip_low=0.1")
-    lines = refused(capsys, config, *words)  # the rules' problems hide no key that has changed
+    lines = refused(gspo, config, *words)  # the rules' problems hide no key that has changed
     changed = [line for line in lines if ": was " in line]
     assert [line.split(" = ")[0] for line in changed] == [
         "model.checkpoint_path",
@@ -83,50 +90,38 @@ def test_a_run_that_goes_on_and_one_that_cannot(
         "training.seed",
     ]
     assert any("a range for ratios of single tokens" in line for line in lines)
-    assert refused(capsys, config, SIZE, "--fresh")[0].startswith("--fresh: runs/config is not")
-    assert weights(capsys, config, SIZE, "--fresh", "logging.dir=new") == "random"
+    assert refused(gspo, config, SIZE, "--fresh")[0].startswith("--fresh: runs/config is not")
+    assert weights(gspo, config, SIZE, "--fresh", "logging.dir=new") == "random"
 
 
-def test_a_hugging_face_folder_without_weights(
-    config: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    folder = tmp_path / "hf"
-    given = f"model.hf_path={folder}"
-    (line,) = refused(capsys, config, given)
-    assert line.startswith(f"model.hf_path = '{folder}'") or str(folder) in line
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SMALL))
-    (line,) = refused(capsys, config, given)
-    assert line == f"{folder}: neither model.safetensors nor model.safetensors.index.json"
-    assert main(["check", str(config), given, "--no-files"]) == 0
+def test_a_hugging_face_folder_without_weights(config: Path, hf: Path, gspo: Command) -> None:
+    (line,) = refused(gspo, config, f"model.hf_path={hf}/none")
+    assert f"{hf}/none" in line
+    given = f"model.hf_path={hf}"
+    (line,) = refused(gspo, config, given)
+    assert line == f"{hf}: neither model.safetensors nor model.safetensors.index.json"
+    assert gspo("check", config, given, "--no-files")[0] == 0
 
 
 def test_the_advice_on_a_refused_change_can_be_followed(
-    config: Path, tmp_path: Path, capsys: Capture
+    config: Path, hf: Path, gspo: Command
 ) -> None:
     """Also by a run that began with a Hugging Face folder: its checkpoint gives the shape."""
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SMALL | {"vocab_size": VOCAB}))
-    words = [f"model.hf_path={folder}", "rollout.temperature=0.7"]
+    (hf / "config.json").write_text(json.dumps(SMALL | {"vocab_size": VOCAB}))
+    words = [f"model.hf_path={hf}", "rollout.temperature=0.7"]
     begun = load_any_config(config, words[:1])
     path = add(begun, Position("rl", 2))
-    changed, advice = refused(capsys, config, *words)
+    changed, advice = refused(gspo, config, *words)
     assert changed == "rollout.temperature = 0.7: was 1.0"
     keys = re.findall(r"model\.\w+=\S+", advice)
-    assert weights(capsys, config, *words, *keys, "logging.dir=new") == str(path)
+    assert weights(gspo, config, *words, *keys, "logging.dir=new") == str(path)
     assert load_any_config(config, [*words, *keys]).resolved_model() == begun.resolved_model()
 
 
-def test_folders_of_the_other_kind_are_told_apart(
-    config: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SMALL))
+def test_folders_of_the_other_kind_are_told_apart(config: Path, hf: Path, gspo: Command) -> None:
     for preset in ("model.preset=", "model.preset=tiny"):
-        (line,) = refused(capsys, config, f"model.checkpoint_path={folder}", preset)
+        (line,) = refused(gspo, config, f"model.checkpoint_path={hf}", preset)
         assert line.endswith("is a Hugging Face folder; use model.hf_path for it")
     add(load_any_config(config, [SIZE, "logging.dir=run"]), Position("rl", 2))
-    (line,) = refused(capsys, config, "model.hf_path=run")
+    (line,) = refused(gspo, config, "model.hf_path=run")
     assert line.endswith("holds checkpoints of gspo-megatron; use model.checkpoint_path for it")

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.checkpoint.hf.convert import hf_to_megatron
-from gspo_megatron.cli.main import main
 from tests.unit.checkpoint.hf.published import write_model
+from tests.unit.cli.conftest import Command
+
+EXPORT = ("convert", "megatron-to-hf")
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +33,6 @@ def run(whole_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole_run, tmp_path / "run"))
 
 
-def export(run: Path, out: Path, *words: str) -> int:
-    return main(["convert", "megatron-to-hf", str(run), str(out), *words])
-
-
 def weights(run: Path, step: int) -> Path:
     return run / f"checkpoints/rl_0000000{step}/model/__0_0.distcp"
 
@@ -46,59 +44,61 @@ def alter(file: Path) -> None:
 
 
 def test_damaged_newer_checkpoints_and_the_one_taken_are_named(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, gspo: Command
 ) -> None:
     os.truncate(weights(run, 3), 9)
     (run / "checkpoints/rl_00000002/manifest.json").unlink()
-    assert export(run, tmp_path / "out") == 0
-    told = capsys.readouterr()
-    notes = [line for line in told.err.splitlines() if line.startswith("checkpoint ")]
+    code, out, err = gspo(*EXPORT, run, tmp_path / "out")
+    notes = [line for line in err.splitlines() if line.startswith("checkpoint ")]
     assert notes[0].startswith(
         "checkpoint rl_00000003 is damaged and not used: model/__0_0.distcp: cut short, it has 9 of"
     )
     assert notes[1:] == ["checkpoint rl_00000002 is damaged and not used: manifest.json: missing"]
     taken = run / "checkpoints/rl_00000001"
-    line = f"{tmp_path / 'out'}: written from {taken}"
-    assert told.out.splitlines()[-1] == line
+    assert (code, out.splitlines()[-1]) == (0, f"{tmp_path / 'out'}: written from {taken}")
     os.truncate(weights(run, 1), 9)
-    assert export(run, tmp_path / "none") == 2
-    assert "there is no whole one in it" in capsys.readouterr().err
+    code, _, err = gspo(*EXPORT, run, tmp_path / "none")
+    assert code == 2 and "there is no whole one in it" in err
+
+
+def test_many_damaged_files_do_not_fill_the_screen(
+    run: Path, tmp_path: Path, gspo: Command
+) -> None:
+    for number in range(50):
+        (weights(run, 3).parent / f"foreign{number:02d}").touch()
+    code, _, err = gspo(*EXPORT, run, tmp_path / "out")
+    notes = [line for line in err.splitlines() if line.startswith("checkpoint ")]
+    assert (code, len(notes)) == (0, 9)
+    assert notes[-1] == "checkpoint rl_00000003: 42 more files are damaged"
 
 
 def test_altered_contents_end_the_command_and_are_named(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, gspo: Command
 ) -> None:
     """They show while they are read; nothing older is taken in secret."""
     os.truncate(weights(run, 3), 9)
     alter(weights(run, 2))
-    assert export(run, tmp_path / "out") == 2
-    lines = capsys.readouterr().err.splitlines()[-3:]
-    assert lines[0].startswith("checkpoint rl_00000003 is damaged and not used: ")
+    code, _, err = gspo(*EXPORT, run, tmp_path / "out")
+    lines = err.splitlines()[-3:]
+    assert code == 2 and lines[0].startswith("checkpoint rl_00000003 is damaged and not used: ")
     assert lines[1].startswith(f"{run / 'checkpoints/rl_00000002'}: model/__0_0.distcp: altered")
     assert lines[2] == f"{run}: to convert another checkpoint of it, give that one's path"
     assert not (tmp_path / "out").exists()
 
 
-def test_the_help_promises_no_more(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["convert", "megatron-to-hf", "--help"])
-    told = " ".join(capsys.readouterr().out.split())
+def test_the_help_promises_no_more(gspo: Command) -> None:
+    told = " ".join(gspo(*EXPORT, "--help")[1].split())
     assert "the newest one is taken whose files are all there in their full size" in told
     assert "newest whole" not in told
 
 
 def test_a_layout_is_not_passed_over_by_a_rank(
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gspo: Command
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert export(run, tmp_path / "out", "--layout", "tp=2,pp=2") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        "--layout tp=2,pp=2: takes 4 processes, and this one is already one of 1"
-    )
+    code, _, err = gspo(*EXPORT, run, tmp_path / "out", "--layout", "tp=2,pp=2")
+    told = "--layout tp=2,pp=2: takes 4 processes, and this one is already one of 1"
+    assert code == 2 and err.startswith(told) and len(err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
-    assert export(run, tmp_path / "out", "--layout", "tp=1") == 0
+    assert gspo(*EXPORT, run, tmp_path / "out", "--layout", "tp=1")[0] == 0

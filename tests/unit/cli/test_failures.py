@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -22,37 +23,31 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n  
 
 
 @pytest.mark.parametrize(
-    "told",
+    ("told", "is_lost"),
     [
-        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by "
-        "peer [127.0.0.1]:41873",
-        "RuntimeError: [/gloo/transport/tcp/buffer.cc:72] Timed out waiting 1800000ms for recv",
-        "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
-        "torch.distributed.DistBackendError: NCCL error in: x.cpp:77, ncclRemoteError: A call "
-        "failed possibly due to a network error or a remote process exiting prematurely.",
-        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        (
+            "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed "
+            "by peer [127.0.0.1]:41873",
+            True,
+        ),
+        ("RuntimeError: [/gloo/transport/tcp/buffer.cc:72] Timed out waiting 1800000ms", True),
+        ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: x.cpp:77, ncclRemoteError: A call "
+            "failed possibly due to a network error or a remote process exiting prematurely.",
+            True,
+        ),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", True),
+        ("ValueError: shapes do not match", False),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", False),
+        ("    pool.connection_closed()\nKeyError: 'connection'", False),
+        # the last traceback counts
+        (f"ConnectionResetError: Connection reset by peer\n{TRACEBACK}ValueError: bad", False),
+        (f"ValueError: bad\n{TRACEBACK}ConnectionResetError: Connection reset by peer\n", True),
     ],
 )
-def test_errors_of_a_lost_peer_are_known(told: str) -> None:
-    assert failures.is_lost_connection(TRACEBACK + told)
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        "ValueError: shapes do not match",
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
-        "    pool.connection_closed()\nKeyError: 'connection'",
-    ],
-)
-def test_other_errors_are_not_taken_for_them(told: str) -> None:
-    assert not failures.is_lost_connection(TRACEBACK + told)
-
-
-def test_the_last_traceback_counts() -> None:
-    lost = TRACEBACK + "ConnectionResetError: Connection reset by peer\n"
-    assert not failures.is_lost_connection(lost + TRACEBACK + "ValueError: bad")
-    assert failures.is_lost_connection(TRACEBACK + "ValueError: bad\n" + lost)
+def test_errors_of_a_lost_peer_are_told_from_others(told: str, is_lost: bool) -> None:
+    assert failures.is_lost_connection(TRACEBACK + told) == is_lost
 
 
 def test_a_launched_rank_hands_its_failure_over_once(
@@ -71,10 +66,9 @@ def test_a_launched_rank_hands_its_failure_over_once(
     assert capsys.readouterr().err == f"{error}\n"
 
 
-def test_half_a_report_is_none() -> None:
-    assert failures.parse_failure("") is None
-    assert failures.parse_failure('{"is_user_error": true, "te') is None
-    assert failures.parse_failure("[]") is None
+@pytest.mark.parametrize("text", ["", '{"is_user_error": true, "te', "[]"])
+def test_half_a_report_is_none(text: str) -> None:
+    assert failures.parse_failure(text) is None
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
@@ -93,20 +87,18 @@ def test_other_errors_of_the_system_are_shown_whole(capsys: pytest.CaptureFixtur
 
 
 def test_what_ends_a_command_decides_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    def ends_in(error: BaseException) -> Callable[[], int]:
-        def command() -> int:
-            raise error
-
-        return command
-
     assert failures.exit_code_of(lambda: 3) == 3
-    assert failures.exit_code_of(ends_in(KeyboardInterrupt())) == 130
+    for error, code, told in (
+        (KeyboardInterrupt(), 130, "it goes on\n"),
+        (RewardError("bad reward"), 2, "bad reward\n"),
+        (PermissionError(13, "Permission denied", "a.bin"), 2, "a.bin: Permission denied\n"),
+    ):
+        command = mock.Mock(side_effect=error)
+        assert failures.exit_code_of(command, interrupted="it goes on") == code
+        assert capsys.readouterr() == ("", told)
+    assert failures.exit_code_of(mock.Mock(side_effect=KeyboardInterrupt())) == 130
     assert capsys.readouterr() == ("", "")
-    assert failures.exit_code_of(ends_in(KeyboardInterrupt()), interrupted="it goes on") == 130
-    assert failures.exit_code_of(ends_in(RewardError("bad reward"))) == 2
-    assert failures.exit_code_of(ends_in(PermissionError(13, "Permission denied", "a.bin"))) == 2
-    assert capsys.readouterr() == ("", "it goes on\nbad reward\na.bin: Permission denied\n")
-    assert failures.exit_code_of(ends_in(RuntimeError("on fire"))) == 1
+    assert failures.exit_code_of(mock.Mock(side_effect=RuntimeError("on fire"))) == 1
     assert capsys.readouterr().err.startswith("Traceback")
 
 
@@ -131,24 +123,21 @@ def command(monkeypatch: pytest.MonkeyPatch, *, raises: bool) -> None:
     monkeypatch.setattr(entry, "parse", lambda argv: argparse.Namespace(run=run))
 
 
+@pytest.mark.parametrize(("raises", "code"), [(True, 141), (False, 1)])
 def test_a_reader_that_left_ends_the_command_without_a_traceback(
-    unread: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    unread: io.TextIOWrapper,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    raises: bool,
+    code: int,
 ) -> None:
-    command(monkeypatch, raises=True)
+    """And one that was done by then keeps its code."""
+    command(monkeypatch, raises=raises)
     # not in the fixture: pytest sets its own stream again before the test itself
     monkeypatch.setattr(sys, "stdout", unread)
-    assert entry.main([]) == 141
+    assert entry.main([]) == code
     unread.flush()  # as the interpreter does at its end
     assert capsys.readouterr().err == ""
-
-
-def test_a_command_that_was_done_by_then_keeps_its_code(
-    unread: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command(monkeypatch, raises=False)
-    monkeypatch.setattr(sys, "stdout", unread)
-    assert entry.main([]) == 1
-    unread.flush()
 
 
 def test_a_broken_pipe_of_another_kind_is_shown_whole(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import gspo_megatron
 from gspo_megatron.cli import report
-from gspo_megatron.cli.main import main, parse
+from gspo_megatron.cli.main import parse
 from gspo_megatron.errors import ConfigError
+from tests.unit.cli.conftest import Command
 
 ROOT = Path(gspo_megatron.__file__).parents[1]
 
@@ -44,21 +46,16 @@ def test_runs_of_a_report_may_follow_its_output() -> None:
     ],
 )
 def test_malformed_command_lines_exit_with_2_and_say_why(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], told: str, gspo: Command
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(words)
-    assert caught.value.code == 2
-    assert told in capsys.readouterr().err
+    code, _, err = gspo(*words)
+    assert code == 2 and told in err
 
 
-def test_help_names_the_commands_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert all(name in text for name in ("train", "check", "verify", "convert", "ablate", "report"))
-    assert "doctor" in text
+def test_help_names_the_commands_there_are(gspo: Command) -> None:
+    code, out, _ = gspo("--help")
+    names = ("train", "pretrain", "sft", "check", "preflight", "verify", "convert", "report")
+    assert code == 0 and all(name in out for name in (*names, "ablate", "doctor"))
 
 
 @pytest.mark.parametrize("module", ["gspo_megatron.cli.main", "gspo_megatron.cli.launch"])
@@ -72,15 +69,12 @@ def test_parsing_and_launching_import_nothing_heavy(module: str) -> None:
 
 
 def test_all_problems_of_a_configuration_are_told_without_a_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, gspo: Command
 ) -> None:
     config = tmp_path / "bad.yaml"
     config.write_text("data: {tokenizer: t.model}\nrollout: {group_sise: 4, top_k: -1}\n")
-    assert main(["train", str(config)]) == 2
-    error = capsys.readouterr().err
-    assert "group_sise" in error
-    assert "top_k" in error
-    assert "Traceback" not in error
+    code, _, err = gspo("train", config)
+    assert code == 2 and "group_sise" in err and "top_k" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -88,34 +82,28 @@ def test_all_problems_of_a_configuration_are_told_without_a_traceback(
     [
         (ConfigError(["a.b = 1: wrong", "c.d = 2: too"]), 2, "a.b = 1: wrong", "c.d = 2: too"),
         (RuntimeError("on fire"), 1, "Traceback (most recent call last):", "RuntimeError: on fire"),
-        (KeyboardInterrupt(), 130, None, None),
+        (KeyboardInterrupt(), 130, "", ""),
     ],
 )
 def test_how_a_command_that_raises_ends(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    gspo: Command,
     error: BaseException,
     code: int,
-    first: str | None,
-    last: str | None,
+    first: str,
+    last: str,
 ) -> None:
     """A user's error with its message alone, any other with its traceback and the cause last."""
-
-    def run(_arguments: object) -> int:
-        raise error
-
-    monkeypatch.setattr(report, "run", run)
-    assert main(["report", "run", "-o", "out"]) == code
-    out, err = capsys.readouterr()
-    lines = err.splitlines() or [None]
-    assert (out, lines[0], lines[-1]) == ("", first, last)
+    monkeypatch.setattr(report, "run", mock.Mock(side_effect=error))
+    ended, out, err = gspo("report", "run", "-o", "out")
+    lines = err.splitlines() or [""]
+    assert (ended, out, lines[0], lines[-1]) == (code, "", first, last)
 
 
 def test_report_prints_the_path_of_what_it_wrote(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, gspo: Command
 ) -> None:
     from gspo_megatron.observe import report as writer
 
     monkeypatch.setattr(writer, "write_report", lambda runs, out: Path(out, "-".join(runs)))
-    assert main(["report", "one", "two", "-o", "out"]) == 0
-    assert capsys.readouterr().out == "out/one-two\n"
+    assert gspo("report", "one", "two", "-o", "out") == (0, "out/one-two\n", "")

@@ -54,46 +54,40 @@ def with_layout(config: Config, layout: str) -> Config:
     return parse_config(config.model_dump(exclude_unset=True), [f"parallel.layout={layout}"])
 
 
-def test_one_rank_trains_in_this_process(write_config: ConfigWriter, calls: Calls) -> None:
-    path = write_config()
-    assert main(["train", str(path), "training.steps=3"]) == 0
-    assert calls == [("train", load_config(path, ["training.steps=3"]))]
+LAYOUT, STEPS = "parallel.layout=tp=2,pp=2", "training.steps=3"
 
 
-def test_several_ranks_are_launched_with_the_same_arguments(
-    write_config: ConfigWriter, calls: Calls
+@pytest.mark.parametrize(
+    ("words", "code", "does", "world_size"),
+    [
+        ([STEPS], 0, ["train", STEPS], 1),
+        ([f"training.steps={TOLD_TO_STOP}"], 75, ["train", f"training.steps={TOLD_TO_STOP}"], 1),
+        (["--fresh"], 0, ["train", "--fresh"], 1),
+        ([LAYOUT, STEPS], 7, ["launch", LAYOUT, STEPS], 4),
+        (["--nproc=2"], 7, ["launch"], 2),
+        (["--fresh", "--nproc=2"], 7, ["launch", "--fresh"], 2),
+        (["checkpoint.interval=5", "--nproc=2"], 7, ["launch", "checkpoint.interval=5"], 2),
+    ],
+)
+def test_what_a_command_line_does(
+    write_config: ConfigWriter,
+    calls: Calls,
+    words: list[str],
+    code: int,
+    does: list[str],
+    world_size: int,
 ) -> None:
     path = write_config()
-    words = ["train", str(path), "parallel.layout=tp=2,pp=2", "training.steps=3"]
-    assert main(words) == 7
-    assert calls == [("launch", [sys.executable, "-m", "gspo_megatron", *words], 4)]
-
-
-def test_a_run_that_was_told_to_stop_has_a_code_of_its_own(
-    write_config: ConfigWriter, calls: Calls
-) -> None:
-    assert main(["train", str(write_config()), f"training.steps={TOLD_TO_STOP}"]) == 75
-
-
-def test_fresh_is_for_every_rank(write_config: ConfigWriter, calls: Calls) -> None:
-    path = write_config()
-    assert main(["train", str(path), "--fresh"]) == 0
-    assert main(["train", str(path), "--fresh", "--nproc", "2"]) == 7
-    command = [sys.executable, "-m", "gspo_megatron", "train", str(path), "--fresh"]
-    assert calls == [("train", load_config(path), "fresh"), ("launch", command, 2)]
-
-
-def test_the_launcher_knows_whether_the_ranks_save(
-    write_config: ConfigWriter, calls: Calls
-) -> None:
-    assert main(["train", str(write_config()), "checkpoint.interval=5", "--nproc", "2"]) == 7
-    assert calls[0][-1] == "saves"
-
-
-def test_nproc_says_how_many_are_launched(write_config: ConfigWriter, calls: Calls) -> None:
-    path = write_config()
-    assert main(["train", str(path), "--nproc", "2"]) == 7
-    assert calls == [("launch", [sys.executable, "-m", "gspo_megatron", "train", str(path)], 2)]
+    assert main(["train", str(path), *words]) == code
+    what, *given = does
+    if what == "train":
+        fresh = ("fresh",) if "--fresh" in given else ()
+        overrides = [word for word in given if word != "--fresh"]
+        assert calls == [("train", load_config(path, overrides), *fresh)]
+    else:  # a rank gets the same arguments, and the launcher is told whether it saves
+        command = [sys.executable, "-m", "gspo_megatron", "train", str(path), *given]
+        saves = ("saves",) if "checkpoint.interval=5" in given else ()
+        assert calls == [("launch", command, world_size, *saves)]
 
 
 def test_a_rank_trains_and_launches_nothing(

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -198,13 +199,13 @@ def test_fp8_adds_two_copies_of_the_weights_and_nothing_else(
     assert by_component(found)["FP8 copies of weights"] == 2 * FP8_WEIGHTS
 
 
-def test_unless_they_are_made_anew_each_time(make_config: ConfigMaker) -> None:
-    found = worst_rank(make_config, "mxfp8", disable_parameter_transpose_cache=True)
-    assert found.fp8_copies == 0
-
-
-def test_fields_of_fp8_alone_do_not_keep_the_model_from_being_built(
-    make_config: ConfigMaker,
-) -> None:
-    megatron = {"moe_router_padding_for_quantization": True, "fp8_margin": 1}
-    assert worst_rank(make_config, "mxfp8", **megatron).fp8_copies == 2 * FP8_WEIGHTS
+@pytest.mark.parametrize(
+    ("megatron", "copies"),
+    [
+        ({"disable_parameter_transpose_cache": True}, 0),  # they are made anew each time
+        # fields of FP8 alone do not keep the model from being built
+        ({"moe_router_padding_for_quantization": True, "fp8_margin": 1}, 2 * FP8_WEIGHTS),
+    ],
+)
+def test_fields_of_fp8(make_config: ConfigMaker, megatron: dict[str, Any], copies: int) -> None:
+    assert worst_rank(make_config, "mxfp8", **megatron).fp8_copies == copies

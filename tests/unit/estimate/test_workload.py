@@ -38,26 +38,29 @@ def work_of(make_config: ConfigMaker) -> Any:
     return work
 
 
-def test_a_micro_batch_is_filled_to_its_budget(work_of: Any) -> None:
-    work = work_of("tp=1", 1)
-    assert work.lengths == ((30, 70), (30, 70), (1, 49))
-    assert work.tokens == 250
-    assert work.longest == 100
-    # 40 sequences in 2 mini-batches, 2 whole ones in a micro-batch
-    assert (work.sequences, work.micro_batches, work.micro_batches_per_step) == (40, 10, 20)
+FILLED = ((30, 70), (30, 70), (1, 49))
 
 
-def test_a_sequence_beyond_the_budget_is_a_micro_batch_of_its_own(work_of: Any) -> None:
-    assert work_of("tp=1", 1, budget=64).lengths == ((30, 70),)
-    assert work_of("tp=1", 1, budget=64).micro_batches == 20
-
-
-def test_rows_of_a_padded_micro_batch_are_alike(work_of: Any) -> None:
-    assert work_of("tp=1", 1, packing=False).lengths == ((30, 70), (30, 70))
-
-
-def test_context_parallel_ranks_bring_their_budgets_together(work_of: Any) -> None:
-    assert work_of("cp=2", 2).tokens == 500
+# 40 sequences in 2 mini-batches
+@pytest.mark.parametrize(
+    ("layout", "keys", "lengths", "micro_batches"),
+    [
+        ("tp=1", {}, FILLED, 10),  # filled to the budget, with 2 whole sequences
+        ("tp=1", {"budget": 64}, ((30, 70),), 20),  # a sequence beyond the budget
+        ("tp=1", {"packing": False}, ((30, 70), (30, 70)), 10),  # rows are alike
+        ("cp=2", {}, ((30, 70),) * 5, 4),  # the ranks' budgets together
+        ("pp=4,vpp=2", {}, FILLED, 12),  # whole rounds of the stages
+        ("tp=1", {"longest_prompt": 12}, ((12, 70),) * 3 + ((1, 3),), 7),  # prompts as they are
+    ],
+)
+def test_a_micro_batch_is_filled_to_its_budget(
+    work_of: Any, layout: str, keys: dict[str, Any], lengths: tuple, micro_batches: int
+) -> None:
+    ranks = {"tp=1": 1, "cp=2": 2}.get(layout, 4)
+    work = work_of(layout, ranks, **keys)
+    assert (work.lengths, work.micro_batches) == (lengths, micro_batches)
+    assert (work.longest, work.tokens) == (sum(lengths[0]), sum(map(sum, lengths)))
+    assert (work.sequences, work.micro_batches_per_step) == (40, 2 * micro_batches)
 
 
 def test_ranks_share_sequences_and_prompts(work_of: Any) -> None:
@@ -65,14 +68,6 @@ def test_ranks_share_sequences_and_prompts(work_of: Any) -> None:
     assert work.micro_batches == 4  # 7 of 20 sequences, in twos
     assert (work.rollout_prompts, work.rollout_rows) == (4, 16)
     assert work_of("dp=3", 3, batch_size=9).rollout_rows == 8  # whole groups
-
-
-def test_interleaved_schedules_have_whole_rounds(work_of: Any) -> None:
-    assert work_of("pp=4,vpp=2", 4).micro_batches == 12  # not 10
-
-
-def test_prompts_that_were_read_count_as_they_are(work_of: Any) -> None:
-    assert work_of("tp=1", 1, longest_prompt=12).lengths[0] == (12, 70)
 
 
 def held_by_the_schedule(stages: int, stage: int, chunks: int, micro_batches: int) -> list[int]:

@@ -13,8 +13,8 @@ from gspo_megatron.models.norms import TorchNorm
 SIZE, EPS = 24, 1e-6
 
 
-def make_norm(
-    normalization: str, zero_centered: bool, dtype: torch.dtype = torch.float64, sp: bool = False
+def fresh_norm(
+    normalization: str, zero_centered: bool, dtype: torch.dtype, sp: bool = False
 ) -> TorchNorm:
     config = SimpleNamespace(
         normalization=normalization,
@@ -22,7 +22,13 @@ def make_norm(
         params_dtype=dtype,
         sequence_parallel=sp,
     )
-    norm = TorchNorm(config, SIZE, eps=EPS)
+    return TorchNorm(config, SIZE, eps=EPS)
+
+
+def make_norm(
+    normalization: str, zero_centered: bool, dtype: torch.dtype = torch.float64
+) -> TorchNorm:
+    norm = fresh_norm(normalization, zero_centered, dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in norm.parameters():
@@ -73,21 +79,10 @@ def test_bf16_is_rounded_once(normalization: str) -> None:
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=2**-8 * 1.01)
 
 
-@pytest.mark.parametrize("zero_centered", [False, True])
-def test_a_fresh_norm_scales_by_one(zero_centered: bool) -> None:
-    config = SimpleNamespace(
-        normalization="LayerNorm",
-        layernorm_zero_centered_gamma=zero_centered,
-        params_dtype=torch.float32,
-        sequence_parallel=False,
-    )
-    norm = TorchNorm(config, SIZE)
-    assert norm.weight.unique().tolist() == [0.0 if zero_centered else 1.0]
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_fresh_norm_scales_by_one_and_bears_the_mark_of_sequence_parallelism(flag: bool) -> None:
+    norm = fresh_norm("LayerNorm", flag, torch.float32, sp=flag)
+    assert norm.weight.unique().tolist() == [0.0 if flag else 1.0]
     assert norm.bias.unique().tolist() == [0.0]
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_weights_bear_the_mark_of_sequence_parallelism(sequence_parallel: bool) -> None:
-    norm = make_norm("LayerNorm", False, sp=sequence_parallel)
     marks = {name: p.sequence_parallel for name, p in norm.named_parameters()}
-    assert marks == {"weight": sequence_parallel, "bias": sequence_parallel}
+    assert marks == {"weight": flag, "bias": flag}

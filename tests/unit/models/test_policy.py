@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder
 from gspo_megatron.models.build import Policy
-from gspo_megatron.models.core_attention import TorchCoreAttention
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.models.specs import choose_backend
 from tests.unit.models.one_rank import (
@@ -74,15 +73,6 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
     torch.testing.assert_close(entropies.double(), torch.cat(expected_entropies), **kind)
 
 
-def test_next_token_logits_are_hidden_times_the_head_without_padding(policy: Policy) -> None:
-    model = policy.models[0]
-    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
-    logits = model.next_token_logits(hidden)
-    assert logits.shape == (5, VOCABULARY) and logits.dtype == torch.float32
-    expected = hidden.double() @ model.head_weight.detach()[:VOCABULARY].double().t()
-    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_of_a_bf16_policy_are_not_rounded_to_bf16(tied: bool) -> None:
     low = tiny_policy(
@@ -106,56 +96,6 @@ def test_logits_of_a_bf16_policy_are_not_rounded_to_bf16(tied: bool) -> None:
     torch.testing.assert_close(logits.double(), expected, **kind)
     torch.testing.assert_close(logprobs.double(), rows.gather(1, targets[:, None])[:, 0], **kind)
     torch.testing.assert_close(entropies.double(), -(rows.exp() * rows).sum(-1), **kind)
-
-
-def test_the_true_vocabulary_has_all_of_the_probability(policy: Policy) -> None:
-    model = policy.models[0]
-    hidden = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(2))
-    labels = HeadInputs(
-        torch.zeros(VOCABULARY, dtype=torch.long), torch.arange(VOCABULARY), temperature=0.8
-    )
-    with torch.no_grad():
-        # Padding that would win if it took part.
-        model.head_weight[VOCABULARY:] = 10.0 * hidden[0, 0]
-        try:
-            logprobs, entropies = model.compute_language_model_loss(labels, hidden)
-        finally:
-            model.head_weight[VOCABULARY:] = 0.0
-    assert float(logprobs.double().exp().sum()) == pytest.approx(1.0, abs=1e-5)
-    entropy = -(logprobs.exp() * logprobs).sum()
-    torch.testing.assert_close(entropies, entropy.expand(VOCABULARY), atol=1e-5, rtol=1e-5)
-
-
-def test_padding_gets_no_gradient_from_the_head(policy: Policy) -> None:
-    batch = micro_batch(MicroBatchBuilder(policy, PAD, 1.0), random_sequences(4, LENGTHS))
-    weight = policy.models[0].head_weight
-    (gradient,) = torch.autograd.grad(head_outputs(policy, batch)[0].sum(), weight)
-    assert gradient[VOCABULARY:].abs().max() == 0.0
-    assert gradient[:VOCABULARY].abs().max() > 0.0
-
-
-def test_full_gradient_of_the_head_is_that_of_a_plain_log_softmax(policy: Policy) -> None:
-    sequences = random_sequences(5, LENGTHS)
-    batch = micro_batch(MicroBatchBuilder(policy, PAD, 0.7), sequences)
-    model = policy.models[0]
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    got = torch.autograd.grad(head_outputs(policy, batch)[0].sum(), parameters)
-    total = torch.zeros(())
-    for prompt, response in sequences:
-        hidden = hidden_states(policy, prompt + response)[len(prompt) - 1 : -1]
-        logits = hidden @ model.head_weight[:VOCABULARY].t() / 0.7
-        rows = torch.log_softmax(logits, dim=-1)
-        total = total + rows.gather(1, torch.tensor(response)[:, None]).sum()
-    expected = torch.autograd.grad(total, parameters)
-    for gradient, by_hand in zip(got, expected, strict=True):
-        scale = float(by_hand.abs().max())
-        torch.testing.assert_close(gradient, by_hand, atol=1e-4 * scale + 1e-6, rtol=0.0)
-
-
-def test_layers_are_our_torch_modules(policy: Policy) -> None:
-    cores = [m for m in policy.models[0].modules() if isinstance(m, TorchCoreAttention)]
-    assert len(cores) == policy.config.num_layers
-    assert policy.config.gradient_accumulation_fusion is False
 
 
 def test_train_and_eval_reach_every_chunk(policy: Policy) -> None:

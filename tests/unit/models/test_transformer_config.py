@@ -130,13 +130,11 @@ def test_megatron_draws_no_weights_itself() -> None:
     assert config.perform_initialization is True  # or TP shards would lose their marks
 
 
-def test_a_dense_model_has_no_grouped_experts() -> None:
-    dense = convert(model={"megatron": {"num_moe_experts": None}})
-    assert dense.num_moe_experts is None and dense.moe_grouped_gemm is False
-
-
-def test_experts_are_grouped() -> None:
-    assert convert().moe_grouped_gemm is True
+@pytest.mark.parametrize("experts", [None, 8])
+def test_experts_are_grouped(experts: int | None) -> None:
+    config = convert(model={"megatron": {"num_moe_experts": experts}})
+    assert config.num_moe_experts == experts
+    assert config.moe_grouped_gemm is (experts is not None)
 
 
 @pytest.fixture

@@ -16,25 +16,14 @@ from gspo_megatron.platform.stop import SIGNALS, StopSignals, TimeWatch
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_noted_and_does_not_end_the_process(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with StopSignals(enabled=True) as stop:
+    with pytest.raises(KeyError), StopSignals(enabled=True) as stop:
         assert not stop.is_requested
         os.kill(os.getpid(), number)
         assert stop.is_requested
+        raise KeyError  # handlers are put back after an error too
     assert signal.getsignal(number) is before
-
-
-def test_a_run_that_saves_nothing_leaves_signals_alone() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with StopSignals(enabled=False) as stop:
-        assert [signal.getsignal(number) for number in SIGNALS] == before
-    assert not stop.is_requested
-
-
-def test_they_are_put_back_after_an_error() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with pytest.raises(KeyError), StopSignals(enabled=True):
-        raise KeyError
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    with StopSignals(enabled=False) as stop:  # a run that saves nothing leaves signals alone
+        assert signal.getsignal(number) is before and not stop.is_requested
 
 
 class Job(SlurmJob):
@@ -46,27 +35,30 @@ class Job(SlurmJob):
         return self.left
 
 
-def is_stopped(watched: Job, margin: float, longest_step: float = 0.0) -> bool:
+@pytest.mark.parametrize(
+    ("left", "margin", "longest_step", "stops"),
+    [
+        (1000.0, 999, 0.0, False),
+        (1000.0, 1000, 0.0, True),
+        (1000.0, 400, 600.0, True),
+        (None, 1e9, 0.0, False),  # a job without a limit
+    ],
+)
+def test_a_stop_is_asked_for_while_there_is_time_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+    left: float | None,
+    margin: float,
+    longest_step: float,
+    stops: bool,
+) -> None:
+    monkeypatch.setattr(Job, "left", left)
     stop = StopSignals(enabled=False)
     stop.longest_step = longest_step
-    with TimeWatch(stop, margin, watched):
+    with TimeWatch(stop, margin, Job("7", 0)):
         deadline = time.monotonic() + 1.0
         while not stop.is_requested and time.monotonic() < deadline:
             time.sleep(0.01)
-    return stop.is_requested
-
-
-def test_a_stop_is_asked_for_while_there_is_time_for_it() -> None:
-    job = Job("7", 0)
-    assert not is_stopped(job, margin=999)
-    assert is_stopped(job, margin=1000)
-    assert is_stopped(job, margin=400, longest_step=600)
-
-
-def test_a_job_without_a_limit_is_never_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job("7", 0)
-    monkeypatch.setattr(Job, "left", None)
-    assert not is_stopped(job, margin=1e9)
+    assert stop.is_requested == stops
 
 
 def test_the_time_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Each known trap of Routing Replay by name: put in as a mistake it is noticed; ours is without.
 
-Traps that need several stages are in tests/parallel/test_replay_traps.py.
+Traps that need several stages are in tests/parallel/test_replay.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import replace
 from unittest import mock
 
 from gspo_megatron.checkpoint.hf import export, load
-from gspo_megatron.checkpoint.hf.weight_map import Box, Recipe, WeightMap
+from gspo_megatron.checkpoint.hf.weight_map import Box, TensorRecipe, WeightMap
 
 Rename = Callable[[str, Box], Box]
 
@@ -45,7 +45,7 @@ MISTAKES: dict[str, Rename] = {
 def with_mistake(weights: WeightMap, rename: Rename) -> WeightMap:
     """The map with other boxes; what it says of the HF tensors stays."""
     recipes = {
-        name: Recipe(recipe.shape, tuple(rename(name, box) for box in recipe.boxes))
+        name: TensorRecipe(recipe.shape, tuple(rename(name, box) for box in recipe.boxes))
         for name, recipe in weights.recipes.items()
     }
     return replace(weights, recipes=recipes)

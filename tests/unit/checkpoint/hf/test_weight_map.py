@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspo_megatron.checkpoint.hf import weight_map as module
 from gspo_megatron.checkpoint.hf.weight_map import (
-    Recipe,
+    TensorRecipe,
     WeightMap,
     concatenate,
     copy,
@@ -29,7 +29,7 @@ from tests.unit.checkpoint.hf.published import CONFIGS, VOCABULARY, model_config
 Parts = dict[str, Tensor]
 
 
-def _qkv() -> tuple[Recipe, Parts, Callable[[Parts], Tensor]]:
+def _qkv() -> tuple[TensorRecipe, Parts, Callable[[Parts], Tensor]]:
     parts = {"q": torch.randn(24, 7), "k": torch.randn(8, 7), "v": torch.randn(12, 7)}
     recipe = interleave([copy(name, *part.shape) for name, part in parts.items()], groups=4)
 
@@ -40,19 +40,19 @@ def _qkv() -> tuple[Recipe, Parts, Callable[[Parts], Tensor]]:
     return recipe, parts, whole
 
 
-def _bias() -> tuple[Recipe, Parts, Callable[[Parts], Tensor]]:
+def _bias() -> tuple[TensorRecipe, Parts, Callable[[Parts], Tensor]]:
     parts = {"q": torch.randn(24), "k": torch.randn(8), "v": torch.randn(8)}
     recipe = interleave([copy(name, len(part)) for name, part in parts.items()], groups=2)
     return recipe, parts, lambda p: torch.cat([x.view(2, -1) for x in p.values()], 1).flatten()
 
 
-def _gate_up() -> tuple[Recipe, Parts, Callable[[Parts], Tensor]]:
+def _gate_up() -> tuple[TensorRecipe, Parts, Callable[[Parts], Tensor]]:
     parts = {"gate": torch.randn(9, 5), "up": torch.randn(9, 5)}
     recipe = concatenate([copy("gate", 9, 5), copy("up", 9, 5)])
     return recipe, parts, lambda p: torch.cat([p["gate"], p["up"]])
 
 
-def _experts(flat: bool) -> tuple[Recipe, Parts, Callable[[Parts], Tensor]]:
+def _experts(flat: bool) -> tuple[TensorRecipe, Parts, Callable[[Parts], Tensor]]:
     names = [(f"{e}.gate", f"{e}.up") for e in range(3)]
     parts = {name: torch.randn(4, 6) for pair in names for name in pair}
     each = [stack([copy(gate, 4, 6), copy(up, 4, 6)]) for gate, up in names]
