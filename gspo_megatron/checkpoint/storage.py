@@ -32,7 +32,6 @@ from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.heartbeat import heartbeat
-from gspo_megatron.platform.collectives import all_gather_objects, gather_objects
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -143,6 +142,9 @@ def without_warning() -> Iterator[None]:
 
 def raise_everywhere(error: str | None) -> None:
     """Raise DataError on all ranks where `error` is set on any of them; a collective."""
+    # Not at the top: it loads Megatron-Core, which the offline converter does without.
+    from gspo_megatron.platform.collectives import all_gather_objects
+
     found = all_gather_objects(error)
     lines = list(dict.fromkeys(line for text in found if text for line in text.splitlines()))
     more = len(lines) - 2 * _SHOWN
@@ -292,6 +294,8 @@ def _mismatches(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> list[
 
 def _unread(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> str | None:
     """A message on rank 0 about stored tensors that belong to no rank's model."""
+    from gspo_megatron.platform.collectives import gather_objects
+
     wanted = gather_objects({piece.key for piece in pieces})
     if wanted is None:
         return None

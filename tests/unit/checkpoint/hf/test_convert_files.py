@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +56,11 @@ def write_all_bits(path: Path, family: str, dtype: str) -> dict[str, Tensor]:
         tensors[name] = bits.view(tensor.dtype).view(tensor.shape)
     write_folder(path, config, tensors)
     return tensors
+
+
+def test_it_works_without_megatron_core() -> None:
+    code = "sys.modules['megatron'] = None; import gspo_megatron.checkpoint.hf.convert"
+    subprocess.run([sys.executable, "-c", f"import sys; {code}"], check=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
