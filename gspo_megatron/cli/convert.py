@@ -100,7 +100,15 @@ def run_export(arguments: argparse.Namespace) -> int:
                 "under torchrun and srun"
             )
         with shared_by_ranks() as share:
-            return _export(arguments, share)
+            code = _export(arguments, share)
+            if share.world_size > 1:
+                # Destroying a gloo group ends about one such process in ten with "terminate called
+                # without an active exception" (torch 2.13), after all its work is done.
+                share.gather(None)  # every process has written its files
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+            return code
     if processes > _MOST_PROCESSES:
         raise UserError(
             f"--layout {arguments.layout}: takes {processes} processes; legal: {_MOST_PROCESSES} "

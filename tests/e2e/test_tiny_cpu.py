@@ -116,8 +116,11 @@ def test_without_the_earlier_stages_the_error_names_run_sh(
     advice = f"{FOLDER / 'run.sh'}: makes what this configuration needs; run it first"
     result = gspo("train", FOLDER / "config.yaml")
     assert result.returncode == 2
-    *missing, last = result.stderr.splitlines()
+    *missing, checkpoint, last = result.stderr.splitlines()
     assert last == advice
+    assert checkpoint.startswith(
+        "model.checkpoint_path = 'runs/tiny_cpu_start/seed_1/sft': no such"
+    )
     for name, line in zip(("tokenizer", "train.jsonl", "test.jsonl"), missing, strict=True):
         assert line.startswith(f"runs/tiny_cpu_start/data/{name}: no such")
 
