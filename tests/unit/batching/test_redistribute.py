@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.types import RolloutBatch
@@ -83,3 +84,34 @@ def test_sequences_are_numbered_by_their_sample_index() -> None:
 def test_a_sample_index_that_occurs_twice_is_refused() -> None:
     with pytest.raises(AssertionError, match="sample index used twice"):
         indexed(make_batch([0, 1, 2, 1, 4]))
+
+
+class Operators(TorchDispatchMode):
+    """Counts the tensor operations of a block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_number_of_operations_does_not_grow_with_the_sequences() -> None:
+    """A step of a large run has 65,536 sequences: an operation for each would take seconds."""
+    counts = []
+    for size in (8, 512):
+        ones = torch.ones(size, dtype=torch.long)
+        batch = RolloutBatch(
+            tokens=torch.arange(2 * size),
+            prompt_lengths=ones,
+            response_lengths=ones,
+            rollout_logprobs=torch.zeros(size),
+            truncated=ones.bool(),
+            sample_index=torch.arange(size).flip(0),
+            group_index=torch.arange(size) // 2,
+        )
+        with Operators() as operators:
+            index = gather_index(batch, torch.zeros(size, dtype=torch.float64), dist.group.WORLD)
+            redistribute(batch, index, [0] * size, dist.group.WORLD)
+        counts.append(operators.count)
+    assert counts[0] == counts[1]

@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from gspo_megatron.routing import replay
 from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
 from gspo_megatron.routing.volatility import Observing, RoutingMetrics
 from tests.unit.routing.steps import (
@@ -201,3 +202,33 @@ def test_a_steps_volatility_compares_natural_choices(
 def test_one_mini_batch_has_nothing_to_compare() -> None:
     figures = RoutingMetrics(LAYERS, EXPERTS, CPU, replayed=True)
     assert reduced(figures) == {}
+
+
+def test_scores_are_kept_of_at_most_512_tokens_a_micro_batch() -> None:
+    """All of them would take 32 times the memory of the routes. The shift is the mean over the
+    kept tokens, which lie at equal distances."""
+    scores = torch.randn(1300, EXPERTS)
+    recording = Recording(keep_scores=True)
+    recording.choose(1, scores, top_k(scores))
+    assert len(recording.scores[1]) == len(range(0, 1300, 3)) <= 512
+    moved = scores + torch.arange(1300)[:, None] % 3  # the kept tokens do not move
+    metrics = RoutingMetrics(1, EXPERTS, CPU, replayed=False)
+    observing = Observing(recording.table(), recording.scores, None, metrics, None)
+    observing.choose(1, moved, top_k(moved))
+    assert reduced(metrics)["routing/logit_shift"] == 0.0
+
+
+def test_recorded_routes_and_scores_go_to_the_host_during_the_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After the last router of a micro-batch its routes are one table on the host. Waiting for the
+    end of the pass would keep those of all micro-batches on the device."""
+    moved: list[tuple[int, ...]] = []
+    monkeypatch.setattr(replay, "to_host", lambda values: moved.append(values.shape) or values)
+    scores = torch.randn(LAYERS, TOKENS, EXPERTS)
+    recording = Recording(keep_scores=True, num_layers=LAYERS, on_host=True)
+    for layer, of_layer in enumerate(scores, 1):
+        recording.choose(layer, of_layer, top_k(of_layer))
+    assert moved == [(TOKENS, EXPERTS)] * LAYERS + [(LAYERS, TOKENS, TOP_K)]
+    recording.table()
+    assert len(moved) == LAYERS + 1  # it is moved once
