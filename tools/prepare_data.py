@@ -3,14 +3,14 @@
     python tools/prepare_data.py INPUT... --tokenizer TOKENIZER -o PREFIX [--workers 8]
         [--text-field text] [--end-of-document SYMBOL] [--deduplicate]
 
-Reads JSON Lines, Parquet and text files (.txt, .md: a document a line, or --text-documents file).
+Reads JSON Lines, Parquet and text files (.txt, .md: a document per line, or --text-documents file).
 Every document ends with the tokenizer's end-of-sequence token or another symbol. PREFIX.json
 describes the files and has their checksums. The same command continues an interrupted run; the
 result does not depend on interruptions or the number of workers.
 
     python tools/prepare_data.py --check PREFIX [--vocab-size N]
 
-reads a dataset and checks that its files belong together and fit the model's vocabulary.
+This reads a dataset and checks that its files belong together and fit the model's vocabulary.
 """
 
 from __future__ import annotations
