@@ -145,7 +145,7 @@ gspo_main() {
 }
 
 # Sets the option of the check for a GPU's memory in GB (gspo_memory_options): GSPO_GPU_MEMORY, or the
-# smallest GPU of this host. Empty where there is no GPU.
+# smallest GPU of this host. Empty if there is no GPU.
 gspo_gpu_memory() {
     local gigabytes=${GSPO_GPU_MEMORY:-}
     # If the job hides the GPUs, its tasks use none.
