@@ -1,18 +1,18 @@
-# Every target does its own set-up, into .venv, from the pins in requirements/.
-# PYTHON=python3.12 picks the interpreter (3.10 to 3.13). Without it: that of .venv, or python3.11,
-# or python3.
+# Every target sets up .venv from the pins in requirements/ first.
+# PYTHON=python3.12 picks the interpreter (3.10 to 3.13). Without it: the interpreter of .venv,
+# python3.11 or python3.
 
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?=
 BIN := $(abspath $(VENV))/bin
 
-# Tests use processes, not threads, for parallelism; more threads than cores only cost time.
+# Tests run in parallel processes; more threads than cores would only slow them down.
 TEST_ENV := OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH"
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 
-# $(call pytest,FOLDER,OPTIONS): the tests of a folder, if there is one. pytest's exit status 5 says
-# that no test of the folder is selected, as where all of them are marked `full`.
+# $(call pytest,FOLDER,OPTIONS): run the tests of a folder, if it exists. pytest's exit status 5 means
+# that no test of the folder is selected, for example because all are marked `full`.
 define pytest
 if [ -d $(1) ]; then \
     echo "== $(1)"; \
@@ -29,17 +29,17 @@ help:  ## this list
 setup:  ## make or update .venv from the pinned requirements
 	@requirements/install.sh $(VENV) $(PYTHON)
 
-demo: setup  ## the whole life of a tiny Mixture-of-Experts model on this machine, in minutes
+demo: setup  ## all stages of a tiny Mixture-of-Experts model on this machine, in minutes
 	@PATH="$(BIN):$$PATH" bash examples/tiny_cpu/run.sh
 
-test: lint  ## what CI runs: lint, and all tests that take seconds
+test: lint  ## the tests of CI: lint, and all tests that take seconds
 	@$(call pytest,tests/unit,-n 2)
 	@$(call pytest,tests/parallel)
 	@$(call pytest,tests/gpu,-k cpu)
 	@$(call pytest,tests/slurm)
 	@$(call pytest,tests/e2e,-n 2)
 
-test-full: lint  ## the above, with the tests that take minutes and those that need a GPU
+test-full: lint  ## `test`, plus the tests that take minutes and those that need a GPU
 	@$(call pytest,tests/unit,-n 2 -m '')
 	@$(call pytest,tests/parallel,-m '')
 	@$(call pytest,tests/gpu,-m '')

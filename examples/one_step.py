@@ -1,10 +1,10 @@
-"""One GSPO step, from prompts to new weights, out of the parts of the package. Read it first.
+"""One GSPO step, from prompts to new weights, with the parts of the package. Read it first.
 
     python examples/one_step.py               # one step, in seconds, on any machine
     python examples/one_step.py --steps 20    # the reward rises
 
 A training run does the same in gspo_megatron/rl/loop.py, for real prompts, on any number of ranks.
-The letters of the shapes below:
+Letters of the shapes below:
 
     B  sequences of the step: 8 prompts with 4 responses each
     T  response tokens of all sequences, one sequence after the other
@@ -49,7 +49,7 @@ CLIP_LOW, CLIP_HIGH = 0.02, 0.03
 
 CONFIG = {
     "model": {"preset": "tiny", "megatron": {"num_layers": 2}},  # 8 experts, 2 for each token
-    "data": {"tokenizer": "none"},  # the tokens below are numbers and stand for themselves
+    "data": {"tokenizer": "none"},  # the prompts below are token ids already
     "rollout": {"group_size": GROUP, "prompts_per_step": PROMPTS, "max_response_tokens": LONGEST},
     "training": {"precision": "fp32"},
     "optimizer": {"learning_rate": 3.0e-3},
@@ -58,7 +58,7 @@ CONFIG = {
 
 @dataclass
 class Parts:
-    """What a step works with."""
+    """The objects that a step needs."""
 
     config: Config
     policy: Policy  # Megatron-Core's GPTModel, or this rank's shard of it
@@ -103,8 +103,7 @@ def score(batch: RolloutBatch) -> Tensor:
 class GspoLoss:
     """The loss of one mini-batch, called with each of its micro-batches on the last pipeline stage.
 
-    Written out here to be read; `gspo_megatron.objectives.build_objective` gives the same function
-    with metrics, and ten others.
+    `gspo_megatron.objectives.build_objective` makes the same function with metrics, and ten others.
     """
 
     mini_batch: MiniBatch
@@ -117,7 +116,7 @@ class GspoLoss:
         """`logprobs`, `entropies`: [t] float32, of this micro-batch's response tokens. Returns this
         micro-batch's part of the loss, a scalar."""
         packed = micro_batch.packed
-        old = micro_batch.old_logprobs  # [t]; None in the first mini-batch: not updated yet
+        old = micro_batch.old_logprobs  # [t]; None in the first mini-batch: no update yet
         old = logprobs.detach() if old is None else old
         # The sequence ratio: sums over each sequence's tokens, then their mean, then exp.
         log_ratio = logprobs - old  # [t]
@@ -129,8 +128,8 @@ class GspoLoss:
         clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         surrogate = torch.minimum(ratio * advantages, clipped * advantages)  # [b]
         self.clipped += int((surrogate < ratio * advantages).sum())
-        # The mean over the sequences of the whole mini-batch, also those of other micro-batches
-        # and ranks: every rank gives its part, and Megatron-Core adds up the gradients.
+        # The mean over the sequences of the whole mini-batch, including other micro-batches and
+        # ranks: every rank returns its part, and Megatron-Core adds up the gradients.
         return -surrogate.sum() / self.mini_batch.num_sequences, None
 
 
@@ -148,7 +147,7 @@ def run_step(parts: Parts, step: int) -> dict[str, float]:
     # 3. Score.
     rewards = score(batch)  # [B]
 
-    # 4. Advantages: a reward against the other responses to the same prompt.
+    # 4. Advantages: a reward relative to the other responses to the same prompt.
     group = dist.group.WORLD  # the data-parallel ranks: here one
     index = gather_index(batch, rewards, group)  # lengths, groups and rewards of all ranks
     advantages = group_mean_std(index.rewards, torch.tensor(index.groups))  # [B]
@@ -181,7 +180,7 @@ def run_step(parts: Parts, step: int) -> dict[str, float]:
         norms.append(norm)
         clipped += loss.clipped
 
-    # 9. The rollout engine takes over the new weights (this one shares them).
+    # 9. The rollout engine gets the new weights (this engine shares them).
     parts.engine.update_weights()
     return {
         "reward": float(rewards.mean()),

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes the virtual environment from the pins of this folder, one line a stage:
+# Makes the virtual environment from the pins of this folder; prints one line for each stage:
 #
 #     install.sh VENV [PYTHON]
 #
-# PYTHON is an interpreter of Python 3.10 to 3.13. Without it: the one VENV was made with, or
-# python3.11, or python3. Does nothing when VENV is up to date; makes VENV anew when it is of
-# another Python version; brings it up to date when the pins or setup.py changed.
+# PYTHON is an interpreter of Python 3.10 to 3.13. Without it: VENV's own interpreter, python3.11 or
+# python3. If VENV is up to date, nothing happens. If it has another Python version, it is made anew. If
+# the pins or setup.py changed, it is updated.
 set -euo pipefail
 
 venv=$1
@@ -25,9 +25,9 @@ version_of() { # INTERPRETER: prints "3.11", fails when there is no such interpr
     "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 }
 
-# pyenv puts a python3.12 on the PATH that runs only where that version is selected. One asked for
-# by name is wanted all the same.
-from_pyenv() { # NAME, as python3.12
+# pyenv's python3.12 on the PATH runs only if that version is selected. This finds the interpreter
+# itself.
+from_pyenv() { # NAME, such as python3.12
     local name
     command -v pyenv >/dev/null || return 1
     name=$(pyenv versions --bare 2>/dev/null | grep -E "^${1#python}\.[0-9]+$" | tail -n 1) || return 1
@@ -40,7 +40,7 @@ choose_python() {
         version_of "$asked" >/dev/null || python=$(from_pyenv "$asked") ||
             fail "PYTHON=$asked does not run; name an interpreter of Python 3.10 to 3.13"
     elif version_of "$venv/bin/python" >/dev/null; then
-        # The interpreter behind it, which survives when it is made anew.
+        # The interpreter that VENV links to: it stays when VENV is made anew.
         python=$("$venv/bin/python" -c 'import os, sys; print(os.path.realpath(sys.executable))')
     elif version_of python3.11 >/dev/null; then
         python=python3.11
@@ -62,8 +62,8 @@ quiet_pip() {
 }
 
 make_venv() {
-    # Of no use: one whose making was interrupted, so that it lacks pip, and one that was moved with
-    # its folder, since its scripts name their own place.
+    # Two kinds of VENV are unusable: one without pip, because its installation was interrupted, and
+    # one whose folder was moved, because its scripts contain the old path.
     local made_at
     made_at=$(cat "$venv"/.stamp-* 2>/dev/null || true)
     if [ "$(version_of "$venv/bin/python" || true)" = "$version" ] &&
@@ -88,8 +88,8 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$place" ]; then
 fi
 
 make_venv
-# torch comes first and by its version alone, with the other pins as constraints only: the build that
-# pip finds for this platform decides on the CUDA packages, and nothing after it brings them.
+# torch is installed first, by its version, with the other pins as constraints. Its build for this
+# platform decides on the CUDA packages; no later package installs them.
 echo "installing $torch (200 MB for a CPU build, 5 GB for a CUDA build) ..."
 quiet_pip install --constraint "$pins" --constraint "$cuda_pins" "$torch"
 echo "installing the pinned requirements of $pins (about 1 minute) ..."

@@ -94,10 +94,10 @@ gspo_main() {
     for word in "$@"; do
         case $word in
         --check-only) check_only=1 ;;
-        # Only for the first start: later ones continue in a folder that is not empty.
+        # Only for the first start: later starts continue in a folder that is not empty.
         --fresh) [ -e "$(gspo_checked)" ] || flags+=(--fresh) ;;
         -*)
-            gspo_say "$word: not known; legal: --check-only, --fresh; options for Slurm come before the script"
+            gspo_say "$word: not known; legal: --check-only, --fresh; options of sbatch come before the script"
             exit 2
             ;;
         *) words+=("$word") ;;
@@ -111,7 +111,7 @@ gspo_main() {
     # A requeued job was checked at its first start.
     if [ -n "$check_only" ] || [ ! -e "$(gspo_checked)" ]; then
         gspo_gpu_memory
-        # With the stage: the configuration of another stage is refused here.
+        # --stage: the check refuses the configuration of another stage.
         gspo_python check "${words[@]}" "${flags[@]}" --stage "${command/#train/rl}" \
             --world-size "$SLURM_NTASKS" "${gspo_memory_options[@]}"
         code=$?
@@ -129,8 +129,8 @@ gspo_main() {
     case $code in
     0 | 2 | "$GSPO_STOPPED") gspo_forget_kills ;;
     *)
-        # When a node dies, the tasks on the other nodes fail at once. Slurm may need minutes to notice
-        # the dead node, and the job would have ended before.
+        # When a node dies, the tasks on the other nodes fail at once. Slurm may notice the dead node
+        # only minutes later, after the end of the job.
         if gspo_a_node_is_gone; then
             gspo_say "a node of the job does not answer: the run continues from its last checkpoint"
             gspo_end $GSPO_STOPPED
@@ -145,7 +145,7 @@ gspo_main() {
 }
 
 # Sets the option of the check for a GPU's memory in GB (gspo_memory_options): GSPO_GPU_MEMORY, or the
-# smallest GPU of this host. Empty where there is no GPU.
+# smallest GPU of this host. Empty if there is no GPU.
 gspo_gpu_memory() {
     local gigabytes=${GSPO_GPU_MEMORY:-}
     # If the job hides the GPUs, its tasks use none.
@@ -162,7 +162,7 @@ gspo_gpu_memory() {
     esac
 }
 
-# The file that marks the job as checked. The restart count would not do: a first start may end before
+# The file that marks the job as checked. The restart count is not enough: a first start may end before
 # the check, because its node dies or a user requeues it.
 gspo_checked() { echo "$PWD/.gspo-megatron-$SLURM_JOB_ID-checked"; }
 
@@ -185,10 +185,10 @@ gspo_a_node_is_gone() {
         --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 true
 }
 
-# Whether the tasks may have died of a signal meant for an earlier start. If a node is gone, Slurm keeps
-# its signals until the node is back; the steps of a restarted job have the same numbers, so the new
-# tasks get them. That cannot happen to a first start (there the kernel may have killed a task because
-# memory ran out), nor more than a few times in a row.
+# Whether a signal for an earlier start may have killed the tasks. If a node is gone, Slurm keeps its
+# signals until the node is back. The steps of a restarted job have the same numbers, so the new tasks
+# get these signals. A first start cannot get them (a killed task may have run out of memory), and they
+# do not come more than a few times in a row.
 gspo_killed_by_an_earlier_start() {
     local killed=137 terminated=143 most=5 # 128 + the signal's number; starts
     if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || { [ "$1" -ne $killed ] && [ "$1" -ne $terminated ]; }; then
@@ -208,8 +208,8 @@ gspo_forget_kills() { rm -f "$(gspo_kills)"; }
 # ends the other tasks and may return their code. "Stopped and saved" does not end the other tasks.
 gspo_task() {
     local code
-    # The program inherits that SIGUSR1 is ignored, so it does not die of one that comes before its
-    # own handler is set. The batch script sends it again.
+    # The program inherits that SIGUSR1 is ignored, so a SIGUSR1 before its own handler is set does not
+    # kill it. The batch script sends the signal again.
     trap '' USR1
     trap : TERM # the program handles it; this shell waits for the program
     "$@"
@@ -237,8 +237,8 @@ gspo_run_tasks() {
         task "${gspo_before_task[@]}" "$@" &
     tasks_pid=$!
     while kill -0 $tasks_pid 2>/dev/null; do
-        # Sent every ten seconds, because the program may not have been ready for it; not in the first
-        # seconds, when the tasks' shells may not be ready.
+        # The signal is sent every ten seconds, because the program may not have been ready for it. It
+        # is not sent in the first seconds, when the tasks' shells may not be ready.
         if [ -n "$gspo_told_to_stop" ] && ((ticks >= 5 && ticks_told++ % 10 == 0)); then
             [ $ticks_told -gt 1 ] || gspo_say "told to stop: asking the tasks to save the run"
             kill -USR1 $tasks_pid # srun passes it on to all tasks
@@ -269,7 +269,7 @@ gspo_run_tasks() {
     return "$code"
 }
 
-# End the job with a code, or put it back into the queue where that is GSPO_STOPPED.
+# End the job with an exit code, or requeue it if the code is GSPO_STOPPED.
 gspo_end() {
     local state
     if [ "$1" -ne $GSPO_STOPPED ]; then
@@ -283,13 +283,13 @@ gspo_end() {
     fi
     if [ "$state" != RUNNING ]; then
         # Cancelled by its owner, or requeued by Slurm itself.
-        gspo_say "the job is $state, and left as it is"
+        gspo_say "the job is $state: the script does not requeue it"
     elif [ "${GSPO_REQUEUE:-1}" = 0 ]; then
         gspo_say "GSPO_REQUEUE = 0: submit the same command to continue"
     elif scontrol requeue "$SLURM_JOB_ID"; then
         gspo_say "back in the queue"
     else
-        gspo_say "not put back into the queue: submit the same command to continue"
+        gspo_say "Slurm did not requeue the job: submit the same command to continue"
     fi
     exit "$1"
 }

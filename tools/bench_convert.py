@@ -1,21 +1,21 @@
-"""Conversion from and to Hugging Face against `cp` of the same bytes: throughput and peak memory.
+"""Throughput and peak memory of conversion from and to Hugging Face, compared with `cp`.
 
     python tools/bench_convert.py [--gigabytes 4] [--rounds 4] [--directory SCRATCH]
 
-A random qwen3_moe checkpoint (the widths of Qwen3-30B-A3B, fewer layers and experts) of several
-files is imported and exported by `gspo-megatron convert`. Each direction is compared with `cp -r`
-of its source on the same disk, under the same conditions: the source was just read or written, so
-it is in the page cache as far as memory allows; nothing else waits to be written (`sync` before
-each); the time ends when all files of the result are on the disk. The conversion calls fsync
-itself; after `cp`, this script does. The time of `cp` alone, without fsync, is shown too. Copy and
+`gspo-megatron convert` imports and exports a random qwen3_moe checkpoint of several files (the
+widths of Qwen3-30B-A3B, fewer layers and experts). Each direction is compared with `cp -r` of its
+source on the same disk, under the same conditions: the source was just read or written, so it is in
+the page cache as far as memory allows; `sync` runs before each, so nothing else waits to be
+written; the time ends when all files of the result are on the disk. The conversion calls fsync
+itself; after `cp`, this script does. The time of `cp` alone, without fsync, is shown, too. Copy and
 conversion take turns in being first: the second one reuses memory of the first, and a virtual
-machine hands that out faster than fresh memory. The last line has the median ratio of all rounds.
-CPU time is that of the process alone; on a machine that others use, it says more than the clock.
+machine gives that faster than fresh memory. The last line has the median ratio of all rounds. CPU
+time is that of the process alone; on a busy machine it is more reliable than the clock.
 
-Peak memory is the largest resident set of the converting process as the kernel counts it (wait4):
-with the interpreter, its libraries, and the pages of mapped files.
+Peak memory is the largest resident set of the converting process, from the kernel (wait4). It
+includes the interpreter, its libraries, and the pages of mapped files.
 
-It needs three times the size in scratch space, and leaves nothing there.
+The script needs three times the size in scratch space, and removes its files.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BLOCK = 1 << 26  # bytes of random bits made at once
-_COPIES = 3  # of the checkpoint on the disk at a time
+_COPIES = 3  # of the checkpoint on the disk at the same time
 
 
 @dataclass
 class Timing:
-    """Seconds by the clock and of the processors, and the largest resident set in MB."""
+    """Wall-clock seconds, processor seconds, and the largest resident set in MB."""
 
     seconds: float
     cpu: float
@@ -46,7 +46,7 @@ class Timing:
 
 @dataclass
 class Turn:
-    """Throughput over that of cp with its fsync, over that of cp alone, and the peak in MB."""
+    """Ratio to the throughput of cp with fsync, to that of cp alone, and the peak in MB."""
 
     ratio: float
     ratio_alone: float
@@ -87,7 +87,7 @@ def config_of(gigabytes: float) -> dict:
 def make_checkpoint(folder: Path, gigabytes: float) -> None:
     """Write random bits of the published layout.
 
-    In a process of its own: a process starts out with the peak memory of the one that starts it.
+    Runs in its own process, because a new process inherits the peak memory of its parent.
     """
     import torch
 
@@ -118,7 +118,7 @@ def make_checkpoint(folder: Path, gigabytes: float) -> None:
 
 
 def run(command: list[str]) -> Timing:
-    """Run it to its end with the disk idle before."""
+    """Run a command to its end; `sync` makes the disk idle before."""
     os.sync()
     started = time.perf_counter()
     process = subprocess.Popen(
@@ -135,7 +135,7 @@ def run(command: list[str]) -> Timing:
 
 
 def copy(source: Path, destination: Path) -> tuple[Timing, float]:
-    """`cp -r`, and the seconds until what it wrote is on the disk."""
+    """The timing of `cp -r`, and the seconds until its files are on the disk."""
     timing = run(["cp", "-r", str(source), str(destination)])
     started = time.perf_counter()
     for path in [*destination.rglob("*"), destination]:
@@ -172,7 +172,7 @@ def compare(direction: str, source: Path, destination: Path, total: int, copy_fi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=4.0, help="of the checkpoint")
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the checkpoint")
     parser.add_argument("--rounds", type=int, default=4, help="turns of cp and conversion")
     parser.add_argument("--directory", type=Path, help="where to write (default: a temporary one)")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)

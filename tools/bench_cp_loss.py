@@ -1,16 +1,17 @@
-"""Bytes that the loss sends under context parallelism, beside gathering whole responses.
+"""Bytes that the loss sends under context parallelism, compared with gathering whole responses.
 
     python tools/bench_cp_loss.py [--cp 2] [--tokens 1024 … 131072] [--objectives gspo …]
 
 Runs the package's policy update (gspo_megatron.rl.policy_update) on real gloo ranks that hold
-zig-zag shards of packed sequences; only the model is left out: log-probs are random numbers.
-It counts what goes into the collectives of torch.distributed, below its Python functions:
-the bytes of the tensors that a rank hands over. The first mini-batch measures the mismatch with
-the rollout engine, so it is shown apart. Beside it the usual way: an all-gather of each response's
-log-ratios, one float32 a token, as verl, slime and NeMo-RL gather the log-probs; both give the same
-sequence ratios, which is checked. Exits with 1 where the loss and its metrics send more than 16
-bytes a sequence, or more for longer ones: a float32 for the sum of the log-ratios, and for
-objectives that clip tokens three more, the counts of clipped tokens.
+zig-zag shards of packed sequences. Only the model is left out: log-probs are random numbers. The
+script counts the bytes of the tensors that a rank gives to the collectives of torch.distributed,
+below its Python functions. The first mini-batch also measures the mismatch with the rollout engine,
+so it has its own column. The last column is the usual way, an all-gather of each response's
+log-ratios, one float32 per token, as verl, slime and NeMo-RL gather the log-probs. The script
+checks that both give the same sequence ratios. Exits with 1 if the loss and its metrics send more
+than 16 bytes per sequence, or more for longer sequences. The 16 bytes are one float32 for the sum
+of the log-ratios, and, for objectives that clip tokens, three more for the counts of clipped
+tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from gspo_megatron.cli.ranks import join_launcher
 if TYPE_CHECKING:
     from gspo_megatron.rl.policy_update import PolicyUpdater
 
-MOST_BYTES = 16  # a sequence
+MOST_BYTES = 16  # per sequence
 PROMPT = 64  # tokens
 MINI_BATCHES = 2
 
@@ -83,12 +84,12 @@ class Step:
 
 
 def make_counter() -> Any:
-    """A context that notes (name, bytes handed over by this rank) of every collective."""
+    """A context that records (name, bytes sent by this rank) of every collective."""
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    # the place of the tensors that go in, among the arguments of the operator
+    # the position of the input tensors in the arguments of the operator
     inputs = {"allreduce_": 0, "allgather_": 1, "_allgather_base_": 1}
 
     class Counter(TorchDispatchMode):
@@ -109,7 +110,7 @@ def make_counter() -> Any:
 
 
 def make_updater(objective: str, cp: int) -> PolicyUpdater:
-    """The package's policy update without a model: what only the model would use is empty."""
+    """The package's policy update without a model: parts that only the model uses are empty."""
     from gspo_megatron.batching.micro_batches import MicroBatchBuilder
     from gspo_megatron.config.schema import ObjectiveSection
     from gspo_megatron.objectives import build_objective
@@ -134,8 +135,8 @@ def make_updater(objective: str, cp: int) -> PolicyUpdater:
 
 
 def count_update(objective: str, step: Step, cp: int) -> list[tuple[int, int, int, int]]:
-    """(micro-batches, sequences, collectives, bytes) of each mini-batch of an update, where only
-    calls from the loss are counted."""
+    """(micro-batches, sequences, collectives, bytes) of each mini-batch of an update. Only calls
+    from the loss are counted."""
     import torch
 
     from gspo_megatron.rl import policy_update as step_module
@@ -186,7 +187,7 @@ def count_gathering(step: Step, cp: int) -> tuple[int, int]:
         for packed in (micro_batch.packed for micro_batch in batch):
             place = packed.response_index
             local = step.trained_logprobs[place] - step.rollout_logprobs[place]
-            # where it belongs is known to every rank from the lengths alone, and costs nothing
+            # not counted: every rank can compute the positions from the lengths
             places: list[Any] = [None] * cp
             dist.all_gather_object(places, (place, packed.sequence_index))
             longest = max(len(index) for index, _ in places)
@@ -208,7 +209,7 @@ def count_gathering(step: Step, cp: int) -> tuple[int, int]:
 
 
 def check_ratios(step: Step, members: Sequence[int], ratios: Any) -> None:
-    """Against float64; the primary shard has them, the others have none."""
+    """Compare with float64. Only the primary shard has ratios."""
     import torch
 
     if len(ratios):
@@ -228,7 +229,7 @@ def run(arguments: argparse.Namespace) -> int:
     calls: dict[str, float] = {}
     gathered = []
     if ranks.is_main:
-        print(f"{arguments.cp} context-parallel ranks; bytes a sequence that a rank hands over")
+        print(f"{arguments.cp} context-parallel ranks; bytes per sequence that a rank sends")
         columns = "".join(f"{name:>14} (first)" for name in arguments.objectives)
         print(f"{'tokens':>8} {columns} {'gathering':>14}")
     for tokens in arguments.tokens:
@@ -249,7 +250,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     missed = [n for n, sizes in rows.items() if max(sizes) > MOST_BYTES or len(set(sizes)) > 1]
     for name in missed:
-        print(f"{name}: more than {MOST_BYTES} bytes a sequence, or not the same for all lengths")
+        print(f"{name}: more than {MOST_BYTES} bytes per sequence, or not the same for all lengths")
     totals = {f"bytes_{name}": max(sizes) for name, sizes in rows.items()}
     totals |= {f"collectives_{name}": number for name, number in calls.items()}
     totals |= {"bytes_gathering": gathered[-1], "missed": len(missed)}
@@ -259,12 +260,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cp", type=int, default=2, help="context-parallel ranks, processes here")
+    parser.add_argument("--cp", type=int, default=2, help="context-parallel ranks, each a process")
     parser.add_argument(
-        "--tokens", nargs="+", type=int, default=[2**n for n in range(10, 18)], help="of a response"
+        "--tokens", nargs="+", type=int, default=[2**n for n in range(10, 18)], help="in a response"
     )
     parser.add_argument("--objectives", nargs="+", default=["gspo", "gspo_token", "grpo"])
-    parser.add_argument("--sequences", type=int, default=8, help="of a step")
+    parser.add_argument("--sequences", type=int, default=8, help="in a step")
     arguments = parser.parse_args()
     if arguments.cp < 2 or min(arguments.tokens) < 2 or arguments.sequences < MINI_BATCHES:
         parser.error(f"--cp and --tokens are at least 2, --sequences at least {MINI_BATCHES}")

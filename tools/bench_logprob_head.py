@@ -1,18 +1,18 @@
-"""Memory and time of the log-prob head beside full-size logits, forward and backward.
+"""Memory and time of the log-prob head and of full-size logits, forward and backward.
 
     python tools/bench_logprob_head.py [--rows 4096] [--vocab 151936] [--hidden 512] [--tp 1]
                                        [--dtype float32] [--matmul highest] [--rounds 3] [--sweep]
 
-Three sides: ours (gspo_megatron.models.logprob_head), the straightforward way (all logits, then
-the steps of Megatron-Core's vocab-parallel cross entropy) and that of slime (one softmax beside the
-logits); all give log-probabilities and entropies. Measured are the peak of memory above inputs,
-weight and their gradients, each side in a process of its own; seconds of forward and backward, the
-sides in turn in one process, medians and the median ratio of a round; and the distance from
-float64. Beside the clock stands the processor's time, of the first rank: with OMP_NUM_THREADS=1 it
-can be compared on a machine that does other work too, which the clock cannot.
-On a GPU where there is one. The other sides need three times the memory of the logits, which are
-2.5 GB by default. --sweep compares tile sizes of ours; the defaults in the op come from there.
-The last line is for programs; `memory` there is a share of the logits in float32.
+Three sides give log-probabilities and entropies: ours (gspo_megatron.models.logprob_head), the
+straightforward way (all logits, then the steps of Megatron-Core's vocab-parallel cross entropy),
+and slime's way (a softmax in addition to the logits). Measured: peak memory above inputs, weight
+and their gradients, each side in its own process; seconds of forward and backward, the sides in
+turn in one process, as medians and as the median ratio of a round; and the distance from float64.
+The table also has the processor time of the first rank: with OMP_NUM_THREADS=1 it can be compared
+on a busy machine, the clock cannot. Runs on a GPU if there is one. The other sides need three times
+the memory of the logits, 2.5 GB by default. --sweep compares tile sizes of our side; it gave the
+defaults of the head. The last line is for programs; its `memory` is a share of the logits in
+float32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def measure(task: str, sides: tuple[str, ...], arguments: argparse.Namespace) ->
 
 
 def ratio(seconds: dict[str, dict[str, list[float]]], side: str, kind: str) -> float:
-    """Median over the rounds of our seconds over the side's of the same round."""
+    """Median over the rounds of our seconds divided by the side's seconds in the same round."""
     pairs = zip(seconds["ours"][kind], seconds[side][kind], strict=True)
     return statistics.median(ours / theirs for ours, theirs in pairs)
 
@@ -81,7 +81,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def sweep(arguments: argparse.Namespace) -> None:
-    """Print memory and time of ours with tiles of several sizes."""
+    """Print memory and time of our side with tiles of several sizes."""
     logits_bytes = 4 * arguments.rows * arguments.vocab / arguments.tp
     seconds = measure("time", SWEEP, arguments)
     best = {side: {k: min(v) for k, v in kinds.items()} for side, kinds in seconds.items()}
@@ -114,7 +114,7 @@ def main() -> None:
         default="highest",
         help="torch.set_float32_matmul_precision, for all sides; watch the error",
     )
-    parser.add_argument("--sweep", action="store_true", help="compare tile sizes of ours")
+    parser.add_argument("--sweep", action="store_true", help="compare tile sizes of our side")
     arguments = parser.parse_args()
     sizes = (arguments.rows, arguments.vocab, arguments.hidden, arguments.tp, arguments.rounds)
     if min(sizes) < 1:

@@ -3,14 +3,18 @@
     python tools/bench_packing.py [--responses 512 2048] [--budgets 8192 16384 32768]
                                   [--context-parallel 1 2 4] [--tensor-parallel 1 2 4 8]
 
-Plans steps as the training loop does (gspo_megatron.batching.plan and .data.packing) and counts:
-padding, as a share of all tokens that the model is given; imbalance, the tokens of the fullest
-data-parallel rank of a mini-batch over the mean, less 1; the same where ranks wait for each other
-after every micro-batch, as they do under expert parallelism ("in step"); how full micro-batches
-are, of real tokens against the budget; and their number against the least that could hold the
-tokens. A budget is one rank's: context parallelism multiplies it. Padding and imbalance are the
-worst over seeds, mini-batches and tensor-parallel sizes (under sequence parallelism, which pads),
-the others means. Exits with 1 where padding exceeds 2% or imbalance 5%.
+Plans steps as the training loop does (gspo_megatron.batching.plan and .packing) and prints:
+
+    padding      share of all tokens that the model gets
+    imbalance    tokens of the fullest data-parallel rank of a mini-batch over the mean, minus 1
+    in step      imbalance if ranks wait for each other after every micro-batch, as they do under
+                 expert parallelism
+    fullness     real tokens of micro-batches over the budget
+    number/least number of micro-batches over the smallest number that could hold the tokens
+
+A budget is for one rank: context parallelism multiplies it. Padding and imbalance are the worst
+over seeds, mini-batches and tensor-parallel sizes (with sequence parallelism, which pads); the
+others are means. Exits with 1 if padding exceeds 2% or imbalance 5%.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ MANY = 10_000  # sequences of the step whose planning is timed at the end
 
 @dataclass
 class Figures:
-    """Of all steps of a row of the table."""
+    """Figures of all steps of a row of the table."""
 
     padding: list[float] = field(default_factory=list)
     imbalance: list[float] = field(default_factory=list)
@@ -46,7 +50,7 @@ class Figures:
     def add_plan(
         self, plan: Sequence[MiniBatch], lengths: Sequence[int], budget: int, seconds: float
     ) -> None:
-        """`budget` in tokens of a micro-batch over all its context-parallel ranks."""
+        """`budget`: tokens of a micro-batch over all its context-parallel ranks."""
         self.seconds.append(seconds)
         for mini_batch in plan:
             ranks = mini_batch.micro_batches
@@ -80,12 +84,12 @@ class Figures:
 
 
 def draw(arguments: argparse.Namespace, count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Lengths of sequences and of their responses, which are log-normal up to the longest."""
+    """Lengths of sequences and of their responses. Responses are log-normal, with a maximum."""
     source = random.Random(seed)
     location = math.log(arguments.mean) - arguments.sigma**2 / 2
     lengths, responses = [], []
     for number in range(count):
-        if number % arguments.group == 0:  # the responses of a group have one prompt
+        if number % arguments.group == 0:  # one prompt for all responses of a group
             prompt = source.randint(*arguments.prompt)
         response = int(source.lognormvariate(location, arguments.sigma))
         responses.append(min(max(response, 1), arguments.longest - prompt))
@@ -96,7 +100,7 @@ def draw(arguments: argparse.Namespace, count: int, seed: int) -> tuple[list[int
 def timed_plan(
     lengths: Sequence[int], responses: Sequence[int], mini_batches: int, ranks: int, budget: int
 ) -> tuple[list[MiniBatch], float]:
-    """A step's plan, and the seconds that it took."""
+    """A step's plan, and the seconds for making it."""
     start = time.perf_counter()
     plan = plan_step(
         lengths,
@@ -109,7 +113,7 @@ def timed_plan(
 
 
 def measure(arguments: argparse.Namespace, count: int, budget: int, cp: int) -> Figures:
-    """All seeds and tensor-parallel sizes of one row of the table."""
+    """One row of the table, over all seeds and tensor-parallel sizes."""
     figures = Figures()
     for seed in range(arguments.seeds):
         lengths, responses = draw(arguments, count, seed)
@@ -123,7 +127,7 @@ def measure(arguments: argparse.Namespace, count: int, budget: int, cp: int) -> 
 
 
 def planning_seconds(arguments: argparse.Namespace) -> dict[str, float]:
-    """Of MANY sequences: spread as the arguments say, and all in one mini-batch on one rank."""
+    """For MANY sequences: spread as the arguments say, and all in one mini-batch on one rank."""
     lengths, responses = draw(arguments, MANY, 0)
     budget = min(arguments.budgets)
     spread = [
@@ -136,17 +140,17 @@ def planning_seconds(arguments: argparse.Namespace) -> dict[str, float]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--responses", nargs="+", type=int, default=[512, 2048], help="of a step")
+    parser.add_argument("--responses", nargs="+", type=int, default=[512, 2048], help="in a step")
     parser.add_argument("--budgets", nargs="+", type=int, default=[8192, 16384, 32768])
     parser.add_argument("--context-parallel", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--tensor-parallel", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--data-parallel", type=int, default=8)
     parser.add_argument("--mini-batches", type=int, default=4)
     parser.add_argument("--mean", type=float, default=1200.0, help="tokens of a response")
-    parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of the length")
+    parser.add_argument("--sigma", type=float, default=0.8, help="standard deviation of log length")
     parser.add_argument("--longest", type=int, default=8192, help="tokens, prompt included")
     parser.add_argument("--prompt", nargs=2, type=int, default=[64, 512], help="tokens, from to")
-    parser.add_argument("--group", type=int, default=8, help="responses of a prompt")
+    parser.add_argument("--group", type=int, default=8, help="responses to a prompt")
     parser.add_argument("--seeds", type=int, default=5)
     return parser.parse_args()
 

@@ -1,14 +1,14 @@
-"""Throughput of prepare_data against a plain loop over a transformers tokenizer, in one run.
+"""Throughput of prepare_data and of a plain loop over a transformers tokenizer, in one run.
 
     python tools/bench_prepare_data.py [--megabytes 20] [--workers 2] [--repeats 3]
                                        [--tokenizer FOLDER --input FILE.jsonl]
 
-Without --tokenizer and --input it makes up a corpus of words and trains a tokenizer on it. The loop
-reads the same file in one process, encodes document after document with AutoTokenizer and keeps the
-ids in memory; it writes nothing. The time of prepare_data includes the start of its processes,
-publication and validation; imports of Megatron-Core and transformers are not timed. Both must give
-the same tokens. Megatron-LM's own preprocess_data.py is not part of the megatron-core wheel, so it
-is not measured here.
+Without --tokenizer and --input the script generates a corpus of words and trains a tokenizer on it.
+The loop reads the same file in one process, encodes one document at a time with AutoTokenizer,
+keeps the ids in memory and writes nothing. The time of prepare_data includes the start of its
+processes, publication and validation; imports of Megatron-Core and transformers are not timed. Both
+must give the same tokens. Megatron-LM's own preprocess_data.py is not part of the megatron-core
+wheel, so it is not measured here.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def timed(action: Callable[[], Any]) -> tuple[Any, float]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, default=20, help="of the corpus made up")
+    parser.add_argument("--megabytes", type=float, default=20, help="size of the generated corpus")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3, help="the median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each side")
     parser.add_argument("--vocab-size", type=int, default=8000)
     parser.add_argument("--model-type", default="unigram", choices=("unigram", "bpe"))
     parser.add_argument("--tokenizer", type=Path, help="a Hugging Face folder")
@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    # Not at the top: the worker processes import this file, and need neither.
+    # Not at the top: the worker processes import this file and do not need these imports.
     from transformers import AutoTokenizer
 
     importlib.import_module("gspo_megatron.data.corpus_files")

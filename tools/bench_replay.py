@@ -1,19 +1,19 @@
-"""Memory and time of Routing Replay: bytes a token, and the share of a train step that it takes.
+"""Memory and time of Routing Replay: bytes per token, and its share of a training step.
 
     python tools/bench_replay.py [--rounds 25] [--threads 1]
 
-Bytes come from the table that a real forward pass of 48 layers of 128 experts, top 8, leaves behind
-(the routing of Qwen3-30B-A3B at a small width), beside what int16 and int32 would take.
+Bytes are those of the table that a real forward pass of 48 layers of 128 experts, top 8, records
+(the routing of Qwen3-30B-A3B at a small width). The sizes in int16 and int32 are printed, too.
 
 Time is that of whole policy updates on one process: old log-probs, then 4 mini-batches of training
-with their optimizer steps, of a 4-layer Qwen3-MoE-shaped model of width 256 with 32 experts, top
-8. Width matters: layers cost its square, routes cost none of it, so that a real model pays a
-smaller share than this one. Updates without replay, with r2 and with r3 take turns, round after
-round; each is compared with the one without replay of its own round, and the medians are printed,
-by the clock and by processor time (of which other processes take less). "Routing code" is the time
-spent inside of it, the routers' native choice left out. r3 gets routes that were recorded by a
-forward pass before the clock starts, as a rollout would deliver them. Exits with 1 where replay
-takes more than 3% of processor time.
+with their optimizer steps, of a 4-layer Qwen3-MoE-shaped model of width 256 with 32 experts, top 8.
+The cost of a layer grows with the square of the width, the cost of routes does not, so the share in
+a real model is smaller. Updates without replay, with r2 and with r3 take turns, round after round.
+Each is compared with the update without replay of the same round. The medians are printed, of
+wall-clock and of processor time (other processes disturb the latter less). "Routing code" is the
+time inside it, without the routers' native choice. The routes of r3 are recorded by a forward pass
+before the clock starts, as a rollout would record them. Exits with 1 if replay takes more than 3%
+of processor time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WIDE = {
     "num_moe_experts": 32,
     "moe_router_topk": 8,
 }
-# The depth and the routing of Qwen3-30B-A3B; the width does not matter to the routes.
+# The depth and the routing of Qwen3-30B-A3B; the size of routes does not depend on the width.
 DEEP = WIDE | {
     "num_layers": 48,
     "hidden_size": 32,
@@ -144,7 +144,7 @@ class Updates:
         }
 
     def run(self, mode: str) -> tuple[float, float]:
-        """Seconds of one update by the clock and of the processor."""
+        """Wall-clock and processor seconds of one update."""
         from megatron.core.transformer.moe.router import TopKRouter
 
         from gspo_megatron.rl.loop import update_policy
@@ -183,14 +183,14 @@ class Updates:
 
 
 class Clock:
-    """Seconds inside some methods; what they call of each other counts once."""
+    """Seconds inside some methods; nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._inside = 0
 
     def around(self, function: Callable[..., Any], sign: int = 1) -> Callable[..., Any]:
-        """sign -1: the time of a call from inside is taken off again."""
+        """sign -1: the time of a nested call is subtracted."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             counts = self._inside == (0 if sign > 0 else 1)
@@ -230,7 +230,7 @@ class Clock:
 
 
 def bytes_of_a_token() -> float:
-    """Of the table that a forward pass leaves behind."""
+    """Size of the table that a forward pass records, per token."""
     from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
     from gspo_megatron.routing.hooks import attach_hooks
     from gspo_megatron.routing.replay import Recording
@@ -248,7 +248,7 @@ def bytes_of_a_token() -> float:
 
 
 def compare(rounds: int) -> dict[str, float]:
-    """Print every round; the median overheads."""
+    """Print every round. Returns the median overheads."""
     updates = Updates()
     for mode in MODES:
         updates.run(mode)  # the first of anything is slow
@@ -278,7 +278,7 @@ def compare(rounds: int) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=25, help="turns of off, r2 and r3")
-    parser.add_argument("--threads", type=int, default=1, help="of the operators")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the operators")
     arguments = parser.parse_args()
     if min(arguments.rounds, arguments.threads) < 1:
         parser.error("--rounds and --threads must be at least 1")
@@ -296,9 +296,9 @@ def main() -> int:
     set_up_model_parallel(resolve_parallel(config, 1), seed=1)
     size = bytes_of_a_token()
     print(
-        f"48 layers, top 8 of 128: {size:.0f} B a token, int16 {2 * size:.0f}, int32 {4 * size:.0f}"
+        f"48 layers, top 8 of 128: {size:.0f} B/token, int16 {2 * size:.0f}, int32 {4 * size:.0f}"
     )
-    print(f"one update, by the clock (processor), load {os.getloadavg()[0]:.1f} before:")
+    print(f"one update, wall-clock (processor) time, load {os.getloadavg()[0]:.1f} before:")
     found = compare(arguments.rounds)
     print(f"load {os.getloadavg()[0]:.1f} after")
     stop_processes()

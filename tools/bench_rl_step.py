@@ -1,12 +1,12 @@
-"""Tokens per second over the whole RL step, ours beside TRL's GRPOTrainer, on the same cores.
+"""Tokens per second over the whole RL step, of this package and of TRL's GRPOTrainer.
 
     python tools/bench_rl_step.py [--rounds 3] [--steps 10] [--sizes small mid]
 
-Both halves run the workload of bench_peers/trl_step.py: a random Qwen3-MoE-shaped model, 128
-responses of exactly 32 tokens, GSPO loss, old log-probs, 4 optimizer steps, 2 threads. They run in
-turn, round after round, each in a process of its own; the ratio of a round compares neighbours in
-time, and the last line gives the medians. TRL lives in an environment of its own, made on first use
-in .venv-bench from bench_peers/requirements.txt.
+Both sides run the workload of bench_peers/trl_step.py on the same cores: a random Qwen3-MoE-shaped
+model, 128 responses of exactly 32 tokens, GSPO loss, old log-probs, 4 optimizer steps, 2 threads.
+They take turns, round after round, each in its own process. Each round has a ratio, and the last
+line has the medians. TRL has its own environment, .venv-bench, made on first use from
+bench_peers/requirements.txt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PEERS = ROOT / "tools" / "bench_peers"
 
 
 def peer_python(environment: Path) -> Path:
-    """The interpreter of TRL's environment, made if it is not there."""
+    """The interpreter of TRL's environment, which is made if it is missing."""
     python = environment / "bin" / "python"
     requirements = PEERS / "requirements.txt"
     stamp = environment / ".complete"
@@ -33,7 +33,7 @@ def peer_python(environment: Path) -> Path:
     print(f"making {environment} (a few minutes) ...", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=True)
     pip = [str(python), "-m", "pip", "install", "--quiet"]
-    # torch first and alone: what comes later must not pull another build of it
+    # torch first and alone: later packages must not install another build of it
     torch = next(
         line for line in requirements.read_text().splitlines() if line.startswith("torch=")
     )
@@ -44,7 +44,7 @@ def peer_python(environment: Path) -> Path:
 
 
 def measure(python: Path | str, script: str, size: str, steps: int) -> dict[str, Any]:
-    """Run one half; its JSON line."""
+    """Run one side. Returns its JSON line."""
     command = [str(python), str(PEERS / script), "--size", size, "--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -53,7 +53,7 @@ def measure(python: Path | str, script: str, size: str, steps: int) -> dict[str,
 
 
 def compare(size: str, rounds: int, steps: int, trl: Path) -> float:
-    """Print every round and the split of ours; the median ratio of ours over TRL's."""
+    """Print every round and the parts of its steps. Returns the median of our rate over TRL's."""
     ratios = []
     print(f"{size}: tokens/s over the whole RL step, {steps} steps a round")
     for number in range(1, rounds + 1):
@@ -80,7 +80,7 @@ def main() -> None:
         "--environment", type=Path, default=ROOT / ".venv-bench", help="where TRL is installed"
     )
     parser.add_argument(
-        "--profile", action="store_true", help="print where our time goes, and stop"
+        "--profile", action="store_true", help="print our operators and functions by time, and stop"
     )
     arguments = parser.parse_args()
     if min(arguments.rounds, arguments.steps) < 1:

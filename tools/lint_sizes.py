@@ -2,7 +2,7 @@
 
     python tools/lint_sizes.py [FOLDER …]
 
-Prints each offender as `file:line: what` and exits 1 when there is one.
+Prints each violation as `file:line: message` and exits with 1 if there is any.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def oversized(path: Path) -> Iterator[str]:
 def main(arguments: Sequence[str]) -> int:
     folders = [Path(name) for name in arguments or FOLDERS]
     missing = [str(folder) for folder in folders if not folder.is_dir()]
-    if arguments and missing:  # of the default folders, some may not be there
+    if arguments and missing:  # a missing default folder is no error
         print(f"no such folder: {', '.join(missing)}", file=sys.stderr)
         return 2
     files = sorted(path for folder in folders for path in folder.rglob("*.py"))

@@ -3,14 +3,14 @@
     python tools/prepare_data.py INPUT... --tokenizer TOKENIZER -o PREFIX [--workers 8]
         [--text-field text] [--end-of-document SYMBOL] [--deduplicate]
 
-Reads JSON Lines, Parquet and text files (.txt, .md: a document a line, or --text-documents file).
+Reads JSON Lines, Parquet and text files (.txt, .md: a document per line, or --text-documents file).
 Every document ends with the tokenizer's end-of-sequence token or another symbol. PREFIX.json
 describes the files and has their checksums. The same command continues an interrupted run; the
 result does not depend on interruptions or the number of workers.
 
     python tools/prepare_data.py --check PREFIX [--vocab-size N]
 
-reads a dataset and checks that its files belong together and fit the model's vocabulary.
+This reads a dataset and checks that its files belong together and fit the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     wanted = (options.inputs, options.tokenizer, options.output)
     if options.check is None and not all(wanted):
-        parser.error("INPUT, --tokenizer and --output are needed, or --check")
+        parser.error("give INPUT, --tokenizer and --output, or --check")
     if options.check is None and options.vocab_size is not None:
-        parser.error("--vocab-size goes with --check: a dataset is made for its tokenizer's ids")
+        parser.error("--vocab-size needs --check: a new dataset has the ids of its tokenizer")
     if options.check is not None and any(
         value != parser.get_default(name)
         for name, value in vars(options).items()
         if name not in ("check", "vocab_size")
     ):
-        parser.error("--check goes with --vocab-size alone")
+        parser.error("--check takes only --vocab-size")
     for name in ("output", "check"):
         if getattr(options, name) is not None:
             try:
@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
                 parser.error(f"--{name} {error}")
     for name in ("workers", "chunk_bytes"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: 1 or more is wanted")
+            parser.error(f"--{name.replace('_', '-')}: must be at least 1")
     return options
 
 

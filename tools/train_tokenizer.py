@@ -4,9 +4,9 @@
         [--model-type unigram|bpe|char] [--chat-template chatml|FILE.jinja]
         [--control-symbols '<|tool|>' ...] [--user-symbols ...]
 
-Reads text (.txt, .md), JSON Lines and Parquet files line by line. FOLDER/tokenizer.model is for
-data.tokenizer; FOLDER is for transformers' AutoTokenizer, or also for data.tokenizer. Both give the
-same ids, which is checked. With --normalization, only the sentencepiece model is written.
+Reads text (.txt, .md), JSON Lines and Parquet files line by line. data.tokenizer takes
+FOLDER/tokenizer.model or FOLDER; transformers' AutoTokenizer takes FOLDER. The tool checks that
+both give the same ids. With --normalization it writes only the sentencepiece model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--normalization", choices=NORMALIZATIONS, default="identity")
     parser.add_argument("--character-coverage", type=float, default=1.0)
     parser.add_argument(
-        "--max-sentences", type=int, default=0, help="drawn at random for training; 0: all"
+        "--max-sentences", type=int, default=0, help="lines drawn at random for training; 0: all"
     )
     parser.add_argument("--text-field", default="text", help="of JSON Lines and Parquet")
     parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer")
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     for path in paths:
         print(path)
     if len(paths) < 3:
-        print("There is no form for transformers: text is normalised.")
+        print("No files for transformers: the tokenizer normalises text.")
     print(
         f"vocab_size={tokenizer.vocab_size} eos_id={tokenizer.eos_id} pad_id={tokenizer.pad_id} "
         f"seconds={time.perf_counter() - start:.1f}"

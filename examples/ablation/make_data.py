@@ -1,4 +1,4 @@
-"""Sorting letters, with answers of 12 tokens: longer than those of the other toy tasks.
+"""Data for sorting letters: answers of 12 tokens, longer than in the other toy tasks.
 
 python examples/ablation/make_data.py -o FOLDER
 """

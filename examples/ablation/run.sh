@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make the data, fine-tune the model that all runs start from, train all variants with three seeds,
-# write runs/ablation/report.html. What is finished is not done again. Arguments are passed on:
+# Make the data, fine-tune the start model of all runs, train all variants with three seeds, write
+# runs/ablation/report.html. Finished parts are not repeated. Arguments are passed to `ablate`:
 #   bash examples/ablation/run.sh --seeds 5
 #   bash examples/ablation/run.sh routing.rollout_noise=0.0 -o runs/ablation_without_noise
 set -euo pipefail

@@ -1,8 +1,8 @@
-"""Greedy answers of exported models by transformers alone.
+"""Greedy answers of exported models, by transformers.
 
     python answer.py MODEL_FOLDER... --prompts test.jsonl -o answers.json
 
-An exported folder needs nothing of gspo_megatron.
+gspo_megatron is not needed to use an exported folder.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The demo: all stages of a tiny model: text, tokenizer, pre-training, fine-tuning, GSPO, export,
+# The demo, all stages of a tiny model: text, tokenizer, pre-training, fine-tuning, GSPO, export,
 # answers. Finished stages are not repeated. Arguments are overrides of the GSPO run, and its folder
 # is named after them:
 #   bash examples/tiny_cpu/run.sh                        # runs/tiny_cpu
@@ -14,8 +14,8 @@ gspo="python -m gspo_megatron"
 read -ra pretrain <<<"${PRETRAIN:-}"
 read -ra sft <<<"${SFT:-}"
 
-# Each of the four ranks would use a GPU, and a workstation has fewer: so all run on the CPU.
-# With CUDA_VISIBLE_DEVICES=0,1,2,3 before the command they run on four GPUs.
+# Each of the four ranks would need a GPU, and a workstation has fewer: so all ranks use the CPU.
+# With CUDA_VISIBLE_DEVICES=0,1,2,3 before the command they use four GPUs.
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-}
 
 seed=1 rl=runs/tiny_cpu folder=

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of full-size logits, as others compute them, and the exact figures.
+"""Log-probability and entropy of full-size logits, as others compute them, and the exact results.
 
 Every function takes (hidden [rows, hidden], weight [vocab/TP, hidden], targets [rows], process
 group or None, id of the weight's first row) and returns log-probabilities and entropies [rows];
@@ -20,16 +20,16 @@ Head = tuple[Tensor, Tensor]
 def straightforward(
     hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None, start: int
 ) -> Head:
-    """The steps of Megatron-Core's vocab-parallel cross entropy, in place on the logits, with the
-    entropy from the same exponentials: as few passes over the logits as plain torch allows."""
+    """The steps of Megatron-Core's vocab-parallel cross entropy, in place on the logits. The
+    entropy uses the same exponentials: as few passes over the logits as plain torch allows."""
     return _InPlace.apply((hidden @ weight.t()).float(), targets - start, group)
 
 
 def shared_softmax(
     hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None, start: int
 ) -> Head:
-    """The way of slime's trainer (slime/utils/ppo_utils.py, as read there; written anew here): the
-    logits stay as they are, and one softmax beside them serves the log-prob and the entropy."""
+    """The way of slime's trainer (slime/utils/ppo_utils.py, written anew here): the logits are
+    kept, and one softmax in addition to them gives the log-prob and the entropy."""
     return _Beside.apply((hidden @ weight.t()).float(), targets - start, group)
 
 
@@ -72,7 +72,7 @@ class _Beside(torch.autograd.Function):
         sum_exp = softmax.exp_().sum(-1)
         _reduce(sum_exp, group)
         softmax /= sum_exp[:, None]
-        if logits.is_cuda:  # without a product of the size of the logits
+        if logits.is_cuda:  # needs no temporary tensor of the size of the logits
             mean_logit = torch.einsum("ij,ij->i", softmax, logits)
         else:
             mean_logit = (softmax * logits).sum(-1)
@@ -90,13 +90,13 @@ class _Beside(torch.autograd.Function):
 
 
 def _gradient(softmax: Tensor, index: Tensor, owned: Tensor, logprob_grad: Tensor) -> Tensor:
-    """Of the logits, in the memory of the softmax."""
+    """The gradient of the logits, in the memory of the softmax."""
     softmax.scatter_add_(1, index[:, None], -owned[:, None])
     return softmax.mul_(-logprob_grad[:, None])
 
 
 def _locate(targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Column of each target and 1 where this rank has it, else some column and 0."""
+    """Column of each target and 1 if this rank has it, otherwise any column and 0."""
     index = targets.clamp(0, logits.shape[1] - 1)
     return index, (index == targets).to(logits.dtype)
 
@@ -117,7 +117,7 @@ def exact(
     logprob_grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The definitions in float64: log-probabilities, entropies, and the gradients of hidden states
-    (this rank's share) and weight for what flows back into the log-probabilities."""
+    (this rank's share) and weight for the gradient `logprob_grad` of the log-probabilities."""
     hidden, weight, gradient = hidden.double(), weight.double(), logprob_grad.double()
     logits = hidden @ weight.t()
     maximum = logits.amax(-1)

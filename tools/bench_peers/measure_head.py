@@ -4,12 +4,11 @@
     python tools/bench_peers/measure_head.py memory --sides ours
     python tools/bench_peers/measure_head.py error  --sides ours straightforward …
 
-`time`: seconds of forward and backward of every side, in turn, round after round, by the clock and
-of the first rank's processors. `memory`: peak
-bytes above inputs, weight and their gradients, of one side. `error`: relative distance from float64
-of log-probabilities, entropies and both gradients. A side is ours, straightforward, shared_softmax,
-or ours:MIB or ours:MIB:ROWS, which is ours with tiles of another size. With --tp N that many ranks
-hold a part of the vocabulary each.
+`time`: seconds of forward and backward of every side, in turn, round after round, wall-clock and
+processor time of the first rank. `memory`: peak bytes of one side above inputs, weight and their
+gradients. `error`: relative distance from float64 of log-probabilities, entropies and both
+gradients. A side is ours, straightforward, shared_softmax, or ours:MIB or ours:MIB:ROWS, that is,
+ours with tiles of another size. With --tp N each of N ranks holds a part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Case:
         return head(self.hidden, self.weight, self.targets, self.group, self.start)
 
     def run(self, head: Callable[..., Any]) -> tuple[Any, Any]:
-        """Forward and backward; the gradients are left in the inputs."""
+        """Forward and backward; the gradients are stored in the inputs."""
         logprob, entropy = self.forward(head)
         logprob.backward(self.upstream)
         if self.device is not None:
@@ -74,7 +73,7 @@ class Case:
 
 
 def head_of(side: str) -> Callable[..., Any]:
-    """The function of a side, all with the arguments of logprob_heads."""
+    """The function of a side. All have the arguments of logprob_heads."""
     import logprob_heads
 
     from gspo_megatron.models import logprob_head
@@ -100,7 +99,7 @@ def head_of(side: str) -> Callable[..., Any]:
 
 
 def measure_time(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every round by the clock and of the processor, by side."""
+    """Wall-clock and processor seconds of every round, by side."""
     case = make_case(arguments, arguments.rows)
     heads = {side: head_of(side) for side in arguments.sides}
     warm_up(arguments, heads)
@@ -108,7 +107,7 @@ def measure_time(arguments: argparse.Namespace) -> dict[str, dict[str, list[floa
         side: {"clock": [], "processor": []} for side in heads
     }
     for number in range(arguments.rounds):
-        # the first of a round changes, lest one side always follow the same other
+        # the first side of a round changes, so no side always follows the same other side
         order = list(heads)[number % len(heads) :] + list(heads)[: number % len(heads)]
         for side in order:
             barrier(case)
@@ -121,8 +120,8 @@ def measure_time(arguments: argparse.Namespace) -> dict[str, dict[str, list[floa
 
 
 def measure_memory(arguments: argparse.Namespace) -> dict[str, int]:
-    """Peak bytes above what is there before, and in the backward pass above the gradients that are
-    there afterwards; the larger of both passes, over all ranks."""
+    """Peak bytes of the forward or the backward pass, the larger one, over all ranks: above the
+    memory in use before, and in the backward pass also above the gradients that it makes."""
     import torch
     import torch.distributed as dist
 
@@ -144,14 +143,14 @@ def measure_memory(arguments: argparse.Namespace) -> dict[str, int]:
 
 
 def peak(case: Case) -> int:
-    """Largest memory so far, in bytes: of the device, or resident where that is the CPU."""
+    """Largest memory so far, in bytes: of the GPU, or resident memory on a CPU."""
     import torch
 
     return resident_peak() if case.device is None else torch.cuda.max_memory_allocated()
 
 
 def measure_error(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """|figure - exact| / |exact| in the Euclidean norm, by side and figure, over all ranks."""
+    """|result - exact| / |exact| in the Euclidean norm, by side and result, over all ranks."""
     import logprob_heads
     import torch
     import torch.distributed as dist
@@ -179,7 +178,7 @@ def make_case(arguments: argparse.Namespace, rows: int) -> Case:
 
 
 def warm_up(arguments: argparse.Namespace, heads: dict[str, Callable[..., Any]]) -> None:
-    """Load kernels and start threads, with no tensor worth mentioning."""
+    """Load kernels and start threads, with small tensors."""
     small = Case(WARM_UP_ROWS, WARM_UP_VOCAB, arguments.hidden, arguments.dtype)
     for head in heads.values():
         small.run(head)
@@ -195,7 +194,7 @@ def barrier(case: Case) -> None:
 def resident_peak() -> int:
     """Largest resident memory of this process so far, in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():  # of this program alone; ru_maxrss also knows what its parent was before it
+    if status.exists():  # of this program alone; ru_maxrss includes its parent's peak
         (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     import resource

@@ -1,9 +1,9 @@
-"""Generated tokens per second of this package over whole RL steps: our half of the benchmark.
+"""Generated tokens per second of this package over whole RL steps: our side of the benchmark.
 
 The same shapes and workload as trl_step.py, on the same code path as `gspo-megatron train`: the
-package's launcher and its ReinforcementLoop. The cores of the workload are used by as many
-data-parallel ranks with one thread each: operators of a model this small only lose by a second
-thread. Prints one JSON line; `--profile` prints where the time of one rank goes instead.
+package's launcher and its ReinforcementLoop. Each core of the workload has one data-parallel rank
+with one thread: with a second thread the operators of such a small model are only slower. Prints
+one JSON line; `--profile` prints the operators and functions of one rank by time instead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gspo_megatron.cli.ranks import join_launcher
 
 
 class WordTokenizer:
-    """Ids without words. The end-of-sequence id is outside the vocabulary, so that every response
-    has its full length; a response's text is its ids, which the reward reads back."""
+    """Text is a list of ids. The end-of-sequence id is outside the vocabulary, so every response
+    has its full length. The reward reads the ids from the text of a response."""
 
     name = "benchmark"
     bos_id = None
@@ -59,7 +59,7 @@ def even_share(sample: Any) -> float:
 
 
 def configuration(size: str, steps: int, folder: str) -> Any:
-    """The run's Config: GSPO at the paper's clip range, fp32, no warm start, no evaluation."""
+    """The run's Config: GSPO at the paper's clip range, fp32, no evaluation."""
     from gspo_megatron.config import parse_config
 
     shape = SHAPES[size]
@@ -147,7 +147,7 @@ def measure(size: str, steps: int) -> dict[str, Any]:
 
 
 def world_size() -> int:
-    """Ranks of this run: 1 unless launched as one of several."""
+    """Number of ranks: 1 unless the launcher started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=sorted(SHAPES), default="small")
     parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    parser.add_argument("--profile", action="store_true", help="print operators by time")
     parser.add_argument("--nproc", type=int, default=WORKLOAD["threads"], help="ranks")
     arguments = parser.parse_args()
     if min(arguments.steps, arguments.nproc) < 1:

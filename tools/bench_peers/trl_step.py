@@ -1,9 +1,9 @@
 """Generated tokens per second of TRL's GRPOTrainer over whole RL steps with the GSPO loss.
 
-The peer's half of the RL-step benchmark: a random Qwen3-MoE model, one rollout of 128 responses of
-exactly 32 tokens, old log-probabilities, 4 optimizer steps of 32 responses. It runs in an
-environment of its own (requirements.txt beside this file) and prints one JSON line on stdout. The
-module itself imports nothing heavy, so that the other half can take SHAPES and WORKLOAD from here.
+The peer's side of the RL-step benchmark: a random Qwen3-MoE model, one rollout of 128 responses of
+exactly 32 tokens, old log-probabilities, 4 optimizer steps of 32 responses. It runs in its
+own environment (requirements.txt beside this file) and prints one JSON line on stdout. The module
+imports nothing heavy, so our_step.py can import SHAPES and WORKLOAD from it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WORKLOAD: dict[str, int] = {
     "seed": 1,
 }
 
-# TRL would add the model config's own 1e-3; without it TRL is faster. Both halves must agree.
+# TRL would add the model config's own 1e-3; without it TRL is faster. Both sides must agree.
 ROUTER_AUX_LOSS_COEF = 0.0
 
 RESPONSES_PER_STEP = WORKLOAD["prompts_per_step"] * WORKLOAD["group_size"]
@@ -110,8 +110,8 @@ class StepClock:
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """A word-level tokenizer of `vocab_size` words (w0, w1, …) with EOS and padding beyond them.
 
-    The model cannot emit an id beyond its vocabulary, so every response has its full length
-    without a logits processor that would slow TRL's sampling down; equal prompt lengths mean that
+    The model cannot emit an id beyond its vocabulary. So every response has its full length without
+    a logits processor, which would slow TRL's sampling down. All prompts have the same length, so
     padding never reaches the embedding either.
     """
     from tokenizers import Tokenizer
@@ -145,7 +145,7 @@ def build_model(shape: dict[str, int]) -> Qwen3MoeForCausalLM:
         num_experts_per_tok=shape["top_k"],
         norm_topk_prob=True,
         max_position_embeddings=128,
-        # on CPU, at 40 positions, both are the fastest of what transformers offers
+        # on CPU, at 40 positions, both are the fastest in transformers
         attn_implementation="eager",
         experts_implementation="grouped_mm",
     )
@@ -160,7 +160,7 @@ def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def training_arguments(output_dir: str, rl_steps: int) -> dict[str, Any]:
-    """GRPOConfig arguments: the GSPO loss, and everything that only costs time switched off."""
+    """GRPOConfig arguments: the GSPO loss; everything that only costs time is off."""
     mini_batches = WORKLOAD["mini_batches"]
     return {
         "output_dir": output_dir,
@@ -221,10 +221,10 @@ def build_trainer(size: str, rl_steps: int, output_dir: str, clock: StepClock) -
         processing_class=build_tokenizer(shape["vocab_size"]),
         callbacks=[StepEnd()],
     )
-    # stdout is for the JSON line alone
+    # stdout is only for the JSON line
     trainer.remove_callback(PrinterCallback)
     trainer._generate_single_turn = clock.timed("generation", trainer._generate_single_turn)
-    # the same method serves the loss; without gradients it computes the old log-probabilities
+    # the loss calls this method, too; without gradients it computes the old log-probabilities
     trainer._get_per_token_logps_and_entropies = clock.timed(
         "old_logprobs",
         trainer._get_per_token_logps_and_entropies,

@@ -40,9 +40,9 @@ def test_a_folder_is_no_prefix(
 
 def test_options_that_nothing_would_read_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, *INPUT, "-o", "c", "--vocab-size", "9")
-    assert "--vocab-size goes with --check" in message
+    assert "--vocab-size needs --check" in message
     for words in (["--deduplicate"], ["--text-field", "body"], ["--chunk-bytes", "9"], ["in.txt"]):
-        assert "--check goes with --vocab-size alone" in refused(capsys, "--check", "c", *words)
+        assert "--check takes only --vocab-size" in refused(capsys, "--check", "c", *words)
     assert prepare_data.parse(["--check", "c"]).vocab_size is None
 
 
