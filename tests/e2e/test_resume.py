@@ -21,7 +21,6 @@ from gspo_megatron.checkpoint.run_lock import LOCK_FILE, run_lock
 from gspo_megatron.verify.results import compare
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import (
-    TAIL,
     assert_same_run,
     checkpoint_names,
     command,
@@ -32,8 +31,8 @@ from tests.e2e.resuming import (
     start,
     tensors,
     train,
-    wait_for,
 )
+from tests.programs import run_program, wait_until
 
 STEPS = 6
 LAST = f"rl_{STEPS:08d}"
@@ -151,7 +150,7 @@ def test_the_launcher_lets_the_ranks_save_before_they_end(again: Path, run: Path
     shutil.rmtree(run)
     metrics = run / "metrics.jsonl"
     process = start(again, "parallel.layout=dp=2", "training.steps=100000")
-    assert wait_for(lambda: metrics.exists() and '"rl"' in metrics.read_text(), process)
+    assert wait_until(lambda: metrics.exists() and '"rl"' in metrics.read_text(), process)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=60) == 75
     said = (again.parent / "stderr").read_text().splitlines()[-1]
@@ -228,21 +227,17 @@ def test_fresh_wants_an_empty_folder(again: Path, run: Path) -> None:
 
 
 def test_a_second_run_in_the_folder_of_one_at_work_is_refused(again: Path, run: Path) -> None:
+    """Also where that has written nothing yet, and its folder was not there."""
+    refusal = f"{run}: another run is at work here"
     before = (run / "metrics.jsonl").read_bytes()
     with run_lock() as lock:
         lock.hold(run)
         told = train(again, "training.steps=9", "--nproc=2", "parallel.layout=dp=2", expect=2)
-    assert f"{run}: another run is at work here" in told.stderr
-    assert (run / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_second_run_beside_one_that_is_just_beginning_is_refused(again: Path, run: Path) -> None:
-    """It has written nothing yet, and its folder was not there."""
+    assert refusal in told.stderr and (run / "metrics.jsonl").read_bytes() == before
     shutil.rmtree(run)
     with run_lock() as lock:
         lock.hold(run)
-        told = train(again, expect=2)
-        assert f"{run}: another run is at work here" in told.stderr
+        assert refusal in train(again, expect=2).stderr
         assert [path.name for path in run.iterdir()] == [LOCK_FILE]
     train(again, "--fresh", "training.steps=1")  # which a lock file is not in the way of
 
@@ -324,21 +319,14 @@ def test_a_disk_that_is_full_does_not_end_training_and_leaves_nothing_half_writt
     files = filter(Path.is_file, (run / "checkpoints" / LAST).rglob("*"))
     one = sum(path.stat().st_size for path in files)
     mount = f"mount -t tmpfs -o size={int(one * 3.5)} tmpfs {small}"
-    program = '"$@"; echo exit $?; cd $SMALL/run/checkpoints && ls -A'
-    words = ("objective.kl=none", "objective.kl_coefficient=null")
-    mounted = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    mounted += [f"{mount} || exit 99; {program}", "sh"]
-    result = subprocess.run(
-        [*mounted, *command(again, f"logging.dir={small}/run", *words)],
-        env=environment(again) | {"SMALL": str(small)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    if result.returncode == 99 or "unshare" in result.stderr:
+    apart = ("unshare", "--map-root-user", "--mount", "sh", "-c")
+    if subprocess.run([*apart, mount], check=False).returncode:
         pytest.skip("no tmpfs may be mounted here")
-    assert "warning: problem with a checkpoint: it takes" in result.stderr, result.stderr[-TAIL:]
+    program = f'{mount}; "$@"; echo exit $?; cd {small}/run/checkpoints && ls -A'
+    words = (f"logging.dir={small}/run", "objective.kl=none", "objective.kl_coefficient=null")
+    train_there = command(again, *words)
+    result = run_program(*apart, program, "sh", *train_there, environ=environment(again))
+    assert "warning: problem with a checkpoint: it takes" in result.stderr
     assert "the run ends here, because of a problem with saving it: it takes" in result.stderr
     lines = result.stdout.splitlines()
     assert lines[lines.index("exit 2") + 1 :] == ["latest", *(f"rl_0000000{n}" for n in (1, 2, 3))]

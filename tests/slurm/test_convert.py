@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tests.programs import ROOT
 from tests.slurm.cluster import Cluster
 from tests.unit.checkpoint.hf.published import assert_same_bits, read_folder, write_model
 
-SCRIPT = Path(__file__).resolve().parents[2] / "slurm" / "convert.sbatch"
+SCRIPT = ROOT / "slurm" / "convert.sbatch"
 
 
 def test_a_model_is_converted_there_and_back(cluster: Cluster, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.cli.ranks import first_host
+from tests.programs import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import (
     CALLS_PER_STEP,
-    ROOT,
     Disturbance,
     Run,
     disturb,
