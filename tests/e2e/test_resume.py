@@ -4,6 +4,7 @@ and does not where that would be another run."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -160,22 +161,14 @@ def test_the_launcher_lets_the_ranks_save_before_they_end(again: Path, run: Path
     assert records(run)[-1]["step"] == done
 
 
-def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def add_another(path: Path) -> None:
-    shutil.copy(path, path.with_name("__9_0.distcp"))
-
-
 def test_damaged_checkpoints_are_named_and_the_newest_whole_one_is_used(
     base: Path, again: Path, run: Path
 ) -> None:
-    damage: list[tuple[int, str, Callable[[Path], None], str]] = [
-        (6, "model/__0_0.distcp", cut_short, "cut short"),
+    damage: list[tuple[int, str, Callable[[Path], object], str]] = [
+        (6, "model/__0_0.distcp", lambda p: os.truncate(p, p.stat().st_size - 7), "cut short"),
         (5, "optimizer/__0_0.distcp", flip_a_bit, "altered"),
         (4, "rng/rank_00000.safetensors", Path.unlink, "missing"),
-        (3, "model/__0_0.distcp", add_another, "foreign"),
+        (3, "model/__0_0.distcp", lambda p: shutil.copy(p, p.with_name("__9_0.distcp")), "foreign"),
     ]
     for step, name, spoil, _ in damage:
         spoil(run / "checkpoints" / f"rl_{step:08d}" / name)
@@ -330,3 +323,35 @@ def test_a_disk_that_is_full_does_not_end_training_and_leaves_nothing_half_writt
     assert "the run ends here, because of a problem with saving it: it takes" in result.stderr
     lines = result.stdout.splitlines()
     assert lines[lines.index("exit 2") + 1 :] == ["latest", *(f"rl_0000000{n}" for n in (1, 2, 3))]
+
+
+# Once the file `full_disk` is there and a step is written down, the main rank can write no file
+# larger than its metrics are then.
+REWARD_ON_A_FULL_DISK = """
+import os, resource, zlib
+from pathlib import Path
+folder = Path(__file__).parent
+metrics = folder / "run" / "metrics.jsonl"
+def reward(sample):
+    if os.environ.get("RANK") == "0" and (folder / "full_disk").exists():
+        if metrics.exists() and metrics.stat().st_size:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.stat().st_size + 10, -1))
+    return zlib.crc32(repr((sample.prompt, sample.response)).encode()) % 97 / 96
+"""
+
+
+def test_a_step_that_cannot_be_written_down(toy: Path, tmp_path: Path) -> None:
+    steps = {"steps": 3}
+    config = make_small(write_config(toy, tmp_path), training=steps, data={"eval_prompts": None})
+    (tmp_path / "resuming_reward.py").write_text(REWARD_ON_A_FULL_DISK)
+    (tmp_path / "full_disk").touch()
+    run = tmp_path / "run"
+    result = train(config, "parallel.layout=dp=2", "logging.samples_per_step=0", expect=2)
+    (told,) = [line for line in result.stderr.splitlines() if "cannot be written" in line]
+    assert f"{run}/metrics.jsonl: cannot be written: File too large; " in told
+    assert checkpoint_names(run)[-1] == "rl_00000001"
+
+    (tmp_path / "full_disk").unlink()
+    result = train(config, "parallel.layout=dp=2", "logging.samples_per_step=0")
+    assert "resuming from" in result.stderr
+    assert [record["step"] for record in records(run)] == [1, 2, 3]

@@ -64,12 +64,18 @@ def dumped_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def verify_dump(
+    config: Path, *layouts: object, overrides: tuple[str, ...] = (), step: int = 3
+) -> tuple[str, dict[str, float]]:
+    dump = config.parent / "run" / "dumps" / f"step_{step:08d}"
+    return verify(config, *overrides, "--from-dump", dump, "--layouts", *layouts)
+
+
 def test_a_dumped_step_has_the_logged_loss_on_every_layout(dumped_run: Path) -> None:
     run = dumped_run.parent / "run"
     assert sorted(p.name for p in (run / "dumps").iterdir()) == ["step_00000002", "step_00000003"]
     losses = {record["step"]: record["loss"] for record in all_records(run, "rl")}
-    dump = run / "dumps" / "step_00000003"
-    said, found = verify(dumped_run, "--from-dump", dump, "--layouts", "tp=2", "dp=2")
+    said, found = verify_dump(dumped_run, "tp=2", "dp=2")
     assert "rl_00000002, with its optimizer" in said
     assert (found["layouts"], found["equal"], found["step"]) == (2, 1, 3)
     assert 0 < found["worst_error"] < 2e-5
@@ -82,11 +88,8 @@ def test_a_dumped_step_has_the_logged_loss_on_every_layout(dumped_run: Path) -> 
 
 @pytest.mark.full
 def test_without_the_steps_own_weights_it_says_so(dumped_run: Path) -> None:
-    run = dumped_run.parent / "run"
-    older = run / "checkpoints" / "rl_00000001"
-    dump = run / "dumps" / "step_00000003"
-    words = ("--from-dump", dump, "--checkpoint", older, "--layouts", "tp=2")
-    said, found = verify(dumped_run, *words)
+    older = dumped_run.parent / "run" / "checkpoints" / "rl_00000001"
+    said, found = verify_dump(dumped_run, "tp=2", "--checkpoint", older)
     assert "rl_00000001, not those that the step began with" in said
     assert "all mini-batches at these weights: the loss is not that of the run" in said
     assert abs(found["loss"] - found["logged_loss"]) > 1e-6
@@ -111,9 +114,7 @@ def test_damage_is_named(dumped_run: Path, tmp_path: Path, name: str, told: str)
 
 def test_a_step_that_ends_a_run_is_compared(dumped_run: Path) -> None:
     """With so large a rate the second mini-batch has no finite gradient, on any layout."""
-    dump = dumped_run.parent / "run" / "dumps" / "step_00000003"
-    words = ("optimizer.learning_rate=1e30", "--from-dump", dump, "--layouts", "tp=2")
-    said, found = verify(dumped_run, *words)
+    said, found = verify_dump(dumped_run, "tp=2", overrides=("optimizer.learning_rate=1e30",))
     assert "tp=2: the step ends in mini-batch 2 (the reference's: 2)" in said
     assert "in the same places as the reference: loss; the errors" in said
     assert (found["equal"], found["step"]) == (1, 3) and math.isnan(found["loss"])
@@ -130,10 +131,9 @@ def test_gradients_that_are_not_finite_are_compared(dumped_run: Path, tmp_path: 
     tensors["model.layers.1.mlp.experts.1.down_proj.weight"][3, 4] = math.nan
     save_file(tensors, file, metadata={"format": "pt"})
     hf_to_megatron(tmp_path / "hf", tmp_path / "lost")
-    dump = dumped_run.parent / "run" / "dumps" / "step_00000003"
-    words = ("objective.kl=none", "objective.kl_coefficient=", "routing.reference_replay=off")
-    words += ("--from-dump", dump, "--checkpoint", tmp_path / "lost", "--layouts", "tp=2", "dp=2")
-    said, found = verify(dumped_run, *words)
+    plain = ("objective.kl=none", "objective.kl_coefficient=", "routing.reference_replay=off")
+    words = ("tp=2", "dp=2", "--checkpoint", tmp_path / "lost")
+    said, found = verify_dump(dumped_run, *words, overrides=plain)
     assert said.count("not finite, in the same places as the reference: loss, grad norm, ") == 2
     assert found["equal"] == 1
 
@@ -147,8 +147,7 @@ def test_a_step_in_bf16_is_computed_with_the_fp32_weights_behind_it(
         write_config(toy, tmp_path), training={"precision": "bf16", "dump_batches": 1}
     )
     train(path)
-    dump = tmp_path / "run" / "dumps" / "step_00000002"
-    said, found = verify(path, "--from-dump", dump, "--layouts", "dp=2", "ep=2,dp=2")
+    said, found = verify_dump(path, "dp=2", "ep=2,dp=2", step=2)
     assert "the run computed in bf16: its loss differs by rounding" in said
     # bf16 has 8 bits; advantages are of size 1
     assert found["loss"] == pytest.approx(found["logged_loss"], abs=2e-3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -191,15 +190,6 @@ def test_nodes_that_share_no_loopback(
 def test_the_first_node_is_the_one_that_scontrol_says(shared_cluster: Cluster, nodes: str) -> None:
     expanded = shared_cluster.run("scontrol", "show", "hostnames", nodes)
     assert first_host(nodes) == expanded.split()[0]
-
-
-def test_conversion_in_one_task(cluster: Cluster, tmp_path: Path) -> None:
-    script, nothing = ROOT / "slurm" / "convert.sbatch", tmp_path / "nothing"
-    words = ["hf-to-megatron", nothing, tmp_path / "out"]
-    options = [f"--output={tmp_path}/log"]
-    number = cluster.submit(script, *words, options=options, GSPO_PYTHON=sys.executable)
-    log = cluster.ended(number, "FAILED 2:0")
-    assert str(nothing) in log and "Traceback" not in log
 
 
 _TORCHRUN = """#!/bin/bash
