@@ -30,13 +30,12 @@ def at_times(sample: Sample) -> "float | TurnRewards":
 """
 
 
-@pytest.fixture
-def module(tmp_path: Path) -> str:
+@pytest.fixture(autouse=True)
+def judge_of_turns(tmp_path: Path) -> None:
     (tmp_path / "judge_of_turns.py").write_text(MODULE)
-    return "judge_of_turns"
 
 
-def test_a_run_with_everything_on(config_file: Path, tmp_path: Path, module: str) -> None:
+def test_a_run_with_everything_on(config_file: Path, tmp_path: Path) -> None:
     steps, prompts, refills = 3, 4, 2
     gspo(
         "train",
@@ -46,7 +45,7 @@ def test_a_run_with_everything_on(config_file: Path, tmp_path: Path, module: str
         "objective.name=gspo_token",
         "rollout.dynamic_sampling=true",
         f"rollout.max_refills={refills}",
-        f"reward.import_path={module}:two_turns",
+        "reward.import_path=judge_of_turns:two_turns",
         "reward.options={bonus: 0.25}",
         "reward.scale=2.0",
         "reward.clip=1.5",
@@ -92,16 +91,15 @@ def test_a_run_with_everything_on(config_file: Path, tmp_path: Path, module: str
     ],
 )
 def test_rewards_of_turns_that_are_of_no_use(
-    config_file: Path, tmp_path: Path, module: str, function: str, objective: str,
-    expected: str,
-) -> None:  # fmt: skip
+    config_file: Path, tmp_path: Path, function: str, objective: str, expected: str
+) -> None:
     options = ["reward.options={bonus: 0.25}"] if function == "two_turns" else []
     result = gspo(
         "train",
         config_file,
         "parallel.layout=dp=2",
         f"objective.name={objective}",
-        f"reward.import_path={module}:{function}",
+        f"reward.import_path=judge_of_turns:{function}",
         *options,
         PYTHONPATH=str(tmp_path),
         expect=2,
