@@ -93,11 +93,6 @@ class Run:
             chosen["GLOO_SOCKET_IFNAME"] = "lo"
         return chosen
 
-    def calls(self) -> int:
-        """How many responses have got their reward."""
-        path = self.folder / "calls"
-        return path.stat().st_size if path.exists() else 0
-
     def hold(self, calls: int) -> None:
         """Let the run stand still at its next reward after so many."""
         (self.folder / "holding").unlink(missing_ok=True)
@@ -137,7 +132,9 @@ def make_run(folder: Path, *, ranks: int = 4, **sections: Mapping[str, object]) 
     config["data"]["prompts"] = str(folder / "toy" / "train.jsonl")
     for section, values in sections.items():
         config[section] = {**config[section], **values}
-    return _written(Run(folder, ranks // 2), config)
+    run = Run(folder, ranks // 2)
+    run.config.write_text(yaml.safe_dump(config))
+    return run
 
 
 def make_stage_run(folder: Path, stage: str, *, ranks: int = 4) -> Run:
@@ -151,7 +148,9 @@ def make_stage_run(folder: Path, stage: str, *, ranks: int = 4) -> Run:
     training = {"steps": STAGE_STEPS, "batch_size": 8, "precision": "fp32"}
     config["training"] = {**training, "micro_batch_tokens": 64}
     config["checkpoint"] = {"interval": STAGE_STEPS}
-    return _written(Run(folder, ranks // 2, stage), config)
+    run = Run(folder, ranks // 2, stage)
+    run.config.write_text(yaml.safe_dump(config))
+    return run
 
 
 def _base_config(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
@@ -164,11 +163,6 @@ def _base_config(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "optimizer": {"learning_rate": 3e-3},
         "logging": {"dir": str(folder / "run"), "plots": False},
     }
-
-
-def _written(run: Run, config: Mapping[str, object]) -> Run:
-    run.config.write_text(yaml.safe_dump(config))
-    return run
 
 
 def find_task(run: Run, rank: int) -> int:
