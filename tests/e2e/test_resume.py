@@ -87,7 +87,7 @@ def test_a_run_goes_on_over_many_layouts_and_does_not_sample_twice(
 ) -> None:
     """Stopped among the rollouts of step 2 on 4 ranks, it goes on alone and trains on what the
     others sampled. The loss and its gradient differ by the rounding of fp32, which learning
-    magnifies; 1e-4 is the bound of the issue that asked for it. What is a sum of terms of size 1
+    magnifies; 1e-4 is the bound. What is a sum of terms of size 1
     and lies near 0, as the loss does, differs by their rounding. Each checkpoint has the moments of
     the run on one rank, whatever layouts they have been through."""
     shutil.rmtree(run)
