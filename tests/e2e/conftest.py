@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +10,9 @@ import pytest
 import yaml
 
 from gspo_megatron.data.toy import write_toy_dataset
+from tests.programs import command_environment, gspo
+
+__all__ = ["command_environment"]
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -49,31 +50,6 @@ def write_config(toy: Path, folder: Path) -> Path:
     return path
 
 
-def command_environment() -> dict[str, str]:
-    """The environment without anything that would make the command a rank of another job."""
-    hidden = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
-    return kept | {"OMP_NUM_THREADS": "1"}
-
-
-def run_gspo(
-    *arguments: object, expect: int | None = None, **environ: str
-) -> subprocess.CompletedProcess[str]:
-    """Run `gspo-megatron` with the arguments given, and wait for it. Where an exit code is
-    expected, it is the one, and 2 comes without a traceback."""
-    result = subprocess.run(
-        [sys.executable, "-m", "gspo_megatron", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=command_environment() | environ,
-        check=False,
-    )
-    assert expect in (None, result.returncode), (result.returncode, result.stderr[-3000:])
-    assert expect != 2 or "Traceback" not in result.stderr + result.stdout
-    return result
-
-
-@pytest.fixture(scope="session")
-def gspo() -> Command:
-    return run_gspo
+@pytest.fixture(scope="session", name="gspo")
+def gspo_fixture() -> Command:
+    return gspo

@@ -6,17 +6,15 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
-from tests.e2e.conftest import command_environment, run_gspo
-
-ROOT = Path(__file__).parents[2]
-TAIL = 3000  # characters of stderr in a failure
+from gspo_megatron.data.corpus_files import write_indexed
+from gspo_megatron.data.tokenizers import load_tokenizer
+from tests.programs import ROOT, command_environment, gspo
 
 # Rewards of all sizes, whatever an untrained model says. A letter in `calls` tells that a response
 # was sampled; `signal_at` tells in which call this process, a rank, is told to stop; `full_disk`,
@@ -100,26 +98,20 @@ def start(config_file: Path, *words: object) -> subprocess.Popen[str]:
 def train(config_file: Path, *words: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
     """Run `train` to its end, with the exit code that is expected."""
     path = environment(config_file)["PYTHONPATH"]
-    return run_gspo("train", config_file, *words, expect=expect, PYTHONPATH=path)
+    return gspo("train", config_file, *words, expect=expect, PYTHONPATH=path)
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
-    """Until it holds (True) or the process has ended (False)."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        if process.poll() is not None:
-            return False
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.001)
-    return True
+def all_records(run: Path, phase: str | None = None) -> list[dict[str, Any]]:
+    """metrics.jsonl, or what it has of a phase."""
+    found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record for record in found if phase in (None, record["phase"])]
 
 
 def records(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the machine and the moment."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
     return [
-        {key: value for key, value in json.loads(line).items() if not key.startswith("perf/")}
-        for line in lines
+        {key: value for key, value in record.items() if not key.startswith("perf/")}
+        for record in all_records(run)
     ]
 
 
@@ -143,6 +135,18 @@ def assert_same_run(run: Path, undisturbed: Path, last: str) -> None:
     assert (run / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
     mine, theirs = (tensors(folder / "checkpoints" / last) for folder in (run, undisturbed))
     assert mine == theirs
+
+
+def write_corpus(tokenizer: Path, prefix: Path, count: int = 50) -> None:
+    """Documents of random tokens, each with the end-of-sequence token."""
+    loaded = load_tokenizer(tokenizer)
+    source = np.random.default_rng(count)
+    documents = [
+        np.append(source.integers(loaded.vocab_size, size=n), loaded.eos_id)
+        for n in source.integers(3, 40, size=count)
+    ]
+    files = [prefix.with_suffix(f".{kind}") for kind in ("bin", "idx")]
+    write_indexed(documents, *files, loaded.vocab_size)
 
 
 def flip_a_bit(path: Path) -> None:

@@ -3,52 +3,52 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Command
+from tests.programs import gspo
 
-Train = Callable[..., str]
+REWARDS = """
+def strict(sample):
+    raise KeyError("no such field")
+def nan(sample):
+    return float("nan")
+"""
 
 
-@pytest.fixture
-def refused(gspo: Command, config_file: Path, tmp_path: Path) -> Train:
+def refused(config_file: Path, *words: str, **environ: str) -> str:
     """Standard error of `train`, which must fail as a user's mistake."""
-
-    def train(*words: object, **environ: str) -> str:
-        environ |= {"PYTHONPATH": str(tmp_path)}
-        return gspo("train", config_file, *words, expect=2, **environ).stderr
-
-    return train
+    path = str(config_file.parent)
+    return gspo("train", config_file, *words, expect=2, PYTHONPATH=path, **environ).stderr
 
 
-def test_all_config_errors_come_at_once_with_the_nearest_names(refused: Train) -> None:
-    lines = refused(
-        "objective.clip_lo=0.1", "rollout.group_size=eight", "model.megatron.hiden_size=64"
-    ).splitlines()
-    assert any("objective.clip_lo" in line and "clip_low" in line for line in lines)
-    assert any("rollout.group_size" in line and "eight" in line for line in lines)
-    assert any("hiden_size" in line and "hidden_size" in line for line in lines)
-
-
-def test_a_layout_that_the_world_size_does_not_hold(refused: Train) -> None:
-    errors = refused("parallel.layout=tp=2,pp=2", "--nproc", 3)
-    assert "3" in errors
-    assert "tensor_model_parallel_size" in errors or "world" in errors
-
-
-def test_a_layout_that_the_model_does_not_divide_by(refused: Train) -> None:
-    errors = refused("parallel.layout=pp=3,ep=3")
-    assert "num_layers" in errors or "layers" in errors
-    assert "expert" in errors
-
-
-def test_a_missing_prompt_file(refused: Train, tmp_path: Path) -> None:
-    missing = tmp_path / "nowhere.jsonl"
-    assert str(missing) in refused(f"data.prompts={missing}")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        # all at once, with the nearest names
+        (
+            ("objective.clip_lo=0.1", "rollout.group_size=eight", "model.megatron.hiden_size=64"),
+            ("objective.clip_lo .*clip_low", "rollout.group_size .*eight", "hiden_size .*hidden_"),
+        ),
+        (("parallel.layout=tp=2,pp=2", "--nproc=3"), ("3", "tensor_model_parallel_size|world")),
+        (("parallel.layout=pp=3,ep=3",), ("layers", "expert")),
+        (("data.prompts={folder}/nowhere.jsonl",), ("{folder}/nowhere.jsonl",)),
+        (("data.tokenizer={folder}/rewards.py",), ("{folder}/rewards.py",)),
+        (("reward.import_path=rewards:strict",), ("no such field", "prompt", "response")),
+        # which ends all ranks
+        (("parallel.layout=tp=2", "reward.import_path=rewards:nan"), ("nan", "prompt")),
+    ],
+)
+def test_a_mistake_is_named(
+    config_file: Path, words: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    folder = config_file.parent
+    (folder / "rewards.py").write_text(REWARDS)
+    errors = refused(config_file, *(word.format(folder=folder) for word in words))
+    assert [each for each in named if not re.search(each.format(folder=folder), errors)] == []
 
 
 @pytest.mark.parametrize(
@@ -61,44 +61,15 @@ def test_a_missing_prompt_file(refused: Train, tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_prompt_line_is_named_with_its_file_and_number(
-    refused: Train, tmp_path: Path, line: str, named: str
+    config_file: Path, tmp_path: Path, line: str, named: str
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "ab>", "answer": "ba"}\n' + line + "\n")
-    errors = refused(f"data.prompts={path}")
-    assert f"{path}:2" in errors
-    assert named in errors
+    errors = refused(config_file, f"data.prompts={path}")
+    assert f"{path}:2" in errors and named in errors
 
 
-def test_an_unreadable_tokenizer(refused: Train, tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(b"not a model")
-    assert str(path) in refused(f"data.tokenizer={path}")
-
-
-def test_a_reward_that_raises_is_named_with_prompt_and_response(
-    refused: Train, tmp_path: Path
-) -> None:
-    (tmp_path / "my_rewards.py").write_text(
-        "def strict(sample):\n    raise KeyError('no such field')\n"
-    )
-    errors = refused("reward.import_path=my_rewards:strict")
-    assert "no such field" in errors
-    assert "prompt" in errors
-    assert "response" in errors
-
-
-def test_a_reward_that_is_not_a_number_ends_all_ranks(refused: Train, tmp_path: Path) -> None:
-    (tmp_path / "nan_rewards.py").write_text("def nan(sample):\n    return float('nan')\n")
-    errors = refused("parallel.layout=tp=2", "reward.import_path=nan_rewards:nan")
-    assert "nan" in errors
-    assert "prompt" in errors
-
-
-def test_a_port_in_use_is_named(refused: Train) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        errors = refused("parallel.layout=dp=2", MASTER_PORT=str(port))
-    assert str(port) in errors
+def test_a_port_in_use_is_named(config_file: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert port in refused(config_file, "parallel.layout=dp=2", MASTER_PORT=port)

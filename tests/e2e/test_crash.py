@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.resuming import assert_same_run, checkpoint_names, make_small, start, train, wait_for
+from tests.e2e.resuming import assert_same_run, checkpoint_names, make_small, start, train
+from tests.programs import wait_until
 
 STEPS = 12
 LAST = f"rl_{STEPS:08d}"
@@ -58,9 +59,9 @@ class Killer:
 
     def await_figures(self, run: Path, process: subprocess.Popen[str]) -> None:
         """Of a process that has just been started; or its end."""
-        begin, metrics = time.monotonic(), run / "metrics.jsonl"
-        seen = metrics.read_bytes() if metrics.exists() else b""
-        if wait_for(lambda: metrics.exists() and metrics.read_bytes() not in (seen, b""), process):
+        begin, file = time.monotonic(), run / "metrics.jsonl"
+        seen = file.read_bytes() if file.exists() else b""
+        if wait_until(lambda: file.exists() and file.read_bytes() not in (seen, b""), process):
             self.launch_seconds = max(self.launch_seconds, time.monotonic() - begin)
 
     def kill(self, *, early: bool) -> bool:
@@ -70,7 +71,7 @@ class Killer:
         process = self.start(self.run)
         if early:
             until = time.monotonic() + self.chance.uniform(0, self.launch_seconds)
-            wait_for(lambda: time.monotonic() >= until, process)
+            wait_until(lambda: time.monotonic() >= until, process)
         else:
             self._await_a_moment(process)
         if process.poll() is None:
@@ -87,10 +88,10 @@ class Killer:
 
         self.await_figures(self.run, process)
         enough = lines() + chance.randrange(4)  # or else no run would come far
-        wait_for(lambda: lines() >= enough, process)
+        wait_until(lambda: lines() >= enough, process)
         time.sleep(chance.uniform(0, 0.3))
         if chance.random() < 0.5:  # inside a save
-            wait_for(lambda: any(folder.glob(".partial-*")), process)
+            wait_until(lambda: any(folder.glob(".partial-*")), process)
             time.sleep(chance.uniform(0, 0.03))
 
     def remove_moved(self) -> None:

@@ -7,31 +7,21 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.conftest import command_environment
+from tests.programs import ROOT, command_environment, run_program, wait_until
 from tests.unit.data.corpora import make_texts, write_jsonl
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(tool: str, *arguments: object) -> list[str]:
     return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *map(str, arguments)]
 
 
-def call(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(tool, *arguments),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=command_environment(),
-        check=False,
-    )
+def call(tool: str, *words: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    return run_program(*command(tool, *words), expect=expect)
 
 
 def figures(output: str) -> dict[str, str]:
@@ -39,10 +29,7 @@ def figures(output: str) -> dict[str, str]:
 
 
 def refused(tool: str, *arguments: object) -> str:
-    result = call(tool, *arguments)
-    assert result.returncode == 2, result.stderr[-2000:]
-    assert "Traceback" not in result.stdout + result.stderr
-    return result.stderr.strip()
+    return call(tool, *arguments, expect=2).stderr.strip()
 
 
 def checksums(prefix: Path) -> list[str]:
@@ -59,7 +46,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("train_tokenizer", folder / "corpus.jsonl", "-o", folder / "tokenizer"),
         *("--vocab-size", 500, "--chat-template", "chatml", "--control-symbols", "<|doc|>"),
     )
-    assert result.returncode == 0, result.stderr
     assert figures(result.stdout)["vocab_size"] == "500"
     return folder
 
@@ -69,7 +55,6 @@ def test_a_tokenizer_a_dataset_and_its_check(corpus: Path, tmp_path: Path) -> No
     prefix = tmp_path / "data"
     words = (corpus / "corpus.jsonl", "--tokenizer", tokenizer / "tokenizer.model", "-o", prefix)
     result = call("prepare_data", *words, "--workers", 2, "--chunk-bytes", 100_000, "--deduplicate")
-    assert result.returncode == 0, result.stderr
     assert "tokenize" in result.stderr  # the progress
     summary = figures(result.stdout)
     manifest = json.loads(Path(f"{prefix}.json").read_text())
@@ -80,14 +65,12 @@ def test_a_tokenizer_a_dataset_and_its_check(corpus: Path, tmp_path: Path) -> No
     # The Hugging Face form of the tokenizer gives the same tokens.
     folder_prefix = tmp_path / "folder"
     words = (words[0], "--tokenizer", tokenizer, "-o", folder_prefix)
-    result = call("prepare_data", *words, "--workers", 1, "--deduplicate")
-    assert result.returncode == 0, result.stderr
+    call("prepare_data", *words, "--workers", 1, "--deduplicate")
     assert checksums(prefix)[:2] == checksums(folder_prefix)[:2]
 
-    assert call("prepare_data", "--check", prefix, "--vocab-size", 512).returncode == 0
-    assert "the model's vocabulary has 499" in refused(
-        "prepare_data", "--check", prefix, "--vocab-size", 499
-    )
+    call("prepare_data", "--check", prefix, "--vocab-size", 512)
+    told = refused("prepare_data", "--check", prefix, "--vocab-size", 499)
+    assert "the model's vocabulary has 499" in told
     Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[:-2])
     assert "do not belong together" in refused("prepare_data", "--check", prefix)
 
@@ -98,7 +81,7 @@ def test_a_run_that_was_stopped_continues(
 ) -> None:
     tokenizer = corpus / "tokenizer" / "tokenizer.model"
     words = ("--tokenizer", tokenizer, corpus / "corpus.jsonl", "--chunk-bytes", 1000)
-    assert call("prepare_data", *words, "-o", tmp_path / "whole", "--workers", 1).returncode == 0
+    call("prepare_data", *words, "-o", tmp_path / "whole", "--workers", 1)
 
     stopped = ("prepare_data", *words, "-o", tmp_path / "stopped", "--workers", 2)
     process = subprocess.Popen(
@@ -109,10 +92,7 @@ def test_a_run_that_was_stopped_continues(
         # tests in the background of a shell inherit that it is ignored
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob("stopped.partial/*.npz"))) < 2:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    assert wait_until(lambda: len(list(tmp_path.glob("stopped.partial/*.npz"))) > 1, process)
     workers = psutil.Process(process.pid).children(recursive=True)
     assert workers
     process.send_signal(how)
@@ -126,7 +106,6 @@ def test_a_run_that_was_stopped_continues(
     assert not (tmp_path / "stopped.idx").exists()
 
     result = call(*stopped)
-    assert result.returncode == 0, result.stderr
     assert "chunks were done before" in result.stderr
     assert checksums(tmp_path / "stopped") == checksums(tmp_path / "whole")
     assert not (tmp_path / "stopped.partial").exists()
@@ -156,7 +135,6 @@ def test_mistakes_are_named_without_a_traceback(corpus: Path, tmp_path: Path) ->
 
 def test_the_benchmark_compares_equal_tokens() -> None:
     result = call("bench_prepare_data", "--megabytes", 0.3, "--repeats", 1, "--vocab-size", 800)
-    assert result.returncode == 0, result.stderr
     assert "preprocess_data.py is not in the megatron-core wheel" in result.stdout
     summary = figures(result.stdout)
     assert summary["same_tokens"] == "1" and float(summary["speedup"]) > 0

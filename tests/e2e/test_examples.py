@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from gspo_megatron.config.objectives import RECIPES
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.rewards.registry import get_reward
-from tests.e2e.conftest import Command
+from tests.e2e.resuming import all_records
+from tests.programs import ROOT, gspo
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "objectives"
 EXAMPLES = sorted(FOLDER.glob("*.yaml"))
 CUSTOM = "custom_objective"
@@ -60,7 +59,7 @@ def test_the_examples_differ_in_their_objective_alone(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def data(gspo: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What run.sh makes."""
     folder = tmp_path_factory.mktemp("data")
     write_toy_dataset(folder, "mixed", train=4000, test=400, seed=1)
@@ -70,14 +69,13 @@ def data(gspo: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"data.examples={folder / 'train.jsonl'}",
         f"data.tokenizer={folder / 'tokenizer.model'}",
         f"logging.dir={folder / 'start'}",
-        expect=0,
     )
     return folder
 
 
 @pytest.mark.full
 @EACH
-def test_an_example_trains(gspo: Command, path: Path, data: Path, tmp_path: Path) -> None:
+def test_an_example_trains(path: Path, data: Path, tmp_path: Path) -> None:
     """Twenty steps run through, every metric is finite, and the policy gets no worse.
 
     A step's mean reward depends on which 16 prompts it draws. Responses to one prompt are alike,
@@ -95,9 +93,8 @@ def test_an_example_trains(gspo: Command, path: Path, data: Path, tmp_path: Path
         f"model.checkpoint_path={data / 'start'}",
         f"logging.dir={run}",
         "logging.plots=false",
-        expect=0,
     )
-    records = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    records = all_records(run)
     steps = [record for record in records if record["phase"] == "rl"]
     assert [record["step"] for record in steps] == list(range(1, 21))
     for record in records:

@@ -2,21 +2,129 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.e2e.launching import PATIENCE, Start, launches, wait_until
+from tests.programs import ROOT, wait_until
+
+PATIENCE = 30.0  # seconds until a test gives up, on a machine that is busy with others
+
+LAUNCHER = """
+import sys
+from gspo_megatron.cli.failures import tell_failure
+from gspo_megatron.cli.launch import launch
+world_size, grace_seconds, settle_seconds, saves, *command = sys.argv[1:]
+try:
+    times = {"grace_seconds": float(grace_seconds), "settle_seconds": float(settle_seconds)}
+    sys.exit(launch(command, int(world_size), saves_on_signals=saves == "True", **times))
+except Exception as error:
+    sys.exit(tell_failure(error))
+"""
+
+# What the ranks' scripts begin with. `say` lets the test wait for a rank; `block` never returns.
+PREAMBLE = """
+import os, signal, sys, threading
+from pathlib import Path
+from gspo_megatron.cli.failures import tell_failure
+from gspo_megatron.cli.ranks import join_launcher
+from gspo_megatron.errors import UserError
+rank = int(os.environ["RANK"])
+def say(word):
+    Path(sys.argv[1], f"{word}-{rank}").touch()
+def block():
+    threading.Event().wait()
+def await_word(word, of):
+    while not Path(sys.argv[1], f"{word}-{of}").exists():
+        threading.Event().wait(0.01)
+"""
+
+
+@dataclass
+class Launch:
+    """A running launcher whose ranks can be found by the folder that is their argument."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+
+    def await_word(self, word: str, *ranks: int) -> None:
+        wait_until(lambda: all((self.folder / f"{word}-{rank}").exists() for rank in ranks))
+
+    def say(self, word: str, rank: int) -> None:
+        (self.folder / f"{word}-{rank}").touch()
+
+    def ask(self, signum: signal.Signals) -> None:
+        """Send the launcher of two ranks a signal, and wait until they have it."""
+        self.await_word("ready", 0, 1)
+        self.process.send_signal(signum)
+        self.await_word("asked", 0, 1)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr, once it has ended; and no rank is left then."""
+        out, err = self.process.communicate(timeout=PATIENCE)
+        assert self.survivors() == []
+        return self.process.returncode, out, err
+
+    def survivors(self) -> list[str]:
+        """The command lines of processes that have the folder for an argument."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            words = process.info["cmdline"] or []
+            if str(self.folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(words))
+        return found
+
+
+Start = Callable[..., Launch]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    with launches(tmp_path) as begin:
-        yield begin
+    """Starts the launcher on a script, which it writes to a file after PREAMBLE."""
+    launched: list[Launch] = []
+
+    def begin(
+        script: str,
+        world_size: int = 2,
+        grace: float = 5.0,
+        settle: float = 0.3,
+        *,
+        saves_on_signals: bool = False,
+        **environ: str,
+    ) -> Launch:
+        path = tmp_path / "rank.py"
+        path.write_text(PREAMBLE + textwrap.dedent(script))
+        options = [str(world_size), str(grace), str(settle), str(saves_on_signals)]
+        clean = {name: text for name, text in os.environ.items() if name != "MASTER_PORT"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, *options, sys.executable, str(path), str(tmp_path)],
+            env={**clean, "PYTHONPATH": str(ROOT), **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        launched.append(Launch(tmp_path, process))
+        return launched[-1]
+
+    yield begin
+    for launch in launched:
+        launch.process.send_signal(signal.SIGTERM)  # harmless where it has ended
+        try:
+            launch.process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:  # its ranks were to save themselves, and do not
+            launch.process.kill()
+            launch.process.communicate()
 
 
 def test_ranks_that_end_well_end_the_launcher_with_0(start: Start) -> None:
@@ -68,7 +176,6 @@ def test_one_death_ends_all_ranks_and_names_the_cause(start: Start) -> None:
     assert lines[0] == "[rank 2] about to fail"
     assert "[rank 2] KeyError: 'expert 7'" in lines
     assert lines[-1] == "rank 2 of 3 ended with exit code 1"
-    assert launch.survivors() == []
 
 
 @pytest.mark.parametrize(
@@ -90,12 +197,10 @@ def test_how_a_rank_died_is_told_and_a_deaf_one_is_killed_after_the_grace(
             {end}
         block()
         """,
-        2,
         grace=0.2,
     )
     ended, _, err = launch.end()
     assert ended == code and err.startswith(told) and len(err.splitlines()) == 1
-    assert launch.survivors() == []
 
 
 def test_children_of_a_failed_rank_end_with_it(start: Start) -> None:
@@ -107,9 +212,8 @@ def test_children_of_a_failed_rank_end_with_it(start: Start) -> None:
             subprocess.Popen([sys.executable, "-c", wait, sys.argv[1]])
             sys.exit(3)
         """,
-        2,
     )
-    assert launch.end()[0] == 3
+    assert launch.process.wait(timeout=PATIENCE) == 3
     wait_until(lambda: launch.survivors() == [])
 
 
@@ -130,7 +234,6 @@ def test_a_lost_connection_is_not_taken_for_the_cause(start: Start) -> None:
         except ValueError as error:
             sys.exit(tell_failure(error))
         """,
-        2,
         settle=PATIENCE,  # not waited for: both end by themselves
     )
     code, out, err = launch.end()
@@ -170,7 +273,6 @@ def test_only_the_last_lines_of_a_rank_are_kept(start: Start) -> None:
             print("x" * 100_000)
             sys.exit(5)
         """,
-        2,
     )
     code, out, err = launch.end()
     lines = err.splitlines()
@@ -199,7 +301,6 @@ def test_a_signal_to_the_launcher_ends_all_ranks(start: Start, signum: signal.Si
     launch.process.send_signal(signum)
     assert launch.end() == (128 + signum, "", "")
     launch.await_word(signum.name, 0, 1, 2)
-    assert launch.survivors() == []
 
 
 def test_a_second_signal_does_not_wait_for_the_grace(start: Start) -> None:
@@ -210,13 +311,11 @@ def test_a_second_signal_does_not_wait_for_the_grace(start: Start) -> None:
         while True:
             block()
         """,
-        2,
         grace=2 * PATIENCE,
     )
     launch.ask(signal.SIGINT)
     launch.process.send_signal(signal.SIGINT)
     assert launch.end()[0] == 130
-    assert launch.survivors() == []
 
 
 def test_ranks_die_with_a_launcher_that_is_killed(start: Start) -> None:
@@ -243,7 +342,6 @@ def test_a_rank_does_not_outlive_a_launcher_that_was_killed_before_it_joined(sta
         join_launcher()
         say("joined")
         """,
-        2,
     )
     launch.await_word("starting", 0, 1)
     launch.process.kill()
@@ -307,23 +405,27 @@ def start_saving(start: Start) -> Start:
     return partial(start, grace=0.1, settle=0.1, saves_on_signals=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_ranks_take_the_time_they_need(start_saving: Start, number: signal.Signals) -> None:
-    launch = start_saving(
-        SAVES + "threading.Event().wait(0.5)  # longer than the grace\nsys.exit(75)"
-    )
+SAVES_LONG = SAVES + "threading.Event().wait(0.5)  # longer than the grace\nsys.exit(75)"
+SAVES_IN_VAIN = SAVES + 'join_launcher()\nsys.exit(tell_failure(UserError("the disk is full")))'
+
+
+@pytest.mark.parametrize(
+    ("script", "number", "code", "told"),
+    [
+        (SAVES_LONG, signal.SIGTERM, 75, r"told to end[^\n]*\n"),
+        (SAVES_LONG, signal.SIGUSR1, 75, ""),
+        (SAVES, signal.SIGTERM, 0, ".*"),  # a run that ends by itself meanwhile is done
+        (SAVES_IN_VAIN, signal.SIGTERM, 2, r".*\nthe disk is full\n"),
+    ],
+)
+def test_the_ranks_take_the_time_they_need(
+    start_saving: Start, script: str, number: signal.Signals, code: int, told: str
+) -> None:
+    launch = start_saving(script)
     launch.ask(number)
     launch.say("go", 0)
-    code, out, err = launch.end()
-    assert (code, out) == (75, "")
-    assert ("told to end" in err) == (number == signal.SIGTERM)
-
-
-def test_a_run_that_ends_by_itself_meanwhile_is_done(start_saving: Start) -> None:
-    launch = start_saving(SAVES)
-    launch.ask(signal.SIGTERM)
-    launch.say("go", 0)
-    assert launch.end()[0] == 0
+    ended, out, err = launch.end()
+    assert (ended, out) == (code, "") and re.fullmatch(told, err, re.DOTALL), err
 
 
 def test_asked_twice_the_ranks_end_now(start_saving: Start) -> None:
@@ -331,7 +433,6 @@ def test_asked_twice_the_ranks_end_now(start_saving: Start) -> None:
     launch.ask(signal.SIGTERM)
     launch.process.send_signal(signal.SIGTERM)
     assert launch.end()[0] == 143
-    assert launch.survivors() == []
 
 
 def test_a_rank_that_is_not_ready_yet_ends_the_others(start_saving: Start) -> None:
@@ -339,14 +440,3 @@ def test_a_rank_that_is_not_ready_yet_ends_the_others(start_saving: Start) -> No
     launch.await_word("ready", 0, 1)
     launch.process.send_signal(signal.SIGTERM)
     assert launch.end()[0] == 143
-    assert launch.survivors() == []
-
-
-def test_what_goes_wrong_while_saving_is_told(start_saving: Start) -> None:
-    launch = start_saving(
-        "join_launcher()\n" + SAVES + 'sys.exit(tell_failure(UserError("the disk is full")))'
-    )
-    launch.ask(signal.SIGTERM)
-    launch.say("go", 0)
-    code, _, err = launch.end()
-    assert (code, err.splitlines()[-1]) == (2, "the disk is full")

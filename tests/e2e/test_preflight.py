@@ -8,13 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gspo_megatron.cli.failures import UNFIT
-from tests.e2e.conftest import Command, command_environment
+from tests.programs import command_environment, gspo
 
 PATIENCE = 240
 
@@ -60,9 +59,6 @@ when_measuring(no_more_files)
 """
 
 
-CANNOT_BIND = not hasattr(os, "sched_setaffinity")
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
@@ -70,19 +66,17 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def ranks_of(
-    config: Path, disturbance: str, *options: str, world: int = 3
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """One rank on each of the hosts n0, n1, ...; rank 1 is disturbed."""
+def run_on_hosts(config: Path, disturbance: str, *options: str) -> tuple[str, str]:
+    """What rank 0 said on stdout and stderr, of a rank on each of the hosts n0, n1 and n2, where
+    rank 1 is disturbed. It tells that the hosts are unfit, and all end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes = []
-    for rank in range(world):
+    for rank in range(3):
         environ = {
             "RANK": str(rank),
             "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(world),
+            "WORLD_SIZE": "3",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
@@ -100,7 +94,9 @@ def ranks_of(
             )
         )
     try:
-        yield processes
+        out, err = processes[0].communicate(timeout=PATIENCE)
+        assert [process.wait(timeout=PATIENCE) for process in processes] == [UNFIT, 0, 0], err
+        return out, err
     finally:
         for process in processes:  # and what it has started
             with contextlib.suppress(ProcessLookupError):
@@ -108,25 +104,20 @@ def ranks_of(
             process.communicate()
 
 
-def test_sound_ranks_on_this_machine(gspo: Command, config: Path) -> None:
+def test_sound_ranks_on_this_machine(config: Path) -> None:
     done = gspo("preflight", config, "parallel.layout=tp=2", "--share=0")
-    assert done.returncode == 0, done.stderr
     assert "preflight: all hosts are fit" in done.stdout
     for measure in ("matmul", "tp all-reduce", "tp all-to-all", "tp send/recv"):
         assert measure in done.stdout
     assert "dp all-reduce" not in done.stdout  # groups of one rank have no links
-    done = gspo("preflight", config, "--minimum=matmul=1e6")
-    assert done.returncode == UNFIT
+    done = gspo("preflight", config, "--minimum=matmul=1e6", expect=UNFIT)
     assert f"less than 1e+06\npreflight: unfit to train on: {socket.gethostname()}" in done.stderr
 
 
 @pytest.mark.full  # it measures: on a machine with other work everything is slow
-@pytest.mark.skipif(CANNOT_BIND, reason="this system cannot bind a process to one core")
+@pytest.mark.skipif(sys.platform != "linux", reason="it binds a process to one core")
 def test_a_slow_host_is_named_and_all_ranks_end(config: Path) -> None:
-    with ranks_of(config, _SLOW, "--share=0.5") as processes:
-        out, err = processes[0].communicate(timeout=PATIENCE)
-        codes = [process.wait(timeout=PATIENCE) for process in processes]
-    assert codes == [UNFIT, 0, 0], err
+    out, err = run_on_hosts(config, _SLOW, "--share=0.5")
     named = [line for line in err.splitlines() if "matmul" in line]
     assert len(named) == 1 and named[0].startswith("n1: rank 1: matmul"), err
     assert "unfit to train on" in err and "n1" in err.splitlines()[-1]
@@ -134,10 +125,7 @@ def test_a_slow_host_is_named_and_all_ranks_end(config: Path) -> None:
 
 
 def test_a_rank_that_cannot_take_part_is_named_at_once(config: Path) -> None:
-    with ranks_of(config, _BROKEN) as processes:
-        _, err = processes[0].communicate(timeout=PATIENCE)
-        codes = [process.wait(timeout=PATIENCE) for process in processes]
-    assert codes == [UNFIT, 0, 0], err
+    _, err = run_on_hosts(config, _BROKEN)
     assert err.splitlines()[-1] == "preflight: unfit to train on: n1"
     assert "n1: rank 1: " in err and "open files" in err
 
@@ -146,6 +134,5 @@ def test_a_rank_that_cannot_take_part_is_named_at_once(config: Path) -> None:
     ("option", "told"),
     [("--share=1.5", "not a share from 0 to 1"), ("--minimum=gpu=3", "names: matmul, tp, pp")],
 )
-def test_options_that_make_no_sense(gspo: Command, config: Path, option: str, told: str) -> None:
-    done = gspo("preflight", config, option)
-    assert done.returncode == 2 and told in done.stderr
+def test_options_that_make_no_sense(config: Path, option: str, told: str) -> None:
+    assert told in gspo("preflight", config, option, expect=2).stderr

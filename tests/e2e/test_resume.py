@@ -4,6 +4,7 @@ and does not where that would be another run."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,6 @@ from gspo_megatron.checkpoint.run_lock import LOCK_FILE, run_lock
 from gspo_megatron.verify.results import compare
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import (
-    TAIL,
     assert_same_run,
     checkpoint_names,
     command,
@@ -32,8 +32,8 @@ from tests.e2e.resuming import (
     start,
     tensors,
     train,
-    wait_for,
 )
+from tests.programs import run_program, wait_until
 
 STEPS = 6
 LAST = f"rl_{STEPS:08d}"
@@ -87,7 +87,7 @@ def test_a_run_goes_on_over_many_layouts_and_does_not_sample_twice(
 ) -> None:
     """Stopped among the rollouts of step 2 on 4 ranks, it goes on alone and trains on what the
     others sampled. The loss and its gradient differ by the rounding of fp32, which learning
-    magnifies; 1e-4 is the bound of the issue that asked for it. What is a sum of terms of size 1
+    magnifies; 1e-4 is the bound. What is a sum of terms of size 1
     and lies near 0, as the loss does, differs by their rounding. Each checkpoint has the moments of
     the run on one rank, whatever layouts they have been through."""
     shutil.rmtree(run)
@@ -151,7 +151,7 @@ def test_the_launcher_lets_the_ranks_save_before_they_end(again: Path, run: Path
     shutil.rmtree(run)
     metrics = run / "metrics.jsonl"
     process = start(again, "parallel.layout=dp=2", "training.steps=100000")
-    assert wait_for(lambda: metrics.exists() and '"rl"' in metrics.read_text(), process)
+    assert wait_until(lambda: metrics.exists() and '"rl"' in metrics.read_text(), process)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=60) == 75
     said = (again.parent / "stderr").read_text().splitlines()[-1]
@@ -161,22 +161,14 @@ def test_the_launcher_lets_the_ranks_save_before_they_end(again: Path, run: Path
     assert records(run)[-1]["step"] == done
 
 
-def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def add_another(path: Path) -> None:
-    shutil.copy(path, path.with_name("__9_0.distcp"))
-
-
 def test_damaged_checkpoints_are_named_and_the_newest_whole_one_is_used(
     base: Path, again: Path, run: Path
 ) -> None:
-    damage: list[tuple[int, str, Callable[[Path], None], str]] = [
-        (6, "model/__0_0.distcp", cut_short, "cut short"),
+    damage: list[tuple[int, str, Callable[[Path], object], str]] = [
+        (6, "model/__0_0.distcp", lambda p: os.truncate(p, p.stat().st_size - 7), "cut short"),
         (5, "optimizer/__0_0.distcp", flip_a_bit, "altered"),
         (4, "rng/rank_00000.safetensors", Path.unlink, "missing"),
-        (3, "model/__0_0.distcp", add_another, "foreign"),
+        (3, "model/__0_0.distcp", lambda p: shutil.copy(p, p.with_name("__9_0.distcp")), "foreign"),
     ]
     for step, name, spoil, _ in damage:
         spoil(run / "checkpoints" / f"rl_{step:08d}" / name)
@@ -228,21 +220,17 @@ def test_fresh_wants_an_empty_folder(again: Path, run: Path) -> None:
 
 
 def test_a_second_run_in_the_folder_of_one_at_work_is_refused(again: Path, run: Path) -> None:
+    """Also where that has written nothing yet, and its folder was not there."""
+    refusal = f"{run}: another run is at work here"
     before = (run / "metrics.jsonl").read_bytes()
     with run_lock() as lock:
         lock.hold(run)
         told = train(again, "training.steps=9", "--nproc=2", "parallel.layout=dp=2", expect=2)
-    assert f"{run}: another run is at work here" in told.stderr
-    assert (run / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_second_run_beside_one_that_is_just_beginning_is_refused(again: Path, run: Path) -> None:
-    """It has written nothing yet, and its folder was not there."""
+    assert refusal in told.stderr and (run / "metrics.jsonl").read_bytes() == before
     shutil.rmtree(run)
     with run_lock() as lock:
         lock.hold(run)
-        told = train(again, expect=2)
-        assert f"{run}: another run is at work here" in told.stderr
+        assert refusal in train(again, expect=2).stderr
         assert [path.name for path in run.iterdir()] == [LOCK_FILE]
     train(again, "--fresh", "training.steps=1")  # which a lock file is not in the way of
 
@@ -324,21 +312,46 @@ def test_a_disk_that_is_full_does_not_end_training_and_leaves_nothing_half_writt
     files = filter(Path.is_file, (run / "checkpoints" / LAST).rglob("*"))
     one = sum(path.stat().st_size for path in files)
     mount = f"mount -t tmpfs -o size={int(one * 3.5)} tmpfs {small}"
-    program = '"$@"; echo exit $?; cd $SMALL/run/checkpoints && ls -A'
-    words = ("objective.kl=none", "objective.kl_coefficient=null")
-    mounted = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    mounted += [f"{mount} || exit 99; {program}", "sh"]
-    result = subprocess.run(
-        [*mounted, *command(again, f"logging.dir={small}/run", *words)],
-        env=environment(again) | {"SMALL": str(small)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    if result.returncode == 99 or "unshare" in result.stderr:
+    apart = ("unshare", "--map-root-user", "--mount", "sh", "-c")
+    if subprocess.run([*apart, mount], check=False).returncode:
         pytest.skip("no tmpfs may be mounted here")
-    assert "warning: problem with a checkpoint: it takes" in result.stderr, result.stderr[-TAIL:]
+    program = f'{mount}; "$@"; echo exit $?; cd {small}/run/checkpoints && ls -A'
+    words = (f"logging.dir={small}/run", "objective.kl=none", "objective.kl_coefficient=null")
+    train_there = command(again, *words)
+    result = run_program(*apart, program, "sh", *train_there, environ=environment(again))
+    assert "warning: problem with a checkpoint: it takes" in result.stderr
     assert "the run ends here, because of a problem with saving it: it takes" in result.stderr
     lines = result.stdout.splitlines()
     assert lines[lines.index("exit 2") + 1 :] == ["latest", *(f"rl_0000000{n}" for n in (1, 2, 3))]
+
+
+# Once the file `full_disk` is there and a step is written down, the main rank can write no file
+# larger than its metrics are then.
+REWARD_ON_A_FULL_DISK = """
+import os, resource, zlib
+from pathlib import Path
+folder = Path(__file__).parent
+metrics = folder / "run" / "metrics.jsonl"
+def reward(sample):
+    if os.environ.get("RANK") == "0" and (folder / "full_disk").exists():
+        if metrics.exists() and metrics.stat().st_size:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.stat().st_size + 10, -1))
+    return zlib.crc32(repr((sample.prompt, sample.response)).encode()) % 97 / 96
+"""
+
+
+def test_a_step_that_cannot_be_written_down(toy: Path, tmp_path: Path) -> None:
+    steps = {"steps": 3}
+    config = make_small(write_config(toy, tmp_path), training=steps, data={"eval_prompts": None})
+    (tmp_path / "resuming_reward.py").write_text(REWARD_ON_A_FULL_DISK)
+    (tmp_path / "full_disk").touch()
+    run = tmp_path / "run"
+    result = train(config, "parallel.layout=dp=2", "logging.samples_per_step=0", expect=2)
+    (told,) = [line for line in result.stderr.splitlines() if "cannot be written" in line]
+    assert f"{run}/metrics.jsonl: cannot be written: File too large; " in told
+    assert checkpoint_names(run)[-1] == "rl_00000001"
+
+    (tmp_path / "full_disk").unlink()
+    result = train(config, "parallel.layout=dp=2", "logging.samples_per_step=0")
+    assert "resuming from" in result.stderr
+    assert [record["step"] for record in records(run)] == [1, 2, 3]

@@ -9,23 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
-from gspo_megatron.data.corpus_files import write_indexed
 from gspo_megatron.data.examples import Format, load_supervised
 from gspo_megatron.data.tokenizers import load_tokenizer
 from tests.e2e.resuming import (
-    ROOT,
-    TAIL,
     TINY_MODEL,
     assert_same_run,
     checkpoint_names,
     environment,
     records,
-    wait_for,
+    write_corpus,
 )
+from tests.programs import ROOT, run_program, wait_until
 
 STEPS = 6
 ENTRIES = {"sft": "sft_moe.py", "pretrain": "pretrain_moe.py", "rl": "train_gspo.py"}
@@ -39,36 +36,16 @@ def command(phase: str, config: Path, *words: object) -> list[str]:
 
 def run(phase: str, config: Path, *words: object, expect: int = 0) -> str:
     """Run an entry file to its end, with the exit code that is expected; returns its stderr."""
-    result = subprocess.run(
-        command(phase, config, *words),
-        env=environment(config),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == expect, (result.returncode, result.stderr[-TAIL:])
-    return result.stderr
-
-
-def write_corpus(toy: Path, folder: Path) -> None:
-    """Documents of random tokens, each with the end-of-sequence token."""
-    tokenizer = load_tokenizer(toy / "tokenizer.model")
-    source = np.random.default_rng(3)
-    for name, count in (("a", 50), ("b", 30)):
-        documents = [
-            np.append(source.integers(tokenizer.vocab_size, size=n), tokenizer.eos_id)
-            for n in source.integers(3, 40, size=count)
-        ]
-        files = [folder / f"{name}.{kind}" for kind in ("bin", "idx")]
-        write_indexed(documents, *files, tokenizer.vocab_size)
+    program = command(phase, config, *words)
+    return run_program(*program, expect=expect, environ=environment(config)).stderr
 
 
 @pytest.fixture(scope="module")
 def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For each stage PHASE.yaml, and in `PHASE` a whole run of it on one rank."""
     folder = tmp_path_factory.mktemp("stages")
-    write_corpus(toy, folder)
+    for name, count in (("a", 50), ("b", 30)):
+        write_corpus(toy / "tokenizer.model", folder / name, count)
     data = {
         "sft": {"examples": str(toy / "train.jsonl"), "eval_examples": str(toy / "test.jsonl")},
         "pretrain": {
@@ -134,11 +111,8 @@ def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path, phase
     errors = run(phase, base / f"{phase}.yaml", *words)
     assert f"resuming from {again / 'checkpoints' / f'{phase}_00000002'}" in errors
     assert_same_run(again, base / phase, f"{phase}_{STEPS:08d}")
-    mine, theirs = (
-        (folder / "model.safetensors").read_bytes()
-        for folder in (tmp_path / "hf", base / f"{phase}-hf")
-    )
-    assert mine == theirs
+    exported = base / f"{phase}-hf" / "model.safetensors"
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == exported.read_bytes()
     before = checkpoint_names(again)
     run(phase, base / f"{phase}.yaml", *words)
     assert checkpoint_names(again) == before and len(records(again)) == STEPS + 1
@@ -149,12 +123,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path, phase
 def test_a_run_that_is_stopped_by_a_signal_is_saved(base: Path, tmp_path: Path, phase: str) -> None:
     """It then continues as if it had not been stopped."""
     again = tmp_path / "run"
-    words = (
-        f"logging.dir={again}",
-        "export.hf_path=",
-        "parallel.layout=dp=2",
-        "logging.plots=false",
-    )
+    words = (f"logging.dir={again}", "export.hf_path=", "parallel.layout=dp=2")
     process = subprocess.Popen(
         command(phase, base / f"{phase}.yaml", *words),
         env=environment(base / f"{phase}.yaml"),
@@ -162,7 +131,7 @@ def test_a_run_that_is_stopped_by_a_signal_is_saved(base: Path, tmp_path: Path, 
         stderr=subprocess.DEVNULL,
     )
     metrics = again / "metrics.jsonl"
-    assert wait_for(lambda: metrics.exists() and '"step": 1,' in metrics.read_text(), process)
+    assert wait_until(lambda: metrics.exists() and '"step": 1,' in metrics.read_text(), process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) in (75, 0)  # on a fast machine it was done by then
     run(phase, base / f"{phase}.yaml", *words)
@@ -192,14 +161,9 @@ def test_the_exported_model_has_the_loss_that_was_reported(base: Path, toy: Path
     tokenizer = load_tokenizer(toy / "tokenizer.model")
     data = load_supervised(toy / "test.jsonl", tokenizer, Format(max_tokens=64))
     examples = [data[number] for number in range(len(data))]
-    found = subprocess.run(
-        [sys.executable, "-c", TRANSFORMERS, base / "sft-hf"],
+    found = run_program(
+        *(sys.executable, "-c", TRANSFORMERS, base / "sft-hf"),
         input=json.dumps([(e.token_ids.tolist(), e.loss_mask.tolist()) for e in examples]),
-        env=environment(base / "sft.yaml"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
     )
     reported = records(base / "sft")[-1]["evaluation/loss"]
     assert float(found.stdout) == pytest.approx(reported, abs=1e-5)
@@ -233,10 +197,10 @@ def test_mistakes_are_named_before_anything_starts(base: Path, tmp_path: Path) -
     bad = tmp_path / "bad.jsonl"
     errors = run("sft", base / "sft.yaml", f"data.examples={bad}", "model.vocab_size=5", expect=2)
     assert f"{bad}:1: no field 'answer'" in errors and f"{bad}:2: " in errors
-    assert "model.vocab_size = 5" in errors and "Traceback" not in errors
+    assert "model.vocab_size = 5" in errors
 
     errors = run("sft", base / "sft.yaml", "training.batch_size=7", expect=2)
-    assert "training.batch_size = 7: was 12" in errors and "Traceback" not in errors
+    assert "training.batch_size = 7: was 12" in errors
 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
@@ -248,7 +212,7 @@ def test_mistakes_are_named_before_anything_starts(base: Path, tmp_path: Path) -
     (tmp_path / "c.bin").write_bytes((base / "a.bin").read_bytes()[:-2])
     words = (f"data.train=[{tmp_path / 'c'}]", "data.weights=", "data.evaluation_share=0.0001")
     errors = run("pretrain", base / "pretrain.yaml", *words, expect=2)
-    assert "they do not belong together" in errors and "Traceback" not in errors
+    assert "they do not belong together" in errors
 
 
 def test_the_summary_is_of_the_stage(base: Path) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Command, command_environment
+from tests.e2e.resuming import all_records
+from tests.programs import ROOT, gspo, run_program
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "tiny_cpu"
+FOLDER = ROOT / "examples" / "tiny_cpu"
 START = Path("runs/tiny_cpu_start/seed_2")
 
 # Enough that some answers are right, and one process for each stage.
@@ -28,20 +29,12 @@ pytestmark = pytest.mark.timeout(1800)  # many starts; a minute each on a machin
 def life(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """run.sh, started in `folder`, where it writes its runs."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.run(
-        ["bash", FOLDER / "run.sh", *words],
-        cwd=folder,
-        env=command_environment() | {"PATH": path} | environ,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    environ["PATH"] = path
+    return run_program("bash", FOLDER / "run.sh", *words, environ=environ, cwd=folder, timeout=900)
 
 
 def evaluations(run: Path, key: str) -> list[float]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [record[key] for record in map(json.loads, lines) if key in record]
+    return [record[key] for record in all_records(run) if key in record]
 
 
 def accuracies(run: Path) -> list[float]:
@@ -56,17 +49,16 @@ def accuracies(run: Path) -> list[float]:
     return [model["accuracy"] for model in answers["models"].values()]
 
 
-def table(folder: Path) -> subprocess.CompletedProcess[str]:
-    runs = [str(run) for run in (START / "pretrain", START / "sft", RUN)]
-    command = [sys.executable, str(FOLDER / "table.py"), *runs]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def table(folder: Path, expect: int) -> str:
+    runs = (START / "pretrain", START / "sft", RUN)
+    table = (sys.executable, FOLDER / "table.py", *runs)
+    return run_program(*table, expect=expect, cwd=folder).stdout
 
 
 def test_a_short_life(tmp_path: Path) -> None:
     """All stages, each from the result of the one before; then again, with nothing to do."""
     stages = {"PRETRAIN": PRETRAIN, "SFT": SFT}
     result = life(tmp_path, *RL, **stages)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
 
     rl = tmp_path / RUN
     pretrained, tuned, trained = accuracies(rl)
@@ -85,42 +77,37 @@ def test_a_short_life(tmp_path: Path) -> None:
 
     before = {path: path.read_bytes() for path in tmp_path.rglob("metrics.jsonl")}
     again = life(tmp_path, *RL, **stages)
-    assert again.returncode == 0, again.stderr[-3000:]
     assert again.stdout.count(": finished, with") == 3
     assert {path: path.read_bytes() for path in tmp_path.rglob("metrics.jsonl")} == before
-    assert again.stdout.endswith(table(tmp_path).stdout)
+    assert again.stdout.endswith(table(tmp_path, expect=0))
 
     answers = json.loads((rl / "answers.json").read_text())
     answers["models"][str(RUN / "hf")]["accuracy"] = reported[-1] + 0.03
     (rl / "answers.json").write_text(json.dumps(answers))
-    differs = table(tmp_path)
-    assert differs.returncode == 1
-    assert "GSPO: transformers and the run differ by more than 2%" in differs.stdout
+    differs = "GSPO: transformers and the run differ by more than 2%"
+    assert differs in table(tmp_path, expect=1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2,pp=2,ep=2"])
 def test_a_whole_life(tmp_path: Path, layout: str) -> None:
     """The numbers of its README; takes minutes."""
-    result = life(tmp_path, "training.seed=2", f"parallel.layout={layout}")
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+    life(tmp_path, "training.seed=2", f"parallel.layout={layout}")
     _, tuned, trained = accuracies(tmp_path / f"runs/tiny_cpu-seed=2-layout={layout}")
     assert tuned < 0.45 and trained > 0.85
 
 
 def test_without_the_earlier_stages_the_error_names_run_sh(
-    gspo: Command, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The paths of config.yaml are relative, and nothing is there in this folder."""
     monkeypatch.chdir(tmp_path)
     advice = f"{FOLDER / 'run.sh'}: makes what this configuration needs; run it first"
-    result = gspo("train", FOLDER / "config.yaml")
-    assert result.returncode == 2
+    result = gspo("train", FOLDER / "config.yaml", expect=2)
     *missing, checkpoint, last = result.stderr.splitlines()
     assert last == advice
-    assert checkpoint.startswith(
-        "model.checkpoint_path = 'runs/tiny_cpu_start/seed_1/sft': no such"
-    )
+    no_start = "model.checkpoint_path = 'runs/tiny_cpu_start/seed_1/sft': no such folder"
+    assert checkpoint == no_start
     for name, line in zip(("tokenizer", "train.jsonl", "test.jsonl"), missing, strict=True):
         assert line.startswith(f"runs/tiny_cpu_start/data/{name}: no such")
 
@@ -130,8 +117,6 @@ def test_without_the_earlier_stages_the_error_names_run_sh(
         f"data.prompts={toy / 'train.jsonl'}",
         f"data.eval_prompts={toy / 'test.jsonl'}",
         f"data.tokenizer={toy / 'tokenizer.model'}",
+        expect=2,
     )
-    assert result.returncode == 2
-    first, last = result.stderr.splitlines()
-    assert last == advice
-    assert first == "model.checkpoint_path = 'runs/tiny_cpu_start/seed_1/sft': no such folder"
+    assert result.stderr.splitlines() == [no_start, advice]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import Command, command_environment
-from tests.e2e.resuming import command, wait_for
+from tests.e2e.resuming import all_records, command
+from tests.programs import command_environment, gspo, wait_until
 
 _RATIOS = [("ratio", name) for name in ("min", "p01", "p50", "p99", "max")]
 _RATIOS += [("clip", name) for name in ("binding", "outside", "low", "high")]
@@ -30,15 +29,10 @@ KEYS = [
 ]
 
 
-def rl_records(run: Path) -> list[dict]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if r["phase"] == "rl" and r["step"] > 0]
-
-
-def test_a_run_leaves_the_whole_run_folder(gspo: Command, config_file: Path) -> None:
-    result = gspo("train", config_file, expect=0)
+def test_a_run_leaves_the_whole_run_folder(config_file: Path) -> None:
+    result = gspo("train", config_file)
     run = config_file.parent / "run"
-    records = rl_records(run)
+    _, *records = all_records(run, "rl")  # the first is of an evaluation
     assert [r["step"] for r in records] == [1, 2]
     assert not [key for key in KEYS if key not in records[0]]
     assert all(r["mismatch/max"] < 1e-4 for r in records)  # engine and trainer agree in fp32
@@ -49,12 +43,10 @@ def test_a_run_leaves_the_whole_run_folder(gspo: Command, config_file: Path) -> 
     assert "Warning" not in result.stderr
 
 
-def test_a_clip_range_inside_the_noise_of_the_ratios_is_said_once(
-    gspo: Command, config_file: Path
-) -> None:
+def test_a_clip_range_inside_the_noise_of_the_ratios_is_said_once(config_file: Path) -> None:
     """Rollout and trainer differ by fp32 rounding, some 1e-7, with the same weights."""
     narrow = ("objective.clip_low=1e-10", "objective.clip_high=1e-10")
-    result = gspo("train", config_file, *narrow, "logging.plots=false", expect=0)
+    result = gspo("train", config_file, *narrow, "logging.plots=false")
     said = [line for line in result.stderr.splitlines() if "noise of the sequence ratio" in line]
     assert len(said) == 1 and "ratio/noise_floor" in said[0]
 
@@ -67,7 +59,7 @@ PADDED = ("training.packing=false", "model.megatron.moe_token_dispatcher_type=al
     [("dp=2,ep=2", ()), ("tp=2,pp=2,ep=2", ()), ("dp=2,ep=2,pp=2", PADDED), ("tp=2", PADDED)],
 )
 def test_one_key_changes_the_layout_and_not_the_first_step(
-    gspo: Command, config_file: Path, layout: str, more: tuple[str, ...]
+    config_file: Path, layout: str, more: tuple[str, ...]
 ) -> None:
     """Same weights, same prompts, same samples: the first step's loss and gradient norm differ by
     the rounding of fp32 sums (1e-5). Aux loss off: it depends on how tokens fall into
@@ -81,8 +73,8 @@ def test_one_key_changes_the_layout_and_not_the_first_step(
     runs = []
     for number, extra in enumerate(([], [f"parallel.layout={layout}", *more])):
         run = config_file.parent / f"run{number}"
-        gspo("train", config_file, *settings, f"logging.dir={run}", *extra, expect=0)
-        runs.append(rl_records(run)[0])
+        gspo("train", config_file, *settings, f"logging.dir={run}", *extra)
+        runs.append(all_records(run, "rl")[1])
     one, sharded = runs
     for key in ("reward/mean", "grad_norm", "policy/entropy", "response/length_mean"):
         assert sharded[key] == pytest.approx(one[key], rel=1e-5), key
@@ -101,7 +93,7 @@ def test_ctrl_c_ends_every_rank(config_file: Path) -> None:
         start_new_session=True,
     )
     metrics = config_file.parent / "run" / "metrics.jsonl"
-    assert wait_for(lambda: metrics.exists() and '"rl"' in metrics.read_text(), process)
+    assert wait_until(lambda: metrics.exists() and '"rl"' in metrics.read_text(), process)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
     left = [p.pid for p in psutil.process_iter(["cmdline"]) if marker in (p.info["cmdline"] or [])]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,24 +13,16 @@ import torch
 
 from gspo_megatron.config.precision import FP8, device_lacks, engine_lacks
 from gspo_megatron.platform.devices import built_for_cuda
+from tests.programs import ROOT, run_program
 
-ROOT = Path(__file__).resolve().parents[2]
 Task = Callable[..., Any]
 
 
 def run_task(task: str, folder: Path, out: Path, *, cpu: bool = False, **options: str) -> None:
     """Raises AssertionError with what it said where it fails."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.one_step", task, folder, out, json.dumps(options)],
-        cwd=ROOT,
-        env=os.environ | hidden,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    program = (sys.executable, "-m", "tests.gpu.one_step", task, folder, out, json.dumps(options))
+    run_program(*program, environ=hidden, timeout=280, cwd=ROOT)
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@ preflight."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from gspo_megatron.models.transformer_config import refuse_impossible
 from gspo_megatron.platform.devices import built_for_cuda
 from gspo_megatron.routing.replay import RouteTable
 from tests.gpu.conftest import need
+from tests.programs import gspo
 
 pytestmark = pytest.mark.gpu
 ROWS, HIDDEN, VOCABULARY = 4096, 2048, 151_936  # Qwen3-30B-A3B's head
@@ -116,15 +115,8 @@ def test_logits_of_bf16_are_not_rounded_to_bf16() -> None:
 def test_preflight_on_one_gpu(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("data: {tokenizer: none, prompts: none}\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "gspo_megatron", "preflight", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "free memory" in done.stdout and "matmul" in done.stdout
+    told = gspo("preflight", config).stdout
+    assert "free memory" in told and "matmul" in told
 
 
 def test_routes_wait_in_pinned_host_memory() -> None:

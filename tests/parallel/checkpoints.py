@@ -129,22 +129,15 @@ def train_and_save(
     return Outcome(state, gather_state(policy, trainer))
 
 
-def save_error(config: Config, folder: Path, *, asynchronous: bool) -> str:
-    """This rank's error of a save that fails."""
+def error_of(config: Config, folder: Path, *, asynchronous: bool | None = None) -> str:
+    """This rank's error of a load that fails; of a save, where `asynchronous` is given."""
     policy, trainer = start(config)
     try:
-        save_tensors(folder, policy, trainer, asynchronous=asynchronous).result()
-    except DataError as error:
-        return str(error)
-    return ""
-
-
-def load_error(config: Config, folder: Path) -> str:
-    """This rank's error of a load that fails."""
-    policy, trainer = start(config)
-    try:
-        load_model(folder, policy)
-        load_optimizer(folder, policy, trainer)
+        if asynchronous is not None:
+            save_tensors(folder, policy, trainer, asynchronous=asynchronous).result()
+        else:
+            load_model(folder, policy)
+            load_optimizer(folder, policy, trainer)
     except DataError as error:
         return str(error)
     return ""
@@ -271,35 +264,24 @@ def _assemble(
     return whole
 
 
-def save_expert_biases(config: Config, folder: Path) -> dict[str, Tensor]:
-    """Random ones, as training would leave them; they are buffers, and no optimizer has them."""
+def expert_biases(config: Config, folder: Path, *, save: bool) -> dict[str, Tensor]:
+    """Those of all ranks, whose copies are equal, after a load; or random ones, as training would
+    leave them, and a save. They are buffers, and no optimizer has them."""
     policy, _ = start(config)
-    for name, bias in sorted(_expert_biases(policy).items()):
-        generator = torch.Generator().manual_seed(len(name) + int(name.split(".")[2]))
-        bias.copy_(torch.randn(bias.shape, generator=generator))
-    save_tensors(folder, policy, None, asynchronous=False).result()
-    return _union(_expert_biases(policy))
-
-
-def load_expert_biases(config: Config, folder: Path) -> dict[str, Tensor]:
-    policy, _ = start(config)
-    load_model(folder, policy)
-    return _union(_expert_biases(policy))
-
-
-def _expert_biases(policy: Policy) -> dict[str, Tensor]:
-    return {
-        entry.key: entry.data
-        for model in policy.models
-        for entry in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values()
-        if entry.key.endswith("expert_bias")
-    }
-
-
-def _union(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of all ranks; what two have is equal."""
+    if not save:
+        load_model(folder, policy)
+    states = (
+        m.sharded_state_dict(metadata={"non_homogeneous_layers": True}) for m in policy.models
+    )
+    entries = [entry for state in states for entry in state.values()]
+    biases = {entry.key: entry.data for entry in entries if entry.key.endswith("expert_bias")}
+    if save:
+        for name, bias in biases.items():
+            generator = torch.Generator().manual_seed(len(name) + int(name.split(".")[2]))
+            bias.copy_(torch.randn(bias.shape, generator=generator))
+        save_tensors(folder, policy, None, asynchronous=False).result()
     whole: dict[str, Tensor] = {}
-    for found in all_gather_objects(named):
+    for found in all_gather_objects(biases):
         for name, value in found.items():
             assert torch.equal(whole.setdefault(name, value), value), f"copies of {name} differ"
     return whole

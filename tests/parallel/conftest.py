@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.parallel.pool import Pool
+from tests.parallel.updates import Updates
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +15,8 @@ def pool() -> Iterator[Pool]:
     processes = Pool()
     yield processes
     processes.close()
+
+
+@pytest.fixture(scope="session")
+def updates(pool: Pool) -> Updates:
+    return Updates(pool)

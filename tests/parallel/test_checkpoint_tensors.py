@@ -16,15 +16,13 @@ from gspo_megatron.checkpoint.manifest import find_damage, read_manifest
 from tests.parallel.checkpoints import (
     Outcome,
     State,
-    load_error,
-    load_expert_biases,
+    error_of,
+    expert_biases,
     move,
     publish,
     resume,
     rng_after_resume,
     run_config,
-    save_error,
-    save_expert_biases,
     save_generators,
     stock_load,
     train_and_save,
@@ -37,6 +35,7 @@ SAVED_ON = "tp=2,pp=2,ep=2"
 # An update of size 1e-3 from equal states; gradients in fp32 differ by 1e-6 of their size between
 # layouts. A state that is lost shows in the state itself, and here at 1e-4 and above.
 UPDATE_TOLERANCE = 1e-5
+TIED = {"tie_embeddings": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -45,9 +44,9 @@ def on(pool: Pool, layout: str, function: Any, *, options: dict | None = None, *
     return pool.on(run_config(layout, **(options or {})), function, **arguments)
 
 
-def error_of_all(pool: Pool, layout: str, function: Any, options: Any = None, **arguments) -> str:
-    """What every rank returned, which is the same."""
-    found = pool.each(run_config(layout, **(options or {})), function, **arguments)
+def error_of_all(pool: Pool, layout: str, options: Any = None, **arguments) -> str:
+    """That of every rank, which is the same."""
+    found = pool.each(run_config(layout, **(options or {})), error_of, **arguments)
     assert len(set(found)) == 1, found
     return found[0]
 
@@ -94,19 +93,13 @@ def test_the_saved_run_has_something_to_lose(saved: tuple[Path, Outcome]) -> Non
         assert moved > 10 * UPDATE_TOLERANCE, name
 
 
-def test_same_layout_is_bitwise(pool: Pool, saved: tuple[Path, Outcome]) -> None:
-    folder, expected = saved
-    found = on(pool, SAVED_ON, resume, folder=folder)
-    assert_same(found, expected)
-
-
-@pytest.mark.parametrize("layout", ["tp=1", "dp=2,ep=2", "tp=2,cp=2", "pp=2,vpp=2"])
-def test_other_layout_has_the_same_state(
+@pytest.mark.parametrize("layout", [SAVED_ON, "tp=1", "dp=2,ep=2", "tp=2,cp=2", "pp=2,vpp=2"])
+def test_other_layout_has_the_same_state_and_the_same_one_is_bitwise(
     pool: Pool, saved: tuple[Path, Outcome], layout: str
 ) -> None:
     folder, expected = saved
     found = on(pool, layout, resume, folder=folder)
-    assert_same(found, expected, UPDATE_TOLERANCE)
+    assert_same(found, expected, 0.0 if layout == SAVED_ON else UPDATE_TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", ["tp=1", "cp=2,ep=2", "tp=2,etp=2"])
@@ -115,8 +108,7 @@ def test_back_from_another_layout_is_bitwise(
 ) -> None:
     folder, expected = saved
     on(pool, layout, move, source=folder, destination=tmp_path)
-    found = on(pool, SAVED_ON, resume, folder=tmp_path)
-    assert_same(found, expected)
+    assert_same(on(pool, SAVED_ON, resume, folder=tmp_path), expected)
 
 
 @pytest.mark.full
@@ -131,21 +123,15 @@ def test_any_layout_to_any_other(pool: Pool, layout: str, precision: str, tmp_pa
     expected = on(pool, layout, train_and_save, options=options, folder=first)
     moved = on(pool, other, move, options=options, source=first, destination=second)
     assert_same_state(moved.state, expected.state)
-    found = on(pool, layout, resume, options=options, folder=second)
-    assert_same(found, expected)
+    assert_same(on(pool, layout, resume, options=options, folder=second), expected)
 
 
 @pytest.mark.parametrize(
     ("layout", "other", "options"),
     [
         ("dp=2,tp=2", "tp=1", {"precision": "bf16", "ddp": OVERLAP}),
-        ("pp=2,ep=2", "dp=2", {"tie_embeddings": True}),
-        pytest.param(
-            "pp=2,tp=2",
-            "tp=1",
-            {"tie_embeddings": True, "precision": "bf16"},
-            marks=pytest.mark.full,
-        ),
+        ("pp=2,ep=2", "dp=2", TIED),
+        pytest.param("pp=2,tp=2", "tp=1", TIED | {"precision": "bf16"}, marks=pytest.mark.full),
         pytest.param("pp=2,dp=2", "ep=4", {"ddp": OVERLAP}, marks=pytest.mark.full),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "-".join(value),
@@ -154,8 +140,7 @@ def test_sixteen_bits_overlap_and_tied_embeddings(
     pool: Pool, layout: str, other: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     expected = on(pool, layout, train_and_save, options=options, folder=tmp_path)
-    same = on(pool, layout, resume, options=options, folder=tmp_path)
-    assert_same(same, expected)
+    assert_same(on(pool, layout, resume, options=options, folder=tmp_path), expected)
     elsewhere = on(pool, other, resume, options=options, folder=tmp_path)
     # bf16: gradients differ by their rounding, and so may the last bit of a weight of size 1
     bf16 = options.get("precision") == "bf16"
@@ -170,10 +155,8 @@ def test_asynchronous_save_is_of_the_moment_of_the_call(
     is what was there when it began."""
     _, expected = saved
     options = {"asynchronous": True, "held": held}
-    running = on(pool, SAVED_ON, train_and_save, folder=tmp_path, **options)
-    assert_same(running, expected)
-    found = on(pool, SAVED_ON, resume, folder=tmp_path)
-    assert_same(found, expected)
+    assert_same(on(pool, SAVED_ON, train_and_save, folder=tmp_path, **options), expected)
+    assert_same(on(pool, SAVED_ON, resume, folder=tmp_path), expected)
 
 
 def test_stock_megatron_reads_the_weights(pool: Pool, saved: tuple[Path, Outcome]) -> None:
@@ -208,7 +191,7 @@ def test_writer_that_fails_is_everyones_error(
     pool: Pool, tmp_path: Path, asynchronous: bool
 ) -> None:
     (tmp_path / "model").write_text("a file, where a folder is wanted")
-    error = error_of_all(pool, "dp=2", save_error, folder=tmp_path, asynchronous=asynchronous)
+    error = error_of_all(pool, "dp=2", folder=tmp_path, asynchronous=asynchronous)
     assert f"{tmp_path}/model: rank 0 cannot write: " in error
 
 
@@ -229,7 +212,7 @@ def overwrite(path: Path) -> None:
 
 
 LOST = "optimizer.exp_avg.decoder.final_layernorm.weight"
-# what is done to a file of a checkpoint, and what is said of it
+# what is done to a file of a checkpoint, and what is said of it, on all ranks of dp=2 or SAVED_ON
 DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "evil": (
         "optimizer/.metadata",
@@ -242,6 +225,8 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         "{path}: truncated, ",
     ),
     "damaged": ("model/__0_0.distcp", overwrite, "{path}: damaged"),
+    # what the last rank alone has written, and reads
+    "one_rank": ("optimizer/__3_0.distcp", overwrite, "{path}: damaged"),
     "missing_file": ("optimizer/__0_0.distcp", Path.unlink, "{path}: no such file"),
     "no_optimizer": ("optimizer", shutil.rmtree, "{path}/groups.json: no such file"),
     "missing_key": (
@@ -260,19 +245,10 @@ def test_damage_is_named_on_all_ranks(
     shutil.copytree(saved[0], tmp_path / "copy")
     path = tmp_path / "copy" / name
     spoil(path)
-    error = error_of_all(pool, "dp=2", load_error, folder=tmp_path / "copy")
+    layout = SAVED_ON if damage == "one_rank" else "dp=2"
+    error = error_of_all(pool, layout, folder=tmp_path / "copy")
     assert expected.format(path=path) in error
     assert not Path("intruded").exists()
-
-
-def test_damage_that_one_rank_meets_is_everyones_error(
-    pool: Pool, saved: tuple[Path, Outcome], tmp_path: Path
-) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(saved[0], folder)
-    path = folder / "optimizer" / "__3_0.distcp"  # what the last rank alone has written, and reads
-    overwrite(path)
-    assert f"{path}: damaged" in error_of_all(pool, SAVED_ON, load_error, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +263,7 @@ def test_damage_that_one_rank_meets_is_everyones_error(
 def test_another_model_is_refused(
     pool: Pool, saved: tuple[Path, Outcome], options: dict[str, Any], expected: str
 ) -> None:
-    error = error_of_all(pool, "dp=2", load_error, options, folder=saved[0])
+    error = error_of_all(pool, "dp=2", options, folder=saved[0])
     assert f"{saved[0] / 'model'}: " in error and expected in error
 
 
@@ -302,9 +278,9 @@ def test_random_numbers_go_on_on_the_same_layout_alone(pool: Pool, tmp_path: Pat
 
 def test_expert_biases(pool: Pool, tmp_path: Path) -> None:
     options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    expected = on(pool, SAVED_ON, save_expert_biases, options=options, folder=tmp_path)
+    expected = on(pool, SAVED_ON, expert_biases, options=options, folder=tmp_path, save=True)
     assert len(expected) == 3 and all(bias.any() for bias in expected.values())
-    found = on(pool, "ep=2", load_expert_biases, options=options, folder=tmp_path)
+    found = on(pool, "ep=2", expert_biases, options=options, folder=tmp_path, save=False)
     assert_equal(found, expected)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -53,14 +51,10 @@ def reward_of_turns(sample: Sample) -> TurnRewards:
     return TurnRewards([sum(ids[max(0, end - TURN) : end]) / 64 for end in ends], ends)
 
 
-@dataclass
-class Received:
-    """One sequence of the step, as a rank that trains on it has it."""
-
-    tokens: list[int]
-    group: int
-    reward: float
-    token_advantages: list[float]
+# One sequence of the step, as a rank that trains on it has it: its group, its tokens and reward,
+# and its token advantages.
+Received = tuple[int, tuple[list[int], float], list[float]]
+Step = tuple[dict[int, list[Received]], dict[str, float]]
 
 
 def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received], dict[str, float]]:
@@ -73,12 +67,8 @@ def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received],
         Prompt(f"prompt {n}", answer, f"f:{n}", {}, tuple(ids))
         for n, (ids, answer) in enumerate(zip(prompts, ANSWERS, strict=True))
     )
-    experience = collect(
-        collector,
-        lambda: [next(drawn) for _ in range(config.rollout.prompts_per_step)],
-        SAMPLING,
-        21,
-    )
+    count = config.rollout.prompts_per_step
+    experience = collect(collector, lambda: [next(drawn) for _ in range(count)], SAMPLING, 21)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     index = gather_index(experience.batch, experience.scores.shaped, group)
     _, advantages = compute_advantages(build_advantages(config.objective), experience, index)
@@ -90,25 +80,21 @@ def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received],
     for number, tokens in received.tokens.items():
         start = received.offsets[number]
         own = received.token_advantages[start : start + index.response_lengths[number]]
-        reward = float(index.rewards[number])
-        found[number] = Received(tokens.tolist(), index.groups[number], reward, own.tolist())
+        content = tokens.tolist(), float(index.rewards[number])
+        found[number] = index.groups[number], content, own.tolist()
     return found, experience.metrics
 
 
 def config_of(layout: str) -> Config:
     config = odd_moe(layout, {"name": "gspo_token"})
-    rollout: dict[str, Any] = {
-        "dynamic_sampling": True,
-        "group_size": GROUP,
-        "prompts_per_step": PROMPTS,
-    }
+    rollout = {"dynamic_sampling": True, "group_size": GROUP, "prompts_per_step": PROMPTS}
     rollout["max_response_tokens"] = SAMPLING.max_tokens
     sections = {"rollout": rollout, "reward": {"scale": 0.5, "clip": 0.6}}
     changed = {k: getattr(config, k).model_copy(update=v) for k, v in sections.items()}
     return config.model_copy(update=changed)
 
 
-def collected(pool: Pool, layout: str) -> tuple[dict[int, list[Received]], dict[str, float]]:
+def collected(pool: Pool, layout: str) -> Step:
     """Each sequence as the ranks that train on it have it, and the metrics of all ranks."""
     draw = random.Random(7)
     prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(2 + n % 3)] for n in range(9)]
@@ -120,46 +106,33 @@ def collected(pool: Pool, layout: str) -> tuple[dict[int, list[Received]], dict[
 
 
 @pytest.fixture(scope="module")
-def of_one_rank(pool: Pool) -> tuple[dict[int, list[Received]], dict[str, float]]:
+def of_one_rank(pool: Pool) -> Step:
     return collected(pool, "tp=1")
 
 
-def test_one_rank_keeps_the_first_groups_with_spread(
-    of_one_rank: tuple[dict[int, list[Received]], dict[str, float]],
-) -> None:
+def test_one_rank_keeps_the_first_groups_with_spread(of_one_rank: Step) -> None:
     sequences, metrics = of_one_rank
-    assert [sequences[n][0].group for n in sorted(sequences)] == [g for g in KEPT for _ in range(3)]
+    assert [sequences[n][0][0] for n in sorted(sequences)] == [g for g in KEPT for _ in range(3)]
     assert metrics["rollout/refills"] == 1
     assert metrics["rollout/groups_dropped"] == 3
     assert metrics["reward/zero_spread_groups"] == pytest.approx(2 / 6)
     assert metrics["reward/mean"] > 2 * metrics["reward/shaped_mean"]  # clipped at times
     for group in KEPT:
         # turns of three tokens: the first of each carries the turn's advantage
-        turns = [
-            advantage
-            for copies in sequences.values()
-            if copies[0].group == group
-            for advantage in copies[0].token_advantages[::TURN]
-        ]
+        alone = [copies[0] for copies in sequences.values()]
+        turns = [x for of, _, advantages in alone if of == group for x in advantages[::TURN]]
         assert len(turns) > GROUP
         assert statistics.mean(turns) == pytest.approx(0, abs=1e-6)
         assert statistics.stdev(turns) == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "tp=2,pp=2", "dp=4,ep=4", "cp=2"])
-def test_the_batch_is_that_of_one_rank(
-    pool: Pool,
-    of_one_rank: tuple[dict[int, list[Received]], dict[str, float]],
-    layout: str,
-) -> None:
+def test_the_batch_is_that_of_one_rank(pool: Pool, of_one_rank: Step, layout: str) -> None:
     expected, expected_metrics = of_one_rank
     sequences, metrics = collected(pool, layout)
     assert metrics == pytest.approx(expected_metrics, rel=1e-12)
     assert sequences.keys() == expected.keys()
     for number, copies in sequences.items():
-        wanted = expected[number][0]
-        for received in copies:
-            assert received.tokens == wanted.tokens
-            assert received.group == wanted.group
-            assert received.reward == wanted.reward
-            assert received.token_advantages == pytest.approx(wanted.token_advantages, abs=1e-6)
+        group, content, advantages = expected[number][0]
+        for copy in copies:
+            assert copy == (group, content, pytest.approx(advantages, abs=1e-6))

@@ -19,16 +19,10 @@ from tests.parallel.matrix import (
     full_product,
 )
 from tests.parallel.models import VOCAB_SIZE
-from tests.parallel.pool import Pool
 from tests.parallel.updates import FP64_TOLERANCE_OF_ROUTERS, Updates, assert_follows_formulas
 
 SELECTION = covering_selection(DIMENSIONS)
 OBJECTIVES = covering_selection(OBJECTIVE_DIMENSIONS)
-
-
-@pytest.fixture(scope="module")
-def updates(pool: Pool) -> Updates:
-    return Updates(pool)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +56,8 @@ def test_batches_meet_both_clip_bounds_and_stay_inside_too(
     assert metrics["clip/token/outside"] > metrics["clip/token/binding"] + 0.02
 
 
-@pytest.mark.parametrize("case", SELECTION, ids=str)
+@pytest.mark.parametrize("case", SELECTION + OBJECTIVES, ids=str)
 def test_update_is_the_same_on_every_layout(updates: Updates, case: Case) -> None:
-    updates.check(case)
-
-
-@pytest.mark.parametrize("case", OBJECTIVES, ids=str)
-def test_update_by_any_objective_is_the_same_on_every_layout(updates: Updates, case: Case) -> None:
     updates.check(case)
 
 

@@ -52,38 +52,47 @@ def check(pool: Pool) -> Check:
     return compare_with_one_rank
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["pp=4", "tp=2,ep=4,dp=2", "tp=2,etp=2,ep=2,dp=2", "pp=2,vpp=2,tp=2,ep=4,dp=2"],
-)
-def test_larger_products_equal_one_rank(check: Check, layout: str) -> None:
-    check(layout)
+DENSE = {
+    "num_moe_experts": None,
+    "moe_layer_freq": 1,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+}
+# the embedding and the loss count as a layer each: 3 + 3 places for 4 layers
+ENDS_COUNT = {
+    "account_for_embedding_in_pipeline_split": True,
+    "account_for_loss_in_pipeline_split": True,
+}
+# At these coefficients they are most of a router's gradient: padding that a layout adds, or tokens
+# that it distributes unevenly, must not show.
+LARGE_ROUTER_LOSSES = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("layout", "stages"),
+    ("layout", "model"),
     [
-        ("pp=2", {"num_layers_in_first_pipeline_stage": 1}),
-        ("pp=2,cp=2", {"num_layers_in_last_pipeline_stage": 3}),
-        # the embedding and the loss count as a layer each: 3 + 3 places for 4 layers
-        (
-            "pp=2,tp=2",
-            {
-                "account_for_embedding_in_pipeline_split": True,
-                "account_for_loss_in_pipeline_split": True,
-            },
-        ),
-        ("pp=2", {"pipeline_model_parallel_layout": "Et|tttL"}),
-        ("pp=2,vpp=2,ep=2", {"pipeline_model_parallel_layout": "Et|t|tt|L"}),
+        ("pp=4", {}),
+        ("tp=2,ep=4,dp=2", {}),
+        ("tp=2,etp=2,ep=2,dp=2", {}),
+        ("pp=2,vpp=2,tp=2,ep=4,dp=2", {}),
+        # stages of unequal size
+        ("pp=2", {"more": {"num_layers_in_first_pipeline_stage": 1}}),
+        ("pp=2,cp=2", {"more": {"num_layers_in_last_pipeline_stage": 3}}),
+        ("pp=2,tp=2", {"more": ENDS_COUNT}),
+        ("pp=2", {"more": {"pipeline_model_parallel_layout": "Et|tttL"}}),
+        ("pp=2,vpp=2,ep=2", {"more": {"pipeline_model_parallel_layout": "Et|t|tt|L"}}),
+        ("tp=1", {"more": {"training": {"recompute": "selective"}}}),
+        ("tp=2,cp=2", {"more": {"training": {"recompute": "selective"}}}),
+        ("pp=2,vpp=2", {"more": {"training": {"recompute": "selective"}}}),
+        ("tp=2", LARGE_ROUTER_LOSSES),
+        ("cp=2", LARGE_ROUTER_LOSSES),
+        ("pp=2", {"tie_embeddings": True}),
+        ("tp=2,pp=2,ep=2", {"tie_embeddings": True}),
+        ("tp=2", {"sequence_parallel": False, **DENSE}),
     ],
 )
-def test_stages_of_unequal_size(check: Check, layout: str, stages: dict[str, Any]) -> None:
-    check(layout, more=stages)
-
-
-@pytest.mark.parametrize("layout", ["tp=1", "tp=2,cp=2", "pp=2,vpp=2"])
-def test_selective_recompute(check: Check, layout: str) -> None:
-    check(layout, more={"training": {"recompute": "selective"}})
+def test_the_update_is_that_of_one_rank(check: Check, layout: str, model: dict[str, Any]) -> None:
+    check(layout, **model)
 
 
 @pytest.mark.parametrize("layout", ["tp=2,cp=2", "dp=4", "dp=2,ep=2", "pp=2"])
@@ -91,29 +100,6 @@ def test_micro_batches_without_sequences_add_nothing(check: Check, layout: str) 
     # 3 sequences over 4 shares of 2 micro-batches: most of these are padding only
     result = check(layout, "grpo", sequences=3)
     assert math.isfinite(result.metrics["grad_norm"])
-
-
-@pytest.mark.parametrize("layout", ["tp=2", "cp=2"])
-def test_losses_of_the_routers_are_means_over_real_tokens(check: Check, layout: str) -> None:
-    """At these coefficients they are most of a router's gradient: padding that a layout adds, or
-    tokens that it distributes unevenly, must not show."""
-    check(layout, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.1)
-
-
-@pytest.mark.parametrize("layout", ["pp=2", "tp=2,pp=2,ep=2"])
-def test_tied_embeddings_add_up_over_the_stages(check: Check, layout: str) -> None:
-    check(layout, tie_embeddings=True)
-
-
-def test_a_dense_model_without_sequence_parallelism(check: Check) -> None:
-    dense = {
-        "num_moe_experts": None,
-        "moe_layer_freq": 1,
-        "moe_ffn_hidden_size": None,
-        "moe_shared_expert_intermediate_size": None,
-        "sequence_parallel": False,
-    }
-    check("tp=2", **dense)
 
 
 @pytest.mark.parametrize("longest_first", [False, True])

@@ -20,7 +20,6 @@ from gspo_megatron.rl import policy_update as step
 from gspo_megatron.verify import parity
 from gspo_megatron.verify.results import StepResult, compare
 from tests.parallel.matrix import Case
-from tests.parallel.pool import Pool
 from tests.parallel.updates import FP32_TOLERANCE, Updates
 
 Mistake = Callable[[], contextlib.AbstractContextManager]
@@ -143,11 +142,6 @@ def expert_gradients_reduced_over_the_wrong_ranks() -> contextlib.AbstractContex
         self.weight1.allreduce = self.weight2.allreduce = True
 
     return patch.object(experts.GroupedExperts, "__init__", init)
-
-
-@pytest.fixture(scope="module")
-def updates(pool: Pool) -> Updates:
-    return Updates(pool)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import psutil
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.pool import Pool, RankError
+from tests.programs import wait_until
 
 
 def add_up(value: float) -> float:
@@ -20,21 +20,13 @@ def add_up(value: float) -> float:
     return float(total)
 
 
-def fail_on_rank_one() -> None:
+def end_rank_one(how: str) -> None:
     if dist.get_rank() == 1:
+        if how == "dies":
+            os._exit(7)
+        if how == "hangs":
+            signal.pause()
         raise ValueError("nothing here")
-    dist.barrier()
-
-
-def hang_on_rank_one() -> None:
-    if dist.get_rank() == 1:
-        signal.pause()
-    dist.barrier()
-
-
-def die_on_rank_one() -> None:
-    if dist.get_rank() == 1:
-        os._exit(7)
     dist.barrier()
 
 
@@ -44,15 +36,12 @@ def test_worlds_of_different_sizes_follow_each_other(pool: Pool) -> None:
 
 def test_failures_are_raised_with_rank_and_cause_and_the_pool_recovers() -> None:
     pool = Pool()
-    with pytest.raises(RankError, match=r"(?s)rank 1 of 2: .*fail_on_rank_one.*nothing here"):
-        pool.run(2, fail_on_rank_one)
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2: .*end_rank_one.*nothing here"):
+        pool.run(2, end_rank_one, how="fails")
     with pytest.raises(RankError, match=r"no answer in time from ranks \[0, 1\]|rank 0 of 2"):
-        pool.run(2, hang_on_rank_one, timeout=4.0)
+        pool.run(2, end_rank_one, how="hangs", timeout=4.0)
     with pytest.raises(RankError, match="rank 1 of 2: the process died"):
-        pool.run(2, die_on_rank_one)
+        pool.run(2, end_rank_one, how="dies")
     processes = pool.run(2, os.getpid)
     pool.close()
-    deadline = time.monotonic() + 20.0
-    while any(map(psutil.pid_exists, processes)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(psutil.pid_exists, processes))
+    wait_until(lambda: not any(map(psutil.pid_exists, processes)), seconds=20)

@@ -2,29 +2,85 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from collections import defaultdict
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
 
+from gspo_megatron.routing import hooks
+from gspo_megatron.routing.replay import Recording, Replaying
+from gspo_megatron.routing.volatility import Observing
 from gspo_megatron.verify.parity import Cut
-from gspo_megatron.verify.results import compare
+from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
 from tests.parallel.models import NO_ROUTER_LOSSES, VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool, RankError
-from tests.parallel.replays import Watched, watched_update
 from tests.parallel.updates import (
     FP64_TOLERANCE_OF_ROUTERS,
     assert_same_gradients,
     assert_same_update,
     update,
+    update_away_from_the_reference,
 )
+from tests.unit.routing import mistakes
 
 LAYOUTS = ("tp=2", "pp=2", "pp=2,vpp=2", "ep=2", "cp=2", "tp=2,pp=2,ep=2,cp=2")
 RECOMPUTES = ("none", "selective", "full")
 EXPERTS, TOP_K, LAYERS, MOE_LAYERS = 8, 2, 4, 3
+
+
+@dataclass
+class Watched:
+    """An update with counts over all ranks, on rank 0."""
+
+    result: StepResult
+    replayed: int  # tokens x layers whose forward pass had routes to follow
+    wrong: int  # of these, tokens whose experts in Megatron-Core's routing map were others
+    moved: int  # of these, tokens that the router would have sent elsewhere
+    passes: dict[str, int]  # forward passes of routers, by what they were told
+
+
+def watched_update(mistake: str | None = None, **arguments: Any) -> Watched:
+    """An update, every routing map of Megatron-Core held against the routes of the pass. `mistake`:
+    of tests.unit.routing.mistakes."""
+    counts, passes = defaultdict(int), defaultdict(int)
+    native = TopKRouter.routing
+
+    def routing(self: TopKRouter, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        routes = hooks._current.get()
+        passes[type(routes).__name__] += 1
+        # a checkpointed training pass, to be repeated when gradients are wanted
+        passes["checkpointed"] += isinstance(routes, Observing) and not torch.is_grad_enabled()
+        probs, chosen = native(self, logits, *args, **kwargs)
+        inner = routes.inner if isinstance(routes, (Observing, Recording)) else routes
+        if isinstance(inner, Replaying):
+            table = inner._table
+            wanted = table.experts[table.layers.index(self.layer_number)].long()
+            maps = torch.zeros_like(chosen).scatter(1, wanted, True)
+            known = table.known if table.known is not None else torch.ones(len(maps)).bool()
+            own = logits.detach().flatten(0, -2).topk(self.topk, dim=-1).indices
+            natural = torch.zeros_like(chosen).scatter(1, own, True)
+            counts["replayed"] += int(known.sum())
+            counts["wrong"] += int(((maps != chosen).any(-1) & known).sum())
+            counts["wrong"] += int(((natural != chosen).any(-1) & ~known).sum())
+            counts["moved"] += int(((maps != natural).any(-1) & known).sum())
+            # the weights of the experts are the live router's
+            assert not (probs[~chosen] != 0).any()
+        return probs, chosen
+
+    wrong = getattr(mistakes, mistake)() if mistake else nullcontext()
+    with wrong, mock.patch.object(TopKRouter, "routing", routing):
+        result = update_away_from_the_reference(**arguments)
+    values = torch.tensor([counts[name] for name in ("replayed", "wrong", "moved")])
+    dist.all_reduce(values)
+    return Watched(result, *values.tolist(), passes=dict(passes))
 
 
 def with_routes(batch: SyntheticBatch) -> SyntheticBatch:
@@ -34,7 +90,7 @@ def with_routes(batch: SyntheticBatch) -> SyntheticBatch:
         torch.rand((len(tokens), LAYERS, EXPERTS), generator=generator).topk(TOP_K).indices
         for tokens in batch.tokens
     ]
-    return dataclasses.replace(batch, routes=[r.to(torch.uint8) for r in routes])
+    return replace(batch, routes=[r.to(torch.uint8) for r in routes])
 
 
 def run(

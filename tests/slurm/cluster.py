@@ -93,13 +93,11 @@ FINISHED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_
 class Cluster:
     """Starts on entry of the context, ends with everything in it on exit."""
 
-    def __init__(
-        self, folder: Path, prefix: Path, *, nodes: int = 2, isolated: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, prefix: Path, *, isolated: bool = False) -> None:
         """`folder`: an empty one, with a short path. `prefix`: of `slurm_prefix`."""
         self.folder, self.prefix, self.isolated = folder, prefix, isolated
         network = _NETWORK if isolated else "127.0.0"
-        self.nodes = [f"{network}.{11 + number}" for number in range(nodes)]
+        self.nodes = [f"{network}.{number}" for number in (11, 12)]
         self.address = f"{_NETWORK}.1" if isolated else "127.0.0.1"
         self.environ = dict(os.environ) | program_environment(prefix)
         self.environ["SLURM_CONF"] = str(folder / "slurm.conf")
@@ -110,14 +108,11 @@ class Cluster:
         try:
             self._start()
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
         """Kill every process of the cluster and of its jobs."""
         for name in reversed(list(self._daemons)):
             self.kill(name)
@@ -316,14 +311,12 @@ class Cluster:
         deadline = time.monotonic() + _START_SECONDS
         while not condition():
             ended = [name for name, process in self._daemons.items() if process.poll() is not None]
-            assert not ended and time.monotonic() < deadline, self._what_they_said(ended)
+            if ended or time.monotonic() > deadline:
+                texts = [f"the cluster does not start; ended: {', '.join(ended) or 'none'}"]
+                for path in sorted([*self.folder.glob("*.out"), *self.folder.glob("*.log")]):
+                    texts.append(f"{path.name}: {path.read_text(errors='replace')[-1500:]}")
+                raise AssertionError("\n".join(texts))
             time.sleep(0.1)
-
-    def _what_they_said(self, ended: Sequence[str]) -> str:
-        texts = [f"the cluster does not start; ended: {', '.join(ended) or 'none'}"]
-        for path in sorted([*self.folder.glob("*.out"), *self.folder.glob("*.log")]):
-            texts.append(f"{path.name}: {path.read_text(errors='replace')[-1500:]}")
-        return "\n".join(texts)
 
 
 def why_not_isolated() -> str | None:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import yaml
 
-from gspo_megatron.data.corpus_files import write_indexed
-from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.data.toy import write_toy_dataset
-from tests.e2e.resuming import TINY_MODEL, assert_same_run, records
+from tests.e2e.resuming import TINY_MODEL, assert_same_run, records, write_corpus
+from tests.programs import ROOT
 from tests.slurm.cluster import Cluster
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
 STAGE_STEPS = 60  # of pre-training and fine-tuning: seconds enough to stop a run in the middle
 CALLS_PER_STEP = 16  # of the reward
@@ -97,11 +93,6 @@ class Run:
             chosen["GLOO_SOCKET_IFNAME"] = "lo"
         return chosen
 
-    def calls(self) -> int:
-        """How many responses have got their reward."""
-        path = self.folder / "calls"
-        return path.stat().st_size if path.exists() else 0
-
     def hold(self, calls: int) -> None:
         """Let the run stand still at its next reward after so many."""
         (self.folder / "holding").unlink(missing_ok=True)
@@ -141,7 +132,9 @@ def make_run(folder: Path, *, ranks: int = 4, **sections: Mapping[str, object]) 
     config["data"]["prompts"] = str(folder / "toy" / "train.jsonl")
     for section, values in sections.items():
         config[section] = {**config[section], **values}
-    return _written(Run(folder, ranks // 2), config)
+    run = Run(folder, ranks // 2)
+    run.config.write_text(yaml.safe_dump(config))
+    return run
 
 
 def make_stage_run(folder: Path, stage: str, *, ranks: int = 4) -> Run:
@@ -150,12 +143,14 @@ def make_stage_run(folder: Path, stage: str, *, ranks: int = 4) -> Run:
     if stage == "sft":
         config["data"]["examples"] = str(folder / "toy" / "train.jsonl")
     else:
-        corpus = _write_corpus(folder / "toy" / "tokenizer.model", folder / "corpus")
-        config["data"] |= {"train": [str(corpus)], "sequence_length": 16}
+        write_corpus(folder / "toy" / "tokenizer.model", folder / "corpus")
+        config["data"] |= {"train": [str(folder / "corpus")], "sequence_length": 16}
     training = {"steps": STAGE_STEPS, "batch_size": 8, "precision": "fp32"}
     config["training"] = {**training, "micro_batch_tokens": 64}
     config["checkpoint"] = {"interval": STAGE_STEPS}
-    return _written(Run(folder, ranks // 2, stage), config)
+    run = Run(folder, ranks // 2, stage)
+    run.config.write_text(yaml.safe_dump(config))
+    return run
 
 
 def _base_config(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
@@ -168,32 +163,6 @@ def _base_config(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "optimizer": {"learning_rate": 3e-3},
         "logging": {"dir": str(folder / "run"), "plots": False},
     }
-
-
-def _written(run: Run, config: Mapping[str, object]) -> Run:
-    run.config.write_text(yaml.safe_dump(config))
-    return run
-
-
-def _write_corpus(tokenizer: Path, prefix: Path) -> Path:
-    """Documents of random tokens."""
-    loaded = load_tokenizer(tokenizer)
-    source = np.random.default_rng(3)
-    documents = [
-        np.append(source.integers(loaded.vocab_size, size=length), loaded.eos_id)
-        for length in source.integers(3, 40, size=50)
-    ]
-    files = [prefix.with_suffix(f".{kind}") for kind in ("bin", "idx")]
-    write_indexed(documents, *files, loaded.vocab_size)
-    return prefix
-
-
-def wait_for(path: Path, timeout: float = 60) -> None:
-    """Until a file is there."""
-    deadline = time.monotonic() + timeout
-    while not path.exists():
-        assert time.monotonic() < deadline, f"no {path} after {timeout} s"
-        time.sleep(0.1)
 
 
 def find_task(run: Run, rank: int) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
+from tests.programs import ROOT, run_program
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import ROOT, Run
+from tests.slurm.jobs import Run
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -20,16 +20,8 @@ def test_two_arms_and_their_report(cluster: Cluster, run: Run) -> None:
     environ["PYTHONPATH"] += os.pathsep + str(ROOT)
     variants = ["--variants", "gspo", "grpo+r2", "--seeds", "1"]
     words = ["parallel.layout=dp=2", "training.steps=2", "-o", str(out), "--slurm=--nodes=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "gspo_megatron", "ablate", str(run.config), *variants, *words],
-        env=environ,
-        cwd=run.folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    program = (sys.executable, "-m", "gspo_megatron", "ablate", run.config, *variants, *words)
+    done = run_program(*program, environ=environ, cwd=run.folder)
     array, report = (line.split()[1].rstrip(":") for line in done.stdout.splitlines())
     assert cluster.job(report)["Dependency"].startswith(f"afterany:{array}")
     job = cluster.finish(report, timeout=600)

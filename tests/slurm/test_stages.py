@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.resuming import assert_same_run, records
+from tests.programs import wait_until
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import (
     STAGE_STEPS,
@@ -19,7 +20,6 @@ from tests.slurm.jobs import (
     find_task,
     make_stage_run,
     signalled,
-    wait_for,
 )
 
 pytestmark = pytest.mark.timeout(1200)  # many starts; minutes on a machine with other work
@@ -39,7 +39,7 @@ def completed(cluster: Cluster, run: Run, number: str) -> str:
 def stop(cluster: Cluster, run: Run, number: str) -> None:
     """SIGUSR1 to the batch script in the middle of the run: a rank is frozen until Slurm has it,
     and the others wait for that rank."""
-    wait_for(run.out / "metrics.jsonl", 600)
+    wait_until((run.out / "metrics.jsonl").exists, seconds=600)
     frozen = find_task(run, rank=3)
     os.kill(frozen, signal.SIGSTOP)
     try:

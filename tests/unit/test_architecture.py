@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, run_program
+
 PACKAGE = ROOT / "gspo_megatron"
 OUTSIDE = {"tests", "tools", "examples", "pretrain_scripts"}
 MAY_IMPORT_MEGATRON = (
@@ -59,12 +60,6 @@ def modules_of(*names: str) -> list[str]:
     return sorted(name.removesuffix(".__init__") for name in dotted)
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.parametrize("package", ["config", "data", "environments", "rewards"])
 def test_package_imports_without_torch_and_megatron(package: str) -> None:
     modules = [name for name in modules_of(package) if name != "gspo_megatron.data.corpus_files"]
@@ -76,16 +71,12 @@ def test_package_imports_without_torch_and_megatron(package: str) -> None:
         f"for name in {['gspo_megatron.types', 'gspo_megatron.errors', *modules]}:\n"
         "    importlib.import_module(name)\n"
     )
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
+    run_program(sys.executable, "-c", code, cwd=ROOT)
 
 
 def test_the_check_for_imports_sees_torch() -> None:
-    done = run_python(
-        "import sys; sys.modules['torch'] = None; import gspo_megatron.objectives.parts"
-    )
-    assert done.returncode != 0
-    assert "torch" in done.stderr
+    code = "import sys; sys.modules['torch'] = None; import gspo_megatron.objectives.parts"
+    assert "torch" in run_program(sys.executable, "-c", code, cwd=ROOT, expect=1).stderr
 
 
 @pytest.mark.parametrize("folder", sorted(OUTSIDE))
@@ -108,56 +99,20 @@ def test_only_the_modules_meant_to_import_megatron_core_do() -> None:
     assert imports_of("megatron", python_files("gspo_megatron"))  # the check sees those that may
 
 
-# Cycles that are still there: (importer, imported). Delete an entry with its cycle.
-KNOWN_CYCLES: set[tuple[str, str]] = set()
-
-
-def runtime_imports(path: Path, modules: set[str]) -> set[str]:
-    """The modules of ours that a file imports, those inside functions included and those for type
-    checkers excluded. `from package import module` is an import of the module alone."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing_only = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for statement in block.body
-        for node in ast.walk(statement)
-    }
-    found = set()
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (inside & modules) or {str(node.module)}
-    return found & modules
-
-
-def import_cycle(folder: Path, package: str, known: set[tuple[str, str]]) -> list[str] | None:
-    """The modules of one import cycle in a package, the first again at the end; None: no cycle."""
-    paths = {}
-    for path in (folder / package).rglob("*.py"):
-        name = ".".join(path.relative_to(folder).with_suffix("").parts)
-        paths[name.removesuffix(".__init__")] = path
-    graph = {
-        name: {
-            other
-            for other in runtime_imports(path, set(paths)) - {name}
-            if (name, other) not in known
-        }
-        for name, path in paths.items()
-    }
+def import_cycle(package: str) -> list[str] | None:
+    """The modules of one import cycle in a package, the first again at the end; None: no cycle.
+    Imports inside functions count, those for type checkers do not."""
+    graph = grimp.build_graph(package, exclude_type_checking_imports=True, cache_dir=None)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     try:
-        graphlib.TopologicalSorter(graph).prepare()
+        graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:
         return error.args[1]
     return None
 
 
 def test_no_import_cycles() -> None:
-    assert import_cycle(ROOT, "gspo_megatron", KNOWN_CYCLES) is None
+    assert import_cycle("gspo_megatron") is None
 
 
 @pytest.mark.parametrize(
@@ -172,18 +127,16 @@ def test_no_import_cycles() -> None:
     ],
 )
 def test_the_check_for_cycles_sees_every_kind_of_import(
-    tmp_path: Path, source: str, is_cycle: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, is_cycle: bool
 ) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
     (folder / "a.py").write_text(source)
     (folder / "b.py").write_text("from package import a")
-    cycle = import_cycle(tmp_path, "package", set())
-    assert (cycle is not None) == is_cycle
-    if cycle is not None:
-        assert set(cycle) == {"package.a", "package.b"}
-        assert import_cycle(tmp_path, "package", {("package.b", "package.a")}) is None
+    cycle = set(import_cycle("package") or ())
+    assert cycle == ({"package.a", "package.b"} if is_cycle else set())
 
 
 def test_every_package_has_an_init_file() -> None:

@@ -7,13 +7,12 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, wait_until
 
 # Runs what follows srun's options as two tasks; both of them, whatever the first one does.
 _SRUN = """
@@ -68,9 +67,9 @@ class Job:
     folder: Path
     environ: dict[str, str] = field(default_factory=dict)
 
-    def start(self, *arguments: str, script: str = "train_gspo") -> subprocess.Popen[str]:
+    def start(self, *words: str, script: str = "train_gspo") -> subprocess.Popen[str]:
         return subprocess.Popen(
-            ["bash", str(ROOT / "slurm" / f"{script}.sbatch"), *arguments],
+            ["bash", str(ROOT / "slurm" / f"{script}.sbatch"), *words],
             cwd=self.folder,
             env=self.environ,
             stdout=subprocess.PIPE,
@@ -78,10 +77,17 @@ class Job:
             text=True,
         )
 
-    def run(self, *arguments: str, script: str = "train_gspo") -> tuple[int, str]:
-        process = self.start(*arguments, script=script)
+    def end(self, *words: str, script: str = "train_gspo") -> tuple[int, str]:
+        """Exit code and output."""
+        process = self.start(*words, script=script)
         out, _ = process.communicate(timeout=60)
         return process.returncode, out
+
+    def run(self, *words: str, expect: int = 0, script: str = "train_gspo") -> str:
+        """The output, of the exit code that is expected."""
+        code, out = self.end(*words, script=script)
+        assert code == expect, out
+        return out
 
     def calls(self, program: str) -> list[str]:
         path = self.folder / "calls"
@@ -124,8 +130,7 @@ TRAIN = "python -m gspo_megatron train c.yaml a=1"
 
 
 def test_the_check_comes_first_and_then_two_tasks(job: Job) -> None:
-    code, out = job.run("c.yaml", "a=1")
-    assert code == 0, out
+    job.run("c.yaml", "a=1")
     assert job.calls("python") == [CHECK, TRAIN, TRAIN]
     (srun,) = job.calls("srun")
     assert srun.startswith("srun --kill-on-bad-exit=1 --label --cpu-bind=cores bash -c")
@@ -134,12 +139,12 @@ def test_the_check_comes_first_and_then_two_tasks(job: Job) -> None:
 
 @pytest.mark.parametrize("stage", ["sft", "pretrain"])
 def test_the_stages_before_rl_are_checked_as_what_they_are(job: Job, stage: str) -> None:
-    assert job.run("c.yaml", "a=1", script=stage)[0] == 0
+    job.run("c.yaml", "a=1", script=stage)
     command = f"python -m gspo_megatron {stage} c.yaml a=1"
     check = CHECK.replace("--stage rl", f"--stage {stage}")
     assert job.calls("python") == [check, command, command]
     job.environ["CHECK"] = "2"
-    assert job.run("c.yaml", "a=1", script=stage)[0] == 2
+    job.run("c.yaml", "a=1", script=stage, expect=2)
     assert len(job.calls("python")) == 4 and len(job.calls("srun")) == 1
 
 
@@ -155,25 +160,24 @@ def test_nothing_starts_with_check_only_and_where_the_check_fails(
     job: Job, check: str, words: tuple[str, ...]
 ) -> None:
     job.environ |= {"CHECK": check, "SLURM_RESTART_COUNT": "3"}
-    assert job.run(*words)[0] == int(check)
+    job.run(*words, expect=int(check))
     assert job.calls("python") == [CHECK] and not job.calls("srun")
 
 
 def test_the_nodes_are_measured_first_where_there_are_gpus(job: Job) -> None:
     preflight = "python -m gspo_megatron preflight c.yaml a=1"
     job.environ |= {"SLURM_GPUS_ON_NODE": "2", "PREFLIGHT": "69"}
-    code, out = job.run("c.yaml", "a=1", "--fresh")
-    assert code == 69 and "failed with exit code 69" in out
+    assert "failed with exit code 69" in job.run("c.yaml", "a=1", "--fresh", expect=69)
     assert job.calls("python")[1:] == [preflight, preflight]
     job.environ["PREFLIGHT"] = "0"
-    assert job.run("c.yaml", "a=1")[0] == 0
+    job.run("c.yaml", "a=1")
     assert job.calls("python")[3:] == [CHECK, preflight, preflight, TRAIN, TRAIN]
     job.environ["GSPO_PREFLIGHT"] = "0"
-    assert job.run("c.yaml", "a=1")[0] == 0
+    job.run("c.yaml", "a=1")
     assert job.calls("python")[8:] == [CHECK, TRAIN, TRAIN]
     del job.environ["SLURM_GPUS_ON_NODE"]
     job.environ |= {"GSPO_PREFLIGHT": "1", "GSPO_PREFLIGHT_OPTIONS": "--minimum=dp=0 --share=0.5"}
-    assert job.run("c.yaml", "a=1")[0] == 0
+    job.run("c.yaml", "a=1")
     with_options = f"{preflight} --minimum=dp=0 --share=0.5"
     assert job.calls("python")[11:] == [CHECK, with_options, with_options, TRAIN, TRAIN]
 
@@ -195,8 +199,7 @@ def test_the_check_knows_the_memory_of_a_gpu(
     job: Job, changes: dict[str, str], options: str
 ) -> None:
     job.environ |= changes
-    code, out = job.run("c.yaml", "a=1", "--check-only")
-    assert code == 0, out
+    job.run("c.yaml", "a=1", "--check-only")
     assert job.calls("python") == [CHECK + options]
     query = "nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"
     is_asked = not {"GSPO_GPU_MEMORY", "CUDA_VISIBLE_DEVICES"} & set(changes)
@@ -207,16 +210,16 @@ def test_a_host_without_nvidia_smi(job: Job) -> None:
     (job.folder / "bin" / "nvidia-smi").unlink()
     if shutil.which("nvidia-smi") is not None:
         pytest.skip("this machine has one")
-    code, out = job.run("c.yaml", "a=1", "--check-only")
-    assert code == 0 and "nvidia-smi" not in out and job.calls("python") == [CHECK]
+    out = job.run("c.yaml", "a=1", "--check-only")
+    assert "nvidia-smi" not in out and job.calls("python") == [CHECK]
 
 
 def test_the_check_and_fresh_are_for_the_first_start(job: Job) -> None:
     words = ("c.yaml", "a=1", "--fresh")
     job.environ |= {"TASK_0": "75", "TASK_1": "75"}
-    assert job.run(*words)[0] == 75
+    job.run(*words, expect=75)
     job.environ |= {"SLURM_RESTART_COUNT": "1", "TASK_0": "0", "TASK_1": "0"}
-    assert job.run(*words)[0] == 0
+    job.run(*words)
     fresh, check = f"{TRAIN} --fresh", CHECK.replace("--stage", "--fresh --stage")
     assert job.calls("python") == [check, fresh, fresh, TRAIN, TRAIN]
     assert not list(job.folder.glob(".gspo-megatron*"))
@@ -224,10 +227,10 @@ def test_the_check_and_fresh_are_for_the_first_start(job: Job) -> None:
 
 def test_a_job_that_was_requeued_before_its_check_is_checked(job: Job) -> None:
     job.environ |= {"SLURM_RESTART_COUNT": "1", "CHECK": "2"}
-    assert job.run("c.yaml", "a=1", "--fresh")[0] == 2
+    job.run("c.yaml", "a=1", "--fresh", expect=2)
     assert job.calls("python") == [CHECK.replace("--stage", "--fresh --stage")]
     job.environ["CHECK"] = "0"
-    assert job.run("c.yaml", "a=1")[0] == 0
+    job.run("c.yaml", "a=1")
     assert job.calls("python")[1:] == [CHECK, TRAIN, TRAIN]
 
 
@@ -235,8 +238,7 @@ def test_a_job_that_was_requeued_before_its_check_is_checked(job: Job) -> None:
     ("words", "told"), [((), "no configuration"), (("c.yaml", "--nproc"), "--nproc: not known")]
 )
 def test_a_call_that_makes_no_sense(job: Job, words: tuple[str, ...], told: str) -> None:
-    code, out = job.run(*words)
-    assert code == 2 and told in out
+    assert told in job.run(*words, expect=2)
     assert not job.calls("python")
 
 
@@ -264,7 +266,7 @@ def test_how_a_job_ends(
     job: Job, changes: dict[str, str], codes: set[int], text: str, is_requeued: bool
 ) -> None:
     job.environ |= changes
-    code, out = job.run("c.yaml")
+    code, out = job.end("c.yaml")
     assert code in codes and text in out
     assert ("does not answer" in out) is (text == "does not answer")
     assert ("scontrol requeue 7" in job.calls("scontrol")) is is_requeued
@@ -278,14 +280,14 @@ def test_a_start_that_is_killed_brings_the_job_back_unless_it_is_the_first(job: 
     def killed(start: int) -> tuple[int, bool]:
         job.environ |= {"SLURM_RESTART_COUNT": str(start), "TASK_0": "137", "TASK_1": "143"}
         before = len(job.calls("scontrol"))
-        code, _ = job.run("c.yaml")
+        code, _ = job.end("c.yaml")
         return code, "scontrol requeue 7" in job.calls("scontrol")[before:]
 
     assert killed(0) in [(137, False), (143, False)]
     assert not list(job.folder.glob(".gspo-megatron*"))
     assert [killed(start) for start in range(1, 4)] == [(75, True)] * 3
     job.environ |= {"TASK_0": "75", "TASK_1": "75"}  # one that was saved counts for none
-    assert job.run("c.yaml")[0] == 75
+    job.run("c.yaml", expect=75)
     assert [killed(start) for start in range(5, 10)] == [(75, True)] * 5
     assert killed(10) in [(137, False), (143, False)]
     assert not list(job.folder.glob(".gspo-megatron*"))
@@ -298,10 +300,7 @@ def test_a_signal_reaches_the_tasks(job: Job) -> None:
         "time.sleep(60)"
     )
     process = job.start("c.yaml")
-    deadline = time.monotonic() + 30
-    while len(job.calls("python")) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(job.calls("python")) >= 3)
     process.send_signal(signal.SIGUSR1)
     out, _ = process.communicate(timeout=60)
     assert "told to stop" in out
@@ -310,7 +309,7 @@ def test_a_signal_reaches_the_tasks(job: Job) -> None:
 
 def test_apptainer(job: Job) -> None:
     job.environ |= {"GSPO_CONTAINER": "image.sif", "GSPO_CONTAINER_MOUNTS": "/a:/b"}
-    assert job.run("c.yaml", "a=1")[0] == 0
+    job.run("c.yaml", "a=1")
     mounts = f"--bind {ROOT}:{ROOT},{job.folder}:{job.folder},/a:/b"
     before = f"apptainer exec --nv {mounts} --pwd {job.folder} image.sif "
     assert job.calls("apptainer") == [before + CHECK, before + TRAIN, before + TRAIN]
@@ -319,13 +318,13 @@ def test_apptainer(job: Job) -> None:
 
 def test_pyxis(job: Job) -> None:
     job.environ |= {"GSPO_CONTAINER": "image.sqsh", "GSPO_SRUN_OPTIONS": "--mem-bind=local -v"}
-    assert job.run("c.yaml", "a=1", "--check-only")[0] == 0
+    job.run("c.yaml", "a=1", "--check-only")
     image = (
         f"--container-image=image.sqsh --container-mounts={ROOT}:{ROOT},{job.folder}:{job.folder}"
     )
     (once,) = job.calls("srun")
     assert once == f"srun --nodes=1 --ntasks=1 {image} --container-workdir={job.folder} {CHECK}"
-    assert job.run("c.yaml", "a=1")[0] == 0
+    job.run("c.yaml", "a=1")
     last = job.calls("srun")[-1]
     assert image in last and "--mem-bind=local -v bash -c" in last
 
@@ -334,17 +333,16 @@ def test_the_settings_of_a_cluster_are_read_first(job: Job) -> None:
     site = job.folder / "site.sh"
     site.write_text("GSPO_CPU_BIND=none\n")
     job.environ["GSPO_SITE"] = str(site)
-    assert job.run("c.yaml")[0] == 0
+    job.run("c.yaml")
     assert "--cpu-bind=none" in job.calls("srun")[0]
     job.environ["GSPO_SITE"] = str(job.folder / "missing")
-    code, out = job.run("c.yaml")
-    assert code == 2 and "no such file" in out
+    assert "no such file" in job.run("c.yaml", expect=2)
 
 
 def test_tasks_are_counted_where_slurm_does_not_say(job: Job) -> None:
     del job.environ["SLURM_NTASKS"]
     job.environ |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_NUM_NODES": "3"}
-    assert job.run("c.yaml", "--check-only")[0] == 0
+    job.run("c.yaml", "--check-only")
     assert job.calls("python") == [CHECK.replace("a=1 ", "").replace("size 2", "size 12")]
 
 
@@ -352,7 +350,7 @@ def test_a_run_of_an_array_has_its_arguments_in_a_file(job: Job) -> None:
     (job.folder / "4").write_text("c.yaml\na=1\n")
     (job.folder / "report").write_text("c.yaml\n--report-only\n")
     job.environ["SLURM_ARRAY_TASK_ID"] = "4"
-    assert job.run(str(job.folder), script="ablation")[0] == 0
+    job.run(str(job.folder), script="ablation")
     assert job.calls("python") == [CHECK, TRAIN, TRAIN]
-    assert job.run(str(job.folder), "report", script="ablation")[0] == 0
+    job.run(str(job.folder), "report", script="ablation")
     assert job.calls("python")[-1] == "python -m gspo_megatron ablate c.yaml --report-only"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import math
 import re
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -25,9 +24,9 @@ from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.objectives import build_objective
 from tests.e2e.test_train import KEYS
+from tests.programs import ROOT
 from tests.unit.objectives.batches import make_inputs
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "objectives.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 OWN = ROOT / "examples" / "objectives" / "custom_objective.py"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import of_gpus_alone
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT
 
 
 def test_gpus_are_hidden_here_and_from_every_process_that_a_test_starts() -> None:

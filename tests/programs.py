@@ -1,0 +1,66 @@
+"""Programs that tests start: their environment, their exit codes, and waiting for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+_TAIL = 3000  # characters of what a program said, in a failure
+
+
+def command_environment() -> dict[str, str]:
+    """The environment without anything that would make the command a rank of another job."""
+    hidden = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+def run_program(
+    *words: object,
+    expect: int = 0,
+    environ: Mapping[str, str] | None = None,
+    timeout: float = 240,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program and wait for it. Its exit code is the expected one, and 2 comes without a
+    traceback."""
+    done = subprocess.run(
+        [*map(str, words)],
+        env=command_environment() | dict(environ or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        **options,
+    )
+    said = done.stdout[-_TAIL:] + done.stderr[-_TAIL:]
+    assert done.returncode == expect, f"exit code {done.returncode}: {said}"
+    assert expect != 2 or "Traceback" not in done.stdout + done.stderr
+    return done
+
+
+def gspo(*words: object, expect: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`gspo-megatron` with these words."""
+    program = (sys.executable, "-m", "gspo_megatron")
+    return run_program(*program, *words, expect=expect, environ=environ)
+
+
+def wait_until(
+    condition: Callable[[], object],
+    process: subprocess.Popen[str] | None = None,
+    seconds: float = 120,
+) -> bool:
+    """Wait until it holds (True) or the process has ended (False)."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process is not None and process.poll() is not None:
+            return False
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+    return True
