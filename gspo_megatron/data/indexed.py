@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,6 @@ class Manifest:
     duplicates: int  # left out
     bytes: dict[str, int] = field(default_factory=dict)  # of the .bin and the .idx file
     sha256: dict[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> bytes:
-        return (json.dumps(asdict(self), indent=2) + "\n").encode()
 
 
 @dataclass(frozen=True)

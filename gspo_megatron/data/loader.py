@@ -32,9 +32,9 @@ class PromptLoader:
         self._deferred: list[int] = []  # prompts of this epoch, for the next step
         self._order = self._epoch_order()
 
-    def next(self) -> list[int]:
-        """The prompt indices of the next step, `prompts_per_step` of them."""
-        wanted = self._prompts_per_step
+    def next(self, count: int | None = None) -> list[int]:
+        """The prompt indices of the next step: `count` of them, or `prompts_per_step`."""
+        wanted = count or self._prompts_per_step
         step, self._deferred = self._deferred[:wanted], self._deferred[wanted:]
         unique = wanted <= self._num_prompts
         taken = set(step)

@@ -48,30 +48,19 @@ class FineTuningBatches:
         self.builder = MicroBatchBuilder(policy, pad_id, 1.0, padded=not training.packing)
         # The budget is each rank's; a context-parallel group shares the tokens of a micro-batch.
         self.token_budget = training.micro_batch_tokens * policy.config.context_parallel_size
-        self.seed, self.shuffle = training.seed, config.data.shuffle
-        self.loader = self._loader(self.batch_size)
+        self.loader = PromptLoader(
+            len(train), self.batch_size, training.seed, shuffle=config.data.shuffle
+        )
         self.num_examples = config.num_examples(len(train))  # of the whole run
         self.drawn = 0
 
     def next(self) -> SupervisedBatch:
         """The next `batch_size` examples, or fewer at the last step."""
-        return self.batch([self.train[number] for number in self._draw()])
-
-    def _draw(self) -> list[int]:
+        # If the run is continued with more steps, the examples that this step leaves out come next.
         count = min(self.batch_size, self.num_examples - self.drawn)
         assert count > 0, "all examples are drawn"
         self.drawn += count
-        if count == self.batch_size:
-            return self.loader.next()
-        # If the run is continued with more steps, the examples that this step leaves out come next.
-        short = self._loader(count)
-        short.load_state_dict(self.loader.state_dict())
-        numbers = short.next()
-        self.loader.load_state_dict(short.state_dict())
-        return numbers
-
-    def _loader(self, size: int) -> PromptLoader:
-        return PromptLoader(len(self.train), size, self.seed, shuffle=self.shuffle)
+        return self.batch([self.train[number] for number in self.loader.next(count)])
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the next batch, which JSON can hold."""
@@ -84,8 +73,8 @@ class FineTuningBatches:
 
     def evaluation(self) -> Iterator[SupervisedBatch]:
         """All batches of the evaluation, the same at each call."""
-        data = self.evaluation_data
-        for start in range(0, len(data), self.batch_size) if data is not None else ():
+        data = self.evaluation_data or ()
+        for start in range(0, len(data), self.batch_size):
             numbers = range(start, min(start + self.batch_size, len(data)))
             yield self.batch([data[number] for number in numbers])
 

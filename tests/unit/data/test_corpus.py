@@ -239,13 +239,17 @@ def test_a_changing_input_is_noticed(make: Prepare, tmp_path: Path) -> None:
 def test_a_full_disk_is_named_and_the_work_is_kept(
     make: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*paths: object) -> None:
-        raise OSError(28, "No space left on device")
+    replace = os.replace
+
+    def fail_to_publish(source: Path, target: Path) -> None:
+        if str(target).endswith("out.bin"):
+            raise OSError(28, "No space left on device")
+        replace(source, target)
 
     make("whole")
     with monkeypatch.context() as patch:
         # The last step: everything before goes through write_atomically, which has its own test.
-        patch.setattr(corpus, "_replace", fail)
+        patch.setattr(corpus.os, "replace", fail_to_publish)
         with pytest.raises(DataError, match="out.bin: cannot be written: No space left on device"):
             make("out")
     first: list[int] = []
