@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 from gspo_megatron.data.rows import (
     Problems,
@@ -27,7 +26,6 @@ from gspo_megatron.errors import DataError
 CHUNK_BYTES = 4 << 20
 TEXT_DOCUMENTS = ("line", "file")  # a text file is a document a line, or one document
 FIELD_SETTING = "--text-field"
-_COUNTED_AT_ONCE = 1 << 20
 
 Document = tuple[str, str]  # "path:line" or "path:row", and its text
 
@@ -83,7 +81,9 @@ def read_chunk(
     yield from _read_chunk(chunk, text_field, attempt, text_documents, 0)
     if attempt:
         # Lines before the chunk are counted only if there is a fault to name.
-        before = _lines_before(chunk)
+        before = 0
+        if chunk.kind != "parquet":
+            before = sum(1 for _ in _numbered_lines(replace(chunk, start=0, end=chunk.start), 0))
         for _ in _read_chunk(chunk, text_field, problems, text_documents, before):
             pass
 
@@ -166,34 +166,12 @@ def _read_chunk(
 def _numbered_lines(chunk: Chunk, lines_before: int) -> Iterator[tuple[str, bytes]]:
     """The lines that begin in the chunk."""
     with Path(chunk.path).open("rb") as file:
-        position = _first_line_start(file, chunk.start)
-        number = lines_before
+        if chunk.start:
+            file.seek(chunk.start - 1)  # the line before the chunk may end with its last byte
+            file.readline()
+        position, number = file.tell(), lines_before
         while position < chunk.end and (line := file.readline()):
             number += 1
-            yield (
-                f"{chunk.path}:{number}",
-                line if position else line.removeprefix(codecs.BOM_UTF8),
-            )
+            text = line if position else line.removeprefix(codecs.BOM_UTF8)
+            yield f"{chunk.path}:{number}", text
             position += len(line)
-
-
-def _first_line_start(file: BinaryIO, position: int) -> int:
-    """Where the first line at or after `position` begins; the file is then at that place."""
-    if position == 0:
-        return 0
-    file.seek(position - 1)  # the line before the chunk may end with its last byte
-    file.readline()
-    return file.tell()
-
-
-def _lines_before(chunk: Chunk) -> int:
-    if chunk.kind == "parquet" or not chunk.start:
-        return 0
-    count = 0
-    with Path(chunk.path).open("rb") as file:
-        left = _first_line_start(file, chunk.start)
-        file.seek(0)
-        while left > 0 and (block := file.read(min(left, _COUNTED_AT_ONCE))):
-            count += block.count(b"\n")
-            left -= len(block)
-    return count
