@@ -57,7 +57,14 @@ def plan_chunks(
             if not size:
                 problems.add(f"{path}", "an empty file")
             elif kind == "parquet":
-                chunks += _row_groups(path)
+                with open_parquet(path) as file:
+                    groups = range(file.metadata.num_row_groups)
+                    sizes = [file.metadata.row_group(n).num_rows for n in groups]
+                if not sum(sizes):
+                    problems.add(f"{path}", "has no rows")
+                for n in groups:
+                    before = sum(sizes[:n])
+                    chunks.append(Chunk(str(path), kind, n, n + 1, rows_before=before))
             else:
                 whole = kind == "text" and text_documents == "file"
                 step = size if whole else chunk_bytes
@@ -115,17 +122,6 @@ def sentences(documents: Iterable[Document], longest: int = 1000) -> Iterator[st
                 start = end
             if start < len(line):
                 yield line[start:]
-
-
-def _row_groups(path: Path) -> list[Chunk]:
-    with open_parquet(path) as file:
-        metadata = file.metadata
-        sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
-    if not sum(sizes):
-        raise DataError(f"{path}: has no rows")
-    return [
-        Chunk(str(path), "parquet", n, n + 1, rows_before=sum(sizes[:n])) for n in range(len(sizes))
-    ]
 
 
 def _read_chunk(

@@ -62,8 +62,6 @@ class SupervisedData:
         return len(self._sources)
 
     def __getitem__(self, number: int) -> Example:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
         part = slice(self._ends[number], self._ends[number + 1])
         return Example(self._tokens[part], self._mask[part], self._sources[number])
 

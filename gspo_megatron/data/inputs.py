@@ -109,12 +109,22 @@ def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
     Raises ConfigError with all problems.
     """
     tokenizer, problems = _load_tokenizer(config)
+    path = config.data.tokenizer
     ends: dict[int, str] = {}  # the id that ends documents -> the first corpus with it
     for prefix in (*config.data.train, *config.data.evaluation):
         with gathered_in(problems):
-            end = _check_corpus(config, prefix, tokenizer)
-            if end is not None:
-                ends.setdefault(end, prefix)
+            manifest = check_dataset(prefix, tokenizer and model_vocab_size(config, tokenizer))
+            if corpus_tokens(prefix) < 2:
+                raise DataError(f"{prefix}.idx: holds no text to learn")
+            if manifest is None:
+                continue
+            if tokenizer is not None and manifest.tokenizer["sha256"] != fingerprint(path):
+                raise DataError(
+                    f"{prefix}.json: made with another tokenizer ({manifest.tokenizer['name']}) "
+                    f"than data.tokenizer = {path}"
+                )
+            if manifest.eod_id is not None:
+                ends.setdefault(manifest.eod_id, prefix)
     if len(ends) > 1:
         found = ", ".join(f"{end} in {prefix}" for end, prefix in ends.items())
         problems.append(f"data.train: documents end in different tokens: {found}; make them alike")
@@ -167,21 +177,3 @@ def _load_tokenizer(config: Config | StageConfig) -> tuple[Tokenizer | None, lis
             f"legal: {tokenizer.vocab_size} or more"
         )
     return tokenizer, problems
-
-
-def _check_corpus(
-    config: PretrainingConfig, prefix: str, tokenizer: Tokenizer | None
-) -> int | None:
-    """The id that ends its documents, if its manifest says so."""
-    manifest = check_dataset(prefix, tokenizer and model_vocab_size(config, tokenizer))
-    if corpus_tokens(prefix) < 2:
-        raise DataError(f"{prefix}.idx: holds no text to learn")
-    if manifest is None:
-        return None
-    path = config.data.tokenizer
-    if tokenizer is not None and manifest.tokenizer["sha256"] != fingerprint(path):
-        raise DataError(
-            f"{prefix}.json: made with another tokenizer ({manifest.tokenizer['name']}) than "
-            f"data.tokenizer = {path}"
-        )
-    return manifest.eod_id

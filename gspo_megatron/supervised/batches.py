@@ -110,24 +110,19 @@ class FineTuningBatches:
             counts = [len(tail) for tail in tails]
             offsets = [sum(counts[:place]) for place in range(len(counts))]
             built = self.builder.build(range(len(members)), tokens, counts, offsets, shape)
-            learned = np.concatenate([np.empty(0, bool), *tails])
-            yield built if learned.all() else _only_learned(built, torch.from_numpy(learned))
+            learned = np.concatenate([np.empty(0, bool), *tails])  # [response tokens]
+            if learned.all():
+                yield built
+                continue
+            packed = built.packed
+            keep = torch.from_numpy(learned).to(packed.response_index.device)[packed.response_index]
+            names = ("token_rows", "targets", "sequence_index", "response_index")
+            packed = replace(packed, **{name: getattr(packed, name)[keep] for name in names})
+            head = HeadInputs(packed.token_rows, packed.targets, built.head.temperature)
+            yield replace(built, packed=packed, head=head)
 
 
 def _first_learned(example: Example) -> int:
     """The place of the first learned token that another token predicts; the length without one."""
     found = np.flatnonzero(example.loss_mask[1:])
     return 1 + int(found[0]) if len(found) else len(example.token_ids)
-
-
-def _only_learned(micro_batch: MicroBatch, learned: torch.Tensor) -> MicroBatch:
-    """The micro-batch without predictions of tokens that are not learned.
-
-    `learned`: [response tokens of all members] bool.
-    """
-    packed = micro_batch.packed
-    keep = learned.to(packed.response_index.device)[packed.response_index]
-    names = ("token_rows", "targets", "sequence_index", "response_index")
-    packed = replace(packed, **{name: getattr(packed, name)[keep] for name in names})
-    head = HeadInputs(packed.token_rows, packed.targets, micro_batch.head.temperature)
-    return replace(micro_batch, packed=packed, head=head)

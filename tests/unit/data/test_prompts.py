@@ -58,8 +58,14 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
         ([1, 2], "an array; a JSON object is wanted"),
         ("text", "a string; a JSON object is wanted"),
         (None, "null; a JSON object is wanted"),
-        (b'{"prompt": "a", "answer": "b", "prompt": "c"}', "key 'prompt' is there twice; "),
-        (b'{"prompt": "a", "more": [{"x": 1, "y": 1, "x": 1}]}', "key 'x' is there twice; leave "),
+        (
+            b'{"prompt": "a", "answer": "b", "prompt": "c"}',
+            "JSON that cannot be read: key 'prompt' is there twice; leave one of them",
+        ),
+        (
+            b'{"prompt": "a", "more": [{"x": 1, "y": 1, "x": 1}]}',
+            "JSON that cannot be read: key 'x' is there twice; leave one of them",
+        ),
         (
             {"prompt": "a", "reply": "b"},
             "no field 'answer'; the fields are: 'prompt', 'reply' (data.answer_field chooses one)",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gspo_megatron.errors import DataError, RewardError
-from gspo_megatron.rewards import Reward, get_reward, register, score
+from gspo_megatron.rewards.registry import Reward, get_reward, register, score
 from gspo_megatron.types import Sample, TurnRewards
 
 SAMPLE = Sample(prompt="ab>", answer="ba", response="b\nb", truncated=False, num_tokens=7)

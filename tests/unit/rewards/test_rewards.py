@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from gspo_megatron.errors import RewardError
-from gspo_megatron.rewards import check_answers, get_reward, reward_names, score
 from gspo_megatron.rewards.math import _is_surely_readable, _parse_answer
+from gspo_megatron.rewards.registry import check_answers, get_reward, reward_names, score
 from gspo_megatron.types import Prompt, Sample
 
 

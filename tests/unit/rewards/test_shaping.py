@@ -8,7 +8,7 @@ import pytest
 from gspo_megatron.config import check_config, parse_config
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import ConfigError
-from gspo_megatron.rewards import Shaping
+from gspo_megatron.rewards.shaping import Shaping
 from gspo_megatron.types import Sample
 
 LONGEST, BUFFER = 20, 5
