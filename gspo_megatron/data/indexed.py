@@ -1,9 +1,6 @@
-"""Checks of Megatron-Core's indexed datasets, without Megatron-Core.
-
-PREFIX.bin holds the tokens of all documents, PREFIX.idx where each begins. Megatron-Core does not
-check that both belong together. PREFIX.json, which prepare_data writes beside them, describes them
-and has their checksums.
-"""
+"""Checks of Megatron-Core's indexed datasets, without Megatron-Core, which does not check that
+PREFIX.bin, the tokens of all documents, and PREFIX.idx, where each begins, belong together.
+PREFIX.json, which prepare_data writes beside them, describes them and has their checksums."""
 
 from __future__ import annotations
 

@@ -222,11 +222,9 @@ def _train_into(
 def save_hugging_face(
     model: Path, folder: Path, model_type: str, user_symbols: Sequence[str] = ()
 ) -> list[Path]:
-    """Writes tokenizer.json and tokenizer_config.json to `folder`; returns their paths.
-
-    `model`: a sentencepiece model without normalisation and with these `user_symbols`, whose pieces
-    include the characters of all its symbols; a unigram model must have exact scores.
-    """
+    """Writes tokenizer.json and tokenizer_config.json of a sentencepiece model without
+    normalisation, whose pieces include the characters of all its symbols; returns their paths. A
+    unigram model must have exact scores."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.read_bytes())

@@ -278,8 +278,7 @@ def train_sentencepiece(
 
     There is no normalisation, and no spaces are added or removed: decoding gives back the encoded
     text if `lines` had its characters. Ids: 0 unknown, 1 padding, 2 end of sequence; there is no
-    beginning-of-sequence token. `model_type`: unigram, bpe, char. `options` are further settings of
-    sentencepiece's trainer.
+    beginning-of-sequence token. `options` are further settings of sentencepiece's trainer.
 
     Raises DataError if sentencepiece cannot train on these lines, or the error of reading them.
     """

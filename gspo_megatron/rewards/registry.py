@@ -56,11 +56,6 @@ def register(name: str, **facts: Any) -> Callable[[RewardFunction], RewardFuncti
     return decorate
 
 
-def reward_names() -> list[str]:
-    """The names of all registered rewards, sorted."""
-    return sorted(_REGISTRY)
-
-
 def get_reward(
     name: str, import_path: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Reward:
@@ -84,7 +79,7 @@ def get_reward(
             )
     else:
         raise RewardError(
-            f"reward.name = {name}: no such reward; legal: {', '.join(reward_names())}, or give "
+            f"reward.name = {name}: no such reward; legal: {', '.join(sorted(_REGISTRY))}, or give "
             "your own with reward.import_path"
         )
     options = dict(options or {})
