@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer, with_chatml
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
@@ -60,9 +62,6 @@ def both(folder: Path) -> list[Tokenizer]:
 
 
 def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     parquet.write_table(pyarrow.table(columns), path, **options)
     return path
 

@@ -12,9 +12,11 @@ from tools import prepare_data, train_tokenizer
 INPUT = ("in.jsonl", "--tokenizer", "t.model")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refused(
+    capsys: pytest.CaptureFixture[str], *words: str, parse: Callable = prepare_data.parse
+) -> str:
     with pytest.raises(SystemExit) as caught:
-        prepare_data.parse(words)
+        parse(words)
     assert caught.value.code == 2
     return capsys.readouterr().err.splitlines()[-1]
 
@@ -44,6 +46,14 @@ def test_options_that_nothing_would_read_are_refused(capsys: pytest.CaptureFixtu
     for words in (["--deduplicate"], ["--text-field", "body"], ["--chunk-bytes", "9"], ["in.txt"]):
         assert "--check goes with --vocab-size alone" in refused(capsys, "--check", "c", *words)
     assert prepare_data.parse(["--check", "c"]).vocab_size is None
+
+
+def test_all_missing_options_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (INPUT, (*INPUT[:1], "-o", "c"), (*INPUT[1:], "-o", "c"), ()):
+        message = refused(capsys, *words)
+        assert message.endswith("error: INPUT, --tokenizer and --output are needed, or --check")
+    message = refused(capsys, "in.txt", parse=train_tokenizer.parse)
+    assert message.endswith("the following arguments are required: -o/--output, --vocab-size")
 
 
 def ends_in(error: BaseException) -> Callable[..., None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 
 from gspo_megatron.config.stages import FineTuningDataSection
 from gspo_megatron.data.chat import CHATML, encode_conversation
@@ -73,7 +74,6 @@ CHAT = form(100, messages_field="messages")
 
 
 def test_marked_turns_are_those_of_transformers(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     source = random.Random(1)
     for _ in range(60):

@@ -39,12 +39,6 @@ def test_prompts_are_drawn_equally_often(prompts: int, per_step: int) -> None:
     assert sum(counts.values()) == 60 * per_step
 
 
-def test_whole_steps_make_whole_epochs() -> None:
-    loader = PromptLoader(12, 4, seed=1)
-    epochs = [sorted(flat(draw(loader, 3))) for _ in range(4)]
-    assert epochs == [list(range(12))] * 4
-
-
 def test_order_depends_on_seed_and_epoch_only() -> None:
     by_four = draw(PromptLoader(12, 4, seed=9), 6)
     by_six = draw(PromptLoader(12, 6, seed=9), 4)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 
 from gspo_megatron.config import Config, load_config
@@ -137,7 +138,6 @@ def test_faults_of_parquet_files_are_named(tmp_path: Path) -> None:
 
 
 def test_parquet_with_invalid_utf8_is_refused(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     raw = pyarrow.array([b"ok", b"\xff"], pyarrow.binary())
     text = pyarrow.Array.from_buffers(pyarrow.string(), len(raw), raw.buffers())
     path = write_parquet(tmp_path / "p.parquet", {"prompt": text, "answer": ["1", "2"]})
@@ -147,7 +147,6 @@ def test_parquet_with_invalid_utf8_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 and then something else PAR1"])
 def test_damaged_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
-    pytest.importorskip("pyarrow")
     path = tmp_path / "p.parquet"
     path.write_bytes(content)
     (problem,) = problems_of(path)
@@ -160,16 +159,14 @@ def test_damaged_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
 class CodePoints:
     """A tokenizer whose ids are code points."""
 
-    name, vocab_size, eos_id, pad_id = "by hand", 256, 2, 1
-
     def __init__(self, bos_id: int | None = None) -> None:
         self.bos_id = bos_id
 
     def encode(self, text: str) -> list[int]:
-        return [ord(character) for character in text]
+        return [*map(ord, text)]
 
     def encode_rendered(self, text: str) -> Encoded:
-        return Encoded(self.encode(text), [*range(len(text))], [*range(1, len(text) + 1)])
+        return Encoded(self.encode(text), [], [])
 
     def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool) -> Rendered:
         text = "".join(f"[{m['role']}]{m['content']}" for m in messages)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 
 import pytest
 import sentencepiece
+import transformers
 
 from gspo_megatron.data import tokenizer_training
 from gspo_megatron.data.chat import CHATML
@@ -26,7 +26,6 @@ from tests.unit.data.corpora import (
     make_tokenizer,
     refusal,
     write_jsonl,
-    write_parquet,
 )
 
 SYMBOLS = ["<unk>", "<pad>", "<|im_end|>", "<|im_start|>", "<|doc|>", "<sep>", "\n\n", "||"]
@@ -52,7 +51,6 @@ def random_string(source: random.Random) -> str:
 
 
 def test_transformers_gives_the_same_ids_and_text(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     ours = load_tokenizer(folder / "tokenizer.model")
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     source = random.Random(11)
@@ -128,20 +126,6 @@ def test_a_recipe_gives_the_same_files_every_time(tmp_path: Path, folder: Path) 
     ]
 
 
-def test_text_and_parquet_and_json_lines_train_alike(tmp_path: Path) -> None:
-    texts = [text.replace("\n", " ") for text in make_texts(200, seed=3)]
-    write_jsonl(tmp_path / "a.jsonl", texts)
-    (tmp_path / "b.txt").write_text("".join(f"{text}\n" for text in texts))
-    columns = {"text": texts, "other": range(len(texts))}
-    write_parquet(tmp_path / "c.parquet", columns, row_group_size=17)
-    models = []
-    for name in ("a.jsonl", "b.txt", "c.parquet"):
-        out = tmp_path / f"tokenizer-{name}"
-        train_tokenizer([tmp_path / name], out, TokenizerRecipe(400))
-        models.append((out / "tokenizer.model").read_bytes())
-    assert models[0] == models[1] == models[2]
-
-
 def test_normalisation_leaves_the_sentencepiece_model_alone(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path / "t", normalization="nfkc")
     assert sorted(f.name for f in folder.iterdir()) == ["chat_template.jinja", "tokenizer.model"]
@@ -158,10 +142,12 @@ def test_all_faults_of_a_recipe_come_at_once(tmp_path: Path) -> None:
         chat_template="{{ '<|user|>' }}{{ messages[0].content }}",
         normalization="lower",
         character_coverage=0.5,
+        max_sentences=-1,
     )
     lines = refusal(train_tokenizer, [tmp_path / "none.jsonl"], tmp_path / "t", recipe)
     assert [line.split(":")[0] for line in lines] == [
         "vocab_size = 1",
+        "max_sentences = -1",
         "model_type = 'wordpiece'",
         "normalization = 'lower'",
         "character_coverage = 0.5",
@@ -173,6 +159,10 @@ def test_all_faults_of_a_recipe_come_at_once(tmp_path: Path) -> None:
         "chat_template",
     ]
     assert "writes <|user|>, which is not one of the symbols" in lines[-1]
+    for number in ("vocab_size", "max_sentences"):  # beyond sentencepiece's
+        recipe = TokenizerRecipe(**{"vocab_size": 40, number: 2**31})
+        (line,) = refusal(train_tokenizer, [tmp_path / "none.jsonl"], tmp_path / "t", recipe)
+        assert line.startswith(f"{number} = 2147483648: ") and line.endswith(" in 32 bits")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -268,14 +258,6 @@ def test_the_present_folder_may_hold_the_tokenizer(
     assert sorted(path.name for path in model.parent.iterdir()) == sorted(
         ["tokenizer.model", *(["b"] if folder == ".." else [])]
     )
-
-
-@pytest.mark.parametrize("wrong", [{"vocab_size": 2**31}, {"max_sentences": -1}])
-def test_numbers_beyond_sentencepiece_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
-    corpus = write_jsonl(tmp_path / "c.jsonl", ["ka lo mi"] * 9)
-    recipe = dataclasses.replace(TokenizerRecipe(40, "char"), **wrong)
-    (line,) = refusal(train_tokenizer, [corpus], tmp_path / "t", recipe)
-    assert line.startswith(f"{next(iter(wrong))} = ") and line.endswith(" in 32 bits")
 
 
 # --- exact scores of unigram models ---------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from gspo_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
 from gspo_megatron.data.toy import CHARACTERS, VOCAB_SIZE, train_toy_tokenizer
@@ -51,17 +52,6 @@ def test_toy_round_trip_is_exact_for_any_text_with_spaces_anywhere(toy_model: Pa
     assert tokenizer.decode([a, tokenizer.eos_id, tokenizer.pad_id, size, a, size + 7]) == "aa"
 
 
-def test_trained_bpe_merges_and_still_round_trips(tmp_path: Path) -> None:
-    lines = ["low lower lowest  new newer newest"] * 20
-    path = train_sentencepiece(lines, 40, tmp_path / "sub" / "bpe", model_type="bpe")
-    assert path == tmp_path / "sub" / "bpe.model"
-    tokenizer = load_tokenizer(path)
-    ids = tokenizer.encode(" lower  newest ")
-    assert len(ids) < len(" lower  newest ")
-    assert tokenizer.decode(ids) == " lower  newest "
-    assert [entry.name for entry in path.parent.iterdir()] == ["bpe.model"]
-
-
 @pytest.mark.parametrize(("lines", "size", "kind"), [([], 10, "char"), (["abc"], 1, "bpe")])
 def test_impossible_training_is_a_data_error(
     tmp_path: Path, lines: list[str], size: int, kind: str
@@ -100,8 +90,6 @@ CHAT_TEMPLATE = (
 
 
 def build_folder(folder: Path, bos_in_front: bool = False, **config: object) -> Path:
-    tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("transformers")
     pieces = ["<unk>", "<s>", "<pad>", "<eos>", *"abcdefgh 0123456789+=<>istunr"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(
