@@ -343,10 +343,9 @@ def test_a_damaged_index_is_refused(dataset: Path) -> None:
     shifted[34 + 4 * len(read_index(path).lengths) + 8] ^= 2  # of the second pointer
     path.write_bytes(shifted)
     assert "sequences do not follow each other: damaged" in faults(dataset)
-
-
-def test_missing_files_are_named(dataset: Path) -> None:
+    # missing files
+    path.write_bytes(whole)
     Path(f"{dataset}.bin").unlink()
     assert faults(dataset) == f"{dataset}.bin: cannot be read: No such file or directory"
-    Path(f"{dataset}.idx").unlink()
+    path.unlink()
     assert faults(dataset).startswith(f"{dataset}.idx: no such file")

@@ -15,6 +15,7 @@ from gspo_megatron.data.tokenizer_training import (
     TokenizerRecipe,
     check_conversion,
     convert,
+    random_texts,
     train_tokenizer,
     with_exact_scores,
 )
@@ -29,6 +30,7 @@ from tests.unit.data.corpora import (
 )
 
 SYMBOLS = ["<unk>", "<pad>", "<|im_end|>", "<|im_start|>", "<|doc|>", "<sep>", "\n\n", "||"]
+PLANES = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 
 
 @pytest.fixture(scope="module", params=["unigram", "bpe", "char"])
@@ -36,26 +38,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / request.param, request.param)
 
 
-def random_string(source: random.Random) -> str:
-    """Words, symbols whole and in parts, runs of one character, spelled bytes, any character."""
-    words = make_texts(1, seed=source.randint(0, 9), words=200)[0].split()
-    kinds = [
-        lambda: source.choice(words),
-        lambda: source.choice(SYMBOLS),
-        lambda: source.choice(SYMBOLS)[: source.randint(1, 6)],
-        lambda: source.choice(" \n\t\r|<>aklo▁") * source.randint(1, 9),
-        lambda: f"<0x{source.randint(0, 255):02X}>",
-        lambda: chr(source.choice([source.randint(0, 0xD7FF), source.randint(0xE000, 0x10FFFF)])),
-    ]
-    return "".join(source.choice(kinds)() for _ in range(source.randint(0, 40)))
-
-
 def test_transformers_gives_the_same_ids_and_text(folder: Path) -> None:
     ours = load_tokenizer(folder / "tokenizer.model")
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     source = random.Random(11)
-    texts = [random_string(source) for _ in range(1500)]
-    for text in texts:
+    # beside whole symbols, their parts, runs of one character, any character
+    parts = [symbol[:n] for symbol in SYMBOLS for n in range(7)] + [*"|<>aklo▁", "▁" * 5, "-" * 9]
+    parts += [chr(source.randint(*source.choice(PLANES))) for _ in range(300)]
+    for text in random_texts([*SYMBOLS * 9, *parts], make_texts(9, seed=1, words=200), 1500):
         # As a chat template's text, in which control symbols count …
         ids = ours.encode_rendered(text).ids
         assert theirs(text, add_special_tokens=False)["input_ids"] == ids, text
@@ -184,6 +174,9 @@ def test_bad_input_leaves_nothing_behind(tmp_path: Path) -> None:
     corpus.write_text(corpus.read_text() + '{"txt": "a"}\n')
     expected = f"{corpus}:4: no field 'text'; the fields are: 'txt' (--text-field chooses one)"
     assert refusal(train_tokenizer, [corpus], tmp_path / "t", TokenizerRecipe(300)) == [expected]
+    write_jsonl(corpus, ["ka"])  # too little text
+    (line,) = refusal(train_tokenizer, [corpus], tmp_path / "t", TokenizerRecipe(8, "bpe"))
+    assert line.startswith(f"{tmp_path}/t/tokenizer.model: sentencepiece could not")
     assert list(tmp_path.iterdir()) == [corpus]
 
 
@@ -229,12 +222,6 @@ def test_a_model_whose_other_form_differs_is_kept(
     left = sorted(path.name for path in (tmp_path / "t").iterdir())
     assert left == ["chat_template.jinja", "tokenizer.model"]
     assert load_tokenizer(tmp_path / "t" / "tokenizer.model").encode("kalo")
-
-
-def test_too_little_text_is_told_with_the_folder_asked_for(tmp_path: Path) -> None:
-    corpus = write_jsonl(tmp_path / "c.jsonl", ["ka"])
-    (line,) = refusal(train_tokenizer, [corpus], tmp_path / "t", TokenizerRecipe(8, "bpe"))
-    assert line.startswith(f"{tmp_path}/t/tokenizer.model: sentencepiece could not")
 
 
 def test_a_model_that_adds_spaces_has_no_chat(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import pytest
 
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards.math import _is_surely_readable, _parse_answer
-from gspo_megatron.rewards.registry import check_answers, get_reward, score
+from gspo_megatron.rewards.registry import Reward, check_answers, get_reward, score
 from gspo_megatron.types import Prompt, Sample
+
+EXACT, SHARE = get_reward("exact_match"), get_reward("per_character")
 
 
 def sample(answer: str, response: str) -> Sample:
@@ -17,37 +19,28 @@ def sample(answer: str, response: str) -> Sample:
 
 
 @pytest.mark.parametrize(
-    ("answer", "response", "options", "expected"),
+    ("reward", "answer", "response", "expected"),
     [
-        ("82", "82", {}, 1.0),
-        ("82", "83", {}, 0.0),
-        ("82", "82 ", {}, 1.0),
-        ("82", "82 ", {"strip": False}, 0.0),
-        ("82", "8 2", {}, 0.0),
-        ("82", "", {}, 0.0),
-        ("Yes", "yes", {}, 0.0),
-        ("Yes", "yes", {"ignore_case": True}, 1.0),
+        (EXACT, "82", "82", 1.0),
+        (EXACT, "82", "83", 0.0),
+        (EXACT, "82", "82 ", 1.0),
+        (get_reward("exact_match", options={"strip": False}), "82", "82 ", 0.0),
+        (EXACT, "82", "8 2", 0.0),
+        (EXACT, "82", "", 0.0),
+        (EXACT, "Yes", "yes", 0.0),
+        (get_reward("exact_match", options={"ignore_case": True}), "Yes", "yes", 1.0),
+        (SHARE, "dbac", "dbac", 1.0),
+        (SHARE, "dbac", "dbca", 0.5),
+        (SHARE, "dbac", "dba", 0.75),
+        (SHARE, "dbac", "dbacd", 0.8),
+        (SHARE, "dbac", "xdbac", 0.0),
+        (SHARE, "dbac", "", 0.0),
+        (SHARE, "", "", 1.0),
+        (SHARE, "", "a", 0.0),
     ],
 )
-def test_exact_match(answer: str, response: str, options: dict, expected: float) -> None:
-    assert score(get_reward("exact_match", options=options), sample(answer, response)) == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "response", "expected"),
-    [
-        ("dbac", "dbac", 1.0),
-        ("dbac", "dbca", 0.5),
-        ("dbac", "dba", 0.75),
-        ("dbac", "dbacd", 0.8),
-        ("dbac", "xdbac", 0.0),
-        ("dbac", "", 0.0),
-        ("", "", 1.0),
-        ("", "a", 0.0),
-    ],
-)
-def test_per_character(answer: str, response: str, expected: float) -> None:
-    assert score(get_reward("per_character"), sample(answer, response)) == expected
+def test_text_is_compared(reward: Reward, answer: str, response: str, expected: float) -> None:
+    assert score(reward, sample(answer, response)) == expected
 
 
 def test_math_without_its_package_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
