@@ -250,15 +250,6 @@ def test_a_changing_input_is_noticed(make: Prepare, tmp_path: Path) -> None:
     assert not (tmp_path / "out.bin").exists()
 
 
-def test_the_first_fault_is_named_whichever_process_was_faster(
-    make: Prepare, tmp_path: Path
-) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("".join(f"no JSON {n:04d}\n" for n in range(300)))
-    with pytest.raises(DataError, match=f"^{bad}:1: not JSON"):
-        make("out", bad, chunk_bytes=200, workers=2)
-
-
 def test_work_on_an_input_that_has_changed_is_not_used(make: Prepare, tmp_path: Path) -> None:
     texts = make_texts(40, seed=3)
     path = write_jsonl(tmp_path / "in.jsonl", texts)

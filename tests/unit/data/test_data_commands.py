@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,13 +57,6 @@ def test_all_missing_options_are_named_at_once(capsys: pytest.CaptureFixture[str
     assert message.endswith("the following arguments are required: -o/--output, --vocab-size")
 
 
-def ends_in(error: BaseException) -> Callable[..., None]:
-    def command(*_: object) -> None:
-        raise error
-
-    return command
-
-
 def test_interrupts_and_errors_end_a_tool_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,10 +66,11 @@ def test_interrupts_and_errors_end_a_tool_with_one_line(
         (prepare_data, "prepare", [*INPUT, "-o", "c"], "interrupted; the same command continues\n"),
         (prepare_data, "check_dataset", ["--check", "c"], ""),
     )
+    forbidden = PermissionError(13, "Permission denied", "c.bin")
     for tool, work, words, interrupted in tools:
-        monkeypatch.setattr(tool, work, ends_in(KeyboardInterrupt()))
+        monkeypatch.setattr(tool, work, Mock(side_effect=KeyboardInterrupt))
         assert tool.main(words) == 130
         assert capsys.readouterr() == ("", interrupted)
-        monkeypatch.setattr(tool, work, ends_in(PermissionError(13, "Permission denied", "c.bin")))
+        monkeypatch.setattr(tool, work, Mock(side_effect=forbidden))
         assert tool.main(words) == 2
         assert capsys.readouterr() == ("", "c.bin: Permission denied\n")

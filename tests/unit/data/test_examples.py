@@ -118,16 +118,6 @@ def test_prefixes_find_the_same_tokens_as_marks(folder: Path, tmp_path: Path) ->
                 assert np.array_equal(one, other)
 
 
-def test_an_answer_that_is_spelled_in_bytes_is_learned_whole(folder: Path, tmp_path: Path) -> None:
-    bare = CHATML.replace(
-        "message['content'] ~ eos_token -}}{%- endgen", "message['content'] -}}{%- endgen"
-    )
-    assert bare != CHATML
-    for tokenizer in both(with_template(folder, tmp_path, bare)):
-        ids, mask = encode_conversation(exchange("ka", "lo🙂"), tokenizer)
-        assert tokenizer.decode(ids[mask].tolist()) == "lo🙂"
-
-
 def test_a_template_that_changes_earlier_messages_is_refused(folder: Path, tmp_path: Path) -> None:
     # Like those that drop the thoughts of earlier turns.
     changing = UNMARKED.replace(
@@ -192,13 +182,10 @@ def test_prompts_and_answers_by_hand(folder: Path, tmp_path: Path) -> None:
             assert example.token_ids.tolist() == ids and data.lengths[number] == len(ids)
             assert example.loss_mask.tolist() == [n >= len(question) for n in range(len(ids))]
             assert example.source == f"{path}:{number + 1}"
-
-
-def test_prompts_in_a_chat_template_are_two_messages(folder: Path, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "kalo", "answer": "mi"}])
-    for tokenizer in both(folder):
-        example = load_supervised(path, tokenizer, form(50, chat_template=True))[0]
-        ids, mask = encode_conversation(exchange("kalo", "mi"), tokenizer)
+        # in a chat template they are two messages
+        section = form(50, prompt_field="q", answer_field="a", chat_template=True)
+        example = load_supervised(path, tokenizer, section)[0]
+        ids, mask = encode_conversation(exchange("kalo?", " mi"), tokenizer)
         assert np.array_equal(example.token_ids, ids) and np.array_equal(example.loss_mask, mask)
 
 

@@ -21,13 +21,7 @@ from gspo_megatron.data.tokenizer_training import (
 )
 from gspo_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
 from gspo_megatron.errors import DataError
-from tests.unit.data.corpora import (
-    both,
-    make_texts,
-    make_tokenizer,
-    refusal,
-    write_jsonl,
-)
+from tests.unit.data.corpora import both, make_texts, make_tokenizer, refusal, write_jsonl
 
 SYMBOLS = ["<unk>", "<pad>", "<|im_end|>", "<|im_start|>", "<|doc|>", "<sep>", "\n\n", "||"]
 PLANES = ((0, 0xD7FF), (0xE000, 0x10FFFF))

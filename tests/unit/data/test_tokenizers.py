@@ -34,10 +34,7 @@ def test_every_character_of_the_toy_alphabet_is_one_token(toy_model: Path) -> No
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (1, 2, None)
     assert tokenizer.vocab_size == VOCAB_SIZE == 48
     assert tokenizer.name == str(toy_model)
-
-
-def test_toy_round_trip_is_exact_for_any_text_with_spaces_anywhere(toy_model: Path) -> None:
-    tokenizer = load_tokenizer(toy_model)
+    # the round trip is exact, with spaces anywhere
     generator = random.Random(7)
     texts = ["", " ", "  ab  c ", "37+45=", "cabd>", " a", "a "]
     texts += ["".join(generator.choices(CHARACTERS + "    ", k=n)) for n in range(1, 60)]

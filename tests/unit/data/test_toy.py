@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -203,9 +204,6 @@ def test_a_key_or_a_reader_that_left_ends_the_command_quietly(
         unread.flush()  # as the interpreter does at its end
     assert (tmp_path / "a" / "tokenizer.model").is_file()
 
-    def interrupt(**_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(toy, "write_toy_dataset", interrupt)
+    monkeypatch.setattr(toy, "write_toy_dataset", Mock(side_effect=KeyboardInterrupt))
     assert main(words) == 130
     assert capsys.readouterr() == ("", "")
