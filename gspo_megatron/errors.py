@@ -6,7 +6,8 @@ other exception is a defect of ours or a failure of the machine, and is shown wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 
 class UserError(ValueError):
@@ -28,3 +29,12 @@ class DataError(UserError):
 
 class RewardError(UserError):
     """A reward function raised or returned something that is not a finite number."""
+
+
+@contextlib.contextmanager
+def gathered_in(problems: list[str]) -> Iterator[None]:
+    """Add what is wrong inside to the list, line by line."""
+    try:
+        yield
+    except UserError as error:
+        problems.extend(str(error).splitlines())

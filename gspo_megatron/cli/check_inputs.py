@@ -3,13 +3,11 @@ it names, its run folder and the weights that it begins with."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.errors import ConfigError, DataError, UserError
+from gspo_megatron.errors import ConfigError, DataError, gathered_in
 
 if TYPE_CHECKING:
     from gspo_megatron.checkpoint.resume import Start
@@ -142,12 +140,3 @@ def _check_start(config: Any, inputs: AnyInputs | None, fresh: bool) -> Start | 
 def _raise(problems: list[str]) -> None:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-
-
-@contextlib.contextmanager
-def gathered_in(problems: list[str]) -> Iterator[None]:
-    """Add what is wrong inside to the list, line by line."""
-    try:
-        yield
-    except UserError as error:
-        problems.extend(str(error).splitlines())

@@ -71,15 +71,10 @@ def written_symbols(template: str) -> list[str]:
 
 
 def template_fault(template: str) -> str | None:
-    """The line and the cause if a template is not valid Jinja for transformers; None if it is.
+    """The line and the cause if a template is not valid Jinja for transformers; None if it is."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-    Also None if transformers or jinja2 is not installed: only chat templates need them.
-    """
-    try:
-        from jinja2 import TemplateSyntaxError
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError:
-        return None
     try:
         render_jinja_template(conversations=[[]], chat_template=template)
     except TemplateSyntaxError as error:
@@ -100,10 +95,8 @@ def render(
 
     Raises DataError if the template is not valid Jinja or refuses the messages.
     """
-    try:
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError as error:
-        raise DataError(f"{name}: a chat template needs transformers and jinja2") from error
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     marked = _GENERATION_MARK.search(template) is not None
     try:
         texts, spans = render_jinja_template(
@@ -208,12 +201,11 @@ def _mask_by_prefixes(
 def _prefix_tokens(part: str, text: str, ids: list[int], tokenizer: Tokenizer, number: int) -> int:
     """The number of tokens of `part`, with which `text` and its `ids` must begin."""
     part_ids = tokenizer.encode_rendered(part).ids
+    if text.startswith(part) and ids[: len(part_ids)] == part_ids:
+        return len(part_ids)
+    fault = "the tokenizer joins text from before and after that place into one token"
     if not text.startswith(part):
         fault = "the chat template writes earlier messages differently when others follow"
-    elif ids[: len(part_ids)] != part_ids:
-        fault = "the tokenizer joins text from before and after that place into one token"
-    else:
-        return len(part_ids)
     raise DataError(
         f"message {number + 1}: cannot tell where the answer begins or ends: {fault}; mark what "
         "the assistant writes in the template with {% generation %} and {% endgeneration %}"

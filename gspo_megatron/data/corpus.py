@@ -18,10 +18,10 @@ import shutil
 import signal
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ from gspo_megatron.data.documents import (
     plan_chunks,
     read_chunk,
 )
-from gspo_megatron.data.indexed import Manifest, data_files, validate_tokens
+from gspo_megatron.data.indexed import Manifest, data_files, read_index, validate_tokens
 from gspo_megatron.data.rows import Problems
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.errors import DataError
@@ -85,12 +85,21 @@ def prepare(
             )
         eod_id = symbol_id
     chunks = plan_chunks(job.inputs, job.chunk_bytes, job.text_documents)
-    state = _file_states(job.inputs)
+    states = {path: _file_state(path) for path in job.inputs}
     with _work_folder(job.prefix) as folder:
-        parts = _part_files(folder, chunks, job, eod_id, state)
+        # Each chunk's file is named by a hash of everything that its tokens depend on. So an
+        # existing file is always right: after the user has corrected one input, the chunks of the
+        # others are not done again.
+        settings = [job.text_field, job.text_documents, eod_id, job.deduplicate]
+        common = [fingerprint(job.tokenizer), *settings]
+        parts = []
+        for chunk in chunks:
+            key = json.dumps([common, states[chunk.path], chunk.kind, chunk.start, chunk.end])
+            digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+            parts.append(folder / f"{digest}.npz")
         _tokenize(chunks, parts, Worker(job, eod_id, tokenizer), workers, on_chunk)
-        for path, before in state.items():
-            if _file_states([path])[path] != before:
+        for path, before in states.items():
+            if _file_state(path) != before:
                 raise DataError(f"{path}: changed while it was read; run again")
         try:
             return _publish(job, parts, eod_id, folder, tokenizer.vocab_size)
@@ -117,32 +126,10 @@ def _work_folder(prefix: str) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def _file_states(paths: Sequence[str]) -> dict[str, tuple[str, int, int]]:
-    """The real path of each file, its size and the time of its last change."""
-    stats = {path: Path(path).stat() for path in paths}
-    return {p: (os.path.realpath(p), s.st_size, s.st_mtime_ns) for p, s in stats.items()}
-
-
-def _part_files(
-    folder: Path,
-    chunks: Sequence[Chunk],
-    job: CorpusJob,
-    eod_id: int,
-    states: Mapping[str, tuple[str, int, int]],
-) -> list[Path]:
-    """A file for each chunk, named by a hash of everything that its tokens depend on.
-
-    So an existing file is always right: after the user has corrected one input, the chunks of the
-    others are not done again.
-    """
-    settings = [job.text_field, job.text_documents, eod_id, job.deduplicate]
-    common = [fingerprint(job.tokenizer), *settings]
-    files = []
-    for chunk in chunks:
-        key = [common, states[chunk.path], chunk.kind, chunk.start, chunk.end]
-        digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
-        files.append(folder / f"{digest}.npz")
-    return files
+def _file_state(path: str) -> tuple[str, int, int]:
+    """The real path of a file, its size and the time of its last change."""
+    stat = os.stat(path)
+    return os.path.realpath(path), stat.st_size, stat.st_mtime_ns
 
 
 def _tokenize(
@@ -152,49 +139,28 @@ def _tokenize(
     workers: int,
     on_chunk: OnChunk,
 ) -> None:
-    missing = [n for n, part in enumerate(parts) if not part.exists()]
-    done = len(chunks) - len(missing)
-    on_chunk(done, len(chunks))
-    if workers == 1:
-        for number in missing:
-            worker.write(chunks[number], parts[number])
-            done += 1
-            on_chunk(done, len(chunks))
-        return
-    # New processes: a fork would copy the locks of this one's threads.
-    pool = ProcessPoolExecutor(
-        min(workers, max(len(missing), 1)),
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(worker.job, worker.eod_id),
-    )
-    failures: dict[int, BaseException] = {}
+    """Writes the parts that are missing. Raises the error of the first chunk that has one."""
+    missing = [(chunk, part) for chunk, part in zip(chunks, parts) if not part.exists()]
+    done = len(parts) - len(missing)
+    on_chunk(done, len(parts))
+    pool = None
+    if workers == 1 or not missing:
+        written = map(worker.write, missing)
+    else:
+        # New processes: a fork would copy the locks of this one's threads.
+        pool = ProcessPoolExecutor(
+            min(workers, len(missing)),
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(worker.job, worker.eod_id),
+        )
+        written = pool.map(_run_worker, missing)
     try:
-        futures = {pool.submit(_run_worker, chunks[n], parts[n]): n for n in missing}
-        for future in as_completed(futures):
-            if future.cancelled():
-                continue
-            if (error := future.exception()) is None:
-                done += 1
-                on_chunk(done, len(chunks))
-                continue
-            failures[futures[future]] = error
-            for other in futures:  # those that run may still find an earlier fault
-                other.cancel()
+        for number, _ in enumerate(written, start=done + 1):
+            on_chunk(number, len(parts))
     finally:
-        pool.shutdown(cancel_futures=True)
-    if failures:
-        raise failures[min(failures)]
-
-
-@dataclass(frozen=True)
-class ChunkTokens:
-    """The documents of a chunk, flat."""
-
-    tokens: np.ndarray  # [sum(lengths)] int32
-    lengths: np.ndarray  # [documents] int64, EOD included
-    digests: np.ndarray  # [documents, DIGEST_BYTES] uint8, or no rows
-    empty: int  # documents without text, left out
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -205,16 +171,15 @@ class Worker:
     eod_id: int  # put after each document
     tokenizer: Tokenizer
 
-    def write(self, chunk: Chunk, path: Path) -> None:
-        """Tokenizes a chunk into the file `path`. Raises DataError as `tokenize` does."""
-        tokens = self.tokenize(chunk)
-        content = io.BytesIO()
-        np.savez(content, **{name: np.array(value) for name, value in vars(tokens).items()})
-        write_atomically(path, content.getvalue())
+    def write(self, part: tuple[Chunk, Path]) -> None:
+        """Tokenizes a chunk into a file, an archive of
 
-    def tokenize(self, chunk: Chunk) -> ChunkTokens:
-        """Raises DataError that names the bad lines of the chunk."""
-        job, problems = self.job, Problems()
+        tokens: [sum(lengths)] int32; lengths: [documents] int64, EOD included; digests:
+        [documents, DIGEST_BYTES] uint8, or no rows; empty: documents without text, left out.
+
+        Raises DataError that names the bad lines of the chunk.
+        """
+        (chunk, path), job, problems = part, self.job, Problems()
         documents = read_chunk(chunk, job.text_field, problems, job.text_documents)
         blocks: list[np.ndarray] = [np.empty(0, np.int32)]
         lengths: list[int] = []
@@ -232,12 +197,15 @@ class Worker:
                     for text in texts
                 ]
         problems.raise_if_any()
-        return ChunkTokens(
-            np.concatenate(blocks),
-            np.array(lengths, np.int64),
-            np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES),
-            empty,
+        content = io.BytesIO()
+        np.savez(
+            content,
+            tokens=np.concatenate(blocks),
+            lengths=np.array(lengths, np.int64),
+            digests=np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES),
+            empty=np.array(empty),
         )
+        write_atomically(path, content.getvalue())
 
 
 _workers: list[Worker] = []  # of this process, if it is one of the pool
@@ -252,8 +220,8 @@ def _start_worker(job: CorpusJob, eod_id: int) -> None:
     _workers.append(Worker(job, eod_id, load_tokenizer(job.tokenizer)))
 
 
-def _run_worker(chunk: Chunk, path: Path) -> None:
-    _workers[0].write(chunk, path)
+def _run_worker(part: tuple[Chunk, Path]) -> None:
+    _workers[0].write(part)
 
 
 def _end_with_parent() -> None:
@@ -264,11 +232,11 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def read_part(path: Path) -> ChunkTokens:
-    """Reads a file that `ChunkWorker` wrote. Raises DataError if it is damaged."""
+def _read_part(path: Path) -> dict[str, np.ndarray]:
+    """The arrays that `Worker.write` wrote. Raises DataError if the file is damaged."""
     try:
         with np.load(path, allow_pickle=False) as file:  # a zip file with checksums
-            return ChunkTokens(file["tokens"], file["lengths"], file["digests"], int(file["empty"]))
+            return {name: file[name] for name in ("tokens", "lengths", "digests", "empty")}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: damaged: {error}; remove it and run again") from error
 
@@ -284,13 +252,12 @@ class _JoinedDocuments:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         for path in self._parts:
-            part = read_part(path)
-            self.empty += part.empty
-            ends = np.cumsum(part.lengths)
-            for number, (start, end) in enumerate(zip(ends - part.lengths, ends)):
-                tokens = part.tokens[start:end]
+            part = _read_part(path)
+            self.empty += int(part["empty"])
+            documents = np.split(part["tokens"], np.cumsum(part["lengths"]))[:-1]
+            for number, tokens in enumerate(documents):
                 if self._seen is not None:
-                    digest = part.digests[number].tobytes()
+                    digest = part["digests"][number].tobytes()
                     if digest in self._seen:
                         self.duplicates += 1
                         continue
@@ -305,7 +272,7 @@ def _publish(
     job: CorpusJob, parts: Sequence[Path], eod_id: int, folder: Path, vocab_size: int
 ) -> Manifest:
     # Not at the top: the workers import this module, and need no Megatron-Core.
-    from gspo_megatron.data.corpus_files import token_dtype, write_indexed
+    from gspo_megatron.data.corpus_files import write_indexed
 
     joined = _JoinedDocuments(parts, job.deduplicate)
     made = data_files(folder / "joined")
@@ -315,7 +282,7 @@ def _publish(
     manifest = Manifest(
         documents=joined.documents,
         tokens=joined.tokens,
-        dtype=np.dtype(token_dtype(vocab_size)).name,
+        dtype=read_index(made[1]).dtype.name,
         largest_token=joined.largest,
         vocab_size=vocab_size,
         eod_id=eod_id,
@@ -329,15 +296,12 @@ def _publish(
         bytes={path.suffix[1:]: path.stat().st_size for path in made[:2]},
         sha256={path.suffix[1:]: fingerprint(path) for path in made[:2]},
     )
-    write_atomically(made[2], manifest.to_json())
+    write_atomically(made[2], (json.dumps(asdict(manifest), indent=2) + "\n").encode())
     validate_tokens(folder / "joined", vocab_size, eod_id)
-    _replace(made, data_files(job.prefix))
-    return manifest
-
-
-def _replace(made: Sequence[Path], wanted: Sequence[Path]) -> None:
     # The old index is removed first and the new one published last: an index never stands beside
     # the tokens of another dataset.
+    wanted = data_files(job.prefix)
     wanted[1].unlink(missing_ok=True)
     for number in (0, 2, 1):
         os.replace(made[number], wanted[number])
+    return manifest

@@ -14,16 +14,13 @@ with quiet_imports():
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 
-def token_dtype(vocab_size: int) -> type[np.number]:
-    """The smallest type that Megatron-Core uses for `vocab_size` ids."""
-    return DType.optimal_dtype(vocab_size)
-
-
 def write_indexed(
     documents: Iterable[np.ndarray], bin_path: Path, idx_path: Path, vocab_size: int
 ) -> None:
-    """Writes documents, each [tokens] of integers, to both files."""
-    builder = IndexedDatasetBuilder(bin_path=str(bin_path), dtype=token_dtype(vocab_size))
+    """Writes documents, each [tokens] of integers, to both files, in the smallest type that
+    Megatron-Core uses for `vocab_size` ids."""
+    dtype = DType.optimal_dtype(vocab_size)
+    builder = IndexedDatasetBuilder(bin_path=str(bin_path), dtype=dtype)
     for tokens in documents:
         builder.add_item(tensor=torch.from_numpy(tokens))
         builder.end_document()

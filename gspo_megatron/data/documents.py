@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 from gspo_megatron.data.rows import (
     Problems,
@@ -27,7 +26,6 @@ from gspo_megatron.errors import DataError
 CHUNK_BYTES = 4 << 20
 TEXT_DOCUMENTS = ("line", "file")  # a text file is a document a line, or one document
 FIELD_SETTING = "--text-field"
-_COUNTED_AT_ONCE = 1 << 20
 
 Document = tuple[str, str]  # "path:line" or "path:row", and its text
 
@@ -59,7 +57,14 @@ def plan_chunks(
             if not size:
                 problems.add(f"{path}", "an empty file")
             elif kind == "parquet":
-                chunks += _row_groups(path)
+                with open_parquet(path) as file:
+                    groups = range(file.metadata.num_row_groups)
+                    sizes = [file.metadata.row_group(n).num_rows for n in groups]
+                if not sum(sizes):
+                    problems.add(f"{path}", "has no rows")
+                for n in groups:
+                    before = sum(sizes[:n])
+                    chunks.append(Chunk(str(path), kind, n, n + 1, rows_before=before))
             else:
                 whole = kind == "text" and text_documents == "file"
                 step = size if whole else chunk_bytes
@@ -83,7 +88,9 @@ def read_chunk(
     yield from _read_chunk(chunk, text_field, attempt, text_documents, 0)
     if attempt:
         # Lines before the chunk are counted only if there is a fault to name.
-        before = _lines_before(chunk)
+        before = 0
+        if chunk.kind != "parquet":
+            before = sum(1 for _ in _numbered_lines(replace(chunk, start=0, end=chunk.start), 0))
         for _ in _read_chunk(chunk, text_field, problems, text_documents, before):
             pass
 
@@ -115,17 +122,6 @@ def sentences(documents: Iterable[Document], longest: int = 1000) -> Iterator[st
                 start = end
             if start < len(line):
                 yield line[start:]
-
-
-def _row_groups(path: Path) -> list[Chunk]:
-    with open_parquet(path) as file:
-        metadata = file.metadata
-        sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
-    if not sum(sizes):
-        raise DataError(f"{path}: has no rows")
-    return [
-        Chunk(str(path), "parquet", n, n + 1, rows_before=sum(sizes[:n])) for n in range(len(sizes))
-    ]
 
 
 def _read_chunk(
@@ -166,34 +162,12 @@ def _read_chunk(
 def _numbered_lines(chunk: Chunk, lines_before: int) -> Iterator[tuple[str, bytes]]:
     """The lines that begin in the chunk."""
     with Path(chunk.path).open("rb") as file:
-        position = _first_line_start(file, chunk.start)
-        number = lines_before
+        if chunk.start:
+            file.seek(chunk.start - 1)  # the line before the chunk may end with its last byte
+            file.readline()
+        position, number = file.tell(), lines_before
         while position < chunk.end and (line := file.readline()):
             number += 1
-            yield (
-                f"{chunk.path}:{number}",
-                line if position else line.removeprefix(codecs.BOM_UTF8),
-            )
+            text = line if position else line.removeprefix(codecs.BOM_UTF8)
+            yield f"{chunk.path}:{number}", text
             position += len(line)
-
-
-def _first_line_start(file: BinaryIO, position: int) -> int:
-    """Where the first line at or after `position` begins; the file is then at that place."""
-    if position == 0:
-        return 0
-    file.seek(position - 1)  # the line before the chunk may end with its last byte
-    file.readline()
-    return file.tell()
-
-
-def _lines_before(chunk: Chunk) -> int:
-    if chunk.kind == "parquet" or not chunk.start:
-        return 0
-    count = 0
-    with Path(chunk.path).open("rb") as file:
-        left = _first_line_start(file, chunk.start)
-        file.seek(0)
-        while left > 0 and (block := file.read(min(left, _COUNTED_AT_ONCE))):
-            count += block.count(b"\n")
-            left -= len(block)
-    return count

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gspo_megatron.config.stages import FineTuningDataSection
 from gspo_megatron.data.chat import (
     ASSISTANT,
     Message,
@@ -20,7 +21,6 @@ from gspo_megatron.data.rows import Problems, missing_field, read_rows
 from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.errors import DataError
 
-TOO_LONG = ("error", "drop", "truncate")
 MESSAGES_SETTING = "data.messages_field"
 
 
@@ -31,19 +31,6 @@ class Example:
     token_ids: np.ndarray  # [length] int32
     loss_mask: np.ndarray  # [length] bool: True on the tokens to learn
     source: str  # "file:line"
-
-
-@dataclass(frozen=True)
-class Format:
-    """How the rows of a file become examples."""
-
-    max_tokens: int  # of an example
-    messages_field: str | None = None  # rows are conversations; None: prompt and answer
-    prompt_field: str = "prompt"
-    answer_field: str = "answer"
-    chat_template: bool = False  # a prompt and its answer become two messages
-    # error, drop, or truncate: keep the beginning if a token to learn is left in it
-    too_long: str = "error"
 
 
 @dataclass
@@ -75,8 +62,6 @@ class SupervisedData:
         return len(self._sources)
 
     def __getitem__(self, number: int) -> Example:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
         part = slice(self._ends[number], self._ends[number + 1])
         return Example(self._tokens[part], self._mask[part], self._sources[number])
 
@@ -85,46 +70,34 @@ class SupervisedData:
         return np.diff(self._ends)
 
 
-def load_supervised(path: str | Path, tokenizer: Tokenizer, form: Format) -> SupervisedData:
-    """All examples of a file. Raises DataError as `read_supervised`, or if no example is left."""
-    counts = Counts()
-    data = SupervisedData(read_supervised(path, tokenizer, form, counts), counts)
+def load_supervised(
+    path: str | Path, tokenizer: Tokenizer, form: FineTuningDataSection
+) -> SupervisedData:
+    """The examples of a JSON Lines or Parquet file in its order, made as the configuration `form`
+    says, in which `max_tokens` is set.
+
+    A conversation is rendered by the tokenizer's chat template, and the assistant's messages are
+    learned. A prompt is encoded as for a rollout, and its answer with the end-of-sequence token is
+    learned; with `chat_template` they are two messages.
+
+    Raises DataError with the bad rows by file and line, if the tokenizer's chat template is missing
+    or unusable, or if no example is left.
+    """
+    if form.messages_field is not None or form.chat_template:
+        check_template(tokenizer)
+    problems, counts = Problems(), Counts()
+    read = _from_prompts if form.messages_field is None else _from_messages
+    examples = read(Path(path), tokenizer, form, problems)
+    data = SupervisedData(_fitting(examples, tokenizer, form, problems, counts), counts)
+    problems.raise_if_any()
     if not len(data):
         left_out = f" that fit {form.max_tokens} tokens" if counts.dropped else ""
         raise DataError(f"{path}: holds no examples{left_out}")
     return data
 
 
-def read_supervised(
-    path: str | Path, tokenizer: Tokenizer, form: Format, counts: Counts
-) -> Iterator[Example]:
-    """The examples of a JSON Lines or Parquet file, one by one, in its order.
-
-    A conversation is rendered by the tokenizer's chat template, and the assistant's messages are
-    learned. A prompt is encoded as for a rollout, and its answer with the end-of-sequence token is
-    learned; with `chat_template` they are two messages.
-
-    Raises DataError after the last row, with the bad rows by file and line; at once if the
-    tokenizer's chat template is missing or unusable.
-    """
-    assert form.too_long in TOO_LONG and form.max_tokens > 0
-    if form.messages_field is not None or form.chat_template:
-        check_template(tokenizer)
-    problems = Problems()
-    if form.messages_field is None:
-        examples = _from_prompts(Path(path), tokenizer, form, problems)
-    else:
-        examples = _from_messages(Path(path), tokenizer, form.messages_field, problems)
-    for example, text in examples:
-        fitting = _fit(example, form, problems, counts)
-        if fitting is not None:
-            counts.unknown.add(tokenizer, fitting.source, fitting.token_ids, text)
-            yield fitting
-    problems.raise_if_any()
-
-
 def _from_prompts(
-    path: Path, tokenizer: Tokenizer, form: Format, problems: Problems
+    path: Path, tokenizer: Tokenizer, form: FineTuningDataSection, problems: Problems
 ) -> Iterator[tuple[Example, str]]:
     """Examples, each with the text of its prompt and answer."""
     for prompt in read_prompts(path, form.prompt_field, form.answer_field, problems):
@@ -143,8 +116,10 @@ def _from_prompts(
 
 
 def _from_messages(
-    path: Path, tokenizer: Tokenizer, name: str, problems: Problems
+    path: Path, tokenizer: Tokenizer, form: FineTuningDataSection, problems: Problems
 ) -> Iterator[tuple[Example, str]]:
+    name = form.messages_field
+    assert name is not None
     for where, row in read_rows(path, {MESSAGES_SETTING: name}, problems):
         if name not in row:
             problems.add(where, missing_field(row, name, MESSAGES_SETTING))
@@ -176,15 +151,28 @@ def _conversation(
         yield Example(token_ids, mask, where), text
 
 
-def _fit(example: Example, form: Format, problems: Problems, counts: Counts) -> Example | None:
-    length, most = len(example.token_ids), form.max_tokens
-    if length <= most:
-        return example
-    if form.too_long == "error":
-        problems.add(example.source, f"the example has {length} tokens; at most {most} are allowed")
-        return None
-    if form.too_long == "truncate" and example.loss_mask[:most].any():
-        counts.truncated += 1
-        return Example(example.token_ids[:most], example.loss_mask[:most], example.source)
-    counts.dropped += 1
-    return None
+def _fitting(
+    examples: Iterator[tuple[Example, str]],
+    tokenizer: Tokenizer,
+    form: FineTuningDataSection,
+    problems: Problems,
+    counts: Counts,
+) -> Iterator[Example]:
+    """The examples of at most `max_tokens`; too long ones become problems, or are cut or left out
+    and counted."""
+    most = form.max_tokens
+    assert most is not None
+    for example, text in examples:
+        length = len(example.token_ids)
+        if length > most:
+            if form.too_long == "error":
+                fault = f"the example has {length} tokens; at most {most} are allowed"
+                problems.add(example.source, fault)
+                continue
+            if form.too_long == "drop" or not example.loss_mask[:most].any():
+                counts.dropped += 1
+                continue
+            counts.truncated += 1
+            example = Example(example.token_ids[:most], example.loss_mask[:most], example.source)
+        counts.unknown.add(tokenizer, example.source, example.token_ids, text)
+        yield example

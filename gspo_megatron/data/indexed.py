@@ -1,16 +1,13 @@
-"""Checks of Megatron-Core's indexed datasets, without Megatron-Core.
-
-PREFIX.bin holds the tokens of all documents, PREFIX.idx where each begins. Megatron-Core does not
-check that both belong together. PREFIX.json, which prepare_data writes beside them, describes them
-and has their checksums.
-"""
+"""Checks of Megatron-Core's indexed datasets, without Megatron-Core, which does not check that
+PREFIX.bin, the tokens of all documents, and PREFIX.idx, where each begins, belong together.
+PREFIX.json, which prepare_data writes beside them, describes them and has their checksums."""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +41,6 @@ class Manifest:
     duplicates: int  # left out
     bytes: dict[str, int] = field(default_factory=dict)  # of the .bin and the .idx file
     sha256: dict[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> bytes:
-        return (json.dumps(asdict(self), indent=2) + "\n").encode()
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
-from gspo_megatron.data.examples import Format, SupervisedData, load_supervised
+from gspo_megatron.data.examples import SupervisedData, load_supervised
 from gspo_megatron.data.indexed import check_dataset, read_index
 from gspo_megatron.data.prompts import UnknownCharacters, encode_prompts, load_prompts
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
-from gspo_megatron.errors import ConfigError, DataError, UserError
+from gspo_megatron.errors import ConfigError, DataError, gathered_in
 from gspo_megatron.files import fingerprint
 from gspo_megatron.types import Prompt
 
@@ -62,18 +62,15 @@ def read_inputs(config: Config) -> Inputs:
     warnings: list[str] = []
     data, longest = config.data, config.max_prompt_tokens()
     for key, path in prompt_files(config).items():
-        try:
+        with gathered_in(problems):
             prompts = load_prompts(path, data.prompt_field, data.answer_field)
             if tokenizer is None or longest < 1:
                 continue  # that problem is reported already
             files[key] = encode_prompts(prompts, tokenizer, longest, data.chat_template)
-        except UserError as error:
-            problems += str(error).splitlines()
-            continue
-        unknown = UnknownCharacters()
-        for prompt in files[key]:
-            unknown.add(tokenizer, prompt.source, prompt.token_ids, prompt.text)
-        warnings += unknown.warnings(key, len(prompts))
+            unknown = UnknownCharacters()
+            for prompt in files[key]:
+                unknown.add(tokenizer, prompt.source, prompt.token_ids, prompt.text)
+            warnings += unknown.warnings(key, len(prompts))
     if problems:
         raise ConfigError(problems)
     assert tokenizer is not None
@@ -92,29 +89,16 @@ def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
     Raises ConfigError with the problems of all files, by file and line.
     """
     tokenizer, problems = _load_tokenizer(config)
-    data = config.data
-    form = Format(
-        max_tokens=config.max_tokens(),
-        messages_field=data.messages_field,
-        prompt_field=data.prompt_field,
-        answer_field=data.answer_field,
-        chat_template=data.chat_template,
-        too_long=data.too_long,
-    )
+    form = config.data.model_copy(update={"max_tokens": config.max_tokens()})
     found: dict[str, SupervisedData] = {}
+    warnings: list[str] = []
     for key, paths in config.input_files().items() if tokenizer is not None else ():
-        try:
+        with gathered_in(problems):
             found[key] = load_supervised(paths[0], tokenizer, form)
-        except UserError as error:
-            problems += str(error).splitlines()
+            warnings += found[key].counts.unknown.warnings(key, len(found[key]))
     if problems:
         raise ConfigError(problems)
     assert tokenizer is not None
-    warnings = [
-        line
-        for key, examples in found.items()
-        for line in examples.counts.unknown.warnings(key, len(examples))
-    ]
     evaluation = found.get("data.eval_examples")
     return FineTuningInputs(tokenizer, found["data.examples"], evaluation, tuple(warnings))
 
@@ -125,15 +109,22 @@ def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
     Raises ConfigError with all problems.
     """
     tokenizer, problems = _load_tokenizer(config)
+    path = config.data.tokenizer
     ends: dict[int, str] = {}  # the id that ends documents -> the first corpus with it
     for prefix in (*config.data.train, *config.data.evaluation):
-        try:
-            end = _check_corpus(config, prefix, tokenizer)
-        except UserError as error:
-            problems += str(error).splitlines()
-        else:
-            if end is not None:
-                ends.setdefault(end, prefix)
+        with gathered_in(problems):
+            manifest = check_dataset(prefix, tokenizer and model_vocab_size(config, tokenizer))
+            if corpus_tokens(prefix) < 2:
+                raise DataError(f"{prefix}.idx: holds no text to learn")
+            if manifest is None:
+                continue
+            if tokenizer is not None and manifest.tokenizer["sha256"] != fingerprint(path):
+                raise DataError(
+                    f"{prefix}.json: made with another tokenizer ({manifest.tokenizer['name']}) "
+                    f"than data.tokenizer = {path}"
+                )
+            if manifest.eod_id is not None:
+                ends.setdefault(manifest.eod_id, prefix)
     if len(ends) > 1:
         found = ", ".join(f"{end} in {prefix}" for end, prefix in ends.items())
         problems.append(f"data.train: documents end in different tokens: {found}; make them alike")
@@ -167,12 +158,12 @@ def model_vocab_size(config: Config | StageConfig, tokenizer: Tokenizer) -> int:
 def _load_tokenizer(config: Config | StageConfig) -> tuple[Tokenizer | None, list[str]]:
     """The tokenizer of the configuration, and what is wrong with it."""
     name, model = config.data.tokenizer, config.model  # type: ignore[union-attr]
-    try:
+    problems: list[str] = []
+    with gathered_in(problems):
         tokenizer = load_tokenizer(name)
         wanted = model_vocab_size(config, tokenizer)
-    except UserError as error:
-        return None, str(error).splitlines()
-    problems = []
+    if problems:
+        return None, problems
     by_weights = model.hf_path is not None or (model.preset is None and model.vocab_size is None)
     if wanted < tokenizer.vocab_size and by_weights:
         key = "checkpoint_path" if model.hf_path is None else "hf_path"
@@ -186,21 +177,3 @@ def _load_tokenizer(config: Config | StageConfig) -> tuple[Tokenizer | None, lis
             f"legal: {tokenizer.vocab_size} or more"
         )
     return tokenizer, problems
-
-
-def _check_corpus(
-    config: PretrainingConfig, prefix: str, tokenizer: Tokenizer | None
-) -> int | None:
-    """The id that ends its documents, if its manifest says so."""
-    manifest = check_dataset(prefix, tokenizer and model_vocab_size(config, tokenizer))
-    if corpus_tokens(prefix) < 2:
-        raise DataError(f"{prefix}.idx: holds no text to learn")
-    if manifest is None:
-        return None
-    path = config.data.tokenizer
-    if tokenizer is not None and manifest.tokenizer["sha256"] != fingerprint(path):
-        raise DataError(
-            f"{prefix}.json: made with another tokenizer ({manifest.tokenizer['name']}) than "
-            f"data.tokenizer = {path}"
-        )
-    return manifest.eod_id

@@ -32,9 +32,9 @@ class PromptLoader:
         self._deferred: list[int] = []  # prompts of this epoch, for the next step
         self._order = self._epoch_order()
 
-    def next(self) -> list[int]:
-        """The prompt indices of the next step, `prompts_per_step` of them."""
-        wanted = self._prompts_per_step
+    def next(self, count: int | None = None) -> list[int]:
+        """The prompt indices of the next step: `count` of them, or `prompts_per_step`."""
+        wanted = count or self._prompts_per_step
         step, self._deferred = self._deferred[:wanted], self._deferred[wanted:]
         unique = wanted <= self._num_prompts
         taken = set(step)
@@ -68,15 +68,12 @@ class PromptLoader:
 
         Raises DataError if the state is of another file, seed or order.
         """
-        for key, mine in (
-            ("num_prompts", self._num_prompts),
-            ("seed", self._seed),
-            ("shuffle", self._shuffle),
-        ):
-            if state[key] != mine:
+        mine = self.state_dict()
+        for key in ("num_prompts", "seed", "shuffle"):
+            if state[key] != mine[key]:
                 raise DataError(
                     f"the checkpoint's prompt order was made with {key} = {state[key]}, this run "
-                    f"has {key} = {mine}; resume with the same prompt file and settings"
+                    f"has {key} = {mine[key]}; resume with the same prompt file and settings"
                 )
         self._epoch = state["epoch"]
         self._position = state["position"]

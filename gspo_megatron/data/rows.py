@@ -94,9 +94,7 @@ def parse_json_lines(lines: Iterable[tuple[str, bytes]], problems: Problems) -> 
             problems.add(
                 where, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
             )
-        except _KeyTwiceError as error:
-            problems.add(where, f"key {error} is there twice; leave one of them")
-        except (ValueError, RecursionError) as error:  # a number or nesting beyond Python's
+        except (ValueError, RecursionError) as error:  # also a number or nesting beyond Python's
             problems.add(where, f"JSON that cannot be read: {error}")
         else:
             if isinstance(row, dict):
@@ -105,16 +103,13 @@ def parse_json_lines(lines: Iterable[tuple[str, bytes]], problems: Problems) -> 
                 problems.add(where, f"{json_type(row)}; a JSON object is wanted")
 
 
-class _KeyTwiceError(ValueError):
-    """A JSON object has a key twice. Python's parser would take the last value in silence."""
-
-
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Of a key that is there twice, Python's parser would take the last value."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for n, key in enumerate(keys) if key in keys[:n])
-        raise _KeyTwiceError(f"{twice!r:.60}")
+        raise ValueError(f"key {twice!r:.60} is there twice; leave one of them")
     return unique
 
 

@@ -9,7 +9,7 @@ import random
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,9 +47,8 @@ STEP = 64  # exact scores are multiples of 1 / STEP: float32 sums are exact up t
 # The score of a user symbol, which beats every other path. Sentencepiece's own bonus for symbols is
 # no multiple of 1 / STEP, and too small if another piece holds the symbol's beginning.
 SYMBOL_SCORE = 64.0
-_PIECES, _PIECE, _SCORE, _TYPE = 1, 1, 2, 3  # field numbers of the protocol buffer
+_SCORE_KEY, _TYPE_KEY = b"\x15", b"\x18"  # of sentencepiece's protocol buffer
 _NORMAL = 1  # a type of pieces
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,11 @@ class TokenizerRecipe:
     character_coverage: float = 1.0  # share of the text's characters that get pieces
     max_sentences: int = 0  # drawn at random for training; 0: all. They are held in memory.
     text_field: str = "text"
+
+    @property
+    def all_symbols(self) -> list[str]:
+        control = [_UNKNOWN, _PADDING, self.eos_symbol, *self.control_symbols]
+        return [*control, *self.user_symbols]
 
 
 def with_chatml(recipe: TokenizerRecipe) -> TokenizerRecipe:
@@ -109,26 +113,24 @@ def train_tokenizer(
             try:
                 model = staging / MODEL_FILE
                 form = save_hugging_face(model, staging, recipe.model_type, recipe.user_symbols)
-                symbols = [*_control_symbols(recipe), *recipe.user_symbols]
-                texts = random_texts(symbols, lines, _CHECKED_TEXTS)
+                texts = random_texts(recipe.all_symbols, lines, _CHECKED_TEXTS)
                 check_conversion(model, staging, [*lines, *texts])
                 made += form
             except DataError as error:  # training may have taken hours: the model is kept
-                difference = error
+                difference = DataError(f"{error}; only the sentencepiece model was written")
         folder.mkdir(exist_ok=True)
         for name in (TEMPLATE_FILE, *HUGGING_FACE_FILES):  # of a tokenizer that this one replaces
             (folder / name).unlink(missing_ok=True)
         for path in made:
             os.replace(path, folder / path.name)
+        if difference is not None:
+            raise difference
     except DataError as error:
         raise DataError(str(error).replace(str(staging), str(folder))) from error
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    if difference is not None:
-        text = str(difference).replace(str(staging), str(folder))
-        raise DataError(f"{text}; only the sentencepiece model was written")
     return [folder / path.name for path in made]
 
 
@@ -147,14 +149,13 @@ def check_recipe(recipe: TokenizerRecipe) -> None:
             problems.add(f"{name} = {value!r}", f"legal: {', '.join(legal)}")
     if not 0.9 <= recipe.character_coverage <= 1:
         problems.add(f"character_coverage = {recipe.character_coverage}", "legal: 0.9 to 1")
-    reserved = _control_symbols(recipe)
-    symbols = [*reserved, *recipe.user_symbols]
+    symbols = recipe.all_symbols
     for symbol, count in Counter(symbols).items():
         if count > 1:
             problems.add(f"symbol {symbol!r}", "is there twice")
         if not symbol or " " in symbol or SPACE in symbol:
             problems.add(f"symbol {symbol!r}", "a symbol is not empty and has no space")
-        if len(symbol) == 1 and symbol in reserved:
+        if len(symbol) == 1 and symbol not in recipe.user_symbols:
             problems.add(f"symbol {symbol!r}", "a control symbol has 2 characters or more")
     fault = template_fault(recipe.chat_template or "")
     if fault is not None:
@@ -178,7 +179,7 @@ def _train_into(
     sample = list(itertools.islice(lines, _SAMPLED_LINES))
     if not sample:
         raise DataError(f"{', '.join(map(str, inputs))}: no text to train on")
-    symbols = [*_control_symbols(recipe), *recipe.user_symbols]
+    symbols = recipe.all_symbols
     required = "\n" + "".join(symbols)
     if recipe.byte_fallback:
         required += BYTE_PIECE_CHARACTERS
@@ -202,24 +203,15 @@ def _train_into(
     )
     if recipe.model_type == "unigram" and recipe.normalization == "identity":
         write_atomically(model, with_exact_scores(model.read_bytes(), recipe.user_symbols))
-    _check_symbols(model, symbols)
-    if recipe.chat_template is None:
-        return [model], sample
-    template = write_atomically(folder / TEMPLATE_FILE, recipe.chat_template.encode())
-    return [model, template], sample
-
-
-def _control_symbols(recipe: TokenizerRecipe) -> list[str]:
-    return [_UNKNOWN, _PADDING, recipe.eos_symbol, *recipe.control_symbols]
-
-
-def _check_symbols(model: Path, symbols: Sequence[str]) -> None:
-    """Checks that each is one token where a chat template writes it."""
     tokenizer = load_tokenizer(model)
     for symbol in symbols:
         ids = tokenizer.encode_rendered(symbol).ids
         if ids != [tokenizer.symbol_id(symbol)]:
             raise DataError(f"{model}: symbol {symbol!r} is not one token: {ids}")
+    if recipe.chat_template is None:
+        return [model], sample
+    template = write_atomically(folder / TEMPLATE_FILE, recipe.chat_template.encode())
+    return [model, template], sample
 
 
 # The form for transformers. Its own conversion needs protobuf, and its ids differ in rare cases:
@@ -230,11 +222,9 @@ def _check_symbols(model: Path, symbols: Sequence[str]) -> None:
 def save_hugging_face(
     model: Path, folder: Path, model_type: str, user_symbols: Sequence[str] = ()
 ) -> list[Path]:
-    """Writes tokenizer.json and tokenizer_config.json to `folder`; returns their paths.
-
-    `model`: a sentencepiece model without normalisation and with these `user_symbols`, whose pieces
-    include the characters of all its symbols; a unigram model must have exact scores.
-    """
+    """Writes tokenizer.json and tokenizer_config.json of a sentencepiece model without
+    normalisation, whose pieces include the characters of all its symbols; returns their paths. A
+    unigram model must have exact scores."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.read_bytes())
@@ -314,64 +304,36 @@ def with_exact_scores(model: bytes, user_symbols: Collection[str]) -> bytes:
     them: sentencepiece adds in float32, transformers in float64, and their ids differ. Multiples of
     1 / STEP are added without rounding in both.
 
-    The model file is a protocol buffer; scores and types are changed in place.
+    The model file is a protocol buffer: a piece's text, a key and its score as float32; unless the
+    piece is a normal one, then another key and its type. Scores and types are changed in place.
     """
-    changed = bytearray(model)
-    for number, start, end in _fields(model, 0, len(model)):
-        if number != _PIECES:
-            continue
-        places = {field: (first, last) for field, first, last in _fields(model, start, end)}
-        text = model[slice(*places[_PIECE])].decode()
-        (score,) = struct.unpack("<f", model[slice(*places[_SCORE])])
+    from sentencepiece import SentencePieceProcessor
+
+    processor, changed, at = SentencePieceProcessor(model_proto=model), bytearray(model), 0
+    for n in range(processor.get_piece_size()):
+        text, score = processor.id_to_piece(n), processor.get_score(n)
+        begin = text.encode() + _SCORE_KEY
+        at = changed.index(begin + struct.pack("<f", score), at) + len(begin)
         if text in user_symbols:
             score = SYMBOL_SCORE
-            changed[slice(*places[_TYPE])] = bytes([_NORMAL])
-        changed[slice(*places[_SCORE])] = struct.pack("<f", round(score * STEP) / STEP)
-    assert len(changed) == len(model)
+            assert changed[at + 4 : at + 5] == _TYPE_KEY
+            changed[at + 5] = _NORMAL
+        struct.pack_into("<f", changed, at, round(score * STEP) / STEP)
     return bytes(changed)
 
 
-def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The fields in message[at:end]: the number of each, and where its value starts and ends."""
-    while at < end:
-        key, at = _varint(message, at)
-        wire_type, start = key & 7, at
-        if wire_type == _VARINT:
-            _, at = _varint(message, at)
-        elif wire_type == _BYTES:
-            length, start = _varint(message, at)
-            at = start + length
-        else:
-            at += {_FIXED64: 8, _FIXED32: 4}[wire_type]
-        yield key >> 3, start, at
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """The number at `at`, and where it ends."""
-    value = shift = 0
-    while True:
-        value |= (message[at] & 0x7F) << shift
-        shift += 7
-        at += 1
-        if message[at - 1] < 0x80:
-            return value, at
-
-
-def check_conversion(model: str | Path, folder: str | Path, texts: Iterable[str]) -> int:
-    """Compares both forms on `texts`, which may hold control symbols; returns their number.
+def check_conversion(model: str | Path, folder: str | Path, texts: Iterable[str]) -> None:
+    """Compares both forms on `texts`, which may hold control symbols.
 
     Raises DataError that shows the first text with different ids.
     """
     ours, theirs = load_tokenizer(model), load_tokenizer(folder)
-    count = 0
     for text in texts:
         if ours.encode_rendered(text).ids != theirs.encode_rendered(text).ids:
             raise DataError(
                 f"{folder}: the form for transformers gives other ids than {model} for "
                 f"{text[:200]!r}"
             )
-        count += 1
-    return count
 
 
 def random_texts(symbols: Sequence[str], sample: Sequence[str], count: int) -> Iterable[str]:
@@ -381,7 +343,7 @@ def random_texts(symbols: Sequence[str], sample: Sequence[str], count: int) -> I
     kinds = (
         lambda: source.choice(words),
         lambda: source.choice(words)[: source.randint(1, 4)],
-        lambda: source.choice(symbols) if symbols else "",
+        lambda: source.choice(symbols),
         lambda: source.choice(" \n\t\r") * source.randint(1, 5),
         lambda: chr(source.randint(1, 0x2FF)),
         lambda: chr(source.choice((0x3B1, 0x4E00, 0x1F600, 0x300, 0x200D)) + source.randint(0, 60)),

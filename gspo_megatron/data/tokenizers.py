@@ -128,26 +128,19 @@ class SentencePieceTokenizer:
 
     def encode_rendered(self, text: str) -> Encoded:
         """Tokens of a chat template's output: control symbols in it become their ids."""
-        encoded = Encoded([], [], [])
-        for start, part in self._split_at_control_symbols(text):
+        encoded, position = Encoded([], [], []), 0
+        longest_first = sorted(self._control_symbols, key=len, reverse=True)
+        for part in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
             if part in self._control_symbols:
                 ids, offsets = [self._control_symbols[part]], [(0, len(part))]
             else:
                 mapping = self._processor.encode(part, return_type="offset_mapping")
                 ids, offsets = mapping["ids"], mapping["offsets"]
             encoded.ids.extend(ids)
-            encoded.starts.extend(start + begin for begin, _ in offsets)
-            encoded.ends.extend(start + end for _, end in offsets)
-        return encoded
-
-    def _split_at_control_symbols(self, text: str) -> Iterator[tuple[int, str]]:
-        """Offset and text of each part: a control symbol, or text without one."""
-        longest_first = sorted(self._control_symbols, key=len, reverse=True)
-        position = 0
-        for part in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
-            if part:
-                yield position, part
+            encoded.starts.extend(position + begin for begin, _ in offsets)
+            encoded.ends.extend(position + end for _, end in offsets)
             position += len(part)
+        return encoded
 
     def symbol_id(self, symbol: str) -> int | None:
         """The id of a piece or special token; None if the tokenizer lacks it."""
@@ -285,8 +278,7 @@ def train_sentencepiece(
 
     There is no normalisation, and no spaces are added or removed: decoding gives back the encoded
     text if `lines` had its characters. Ids: 0 unknown, 1 padding, 2 end of sequence; there is no
-    beginning-of-sequence token. `model_type`: unigram, bpe, char. `options` are further settings of
-    sentencepiece's trainer.
+    beginning-of-sequence token. `options` are further settings of sentencepiece's trainer.
 
     Raises DataError if sentencepiece cannot train on these lines, or the error of reading them.
     """

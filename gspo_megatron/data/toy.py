@@ -178,32 +178,30 @@ def _shares(total: int, weights: Sequence[int]) -> list[int]:
 def _rows(task: str, count: int, generator: random.Random) -> list[Row]:
     """`count` rows with different prompts, in random order."""
     if task == "addition":
-        pools = [list(itertools.product(NUMBERS, repeat=2))]
+        sums = itertools.product(NUMBERS, repeat=2)
+        pools = [[(f"{left}+{right}=", f"{left + right}") for left, right in sums]]
     else:
+        marker, answer = LETTER_TASKS[task]
         # The first letter changes fastest.
-        pools = [
+        strings = [
             ["".join(reversed(letters)) for letters in itertools.product(LETTERS, repeat=length)]
             for length in LENGTHS
         ]
+        pools = [[(text + marker, answer(text)) for text in pool] for pool in strings]
     available = sum(map(len, pools))
     if count > available:
         raise DataError(
             f"task {task!r} has {available} different prompts; train and test together ask for "
             f"{count}"
         )
-    if task == "addition":
-        return [
-            {"prompt": f"{left}+{right}=", "answer": f"{left + right}", "task": task}
-            for left, right in generator.sample(pools[0], count)
-        ]
-    strings: list[str] = []
+    pairs: list[tuple[str, str]] = []
     for index, pool in enumerate(pools):
         # If there are too few short strings, the longer ones make up for them.
-        share = -(-(count - len(strings)) // (len(pools) - index))
-        strings += generator.sample(pool, min(share, len(pool)))
-    generator.shuffle(strings)
-    marker, answer = LETTER_TASKS[task]
-    return [{"prompt": text + marker, "answer": answer(text), "task": task} for text in strings]
+        share = -(-(count - len(pairs)) // (len(pools) - index))
+        pairs += generator.sample(pool, min(share, len(pool)))
+    if len(pools) > 1:
+        generator.shuffle(pairs)
+    return [{"prompt": prompt, "answer": right, "task": task} for prompt, right in pairs]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,8 +31,7 @@ class SingleTurn:
         prompts: Sequence[Prompt],
         first: int = 0,
     ) -> list[Sample]:
-        """One sample for each response, in order. The columns are those of a `RolloutBatch`, on the
-        CPU:
+        """One sample for each response, in order, of the columns of a `RolloutBatch` on the CPU.
 
         tokens: [sum(prompt_lengths + response_lengths)], each sequence a prompt and its response;
         prompt_lengths, response_lengths, truncated, group_index: [num_sequences].

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -21,7 +21,6 @@ from gspo_megatron.plugins import load_function, option_problems, origin
 from gspo_megatron.types import Prompt, Sample, TurnRewards
 
 RewardFunction = Callable[..., float | TurnRewards]
-AnswerFault = Callable[[str], "str | None"]
 
 SHOWN_CHARACTERS = 200  # of a prompt or response in an error message
 SHOWN_ANSWERS = 5  # a file of the wrong kind is wrong on every line
@@ -34,41 +33,27 @@ class Reward:
     name: str
     function: RewardFunction
     options: Mapping[str, Any] = field(default_factory=dict)
+    requires: str | None = None  # an optional package that the function imports, as pip names it
+    # Why the reward cannot compare any response with an answer; None: it can.
+    answer_fault: Callable[[str], str | None] = lambda answer: None
 
     def __call__(self, sample: Sample) -> float | TurnRewards:
         return self.function(sample, **self.options)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    function: RewardFunction
-    requires: str | None
-    answer_fault: AnswerFault | None
+_REGISTRY: dict[str, Reward] = {}
 
 
-_REGISTRY: dict[str, _Entry] = {}
-
-
-def register(
-    name: str, requires: str | None = None, answer_fault: AnswerFault | None = None
-) -> Callable[[RewardFunction], RewardFunction]:
-    """Decorator that makes a function the reward `name`.
-
-    `requires` is an optional package that the function imports, as pip names it. `answer_fault`
-    says why the reward cannot compare any response with an answer; None: it can.
-    """
+def register(name: str, **facts: Any) -> Callable[[RewardFunction], RewardFunction]:
+    """Decorator that makes a function the reward `name`. `facts`: `requires` and `answer_fault` of
+    the `Reward`."""
 
     def decorate(function: RewardFunction) -> RewardFunction:
         assert name not in _REGISTRY, f"two rewards named {name!r}"
-        _REGISTRY[name] = _Entry(function, requires, answer_fault)
+        _REGISTRY[name] = Reward(name, function, **facts)
         return function
 
     return decorate
-
-
-def reward_names() -> list[str]:
-    """The names of all registered rewards, sorted."""
-    return sorted(_REGISTRY)
 
 
 def get_reward(
@@ -83,24 +68,25 @@ def get_reward(
     needs is missing, or options do not fit the function's signature (all of them at once).
     """
     if import_path:
-        name = import_path
         function = load_function("reward.import_path", import_path, RewardError)
+        reward = Reward(import_path, function)
     elif name in _REGISTRY:
-        function, requires = _REGISTRY[name].function, _REGISTRY[name].requires
-        if requires and importlib.util.find_spec(requires.replace("-", "_")) is None:
+        reward = _REGISTRY[name]
+        needed = reward.requires
+        if needed and importlib.util.find_spec(needed.replace("-", "_")) is None:
             raise RewardError(
-                f"reward.name = {name}: needs the package {requires}: pip install {requires}"
+                f"reward.name = {name}: needs the package {needed}: pip install {needed}"
             )
     else:
         raise RewardError(
-            f"reward.name = {name}: no such reward; legal: {', '.join(reward_names())}, or give "
+            f"reward.name = {name}: no such reward; legal: {', '.join(sorted(_REGISTRY))}, or give "
             "your own with reward.import_path"
         )
     options = dict(options or {})
-    problems = option_problems("reward", name, function, options)
+    problems = option_problems("reward", reward.name, reward.function, options)
     if problems:
         raise RewardError("\n".join(problems))
-    return Reward(name, function, options)
+    return replace(reward, options=options)
 
 
 def check_answers(reward: Reward, prompts: Iterable[Prompt]) -> None:
@@ -109,10 +95,7 @@ def check_answers(reward: Reward, prompts: Iterable[Prompt]) -> None:
     Raises RewardError that names the first prompts, by file and line, with answers that it cannot
     use, and says how many more there are.
     """
-    entry = _REGISTRY.get(reward.name)
-    if entry is None or entry.answer_fault is None:
-        return
-    fault_of = functools.cache(entry.answer_fault)
+    fault_of = functools.cache(reward.answer_fault)
     bad = [prompt for prompt in prompts if fault_of(prompt.answer) is not None]
     lines = [
         f"{prompt.source}: the answer {_shorten(prompt.answer)} {fault_of(prompt.answer)} "

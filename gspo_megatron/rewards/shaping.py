@@ -33,18 +33,11 @@ class Shaping:
         rewards = rewards * self.section.scale
         if self.section.clip is not None:
             rewards = rewards.clip(-self.section.clip, self.section.clip)
-        if self.section.overlong_buffer is not None:
-            rewards[-1] -= self.overlong_penalty(sample.num_tokens, sample.truncated)
+        if (buffer := self.section.overlong_buffer) is not None:
+            # Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): it is 0 up to
+            # `max_response_tokens - overlong_buffer` tokens and grows over the buffer to
+            # `overlong_penalty`, which is also that of a truncated response.
+            excess = sample.num_tokens - (self.max_response_tokens - buffer)
+            share = 1.0 if sample.truncated else min(max(excess / buffer, 0.0), 1.0)
+            rewards[-1] -= self.section.overlong_penalty * share
         return rewards
-
-    def overlong_penalty(self, num_tokens: int, truncated: bool) -> float:
-        """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13) as a number to subtract.
-
-        It is 0 up to `max_response_tokens - overlong_buffer` tokens and grows over the buffer to
-        `overlong_penalty`, which is also that of a truncated response.
-        """
-        buffer = self.section.overlong_buffer
-        assert buffer is not None
-        excess = num_tokens - (self.max_response_tokens - buffer)
-        share = 1.0 if truncated else min(max(excess / buffer, 0.0), 1.0)
-        return self.section.overlong_penalty * share

@@ -18,7 +18,8 @@ from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import RewardError
 from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
 from gspo_megatron.platform.reduce_metrics import StepMetrics
-from gspo_megatron.rewards import Reward, Shaping, name_of
+from gspo_megatron.rewards.registry import Reward, name_of
+from gspo_megatron.rewards.shaping import Shaping
 from gspo_megatron.rl.scoring import Scorer, Scores
 from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
 from gspo_megatron.types import Prompt, RolloutBatch, Sample

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gspo_megatron.observe.heartbeat import heartbeat
 from gspo_megatron.platform.groups import model_replica
-from gspo_megatron.rewards import Reward, Shaping, score
+from gspo_megatron.rewards.registry import Reward, score
+from gspo_megatron.rewards.shaping import Shaping
 from gspo_megatron.types import Sample, TurnRewards
 
 

@@ -48,30 +48,19 @@ class FineTuningBatches:
         self.builder = MicroBatchBuilder(policy, pad_id, 1.0, padded=not training.packing)
         # The budget is each rank's; a context-parallel group shares the tokens of a micro-batch.
         self.token_budget = training.micro_batch_tokens * policy.config.context_parallel_size
-        self.seed, self.shuffle = training.seed, config.data.shuffle
-        self.loader = self._loader(self.batch_size)
+        self.loader = PromptLoader(
+            len(train), self.batch_size, training.seed, shuffle=config.data.shuffle
+        )
         self.num_examples = config.num_examples(len(train))  # of the whole run
         self.drawn = 0
 
     def next(self) -> SupervisedBatch:
         """The next `batch_size` examples, or fewer at the last step."""
-        return self.batch([self.train[number] for number in self._draw()])
-
-    def _draw(self) -> list[int]:
+        # If the run is continued with more steps, the examples that this step leaves out come next.
         count = min(self.batch_size, self.num_examples - self.drawn)
         assert count > 0, "all examples are drawn"
         self.drawn += count
-        if count == self.batch_size:
-            return self.loader.next()
-        # If the run is continued with more steps, the examples that this step leaves out come next.
-        short = self._loader(count)
-        short.load_state_dict(self.loader.state_dict())
-        numbers = short.next()
-        self.loader.load_state_dict(short.state_dict())
-        return numbers
-
-    def _loader(self, size: int) -> PromptLoader:
-        return PromptLoader(len(self.train), size, self.seed, shuffle=self.shuffle)
+        return self.batch([self.train[number] for number in self.loader.next(count)])
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the next batch, which JSON can hold."""
@@ -84,8 +73,8 @@ class FineTuningBatches:
 
     def evaluation(self) -> Iterator[SupervisedBatch]:
         """All batches of the evaluation, the same at each call."""
-        data = self.evaluation_data
-        for start in range(0, len(data), self.batch_size) if data is not None else ():
+        data = self.evaluation_data or ()
+        for start in range(0, len(data), self.batch_size):
             numbers = range(start, min(start + self.batch_size, len(data)))
             yield self.batch([data[number] for number in numbers])
 
@@ -121,24 +110,19 @@ class FineTuningBatches:
             counts = [len(tail) for tail in tails]
             offsets = [sum(counts[:place]) for place in range(len(counts))]
             built = self.builder.build(range(len(members)), tokens, counts, offsets, shape)
-            learned = np.concatenate([np.empty(0, bool), *tails])
-            yield built if learned.all() else _only_learned(built, torch.from_numpy(learned))
+            learned = np.concatenate([np.empty(0, bool), *tails])  # [response tokens]
+            if learned.all():
+                yield built
+                continue
+            packed = built.packed
+            keep = torch.from_numpy(learned).to(packed.response_index.device)[packed.response_index]
+            names = ("token_rows", "targets", "sequence_index", "response_index")
+            packed = replace(packed, **{name: getattr(packed, name)[keep] for name in names})
+            head = HeadInputs(packed.token_rows, packed.targets, built.head.temperature)
+            yield replace(built, packed=packed, head=head)
 
 
 def _first_learned(example: Example) -> int:
     """The place of the first learned token that another token predicts; the length without one."""
     found = np.flatnonzero(example.loss_mask[1:])
     return 1 + int(found[0]) if len(found) else len(example.token_ids)
-
-
-def _only_learned(micro_batch: MicroBatch, learned: torch.Tensor) -> MicroBatch:
-    """The micro-batch without predictions of tokens that are not learned.
-
-    `learned`: [response tokens of all members] bool.
-    """
-    packed = micro_batch.packed
-    keep = learned.to(packed.response_index.device)[packed.response_index]
-    names = ("token_rows", "targets", "sequence_index", "response_index")
-    packed = replace(packed, **{name: getattr(packed, name)[keep] for name in names})
-    head = HeadInputs(packed.token_rows, packed.targets, micro_batch.head.temperature)
-    return replace(micro_batch, packed=packed, head=head)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -54,13 +53,12 @@ class SupervisedUpdater:
     def evaluate(self, batches: Iterable[SupervisedBatch]) -> dict[str, float]:
         """evaluation/logprob, the mean over all learned tokens of all batches, and evaluation/loss,
         which is -evaluation/logprob; nothing without batches."""
-        metrics, is_empty = StepMetrics(self.device), True
+        metrics, batch = StepMetrics(self.device), None
         for batch in batches:
-            is_empty = False
             for logprobs, _ in response_logprobs(self.policy, batch.micro_batches):
                 values = {"evaluation/loss": -logprobs, "evaluation/logprob": logprobs}
                 metrics.add_means(_means(logprobs, values))
-        return {} if is_empty else self._reduce(metrics)
+        return {} if batch is None else self._reduce(metrics)
 
     def _reduce(self, metrics: StepMetrics) -> dict[str, float]:
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -77,67 +75,55 @@ def _means(logprobs: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @dataclass
-class StageComponents:
-    """The parts of a stage, which `supervised.run` builds."""
+class SupervisedLoop:
+    """The steps of a stage, with evaluations before, between and after them."""
 
     config: StageConfig  # training.steps is known
     policy: Policy
     batches: Batches
     record: RunLogger
     checkpoints: Checkpoints
-    hf: Any  # config.json of the Hugging Face model that the weights go back to, or None
-
-
-class SupervisedLoop:
-    """The steps of a stage, with evaluations before, between and after them."""
-
-    def __init__(self, parts: StageComponents) -> None:
-        """Continues from the run's checkpoint if there is one."""
-        self.parts, config = parts, parts.config
-        self.phase, self.steps = config.phase, config.training.steps
-        self.trainer = build_trainer(parts.policy, config.optimizer, learning_rates(config))
-        self.updater = SupervisedUpdater(parts.policy, self.trainer)
-        self.done = parts.checkpoints.restore(self.phase, self.trainer, parts.batches)
 
     def run(self) -> None:
-        """All steps that are left. Raises StopRun if the run was told to stop; then it is saved."""
-        record, interval = self.parts.record, self.parts.config.training.evaluation_interval
-        with record.progress(self.steps, TITLES[self.phase], self.done) as progress:
-            if self.done == 0:
-                before = self.evaluate()
-                if before:
-                    record.write(self.phase, 0, before)
-                    progress.note(f"held-out loss before: {before['evaluation/loss']:.4f}")
-            for step in range(self.done + 1, self.steps + 1):
-                metrics = self.step()
-                is_last = step == self.steps
+        """All steps that the run's checkpoint leaves. Raises StopRun if the run was told to stop;
+        then it is saved."""
+        config, record, batches, phase = self.config, self.record, self.batches, self.config.phase
+        steps, interval = config.training.steps, config.training.evaluation_interval
+        trainer = build_trainer(self.policy, config.optimizer, learning_rates(config))
+        updater = SupervisedUpdater(self.policy, trainer)
+        done = self.checkpoints.restore(phase, trainer, batches)
+        with record.progress(steps, TITLES[phase], done) as progress:
+            before = updater.evaluate(batches.evaluation()) if done == 0 else {}
+            if before:
+                record.write(phase, 0, before)
+                progress.note(f"held-out loss before: {before['evaluation/loss']:.4f}")
+            for step in range(done + 1, steps + 1):
+                metrics = timed_step(updater, batches)
+                is_last = step == steps
                 if is_last or (interval and step % interval == 0):
-                    metrics |= self.evaluate()
-                record.write(self.phase, step, metrics)
+                    metrics |= updater.evaluate(batches.evaluation())
+                record.write(phase, step, metrics)
                 progress.update(step, metrics)
                 if is_last and "evaluation/loss" in metrics:
                     progress.note(f"held-out loss: {metrics['evaluation/loss']:.4f}")
-                self.parts.checkpoints.end_of_step(
-                    self.phase, step, self.trainer, self.parts.batches, metrics, is_last=is_last
+                self.checkpoints.end_of_step(
+                    phase, step, trainer, batches, metrics, is_last=is_last
                 )
 
-    def step(self) -> dict[str, float]:
-        """One update. Returns its metrics, the same on every rank except for the times."""
-        start = time.perf_counter()
-        batch = self.parts.batches.next()
-        metrics = self.updater.update(batch)
-        seconds = time.perf_counter() - start
-        return metrics | {
-            "batch/tokens": batch.num_tokens,
-            "batch/learned_tokens": batch.num_learned,
-            "perf/step_seconds": seconds,
-            "perf/tokens_per_second": batch.num_tokens / seconds,
-            "perf/peak_memory_bytes": peak_memory_bytes(),
-        }
 
-    def evaluate(self) -> dict[str, float]:
-        """The loss on the evaluation data; nothing without such data."""
-        return self.updater.evaluate(self.parts.batches.evaluation())
+def timed_step(updater: SupervisedUpdater, batches: Batches) -> dict[str, float]:
+    """One update. Returns its metrics, the same on every rank except for the times."""
+    start = time.perf_counter()
+    batch = batches.next()
+    metrics = updater.update(batch)
+    seconds = time.perf_counter() - start
+    return metrics | {
+        "batch/tokens": batch.num_tokens,
+        "batch/learned_tokens": batch.num_learned,
+        "perf/step_seconds": seconds,
+        "perf/tokens_per_second": batch.num_tokens / seconds,
+        "perf/peak_memory_bytes": peak_memory_bytes(),
+    }
 
 
 TITLES = {"pretrain": "pre-training", "sft": "supervised fine-tuning"}

@@ -113,21 +113,18 @@ class PretrainingBatches:
             self._micro_batch([samples[n] for n in range(at, at + size)])
             for at in range(first, first + share, size)
         ]
+        num_learned = self.batch_size * length
+        if self.config.data.mask_end_of_document:
+            count = sum(int(m.packed.response_lengths.sum()) for m in micro_batches)
+            total = torch.tensor(count, device=self.device)
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+            num_learned = int(total)
         return SupervisedBatch(
             micro_batches=micro_batches,
             num_micro_batches=len(micro_batches) * dp,
-            num_learned=self._count(micro_batches),
+            num_learned=num_learned,
             num_tokens=self.batch_size * length,
         )
-
-    def _count(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Learned tokens of all ranks."""
-        if not self.config.data.mask_end_of_document:
-            return self.batch_size * self.config.sequence_length()
-        count = sum(int(m.packed.response_lengths.sum()) for m in micro_batches)
-        total = torch.tensor(count, device=self.device)
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        return int(total)
 
     def _micro_batch(self, samples: Sequence[dict[str, Tensor]]) -> MicroBatch:
         packed = rows_of_samples(

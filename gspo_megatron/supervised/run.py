@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from gspo_megatron.checkpoint.hf.export import export_hf
 from gspo_megatron.checkpoint.hf.writer import check_destination
@@ -12,13 +13,14 @@ from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import load_starting_weights, open_logger, open_session
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
+from gspo_megatron.data.examples import Counts
 from gspo_megatron.data.inputs import FineTuningInputs, PretrainingInputs, model_vocab_size
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.groups import patience_minutes, set_up_model_parallel, start_processes
 from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.supervised.batches import FineTuningBatches
-from gspo_megatron.supervised.loop import Batches, StageComponents, SupervisedLoop
+from gspo_megatron.supervised.loop import Batches, SupervisedLoop
 from gspo_megatron.supervised.pretraining import PretrainingBatches
 
 Inputs = FineTuningInputs | PretrainingInputs
@@ -41,25 +43,25 @@ def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bo
         if export is not None:  # refused before anything is trained, if the folder is taken
             on_main(lambda: check_destination(export))
         session.begin()
-        job = assemble_stage(config, inputs, session.start, session.stop)
-        with closing(job.record):
-            loop = lambda: SupervisedLoop(job).run()  # noqa: E731 (built under the watches)
-            done = session.train(loop, job.policy, job.checkpoints, job.record)
+        loop, hf = assemble_stage(config, inputs, session.start, session.stop)
+        with closing(loop.record):
+            done = session.train(loop.run, loop.policy, loop.checkpoints, loop.record)
             if done:  # not watched: one rank writes, the others wait, for as long as it takes
                 if export is not None:
                     tokenizer = config.data.tokenizer
-                    export_hf(job.policy, str(export), hf_config=job.hf, tokenizer=tokenizer)
-                job.record.finish()
-                if export is not None and job.record.is_main:
+                    export_hf(loop.policy, str(export), hf_config=hf, tokenizer=tokenizer)
+                loop.record.finish()
+                if export is not None and loop.record.is_main:
                     print(f"model   {config.export.hf_path}", flush=True)
         return done
 
 
 def assemble_stage(
     config: StageConfig, inputs: Inputs, start: Start, stop: StopSignals
-) -> StageComponents:
+) -> tuple[SupervisedLoop, Any]:
     """Join the other ranks and build this rank's part of everything; the policy has the weights of
-    `start`, where there is one."""
+    `start`, where there is one. Also returns the config.json of the Hugging Face model that the
+    weights go back to, or None."""
     patience = patience_minutes(config.training.hang_timeout_seconds)
     ranks = start_processes(patience)
     parallel = resolve_parallel(config, ranks.world_size)
@@ -73,21 +75,15 @@ def assemble_stage(
         assert isinstance(inputs, FineTuningInputs)
         pad_id = inputs.tokenizer.pad_id
         batches = FineTuningBatches(config, policy, pad_id, inputs.train, inputs.evaluation)
-        for line in [*_left_out(inputs), *(f"warning: {line}" for line in inputs.warnings)]:
-            record.note(line)
+        for name, data in (("training", inputs.train), ("evaluation", inputs.evaluation)):
+            counts = data.counts if data is not None else Counts()
+            for what, count in (("left out", counts.dropped), ("cut", counts.truncated)):
+                if count:
+                    record.note(f"{name} examples that are too long: {count} {what}")
+        for line in inputs.warnings:
+            record.note(f"warning: {line}")
     else:
         assert isinstance(config, PretrainingConfig) and isinstance(inputs, PretrainingInputs)
         goes_on = start.checkpoint is not None
         batches = PretrainingBatches(config, policy, inputs, goes_on=goes_on)
-    return StageComponents(config, policy, batches, record, checkpoints, hf)
-
-
-def _left_out(inputs: FineTuningInputs) -> list[str]:
-    lines = []
-    for name, data in (("training", inputs.train), ("evaluation", inputs.evaluation)):
-        if data is None:
-            continue
-        for what, count in (("left out", data.counts.dropped), ("cut", data.counts.truncated)):
-            if count:
-                lines.append(f"{name} examples that are too long: {count} {what}")
-    return lines
+    return SupervisedLoop(config, policy, batches, record, checkpoints), hf

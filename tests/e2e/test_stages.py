@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gspo_megatron.data.examples import Format, load_supervised
+from gspo_megatron.config.stages import FineTuningDataSection
+from gspo_megatron.data.examples import load_supervised
 from gspo_megatron.data.tokenizers import load_tokenizer
 from tests.e2e.resuming import (
     TINY_MODEL,
@@ -159,7 +160,8 @@ print(total / count)
 def test_the_exported_model_has_the_loss_that_was_reported(base: Path, toy: Path) -> None:
     pytest.importorskip("transformers")
     tokenizer = load_tokenizer(toy / "tokenizer.model")
-    data = load_supervised(toy / "test.jsonl", tokenizer, Format(max_tokens=64))
+    form = FineTuningDataSection(tokenizer="t", max_tokens=64)
+    data = load_supervised(toy / "test.jsonl", tokenizer, form)
     examples = [data[number] for number in range(len(data))]
     found = run_program(
         *(sys.executable, "-c", TRANSFORMERS, base / "sft-hf"),

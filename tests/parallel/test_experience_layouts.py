@@ -14,7 +14,7 @@ from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.objectives.advantages import build_advantages
-from gspo_megatron.rewards import Reward
+from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import collect, compute_advantages
 from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rollout.engine import Sampling

@@ -33,6 +33,9 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
         (1, ["data.max_prompt_tokens=96"]),
         (1, ["model.megatron.moe_router_topk=1", "model.megatron.moe_router_pre_softmax=true"]),
         (1, ["training.evaluation_interval=5", "data.eval_prompts=e.jsonl"]),
+        (1, ["reward.overlong_buffer=31", "reward.overlong_penalty=0.5"]),
+        (1, ["reward.scale=2", "reward.clip=3"]),
+        (1, ["rollout.dynamic_sampling=true", "rollout.max_refills=0"]),
     ],
 )  # fmt: skip
 def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> None:
@@ -135,6 +138,12 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
          "optimizer.megatron.optimizer = 'sgd'", "cannot be saved; legal: adam"),
         (1, ["checkpoint.interval=1", "parallel.ddp.use_distributed_optimizer=false"],
          "parallel.ddp.use_distributed_optimizer = false", "cannot be saved; legal: true"),
+        (1, ["reward.overlong_buffer=32"], "reward.overlong_buffer = 32",
+         "leaves no response of max_response_tokens = 32 without a penalty; legal: null, or below"),
+        (1, ["reward.overlong_penalty=0.5"], "reward.overlong_penalty = 0.5",
+         "nothing reads it without reward.overlong_buffer; legal: 1.0"),
+        (1, ["rollout.max_refills=7"], "rollout.max_refills = 7",
+         "nothing reads it without rollout.dynamic_sampling; legal: 4"),
     ],
 )  # fmt: skip
 def test_each_rule_refuses_with_key_value_and_what_is_legal(

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer, with_chatml
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import DataError, RewardError
 
 SYLLABLES = ("ka", "lo", "mi", "ster", "ung", "é", "ß", "qu", "ax", "or", "日", "本", "-", "don't")
 
@@ -60,15 +62,12 @@ def both(folder: Path) -> list[Tokenizer]:
 
 
 def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     parquet.write_table(pyarrow.table(columns), path, **options)
     return path
 
 
 def refusal(call: Callable[..., object], *arguments: Any, **keywords: Any) -> list[str]:
-    """The lines of the DataError that a call ends with."""
-    with pytest.raises(DataError) as caught:
+    """The lines of the DataError or RewardError that a call ends with."""
+    with pytest.raises((DataError, RewardError)) as caught:
         call(*arguments, **keywords)
     return str(caught.value).splitlines()

@@ -161,23 +161,37 @@ def test_an_interrupted_run_continues(make: Prepare, tmp_path: Path) -> None:
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    ("last", "error", "raised"),
+    [
+        (".json", KeyboardInterrupt(), (KeyboardInterrupt, "^$")),
+        (".bin", OSError(28, "Full"), (DataError, "out.bin: cannot be written: Full")),
+    ],
+)
 def test_an_interrupted_publication_continues(
-    make: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Prepare,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    last: str,
+    error: BaseException,
+    raised: tuple[type[BaseException], str],
 ) -> None:
     make("whole")
     replace = os.replace
 
     def fail(source: Path, target: Path) -> None:
-        if str(target).endswith("out.json"):
-            raise KeyboardInterrupt
+        if str(target).endswith(f"out{last}"):
+            raise error
         replace(source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(corpus.os, "replace", fail)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(raised[0], match=raised[1]):
             make("out")
-    assert (tmp_path / "out.bin").exists() and not (tmp_path / "out.idx").exists()
-    make("out", overwrite=True)
+    assert not (tmp_path / "out.idx").exists()
+    seen: list[int] = []
+    make("out", overwrite=True, on_chunk=lambda done, total: seen.append(done))
+    assert len(seen) == 1  # nothing was left to do
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
@@ -234,33 +248,6 @@ def test_a_changing_input_is_noticed(make: Prepare, tmp_path: Path) -> None:
     lines = refusal(make, "out", growing, on_chunk=grow)
     assert lines == [f"{growing}: changed while it was read; run again"]
     assert not (tmp_path / "out.bin").exists()
-
-
-def test_a_full_disk_is_named_and_the_work_is_kept(
-    make: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*paths: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    make("whole")
-    with monkeypatch.context() as patch:
-        # The last step: everything before goes through write_atomically, which has its own test.
-        patch.setattr(corpus, "_replace", fail)
-        with pytest.raises(DataError, match="out.bin: cannot be written: No space left on device"):
-            make("out")
-    first: list[int] = []
-    make("out", on_chunk=lambda done, total: first.append(done))
-    assert len(first) == 1  # nothing was left to do
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-
-
-def test_the_first_fault_is_named_whichever_process_was_faster(
-    make: Prepare, tmp_path: Path
-) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("".join(f"no JSON {n:04d}\n" for n in range(300)))
-    with pytest.raises(DataError, match=f"^{bad}:1: not JSON"):
-        make("out", bad, chunk_bytes=200, workers=2)
 
 
 def test_work_on_an_input_that_has_changed_is_not_used(make: Prepare, tmp_path: Path) -> None:
@@ -347,10 +334,9 @@ def test_a_damaged_index_is_refused(dataset: Path) -> None:
     shifted[34 + 4 * len(read_index(path).lengths) + 8] ^= 2  # of the second pointer
     path.write_bytes(shifted)
     assert "sequences do not follow each other: damaged" in faults(dataset)
-
-
-def test_missing_files_are_named(dataset: Path) -> None:
+    # missing files
+    path.write_bytes(whole)
     Path(f"{dataset}.bin").unlink()
     assert faults(dataset) == f"{dataset}.bin: cannot be read: No such file or directory"
-    Path(f"{dataset}.idx").unlink()
+    path.unlink()
     assert faults(dataset).startswith(f"{dataset}.idx: no such file")

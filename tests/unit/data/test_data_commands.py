@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,9 +13,11 @@ from tools import prepare_data, train_tokenizer
 INPUT = ("in.jsonl", "--tokenizer", "t.model")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refused(
+    capsys: pytest.CaptureFixture[str], *words: str, parse: Callable = prepare_data.parse
+) -> str:
     with pytest.raises(SystemExit) as caught:
-        prepare_data.parse(words)
+        parse(words)
     assert caught.value.code == 2
     return capsys.readouterr().err.splitlines()[-1]
 
@@ -46,11 +49,12 @@ def test_options_that_nothing_would_read_are_refused(capsys: pytest.CaptureFixtu
     assert prepare_data.parse(["--check", "c"]).vocab_size is None
 
 
-def ends_in(error: BaseException) -> Callable[..., None]:
-    def command(*_: object) -> None:
-        raise error
-
-    return command
+def test_all_missing_options_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (INPUT, (*INPUT[:1], "-o", "c"), (*INPUT[1:], "-o", "c"), ()):
+        message = refused(capsys, *words)
+        assert message.endswith("error: INPUT, --tokenizer and --output are needed, or --check")
+    message = refused(capsys, "in.txt", parse=train_tokenizer.parse)
+    assert message.endswith("the following arguments are required: -o/--output, --vocab-size")
 
 
 def test_interrupts_and_errors_end_a_tool_with_one_line(
@@ -62,10 +66,11 @@ def test_interrupts_and_errors_end_a_tool_with_one_line(
         (prepare_data, "prepare", [*INPUT, "-o", "c"], "interrupted; the same command continues\n"),
         (prepare_data, "check_dataset", ["--check", "c"], ""),
     )
+    forbidden = PermissionError(13, "Permission denied", "c.bin")
     for tool, work, words, interrupted in tools:
-        monkeypatch.setattr(tool, work, ends_in(KeyboardInterrupt()))
+        monkeypatch.setattr(tool, work, Mock(side_effect=KeyboardInterrupt))
         assert tool.main(words) == 130
         assert capsys.readouterr() == ("", interrupted)
-        monkeypatch.setattr(tool, work, ends_in(PermissionError(13, "Permission denied", "c.bin")))
+        monkeypatch.setattr(tool, work, Mock(side_effect=forbidden))
         assert tool.main(words) == 2
         assert capsys.readouterr() == ("", "c.bin: Permission denied\n")

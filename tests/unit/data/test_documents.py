@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 
+import pyarrow
 import pytest
 
 from gspo_megatron.data.documents import plan_chunks, read_chunk, read_documents, sentences
@@ -79,7 +80,6 @@ def test_faults_are_named_by_the_line_of_the_file(tmp_path: Path) -> None:
 
 
 def test_unusable_files_are_named_together(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and no more")
     write_parquet(tmp_path / "no.parquet", {"text": pyarrow.array([], "string")})

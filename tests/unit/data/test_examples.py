@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 
+from gspo_megatron.config.stages import FineTuningDataSection
 from gspo_megatron.data.chat import CHATML, encode_conversation
 from gspo_megatron.data.documents import read_documents
-from gspo_megatron.data.examples import Counts, Format, load_supervised, read_supervised
+from gspo_megatron.data.examples import Counts, load_supervised
 from gspo_megatron.data.prompts import UnknownCharacters, load_prompts
 from gspo_megatron.data.tokenizers import load_tokenizer
 from tests.unit.data.corpora import (
@@ -64,11 +66,14 @@ def exchange(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-CHAT = Format(100, messages_field="messages")
+def form(max_tokens: int, **keys: object) -> FineTuningDataSection:
+    return FineTuningDataSection(tokenizer="t", max_tokens=max_tokens, **keys)
+
+
+CHAT = form(100, messages_field="messages")
 
 
 def test_marked_turns_are_those_of_transformers(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     source = random.Random(1)
     for _ in range(60):
@@ -113,16 +118,6 @@ def test_prefixes_find_the_same_tokens_as_marks(folder: Path, tmp_path: Path) ->
                 assert np.array_equal(one, other)
 
 
-def test_an_answer_that_is_spelled_in_bytes_is_learned_whole(folder: Path, tmp_path: Path) -> None:
-    bare = CHATML.replace(
-        "message['content'] ~ eos_token -}}{%- endgen", "message['content'] -}}{%- endgen"
-    )
-    assert bare != CHATML
-    for tokenizer in both(with_template(folder, tmp_path, bare)):
-        ids, mask = encode_conversation(exchange("ka", "lo🙂"), tokenizer)
-        assert tokenizer.decode(ids[mask].tolist()) == "lo🙂"
-
-
 def test_a_template_that_changes_earlier_messages_is_refused(folder: Path, tmp_path: Path) -> None:
     # Like those that drop the thoughts of earlier turns.
     changing = UNMARKED.replace(
@@ -150,7 +145,7 @@ def test_a_boundary_inside_a_token_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "form", "expected"),
+    ("template", "section", "expected"),
     [
         (UNMARKED.replace("eos_token", "'.'"), CHAT, "{}:1: the chat template ends no answer with"),
         (
@@ -160,18 +155,18 @@ def test_a_boundary_inside_a_token_is_refused(tmp_path: Path) -> None:
         ),
         (
             CHATML + "\n\n{% endif %}",
-            Format(100, chat_template=True),
+            form(100, chat_template=True),
             "{tokenizer}: its chat template is not valid Jinja: line 3: ",
         ),
     ],
 )
 def test_an_unusable_template_is_refused_once(
-    folder: Path, tmp_path: Path, template: str, form: Format, expected: str
+    folder: Path, tmp_path: Path, template: str, section: FineTuningDataSection, expected: str
 ) -> None:
     row = {"prompt": "ka", "answer": "lo", "messages": exchange("a", "b")}
     path = write_rows(tmp_path / "rows.jsonl", [row])
     for tokenizer in both(with_template(folder, tmp_path, template)):
-        (line,) = refusal(load_supervised, path, tokenizer, form)
+        (line,) = refusal(load_supervised, path, tokenizer, section)
         assert line.startswith(expected.format(path, tokenizer=tokenizer.name))
 
 
@@ -179,7 +174,7 @@ def test_prompts_and_answers_by_hand(folder: Path, tmp_path: Path) -> None:
     rows = [{"q": "kalo?", "a": " mi"}, {"q": "ung", "a": ""}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     for tokenizer in both(folder):
-        data = load_supervised(path, tokenizer, Format(50, prompt_field="q", answer_field="a"))
+        data = load_supervised(path, tokenizer, form(50, prompt_field="q", answer_field="a"))
         assert len(data) == 2
         for number, row in enumerate(rows):
             question, answer = tokenizer.encode(row["q"]), tokenizer.encode(row["a"])
@@ -187,13 +182,10 @@ def test_prompts_and_answers_by_hand(folder: Path, tmp_path: Path) -> None:
             assert example.token_ids.tolist() == ids and data.lengths[number] == len(ids)
             assert example.loss_mask.tolist() == [n >= len(question) for n in range(len(ids))]
             assert example.source == f"{path}:{number + 1}"
-
-
-def test_prompts_in_a_chat_template_are_two_messages(folder: Path, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "kalo", "answer": "mi"}])
-    for tokenizer in both(folder):
-        (example,) = read_supervised(path, tokenizer, Format(50, chat_template=True), Counts())
-        ids, mask = encode_conversation(exchange("kalo", "mi"), tokenizer)
+        # in a chat template they are two messages
+        section = form(50, prompt_field="q", answer_field="a", chat_template=True)
+        example = load_supervised(path, tokenizer, section)[0]
+        ids, mask = encode_conversation(exchange("kalo?", " mi"), tokenizer)
         assert np.array_equal(example.token_ids, ids) and np.array_equal(example.loss_mask, mask)
 
 
@@ -202,8 +194,8 @@ def test_parquet_reads_like_json_lines(folder: Path, tmp_path: Path) -> None:
     chats = [conversation(source) for _ in range(9)]
     parquet = write_parquet(tmp_path / "rows.parquet", {"chat": chats})
     path = write_rows(tmp_path / "rows.jsonl", [{"chat": chat} for chat in chats])
-    tokenizer, form = load_tokenizer(folder), Format(10**6, messages_field="chat")
-    one, other = (load_supervised(p, tokenizer, form) for p in (path, parquet))
+    tokenizer, section = load_tokenizer(folder), form(10**6, messages_field="chat")
+    one, other = (load_supervised(p, tokenizer, section) for p in (path, parquet))
     assert len(one) == len(other) == 9
     for n in range(9):
         assert np.array_equal(one[n].token_ids, other[n].token_ids)
@@ -218,28 +210,28 @@ def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
         {"prompt": "ka" * 40, "answer": "lo"},
     ]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    lengths = load_supervised(path, tokenizer, Format(1000)).lengths
+    lengths = load_supervised(path, tokenizer, form(1000)).lengths
     assert lengths[0] < 12 < min(lengths[1:])
 
-    assert refusal(load_supervised, path, tokenizer, Format(12)) == [
+    assert refusal(load_supervised, path, tokenizer, form(12)) == [
         f"{path}:{n}: the example has {lengths[n - 1]} tokens; at most 12 are allowed"
         for n in (2, 3)
     ]
 
-    dropped = load_supervised(path, tokenizer, Format(12, too_long="drop"))
+    dropped = load_supervised(path, tokenizer, form(12, too_long="drop"))
     assert [dropped[n].source for n in range(len(dropped))] == [f"{path}:1"]
     assert dropped.counts == Counts(dropped=2)
 
     # Of the third only the question would be left, from which nothing is learned.
-    cut = load_supervised(path, tokenizer, Format(12, too_long="truncate"))
+    cut = load_supervised(path, tokenizer, form(12, too_long="truncate"))
     assert cut.lengths.tolist() == [lengths[0], 12]
-    whole = load_supervised(path, tokenizer, Format(1000))
+    whole = load_supervised(path, tokenizer, form(1000))
     assert np.array_equal(cut[1].token_ids, whole[1].token_ids[:12])
     assert cut[1].loss_mask[-1] and tokenizer.eos_id not in cut[1].token_ids
     assert cut.counts == Counts(dropped=1, truncated=1)
 
     message = f"{path}: holds no examples that fit 1 tokens"
-    assert refusal(load_supervised, path, tokenizer, Format(1, too_long="truncate")) == [message]
+    assert refusal(load_supervised, path, tokenizer, form(1, too_long="truncate")) == [message]
 
 
 @pytest.mark.parametrize(
@@ -284,8 +276,8 @@ def test_the_examples_of_the_manual_can_be_read(folder: Path, tmp_path: Path) ->
     path.write_text(prompts)
     assert [prompt.answer for prompt in load_prompts(path)] == ["82", "dbac"]
     path.write_text(chats)
-    form, tokenizer = Format(10**6, messages_field="messages"), load_tokenizer(folder)
-    data = load_supervised(path, tokenizer, form)
+    tokenizer = load_tokenizer(folder)
+    data = load_supervised(path, tokenizer, form(10**6, messages_field="messages"))
     learned = [data[n].token_ids[data[n].loss_mask].tolist() for n in (0, 1)]
     assert [tokenizer.decode(ids) for ids in learned] == ["Paris", "Hello! How can I help?82"]
     path.write_text(documents)

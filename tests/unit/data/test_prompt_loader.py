@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.errors import DataError
+from tests.unit.data.corpora import refusal
 
 SHAPES = [(10, 3), (7, 7), (5, 4), (13, 1), (8, 4), (11, 10), (1, 1)]
 
@@ -37,12 +37,6 @@ def test_prompts_are_drawn_equally_often(prompts: int, per_step: int) -> None:
         # Two at most: one for the epoch under way, one for a prompt put off by a step.
         assert max(seen) - min(seen) <= 2
     assert sum(counts.values()) == 60 * per_step
-
-
-def test_whole_steps_make_whole_epochs() -> None:
-    loader = PromptLoader(12, 4, seed=1)
-    epochs = [sorted(flat(draw(loader, 3))) for _ in range(4)]
-    assert epochs == [list(range(12))] * 4
 
 
 def test_order_depends_on_seed_and_epoch_only() -> None:
@@ -108,5 +102,5 @@ def test_resuming_with_smaller_steps_loses_no_prompt() -> None:
     ],
 )
 def test_state_of_another_order_is_refused(other: PromptLoader, named: str) -> None:
-    with pytest.raises(DataError, match=named):
-        other.load_state_dict(PromptLoader(10, 4, seed=6).state_dict())
+    (line,) = refusal(other.load_state_dict, PromptLoader(10, 4, seed=6).state_dict())
+    assert named in line

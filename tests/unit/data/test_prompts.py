@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 
 from gspo_megatron.config import Config, load_config
@@ -58,8 +60,14 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
         ([1, 2], "an array; a JSON object is wanted"),
         ("text", "a string; a JSON object is wanted"),
         (None, "null; a JSON object is wanted"),
-        (b'{"prompt": "a", "answer": "b", "prompt": "c"}', "key 'prompt' is there twice; "),
-        (b'{"prompt": "a", "more": [{"x": 1, "y": 1, "x": 1}]}', "key 'x' is there twice; leave "),
+        (
+            b'{"prompt": "a", "answer": "b", "prompt": "c"}',
+            "JSON that cannot be read: key 'prompt' is there twice; leave one of them",
+        ),
+        (
+            b'{"prompt": "a", "more": [{"x": 1, "y": 1, "x": 1}]}',
+            "JSON that cannot be read: key 'x' is there twice; leave one of them",
+        ),
         (
             {"prompt": "a", "reply": "b"},
             "no field 'answer'; the fields are: 'prompt', 'reply' (data.answer_field chooses one)",
@@ -131,7 +139,6 @@ def test_faults_of_parquet_files_are_named(tmp_path: Path) -> None:
 
 
 def test_parquet_with_invalid_utf8_is_refused(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     raw = pyarrow.array([b"ok", b"\xff"], pyarrow.binary())
     text = pyarrow.Array.from_buffers(pyarrow.string(), len(raw), raw.buffers())
     path = write_parquet(tmp_path / "p.parquet", {"prompt": text, "answer": ["1", "2"]})
@@ -141,7 +148,6 @@ def test_parquet_with_invalid_utf8_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 and then something else PAR1"])
 def test_damaged_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
-    pytest.importorskip("pyarrow")
     path = tmp_path / "p.parquet"
     path.write_bytes(content)
     (problem,) = problems_of(path)
@@ -154,16 +160,14 @@ def test_damaged_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
 class CodePoints:
     """A tokenizer whose ids are code points."""
 
-    name, vocab_size, eos_id, pad_id = "by hand", 256, 2, 1
-
     def __init__(self, bos_id: int | None = None) -> None:
         self.bos_id = bos_id
 
     def encode(self, text: str) -> list[int]:
-        return [ord(character) for character in text]
+        return [*map(ord, text)]
 
     def encode_rendered(self, text: str) -> Encoded:
-        return Encoded(self.encode(text), [*range(len(text))], [*range(1, len(text) + 1)])
+        return Encoded(self.encode(text), [], [])
 
     def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool) -> Rendered:
         text = "".join(f"[{m['role']}]{m['content']}" for m in messages)
@@ -174,13 +178,10 @@ def prompt(text: str, line: int = 1) -> Prompt:
     return Prompt(text=text, answer="x", source=f"p.jsonl:{line}", fields={"task": "t"})
 
 
-def test_token_ids_are_filled_in_and_all_else_kept() -> None:
-    encoded = encode_prompts([prompt("ab"), prompt("c", 2)], CodePoints(), 2)
-    assert [each.token_ids for each in encoded] == [(97, 98), (99,)]
-    assert (encoded[1].source, encoded[1].fields) == ("p.jsonl:2", {"task": "t"})
-
-
 def test_the_beginning_token_goes_first_and_counts_without_a_chat_template() -> None:
+    encoded = encode_prompts([prompt("ab"), prompt("c", 2)], CodePoints(), 2)
+    assert encoded[0].token_ids == (97, 98)
+    assert encoded[1] == replace(prompt("c", 2), token_ids=(99,))
     tokenizer = CodePoints(bos_id=5)
     assert encode_prompts([prompt("ab")], tokenizer, 3)[0].token_ids == (5, 97, 98)
     (line,) = refusal(encode_prompts, [prompt("ab")], tokenizer, 2)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 
 import pytest
 import sentencepiece
+import transformers
 
 from gspo_megatron.data import tokenizer_training
 from gspo_megatron.data.chat import CHATML
@@ -15,21 +15,16 @@ from gspo_megatron.data.tokenizer_training import (
     TokenizerRecipe,
     check_conversion,
     convert,
+    random_texts,
     train_tokenizer,
     with_exact_scores,
 )
 from gspo_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
 from gspo_megatron.errors import DataError
-from tests.unit.data.corpora import (
-    both,
-    make_texts,
-    make_tokenizer,
-    refusal,
-    write_jsonl,
-    write_parquet,
-)
+from tests.unit.data.corpora import both, make_texts, make_tokenizer, refusal, write_jsonl
 
 SYMBOLS = ["<unk>", "<pad>", "<|im_end|>", "<|im_start|>", "<|doc|>", "<sep>", "\n\n", "||"]
+PLANES = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 
 
 @pytest.fixture(scope="module", params=["unigram", "bpe", "char"])
@@ -37,27 +32,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / request.param, request.param)
 
 
-def random_string(source: random.Random) -> str:
-    """Words, symbols whole and in parts, runs of one character, spelled bytes, any character."""
-    words = make_texts(1, seed=source.randint(0, 9), words=200)[0].split()
-    kinds = [
-        lambda: source.choice(words),
-        lambda: source.choice(SYMBOLS),
-        lambda: source.choice(SYMBOLS)[: source.randint(1, 6)],
-        lambda: source.choice(" \n\t\r|<>aklo▁") * source.randint(1, 9),
-        lambda: f"<0x{source.randint(0, 255):02X}>",
-        lambda: chr(source.choice([source.randint(0, 0xD7FF), source.randint(0xE000, 0x10FFFF)])),
-    ]
-    return "".join(source.choice(kinds)() for _ in range(source.randint(0, 40)))
-
-
 def test_transformers_gives_the_same_ids_and_text(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     ours = load_tokenizer(folder / "tokenizer.model")
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     source = random.Random(11)
-    texts = [random_string(source) for _ in range(1500)]
-    for text in texts:
+    # beside whole symbols, their parts, runs of one character, any character
+    parts = [symbol[:n] for symbol in SYMBOLS for n in range(7)] + [*"|<>aklo▁", "▁" * 5, "-" * 9]
+    parts += [chr(source.randint(*source.choice(PLANES))) for _ in range(300)]
+    for text in random_texts([*SYMBOLS * 9, *parts], make_texts(9, seed=1, words=200), 1500):
         # As a chat template's text, in which control symbols count …
         ids = ours.encode_rendered(text).ids
         assert theirs(text, add_special_tokens=False)["input_ids"] == ids, text
@@ -128,20 +110,6 @@ def test_a_recipe_gives_the_same_files_every_time(tmp_path: Path, folder: Path) 
     ]
 
 
-def test_text_and_parquet_and_json_lines_train_alike(tmp_path: Path) -> None:
-    texts = [text.replace("\n", " ") for text in make_texts(200, seed=3)]
-    write_jsonl(tmp_path / "a.jsonl", texts)
-    (tmp_path / "b.txt").write_text("".join(f"{text}\n" for text in texts))
-    columns = {"text": texts, "other": range(len(texts))}
-    write_parquet(tmp_path / "c.parquet", columns, row_group_size=17)
-    models = []
-    for name in ("a.jsonl", "b.txt", "c.parquet"):
-        out = tmp_path / f"tokenizer-{name}"
-        train_tokenizer([tmp_path / name], out, TokenizerRecipe(400))
-        models.append((out / "tokenizer.model").read_bytes())
-    assert models[0] == models[1] == models[2]
-
-
 def test_normalisation_leaves_the_sentencepiece_model_alone(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path / "t", normalization="nfkc")
     assert sorted(f.name for f in folder.iterdir()) == ["chat_template.jinja", "tokenizer.model"]
@@ -158,10 +126,12 @@ def test_all_faults_of_a_recipe_come_at_once(tmp_path: Path) -> None:
         chat_template="{{ '<|user|>' }}{{ messages[0].content }}",
         normalization="lower",
         character_coverage=0.5,
+        max_sentences=-1,
     )
     lines = refusal(train_tokenizer, [tmp_path / "none.jsonl"], tmp_path / "t", recipe)
     assert [line.split(":")[0] for line in lines] == [
         "vocab_size = 1",
+        "max_sentences = -1",
         "model_type = 'wordpiece'",
         "normalization = 'lower'",
         "character_coverage = 0.5",
@@ -173,6 +143,10 @@ def test_all_faults_of_a_recipe_come_at_once(tmp_path: Path) -> None:
         "chat_template",
     ]
     assert "writes <|user|>, which is not one of the symbols" in lines[-1]
+    for number in ("vocab_size", "max_sentences"):  # beyond sentencepiece's
+        recipe = TokenizerRecipe(**{"vocab_size": 40, number: 2**31})
+        (line,) = refusal(train_tokenizer, [tmp_path / "none.jsonl"], tmp_path / "t", recipe)
+        assert line.startswith(f"{number} = 2147483648: ") and line.endswith(" in 32 bits")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -194,6 +168,9 @@ def test_bad_input_leaves_nothing_behind(tmp_path: Path) -> None:
     corpus.write_text(corpus.read_text() + '{"txt": "a"}\n')
     expected = f"{corpus}:4: no field 'text'; the fields are: 'txt' (--text-field chooses one)"
     assert refusal(train_tokenizer, [corpus], tmp_path / "t", TokenizerRecipe(300)) == [expected]
+    write_jsonl(corpus, ["ka"])  # too little text
+    (line,) = refusal(train_tokenizer, [corpus], tmp_path / "t", TokenizerRecipe(8, "bpe"))
+    assert line.startswith(f"{tmp_path}/t/tokenizer.model: sentencepiece could not")
     assert list(tmp_path.iterdir()) == [corpus]
 
 
@@ -213,7 +190,7 @@ def test_digits_may_be_symbols(tmp_path: Path, model_type: str) -> None:
     folder = make_tokenizer(tmp_path / "t", model_type, user_symbols=symbols)
     source = random.Random(4)
     texts = [f"ka{source.randint(0, 10**9)} <0x{source.randint(0, 255):02X}>\n" for _ in range(50)]
-    assert check_conversion(folder / "tokenizer.model", folder, texts) == 50
+    check_conversion(folder / "tokenizer.model", folder, texts)
     tokenizer = load_tokenizer(folder / "tokenizer.model")
     assert tokenizer.encode("4711") == [tokenizer.symbol_id(digit) for digit in "4711"]
 
@@ -241,12 +218,6 @@ def test_a_model_whose_other_form_differs_is_kept(
     assert load_tokenizer(tmp_path / "t" / "tokenizer.model").encode("kalo")
 
 
-def test_too_little_text_is_told_with_the_folder_asked_for(tmp_path: Path) -> None:
-    corpus = write_jsonl(tmp_path / "c.jsonl", ["ka"])
-    (line,) = refusal(train_tokenizer, [corpus], tmp_path / "t", TokenizerRecipe(8, "bpe"))
-    assert line.startswith(f"{tmp_path}/t/tokenizer.model: sentencepiece could not")
-
-
 def test_a_model_that_adds_spaces_has_no_chat(tmp_path: Path) -> None:
     path = train_sentencepiece(["ka lo"], 40, tmp_path / "t", "bpe", add_dummy_prefix=True)
     (tmp_path / "chat_template.jinja").write_text(CHATML)
@@ -268,14 +239,6 @@ def test_the_present_folder_may_hold_the_tokenizer(
     assert sorted(path.name for path in model.parent.iterdir()) == sorted(
         ["tokenizer.model", *(["b"] if folder == ".." else [])]
     )
-
-
-@pytest.mark.parametrize("wrong", [{"vocab_size": 2**31}, {"max_sentences": -1}])
-def test_numbers_beyond_sentencepiece_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
-    corpus = write_jsonl(tmp_path / "c.jsonl", ["ka lo mi"] * 9)
-    recipe = dataclasses.replace(TokenizerRecipe(40, "char"), **wrong)
-    (line,) = refusal(train_tokenizer, [corpus], tmp_path / "t", recipe)
-    assert line.startswith(f"{next(iter(wrong))} = ") and line.endswith(" in 32 bits")
 
 
 # --- exact scores of unigram models ---------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from gspo_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
 from gspo_megatron.data.toy import CHARACTERS, VOCAB_SIZE, train_toy_tokenizer
@@ -33,10 +34,7 @@ def test_every_character_of_the_toy_alphabet_is_one_token(toy_model: Path) -> No
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (1, 2, None)
     assert tokenizer.vocab_size == VOCAB_SIZE == 48
     assert tokenizer.name == str(toy_model)
-
-
-def test_toy_round_trip_is_exact_for_any_text_with_spaces_anywhere(toy_model: Path) -> None:
-    tokenizer = load_tokenizer(toy_model)
+    # the round trip is exact, with spaces anywhere
     generator = random.Random(7)
     texts = ["", " ", "  ab  c ", "37+45=", "cabd>", " a", "a "]
     texts += ["".join(generator.choices(CHARACTERS + "    ", k=n)) for n in range(1, 60)]
@@ -49,17 +47,6 @@ def test_toy_round_trip_is_exact_for_any_text_with_spaces_anywhere(toy_model: Pa
     # Special ids, and ids beyond the tokenizer's, decode to nothing.
     a, size = tokenizer.encode("a")[0], tokenizer.vocab_size
     assert tokenizer.decode([a, tokenizer.eos_id, tokenizer.pad_id, size, a, size + 7]) == "aa"
-
-
-def test_trained_bpe_merges_and_still_round_trips(tmp_path: Path) -> None:
-    lines = ["low lower lowest  new newer newest"] * 20
-    path = train_sentencepiece(lines, 40, tmp_path / "sub" / "bpe", model_type="bpe")
-    assert path == tmp_path / "sub" / "bpe.model"
-    tokenizer = load_tokenizer(path)
-    ids = tokenizer.encode(" lower  newest ")
-    assert len(ids) < len(" lower  newest ")
-    assert tokenizer.decode(ids) == " lower  newest "
-    assert [entry.name for entry in path.parent.iterdir()] == ["bpe.model"]
 
 
 @pytest.mark.parametrize(("lines", "size", "kind"), [([], 10, "char"), (["abc"], 1, "bpe")])
@@ -100,8 +87,6 @@ CHAT_TEMPLATE = (
 
 
 def build_folder(folder: Path, bos_in_front: bool = False, **config: object) -> Path:
-    tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("transformers")
     pieces = ["<unk>", "<s>", "<pad>", "<eos>", *"abcdefgh 0123456789+=<>istunr"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(
@@ -221,12 +206,6 @@ def test_the_generation_config_names_further_end_tokens(
     (folder / "generation_config.json").write_text(content)
     for path, own in ((folder, 3), (folder / "tokenizer.model", 2)):
         assert load_tokenizer(path).eos_ids == (own, *(i for i in further if i != own))
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"eos_token_id": "<eos>"}', '{"eos_token_id": [1.5]}']
-)
-def test_a_damaged_generation_config_is_refused(tmp_path: Path, content: str) -> None:
-    folder = build_folder(tmp_path / "hf")
-    (folder / "generation_config.json").write_text(content)
-    assert "generation_config.json: " in refused(folder)
+    for damaged in ("", "[]", '{"eos_token_id": "<eos>"}', '{"eos_token_id": [1.5]}'):
+        (folder / "generation_config.json").write_text(damaged)
+        assert "generation_config.json: " in refused(folder)

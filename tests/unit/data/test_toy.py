@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -161,9 +162,7 @@ def test_text_is_true_and_of_the_rows_alone(task: str) -> None:
     assert 0.25 < in_words / len(said) < 0.42  # a third of about 1,200
 
 
-def test_with_documents_text_takes_the_place_of_the_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_documents_text_takes_the_place_of_the_tokenizer(tmp_path: Path) -> None:
     words = ["--train", "64", "--test", "16", "--documents", "40", "-o"]
     assert main([*words, str(tmp_path / "a")]) == main([*words, str(tmp_path / "b")]) == 0
     one = files_in(tmp_path / "a")
@@ -173,20 +172,24 @@ def test_with_documents_text_takes_the_place_of_the_tokenizer(
     known = {prompt.text for prompt in load_prompts(tmp_path / "a" / "supervised.jsonl")}
     tested = {prompt.text for prompt in load_prompts(tmp_path / "a" / "test.jsonl")}
     assert known and tested and not known & tested
-    capsys.readouterr()
-    assert main(["--documents", "-1", "-o", str(tmp_path / "c")]) == 2
-    assert "documents = -1: legal: 0 or more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "folder", "fault"),
+    [
+        (["--task", "addition", "--train", "9000"], "a", "has 1600 different prompts"),
+        (["--documents", "-1"], "a", "documents = -1: legal: 0 or more"),
+        (["--train", "5", "--test", "5"], "file", "cannot be written"),
+    ],
+)
 def test_command_line_ends_with_two_and_one_line_on_a_users_mistake(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], folder: str, fault: str
 ) -> None:
-    assert main(["--task", "addition", "--train", "9000", "-o", str(tmp_path / "a")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    (tmp_path / "file").touch()
+    assert main([*words, "-o", str(tmp_path / folder)]) == 2
+    error = capsys.readouterr().err
+    assert fault in error and error.count("\n") == 1
     assert not (tmp_path / "a").exists()
-    (tmp_path / "file").write_text("")
-    assert main(["--train", "5", "--test", "5", "-o", str(tmp_path / "file")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_a_key_or_a_reader_that_left_ends_the_command_quietly(
@@ -201,9 +204,6 @@ def test_a_key_or_a_reader_that_left_ends_the_command_quietly(
         unread.flush()  # as the interpreter does at its end
     assert (tmp_path / "a" / "tokenizer.model").is_file()
 
-    def interrupt(**_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(toy, "write_toy_dataset", interrupt)
+    monkeypatch.setattr(toy, "write_toy_dataset", Mock(side_effect=KeyboardInterrupt))
     assert main(words) == 130
     assert capsys.readouterr() == ("", "")

@@ -47,9 +47,6 @@ def test_responses_become_samples(tokenizer: Tokenizer, kind: Callable) -> None:
         Sample("abc>", "cba", "cbab", True, {}, 4),
     ]
     assert [type(sample.truncated) for sample in samples] == [bool] * 4
-
-
-def test_no_responses_are_no_samples(tokenizer: Tokenizer) -> None:
     assert SingleTurn(tokenizer).samples([], [], [], [], [], []) == []
 
 

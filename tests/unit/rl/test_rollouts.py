@@ -16,7 +16,7 @@ from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import ConfigError, RewardError, UserError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.observe.heartbeat import heard_by
-from gspo_megatron.rewards import Reward
+from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import collect, compute_advantages
 from gspo_megatron.rl.rollouts import Collector, Experience, evaluate
 from gspo_megatron.rollout.engine import Requests, Sampling

@@ -9,7 +9,7 @@ import pytest
 from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import stop_processes
-from gspo_megatron.rewards import get_reward
+from gspo_megatron.rewards.registry import get_reward
 from gspo_megatron.rl.run import assemble
 from tests.unit.data.corpora import make_tokenizer, write_jsonl
 from tests.unit.models.one_rank import tiny_config

@@ -22,6 +22,7 @@ from tests.unit.models.hf_reference import SIZES, random_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
+Theirs = tuple[PreTrainedModel, Path]
 IGNORED = -100  # transformers' label for what does not count
 
 
@@ -38,7 +39,7 @@ def random_examples(seed: int, lengths: Sequence[int], share: float = 0.4) -> li
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
     model = random_model(Qwen3MoeForCausalLM, 5, torch.float32, norm_topk_prob=True)
     folder = tmp_path_factory.mktemp("hf")
     model.save_pretrained(folder)
@@ -97,9 +98,7 @@ def ours(
 
 @pytest.mark.parametrize(("packing", "budget"), [(True, 4096), (True, 30), (False, 60)])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_loss_is_transformers(
-    theirs: tuple[PreTrainedModel, Path], seed: int, packing: bool, budget: int
-) -> None:
+def test_the_loss_is_transformers(theirs: Theirs, seed: int, packing: bool, budget: int) -> None:
     """Sums in fp32 in another order leave about 1e-6, also of the gradient norm relative to itself;
     1e-5 and 1e-4 leave room."""
     model, folder = theirs
@@ -112,7 +111,7 @@ def test_the_loss_is_transformers(
     assert updated["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_a_mask_that_slips_by_one_token_shows(theirs: tuple[PreTrainedModel, Path]) -> None:
+def test_a_mask_that_slips_by_one_token_shows(theirs: Theirs) -> None:
     """Otherwise the test above would pass whatever is learned."""
     model, folder = theirs
     examples = random_examples(1, [13, 5, 29])
@@ -122,18 +121,14 @@ def test_a_mask_that_slips_by_one_token_shows(theirs: tuple[PreTrainedModel, Pat
     assert abs(evaluated["evaluation/loss"] - loss) > 1e-2
 
 
-def test_the_evaluation_is_a_mean_over_tokens_of_all_batches(
-    theirs: tuple[PreTrainedModel, Path],
-) -> None:
+def test_the_evaluation_is_a_mean_over_tokens_of_all_batches(theirs: Theirs) -> None:
     model, folder = theirs
     examples = random_examples(7, [3, 31, 6, 12, 9])
     found, _ = ours(folder, examples, batch_size=2)
     assert found["evaluation/loss"] == pytest.approx(reference(model, examples)[0], abs=1e-5)
 
 
-def test_examples_of_which_no_token_is_predicted_do_no_harm(
-    theirs: tuple[PreTrainedModel, Path],
-) -> None:
+def test_examples_of_which_no_token_is_predicted_do_no_harm(theirs: Theirs) -> None:
     """A cut example may have its first token alone to learn, which nothing predicts."""
     model, folder = theirs
     first_only = Example(np.array([3, 4], np.int32), np.array([True, False]), "file:1")

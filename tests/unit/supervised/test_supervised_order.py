@@ -117,14 +117,10 @@ class Corpora:
         **sections: dict[str, object],
     ) -> PretrainingBatches:
         training = {"batch_size": 4, "steps": 6, "micro_batch_tokens": 32}
+        data = {"tokenizer": "t", "train": self.prefixes(), "sequence_length": 16}
         config = parse_config(
             {
-                "data": {
-                    "tokenizer": "t",
-                    "train": self.prefixes(),
-                    "sequence_length": 16,
-                    **sections.get("data", {}),
-                },
+                "data": data | sections.get("data", {}),
                 "training": training | sections.get("training", {}),
                 "logging": {"dir": str(self.folder / run)},
             },
@@ -188,10 +184,9 @@ def test_held_out_documents_are_not_learned(policy: Policy, corpora: Corpora) ->
 
 
 def test_an_evaluation_that_fills_no_batch_is_refused(policy: Policy, corpora: Corpora) -> None:
+    training = {"batch_size": 64, "steps": 1}
     with pytest.raises(DataError, match="training.batch_size = 64 takes more"):
-        corpora.batches(
-            policy, data={"evaluation_share": 0.05}, training={"batch_size": 64, "steps": 1}
-        )
+        corpora.batches(policy, data={"evaluation_share": 0.05}, training=training)
 
 
 def test_a_longer_run_keeps_the_order_of_the_first_pass_only(
@@ -249,7 +244,7 @@ def test_rows_are_those_of_the_packer(cp: int) -> None:
         mine = rows_of_samples(tokens, labels, learned, **place)
         lengths = [length - 1] * 3
         theirs = pack(list(tokens), lengths, [0] * 3, range(3), pad_id=0, padded=True, **place)
-        for name in ("input_ids", "position_ids", "boundaries", "token_rows", "targets"):
+        names = ("input_ids", "position_ids", "boundaries", "token_rows", "targets")
+        for name in (*names, "sequence_index"):
             assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
-        assert torch.equal(mine.sequence_index, theirs.sequence_index)
         assert mine.longest == theirs.longest and theirs.padding_mask is None

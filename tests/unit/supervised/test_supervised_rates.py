@@ -25,17 +25,10 @@ CURVES = {
 
 def rates(**optimizer: object) -> list[float]:
     """Of all updates of a run, by Megatron-Core's scheduler."""
+    optimizer |= {"learning_rate": PEAK, "min_learning_rate": FLOOR, "warmup_steps": WARM_UP}
+    data = {"tokenizer": "t", "train": ["a"]}
     config = parse_config(
-        {
-            "data": {"tokenizer": "t", "train": ["a"]},
-            "training": {"steps": STEPS},
-            "optimizer": {
-                "learning_rate": PEAK,
-                "min_learning_rate": FLOOR,
-                "warmup_steps": WARM_UP,
-                **optimizer,
-            },
-        },
+        {"data": data, "training": {"steps": STEPS}, "optimizer": optimizer},
         schema=PretrainingConfig,
     )
     check_config(config, 1)
