@@ -1,4 +1,4 @@
-"""Starts all ranks of a run on this machine and ends them together. Standard library only.
+"""Starts all ranks of a run on this machine, and ends them together. Standard library only.
 
 Rank 0 writes straight to the terminal. Of the other ranks the last lines are kept, and shown only
 for the rank that caused a failure: one death breaks the connections of all others, and their errors
@@ -135,7 +135,7 @@ def reserved_port(environ: Mapping[str, str]) -> Iterator[int]:
 
 
 class _Rank:
-    """One process, and what it has said."""
+    """One process, and the last lines of its output."""
 
     def __init__(self, number: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.number = number
@@ -161,7 +161,7 @@ class _Rank:
             self._drain.start()
 
     def has_ended(self) -> bool:
-        """Whether the process has ended; asked until it has, and from then on not again."""
+        """Whether the process has ended; not to be called again once it has."""
         if self._process.poll() is None:
             return False
         if self._process.returncode != 0:  # children of a rank that ended well may go on
@@ -181,9 +181,7 @@ class _Rank:
 
     def send(self, signum: signal.Signals) -> None:
         """Unless it has ended. SIGKILL goes to its children too."""
-        if self._process.poll() is not None:
-            return
-        if signum == signal.SIGKILL:
+        if signum == signal.SIGKILL and self._process.poll() is None:
             self.kill_group()
         else:
             self._process.send_signal(signum)
@@ -225,7 +223,7 @@ class _Rank:
 
 @dataclass
 class _Job:
-    """All ranks; after a failure or a signal, it sees to it that all of them end."""
+    """All ranks. After a failure or a signal, it ends all of them."""
 
     grace_seconds: float
     settle_seconds: float
@@ -277,7 +275,10 @@ class _Job:
             self.end_by(signal.SIGKILL)  # asked for twice
         elif signum == signal.SIGTERM and self.saves_on_sigterm and not self.is_saving:
             self.is_saving = True
-            print("told to end: the run is saved first; once more ends it now", file=sys.stderr)
+            print(
+                "told to end: the run is saved first; a second signal ends it at once",
+                file=sys.stderr,
+            )
             self.send(signum)
         else:
             if not self.failed:
@@ -322,7 +323,7 @@ def _report(failed: Sequence[_Rank], world_size: int) -> int:
     cause = min(failed, key=_Rank.obscurity)  # the first of several that explain as much
     failure = cause.failure
     if cause.is_user_error():
-        # Rank 0 without a report of its own has printed its message already.
+        # Rank 0 without a report has printed its message already.
         lines = failure.text.splitlines() if failure else cause.output()
     else:
         prefix = f"[rank {cause.number}] " if cause.number else ""

@@ -1,4 +1,4 @@
-"""This process's place among the ranks of a run, as the environment tells it."""
+"""Which rank of a run this process is, as the environment says."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _failure_descriptor: int | None = None
 
 
 def join_launcher() -> None:
-    """In a rank that our launcher started: end when the launcher is killed, and keep the file that
-    takes this rank's failure.
+    """In a rank that our launcher started: end when the launcher is killed, and keep the file for
+    this rank's failure.
 
     To be called early. A launcher that is killed by SIGKILL cannot end its ranks, so the kernel has
     to. Harmless in any other process. Raises SystemExit where the launcher is gone already.
@@ -47,7 +47,7 @@ def join_launcher() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(launcher):  # it died before the call above
-        raise SystemExit("the launcher of this rank is gone")
+        raise SystemExit("the launcher of this rank has ended")
 
 
 def failure_descriptor() -> int | None:
@@ -81,17 +81,17 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
         return None
     if len(given) == 1:
         raise UserError(
-            f"{given[0]} = {environ[given[0]]}: of RANK and WORLD_SIZE only this one is set in the "
+            f"{given[0]} = {environ[given[0]]}: only one of RANK and WORLD_SIZE is set in the "
             "environment; set both, as torchrun does, or neither"
         )
     rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
     if rank >= world_size:
-        raise UserError(f"RANK = {rank}: beyond WORLD_SIZE = {world_size}; legal: below it")
+        raise UserError(f"RANK = {rank}: must be below WORLD_SIZE = {world_size}")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing and world_size > 1:
         raise UserError(
-            f"WORLD_SIZE = {world_size}: {' and '.join(missing)} must be set too, for the ranks to "
-            "find each other"
+            f"WORLD_SIZE = {world_size}: {' and '.join(missing)} must be set too, so that the "
+            "ranks find each other"
         )
     return world_size
 
@@ -112,7 +112,7 @@ def first_host(nodes: str) -> str:
     host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)  # the first number in brackets
     if not host or "[" in host or "]" in host:
         raise UserError(
-            f"MASTER_ADDR is not set, and the first node of Slurm's list {nodes!r} cannot be told; "
+            f"MASTER_ADDR is not set, and the first node in Slurm's list {nodes!r} is not clear; "
             "set MASTER_ADDR to the first node of the job"
         )
     return host
@@ -121,13 +121,13 @@ def first_host(nodes: str) -> str:
 def decide_world_size(config: AnyConfig, nproc: int | None, rank_of: int | None) -> int:
     """How many ranks the run has; `rank_of` is their number where they are started already.
 
-    Raises UserError where `nproc` contradicts it, or nobody asked for that many on one machine.
+    Raises UserError if `nproc` contradicts it, or if there are many and `nproc` is not given.
     """
     if rank_of is not None:
         if nproc not in (None, rank_of):
             raise UserError(
                 f"--nproc {nproc}: this process is already one of {rank_of} ranks (WORLD_SIZE in "
-                "the environment); leave --nproc out under torchrun and srun"
+                "the environment); do not give --nproc under torchrun or srun"
             )
         return rank_of
     if nproc is not None:
@@ -135,8 +135,9 @@ def decide_world_size(config: AnyConfig, nproc: int | None, rank_of: int | None)
     world_size = config.world_size_hint()
     if world_size > max(RANKS_WITHOUT_ASKING, os.cpu_count() or 1):
         raise UserError(
-            f"layout {config.layout()}: takes {world_size} ranks, which is much for one machine; "
-            f"start them with srun or torchrun, or say --nproc {world_size} to have them all here"
+            f"layout {config.layout()}: takes {world_size} ranks, which are many for one machine; "
+            f"start them with srun or torchrun, or give --nproc {world_size} to start all of them "
+            "here"
         )
     return world_size
 

@@ -66,7 +66,7 @@ def default_variants(config: Config) -> list[Variant]:
     if config.objective.import_path is not None:
         raise UserError(
             f"objective.import_path = {config.objective.import_path!r}: replaces the objectives of "
-            "the default variants; name your own with --variants FILE.yaml"
+            "the default variants; define other variants with --variants FILE.yaml"
         )
     variants = []
     for name in OBJECTIVES:
@@ -101,7 +101,7 @@ def read_variants(path: Path) -> list[Variant]:
     for name, settings in values.items():
         place = f"{path}: variant {name}"
         if not isinstance(name, str) or not _FOLDER_NAME.fullmatch(name):
-            problems.append(f"{path}: variant {name!r}: must be a name for a folder")
+            problems.append(f"{path}: variant {name!r}: must be a possible name of a folder")
         elif name.casefold() in REPORT_NAMES:  # on some file systems "Plots" is "plots"
             problems.append(f"{place}: the report uses this name; choose another")
         elif not isinstance(settings, Mapping):

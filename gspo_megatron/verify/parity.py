@@ -89,8 +89,8 @@ def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
     own = config.layout()
     if own.world_size > max(most_ranks, os.cpu_count() or 1):
         raise UserError(
-            f"layout {own}: takes {own.world_size} ranks, which is much for one machine; name "
-            "the layouts to compare, as in --layouts tp=2 pp=2,ep=2"
+            f"layout {own}: takes {own.world_size} ranks, which are many for one machine; "
+            "name the layouts to compare, as in --layouts tp=2 pp=2,ep=2"
         )
     found = [] if own.world_size == 1 else [own]
     for text in ("dp=2", "tp=2", "pp=2", "ep=2", "cp=2"):

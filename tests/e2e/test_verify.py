@@ -100,7 +100,7 @@ def test_without_the_steps_own_weights_it_says_so(gspo: Command, dumped_run: Pat
     words = ("--from-dump", dump, "--checkpoint", older, "--layouts", "tp=2")
     result = gspo("verify", dumped_run, *words, expect=0)
     assert "rl_00000001, not those that the step began with" in result.stdout
-    assert "all mini-batches at these weights: the loss is not that of the run" in result.stdout
+    assert "all mini-batches use these weights: the loss is not that of the run" in result.stdout
     found = figures(result.stdout)
     assert abs(found["loss"] - found["logged_loss"]) > 1e-6
 

@@ -139,7 +139,7 @@ def test_variants_are_chosen_by_name_in_the_order_given(write_config: ConfigWrit
 
 def test_a_custom_objective_has_no_default_variants(write_config: ConfigWriter) -> None:
     config = config_of(write_config(), "objective.import_path=my.module:loss")
-    with pytest.raises(UserError, match="name your own with --variants FILE"):
+    with pytest.raises(UserError, match="define other variants with --variants FILE"):
         choose_variants(["gspo"], config)
 
 
@@ -166,7 +166,7 @@ def test_variants_of_a_file_replace_the_default_ones(
         ("", "must be a mapping of variants"),
         ("- gspo\n", "must be a mapping of variants"),
         ("gspo: objective.name=gspo\n", "variant gspo: 'objective.name=gspo'; the file must be"),
-        ("../up: {}\n", "variant '../up': must be a name for a folder"),
+        ("../up: {}\n", "variant '../up': must be a possible name of a folder"),
         ("plots: {}\n", "variant plots: the report uses this name; choose another"),
         ("report.html: {}\n", "variant report.html: the report uses this name"),
         ("Report.md: {}\n", "variant Report.md: the report uses this name"),

@@ -88,7 +88,7 @@ def test_altered_contents_end_the_command_and_are_named(
 
 def test_the_help_promises_no_more(gspo: Command) -> None:
     told = " ".join(gspo(*EXPORT, "--help")[1].split())
-    assert "the newest one is taken whose files are all there in their full size" in told
+    assert "the newest one is taken of which no file is missing or cut short" in told
     assert "newest whole" not in told
 
 

@@ -91,8 +91,8 @@ def to_be_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("", None),
         ("raise OSError('libcudart.so.12: not found\\nand more')", "OSError: libcudart.so.12: not"),
         ("print('hello'); import no_such_library", "ModuleNotFoundError: No module named"),
-        ("import os; os.kill(os.getpid(), 11)", "it ends the process with -11"),
-        ("import time; time.sleep(60)", "nothing after 3 s"),
+        ("import os; os.kill(os.getpid(), 11)", "the process ends with -11"),
+        ("import time; time.sleep(60)", "not done after 3 s"),
     ],
 )
 def test_why_a_transformer_engine_does_not_import(

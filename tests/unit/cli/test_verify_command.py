@@ -10,13 +10,13 @@ from gspo_megatron.cli import launch
 from tests.unit.cli.conftest import Command, ConfigWriter
 
 LAYOUT = ("--layouts", "tp=1")
-NO_NUMBER = "is not a number from 0"
+NO_NUMBER = "is not a number of 0 or more"
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--checkpoint", "somewhere", *LAYOUT), "nothing reads it without --from-dump"),
+        (("--checkpoint", "somewhere", *LAYOUT), "it has no effect without --from-dump"),
         (("--from-dump", "nowhere", *LAYOUT), "nowhere: no such folder"),
         (("--from-dump", "empty", *LAYOUT), "empty: manifest.json: missing"),
         *(
@@ -24,7 +24,7 @@ NO_NUMBER = "is not a number from 0"
             for text in ("nan", "-1", "inf", "x")
         ),
         # a layout for a cluster is not started here by itself
-        (("parallel.layout=dp=4096",), "layout dp=4096: takes 4096 ranks, which is much"),
+        (("parallel.layout=dp=4096",), "layout dp=4096: takes 4096 ranks, which are many"),
     ],
 )
 def test_what_is_refused(
