@@ -154,19 +154,13 @@ def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | No
     attention = hidden * head * 2 * (shape.num_attention_heads + shape.num_query_groups)
     norms = 2 * hidden + (2 * head if megatron.get("qk_layernorm") else 0)
     outside = hidden * vocab_size * (1 if shape.tie_embeddings else 2) + hidden
-    total = active = outside + shape.num_layers * (attention + norms)
-    for has_experts in experts_in_layers(shape):
-        if not has_experts:
-            total += (dense := matrices * hidden * shape.ffn_hidden_size)
-            active += dense
-            continue
-        assert shape.num_moe_experts and shape.moe_router_topk and shape.moe_ffn_hidden_size
-        expert = matrices * hidden * shape.moe_ffn_hidden_size
-        shared = matrices * hidden * (shape.moe_shared_expert_intermediate_size or 0)
-        router = hidden * shape.num_moe_experts
-        total += router + shared + expert * shape.num_moe_experts
-        active += router + shared + expert * shape.moe_router_topk
-    return total, active
+    experts, with_experts = shape.num_moe_experts or 0, sum(experts_in_layers(shape))
+    shared = matrices * (shape.moe_shared_expert_intermediate_size or 0)
+    always = outside + shape.num_layers * (attention + norms)
+    always += (shape.num_layers - with_experts) * matrices * hidden * shape.ffn_hidden_size
+    always += with_experts * hidden * (experts + shared)  # router and shared expert
+    expert = with_experts * matrices * hidden * (shape.moe_ffn_hidden_size or 0)
+    return always + expert * experts, always + expert * (shape.moe_router_topk or 0)
 
 
 def console() -> Console:
@@ -189,9 +183,7 @@ def _gib(num_bytes: float) -> str:
 
 def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
     """The representative ranks, the worst of them in detail, traffic and bubble."""
-    out = console()
-    out.print(_stages(estimate), markup=False)
-    out.print(_details(estimate.worst), markup=False)
+    console().print(_stages(estimate), _details(estimate.worst), markup=False)
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in estimate.parameters.items() if count)
     by_mode = ", ".join(f"{mode} {_gib(total)} GiB" for mode, total in modes.items())
     sent = ", ".join(
@@ -207,7 +199,7 @@ def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
     if estimate.worst.host:
         rows["host"] = f"{_gib(estimate.worst.host)} GiB of host memory per rank"
     for name, text in rows.items():
-        out.print(f"{name:<11} {text}", markup=False, soft_wrap=True)
+        print(f"{name:<11} {text}")
 
 
 def _micro_batch(estimate: LayoutEstimate) -> str:
@@ -276,7 +268,6 @@ def figures(estimate: LayoutEstimate) -> dict[str, object]:
 
 def show_search(search: Search, gpu_gb: float, left_out: str) -> None:
     """The suggestions, best first, and how they were found."""
-    out = console()
     names = (">s/step", ">compute", ">exchange", ">bubble", ">update", ">GiB", "overrides")
     table = new_table("layouts that fit, best first", *names)
     for each in search.found:
@@ -285,12 +276,11 @@ def show_search(search: Search, gpu_gb: float, left_out: str) -> None:
         seconds = [f"{value:,.1f}" for value in times]
         table.add_row(*seconds, _gib(each.estimate.worst.total), each.overrides)
     if search.found:
-        out.print(table, markup=False)
-    for line in (
+        console().print(table, markup=False)
+    print(
         f"{search.legal:,} layouts (with recompute modes) pass the rules. By a rough count "
         f"{search.likely:,} of them may fit into {gpu_gb:g} GB; the {search.built} cheapest of "
-        f"these were built, and {len(search.found)} fit.",
+        f"these were built, and {len(search.found)} fit.\n"
         f"The seconds come from a cost model and serve to order the layouts. It leaves out "
-        f"{left_out}.",
-    ):
-        out.print(line, markup=False, soft_wrap=True)
+        f"{left_out}."
+    )

@@ -275,10 +275,7 @@ class _Job:
             self.end_by(signal.SIGKILL)  # asked for twice
         elif signum == signal.SIGTERM and self.saves_on_sigterm and not self.is_saving:
             self.is_saving = True
-            print(
-                "told to end: the run is saved first; a second signal ends it at once",
-                file=sys.stderr,
-            )
+            print("told to end: saving the run; a second signal ends it now", file=sys.stderr)
             self.send(signum)
         else:
             if not self.failed:

@@ -8,7 +8,13 @@ from gspo_megatron.config import ResolvedParallel, resolve_parallel
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass, chunk_passes, micro_batch
 from gspo_megatron.estimate.memory import RankMemory, rank_memory
-from gspo_megatron.estimate.model import RankModel, global_parameters, rank_model, state_bytes
+from gspo_megatron.estimate.model import (
+    RankModel,
+    global_parameters,
+    rank_model,
+    state_bytes,
+    with_values,
+)
 from gspo_megatron.estimate.traffic import AXES, step_traffic
 from gspo_megatron.estimate.workload import Workload, bubble_share, workload
 
@@ -20,7 +26,7 @@ HEADROOM = 0.08
 
 @dataclass(frozen=True)
 class LayoutEstimate:
-    """All results of a layout that need no real run."""
+    """What is known of a layout without a run."""
 
     config: AnyConfig
     parallel: ResolvedParallel
@@ -108,11 +114,6 @@ def run_stage(model: RankModel, work: Workload) -> list[ChunkPass]:
     return chunk_passes(model, micro_batch(model, work.lengths), samples=work.rollout_rows > 0)
 
 
-def with_recompute(config: AnyConfig, mode: str) -> AnyConfig:
-    training = config.training.model_copy(update={"recompute": mode})
-    return config.model_copy(update={"training": training})
-
-
 def recompute_modes(estimate: LayoutEstimate, vocab_size: int) -> dict[str, int]:
     """Bytes of the worst rank while it trains, under each of the recompute modes."""
     config, worst = estimate.config, estimate.worst
@@ -121,9 +122,8 @@ def recompute_modes(estimate: LayoutEstimate, vocab_size: int) -> dict[str, int]
         if mode == config.training.recompute:
             totals[mode] = worst.while_training
             continue
-        with rank_model(
-            with_recompute(config, mode), estimate.parallel, worst.rank, vocab_size
-        ) as model:
+        changed = with_values(config, "training", recompute=mode)
+        with rank_model(changed, estimate.parallel, worst.rank, vocab_size) as model:
             passes = run_stage(model, estimate.work)
             found = rank_memory(model, state_bytes(model), passes, estimate.work)
             totals[mode] = found.while_training

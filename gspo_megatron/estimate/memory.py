@@ -54,7 +54,7 @@ class RankMemory:
 def rank_memory(
     model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload
 ) -> RankMemory:
-    """The memory of a rank, from its state and the passes of its chunks."""
+    """`passes`: of each of its chunks."""
     stages = model.parallel.pipeline_model_parallel_size
     held = in_flight(stages, model.stage, len(passes), work.micro_batches)
     kept = [each.saved_bytes + each.output_bytes for each in passes]
@@ -63,13 +63,15 @@ def rank_memory(
     cp = model.parallel.context_parallel_size
     # each rank passes its own prompts, whole ones under context parallelism too
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
-    reference, on_host = _reference(model, state)
+    section = model.config.objective if isinstance(model.config, Config) else None
+    reference = sum(state.parameters.values()) if section and section.kl != "none" else 0
+    on_host = reference if section and section.reference_offload else 0
     return RankMemory(
         rank=model.rank,
         stage=model.stage,
         layers=sum(len(m.decoder.layers) for m in model.policy.models),
         state=state,
-        reference=reference,
+        reference=reference - on_host,
         activations=sum(n * size for n, size in zip(held, kept, strict=True)),
         in_flight=held,
         workspace=max(each.workspace_bytes for each in passes),
@@ -80,16 +82,6 @@ def rank_memory(
         host=host + on_host,
         fp8_copies=model.fp8_copies,
     )
-
-
-def _reference(model: RankModel, state: StateBytes) -> tuple[int, int]:
-    """On the device and on the host."""
-    config = model.config
-    section = config.objective if isinstance(config, Config) else None
-    if section is None or section.kl == "none":
-        return 0, 0
-    count = sum(state.parameters.values())
-    return (0, count) if section.reference_offload else (count, 0)
 
 
 def _kv_cache(model: RankModel, work: Workload) -> int:

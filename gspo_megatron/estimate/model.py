@@ -89,15 +89,19 @@ def _build(config: Any, parallel: ResolvedParallel, vocab_size: int) -> tuple[Po
     return policy, build_trainer(policy, config.optimizer, schedule)
 
 
+def with_values(config: AnyConfig, section: str, **values: Any) -> AnyConfig:
+    """The configuration with other values in one section."""
+    changed = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: changed})
+
+
 def without_kernels(config: AnyConfig) -> AnyConfig:
     """The configuration without what needs a GPU's kernels: Transformer Engine's layers, and low
     precision, which becomes bf16."""
     low = ("fp8", "moe_router_padding_for")
     megatron = {k: v for k, v in config.model.megatron.items() if not k.startswith(low)}
-    model = config.model.model_copy(update={"backend": "torch_native", "megatron": megatron})
-    precision = base_precision(config.training.precision)
-    training = config.training.model_copy(update={"precision": precision})
-    return config.model_copy(update={"model": model, "training": training})
+    config = with_values(config, "model", backend="torch_native", megatron=megatron)
+    return with_values(config, "training", precision=base_precision(config.training.precision))
 
 
 def fp8_copy_bytes(policy: Policy) -> int:

@@ -9,8 +9,7 @@ Seconds of a step, roughly:
     bubble    (compute + exchange) / (1 - idle share)
     update    gradients and weights over dp and edp, activations over pp, at the network's rate
 
-Left out: any overlap of these, latencies and message sizes, matrix products too small to fill a
-GPU, uneven stages and uneven experts, rollouts and evaluations, file systems.
+Left out: what LEFT_OUT names, message sizes, rollouts and evaluations, file systems.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ AXES = ("tp", "pp", "ep", "etp", "cp", "dp", "edp")
 def step_traffic(
     model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload
 ) -> dict[str, int]:
-    """Bytes by axis, of all mini-batches and of the passes of the old policy and of the reference;
-    the rollout is left out.
+    """Bytes by axis, of all mini-batches and of the forward passes of the old policy and of the
+    reference; the rollout is left out.
 
     A ring or a tree sends (n - 1) / n of a gather's output, of a scatter's input and of an
     all-to-all's buffer, and twice that of an all-reduce.

@@ -1,8 +1,7 @@
 """One policy update on any layout, with its whole gradient on rank 0.
 
-The loss and the gradient of a step do not depend on how the model and the batch are sharded. The
-`verify` command and the tests compute a synthetic batch, or a dumped step of a run, on several
-layouts and compare.
+Loss and gradient of a step do not depend on how model and batch are sharded: the `verify` command
+and the tests compare them on several layouts, for a synthetic batch or a dumped step of a run.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.objectives.advantages import AdvantageEstimator
+from gspo_megatron.platform.collectives import gather_objects
 from gspo_megatron.platform.groups import (
     data_parallel_group,
     set_up_model_parallel,
@@ -105,8 +105,7 @@ def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
 
 
 def common_cut(config: Config, layouts: Sequence[Layout], *, dumped: bool) -> Cut:
-    """Micro-batches that every layout can run alike. (The routers' auxiliary losses depend on the
-    content of a micro-batch.)"""
+    """Micro-batches that every layout can run alike."""
     replicas, multiple = 1, 1
     for layout in layouts:
         parallel = resolve_parallel(apply_layout(config, layout), layout.world_size)
@@ -136,11 +135,11 @@ def run_update(
     policy = recorder.policy
     lengths = [len(tokens) for tokens in batch.tokens]
     plans = plan_alike(config, lengths, batch.response_lengths, cut, mini_batches)
-    sequences, index = _receive(batch, plans, policy)
+    sequences, index = distribute(batch, plans, policy)
     _set_old_logprobs(policy, builder, plans, sequences, index)
     section = config.objective
     if resolve_objective(section).correction == "none":
-        # Old log-probs are the rollout's. (A correction is a ratio to the rollout's by itself.)
+        # Old log-probs are the rollout's. (A correction has a ratio to the rollout's of its own.)
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
     if section.kl_in == "reward":  # the batch has advantages in place of rewards
@@ -195,7 +194,7 @@ def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
     config, checkpoint = task.config, task.checkpoint
     recorder, builder = _set_up(config, task.vocab_size, learning_rates(config))
     recorder.keeps_first, recorder.moves = True, task.updates
-    policy = recorder.policy
+    policy, group = recorder.policy, data_parallel_group()
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     if checkpoint is None or objective.needs_reference:
         # the weights that RL started from, as far as they are known
@@ -216,7 +215,6 @@ def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
             for chunk in policy.chunks:
                 chunk.start_param_sync(force_sync=True)
     experience = read_experience(dump.folder, dump.rollouts, policy)
-    group = data_parallel_group()
     index = gather_index(experience.batch, experience.scores.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))
     plans = plan_alike(config, index.lengths, index.response_lengths, task.cut, mini_batches)
@@ -260,10 +258,8 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
     _complete_shards(policy)
     mine = [shard for model in policy.models for shard in parameter_shards(model)]
     listed = [(s.name, s.global_shape, s.offset, tuple(s.data.shape)) for s in mine]
-    rank = dist.get_rank()
-    catalogue: list = [None] * dist.get_world_size()
-    dist.gather_object(listed, catalogue if rank == 0 else None, dst=0)
-    if rank != 0:
+    catalogue = gather_objects(listed)
+    if catalogue is None:
         for shard in mine:
             dist.send(_gradient(shard), dst=0)
         return {}, 0.0
@@ -381,7 +377,7 @@ def plan_alike(
     return joined
 
 
-def _receive(
+def distribute(
     batch: SyntheticBatch, plans: Sequence[MiniBatch], policy: Policy
 ) -> tuple[Sequences, StepIndex]:
     """Send each sequence to its ranks; pairs of sequences come from the data ranks in turn."""
