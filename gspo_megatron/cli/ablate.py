@@ -1,7 +1,5 @@
-"""`gspo-megatron ablate`: variants of one configuration, with several seeds, compared.
-
-The runs are made here one after another, or by Slurm as a job array; then the report is written.
-"""
+"""`gspo-megatron ablate`: trains variants of one configuration, with several seeds, one after
+another here or as a Slurm job array, and writes a report that compares them."""
 
 from __future__ import annotations
 
@@ -93,10 +91,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the unfinished runs, one after another, then the report.
-
-    Exit code 1 if a run failed; 128 + n after signal n: the same command then continues later.
-    """
+    """Returns 1 if a run failed; 128 + n after signal n: the same command then continues later."""
     from gspo_megatron.config import load_config
 
     if ranks.world_size_of_rank(os.environ) is not None:
@@ -129,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     if stopped:
         _say("stopped before all runs were done; the same command continues from here")
         return stopped
-    if len(_unfinished(runs)) < len(runs):
+    if len(failed) < len(runs):
         _report(variants, runs, out)
     for name in failed:
         _say(f"failed: {name}")
@@ -142,9 +137,8 @@ def _seeds(first: int, count: int) -> range:
         raise UserError(f"--seeds {count}: legal: 1 to {MAX_SEEDS}")
     if first + count > _SEEDS_END:
         raise UserError(
-            f"--seeds {count}: starting at training.seed = {first}, the last is "
-            f"{first + count - 1}; seeds must be below 2^31, so start at {_SEEDS_END - count} or "
-            "lower"
+            f"--seeds {count}: from training.seed = {first} on, the last is {first + count - 1}; "
+            f"seeds must be below 2^31, so start at {_SEEDS_END - count} or lower"
         )
     return range(first, first + count)
 
@@ -239,9 +233,6 @@ def _report(variants: Sequence[Variant], runs: Sequence[PlannedRun], out: Path) 
     for path in paths:
         _say(f"report  {path}")
     return 0
-
-
-# --- Slurm ----------------------------------------------------------------------------------------
 
 
 def _submit(

@@ -24,16 +24,10 @@ if TYPE_CHECKING:
 Rows = list[tuple[str, str]]
 
 # Each adds parameters that the plain formula leaves out.
-_NOT_COUNTED = (
-    "add_bias_linear",
-    "add_qkv_bias",
-    "attention_output_gate",
-    "moe_router_enable_expert_bias",
-    "moe_shared_expert_gate",
-    "moe_latent_size",
-    "mtp_num_layers",
-    "multi_latent_attention",
-)
+_NOT_COUNTED = """
+    add_bias_linear add_qkv_bias attention_output_gate moe_router_enable_expert_bias
+    moe_shared_expert_gate moe_latent_size mtp_num_layers multi_latent_attention
+""".split()
 _PLAIN_WIDTH = 240  # of output that is no terminal: wide, so that no line is broken
 
 

@@ -1,4 +1,4 @@
-"""`gspo-megatron doctor`: what this machine has of what a run can use, and what it lacks."""
+"""`gspo-megatron doctor`: what is installed on this machine, and what is missing."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ except BaseException as error:
     print((type(error).__name__ + ": " + str(error)).splitlines()[0])
     raise SystemExit({_IMPORT_FAILED})
 """
-
-
-Finding = tuple[str, str, str]  # name, what was found, and what to do: nothing where it is empty
+Finding = tuple[str, str, str]  # name, what was found, and what to do: "" for nothing
 
 
 def add_parser(commands: Commands) -> None:
@@ -41,8 +39,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a table; the exit code is 1 where something that every run needs is missing or of a
-    version that is not supported."""
+    """The exit code is 1 if something that every run needs is missing or not supported."""
     from gspo_megatron.cli.check_tables import console, new_table
 
     found = findings(environment.describe_environment(), engine_trouble())

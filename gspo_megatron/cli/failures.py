@@ -53,7 +53,7 @@ class Failure(NamedTuple):
 
 def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> int:
     """Run a command. Returns its exit code, or that of an error, which is printed, of an interrupt
-    by the user (prints `interrupted`), or of a reader that closed the pipe."""
+    (prints `interrupted`), or of a reader that closed the pipe."""
     try:
         code = command()
     except KeyboardInterrupt:

@@ -46,17 +46,14 @@ def launch(
 ) -> int:
     """Run `command` as ranks 0 to world_size - 1 of this machine and wait for all of them.
 
-    The ranks get this process's environment and the variables of `rank_environment`.
     Returns 0 when all ranks did, the code of the rank that caused the failure (128 + n where signal
     n killed it), or 128 + n after SIGINT, SIGTERM or SIGHUP to the launcher. No rank outlives the
-    call. SIGUSR1 is passed on; the code is STOPPED if ranks end with it.
+    call. SIGUSR1 is passed on; the code is STOPPED if ranks end with it. Raises UserError where
+    MASTER_PORT is set and cannot be used.
 
     `grace_seconds`: from the request to end until SIGKILL. `settle_seconds`: the first rank that
     dies may not be the cause, so others are given this long to fail too. `saves_on_signals`: the
-    ranks save the run after SIGTERM too. The first SIGTERM is passed on and the ranks take the time
-    they need; a second one ends them.
-
-    Raises UserError where MASTER_PORT is set and cannot be used.
+    ranks save the run after SIGTERM too, and take the time they need; a second signal ends them.
     """
     # Linux ties a rank's life to the thread that started it, and signals come to the main thread.
     assert threading.current_thread() is threading.main_thread(), "launched off the main thread"
@@ -110,16 +107,13 @@ def rank_environment(
 def reserved_port(environ: Mapping[str, str]) -> Iterator[int]:
     """A TCP port for rank 0 to listen on: MASTER_PORT where set, else a free one.
 
-    Inside the context the port is bound but not listened on. Rank 0 can listen there, because its
-    store reuses addresses; no other program gets the port while rank 0 imports torch.
-
-    Raises UserError where MASTER_PORT is no port or is in use.
+    It is bound but not listened on: rank 0 can, because its store reuses addresses, and no other
+    program gets the port while rank 0 imports torch. Raises UserError where MASTER_PORT is no port
+    or is in use.
     """
     given = environ.get("MASTER_PORT", "")
     if given and not (given.isascii() and given.isdigit() and 1 <= int(given) <= 65535):
-        raise UserError(
-            f"MASTER_PORT = {given!r} in the environment: not a port; legal: 1 to 65535"
-        )
+        raise UserError(f"MASTER_PORT = {given!r} in the environment: legal: 1 to 65535")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -118,8 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _dumped_task(arguments: argparse.Namespace, task: Task) -> Task:
-    """The task with the dump and the weights to compute it with; prints which weights these are.
-    Raises UserError where one of them does not fit."""
+    """The task with the dump and its weights, which are printed. Raises UserError where one of them
+    does not fit."""
     from gspo_megatron.checkpoint.resume import weights_fit
     from gspo_megatron.rl.dumps import Dump, find_weights
 

@@ -60,7 +60,11 @@ def rank_memory(
     kept = [each.saved_bytes + each.output_bytes for each in passes]
     routes, rollout_routes, host = _routes(model, work)
     prefill = max(each.forward_peak_bytes for each in passes)
-    cp = model.parallel.context_parallel_size
+    config: Any = model.policy.config
+    layers = sum(len(m.decoder.layers) for m in model.policy.models)
+    heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
+    cached = 2 * heads * config.kv_channels * config.params_dtype.itemsize  # of a layer and token
+    cp = config.context_parallel_size
     # each rank passes its own prompts, whole ones under context parallelism too
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
     section = model.config.objective if isinstance(model.config, Config) else None
@@ -69,7 +73,7 @@ def rank_memory(
     return RankMemory(
         rank=model.rank,
         stage=model.stage,
-        layers=sum(len(m.decoder.layers) for m in model.policy.models),
+        layers=layers,
         state=state,
         reference=reference - on_host,
         activations=sum(n * size for n, size in zip(held, kept, strict=True)),
@@ -77,21 +81,12 @@ def rank_memory(
         workspace=max(each.workspace_bytes for each in passes),
         head=max(each.head_bytes for each in passes),
         replay=routes,
-        kv_cache=_kv_cache(model, work),
+        # It shrinks when half of the sequences have ended; old and new cache then exist together.
+        kv_cache=layers * work.rollout_rows * work.longest * cached * 3 // 2,
         rollout=round(prefill) + rollout_routes,
         host=host + on_host,
         fp8_copies=model.fp8_copies,
     )
-
-
-def _kv_cache(model: RankModel, work: Workload) -> int:
-    """It shrinks when half of the sequences have ended; then old and new cache exist together."""
-    config: Any = model.policy.config
-    heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
-    layers = sum(len(m.decoder.layers) for m in model.policy.models)
-    a_token = 2 * heads * config.kv_channels * config.params_dtype.itemsize
-    cache = layers * work.rollout_rows * work.longest * a_token
-    return cache * 3 // 2
 
 
 def _routes(model: RankModel, work: Workload) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ and the tests compare them on several layouts, for a synthetic batch or a dumped
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
@@ -95,13 +96,10 @@ def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
     found = [] if own.world_size == 1 else [own]
     for text in ("dp=2", "tp=2", "pp=2", "ep=2", "cp=2"):
         layout = Layout.parse(text)
-        try:
+        with contextlib.suppress(ConfigError):
             check_layouts(config, [layout])
-        except ConfigError:
-            continue
-        if layout not in found:
             found.append(layout)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def common_cut(config: Config, layouts: Sequence[Layout], *, dumped: bool) -> Cut:
@@ -124,10 +122,8 @@ def run_update(
     mini_batches: int = 1,
 ) -> StepResult:
     """Build the policy on the running processes and update it on `batch`, by the code of a training
-    step from the redistribution of sequences on. All ranks call it; the configuration has passed
-    `check_config`. The groups it builds are gone when it returns.
-
-    The metrics are the step's, the gradients those of the last mini-batch.
+    step from the redistribution of sequences on. All ranks call it, after `check_config`. The
+    metrics are the step's, the gradients those of the last mini-batch.
     """
     cut = cut or Cut(token_budget=config.training.micro_batch_tokens)
     rate = config.optimizer.learning_rate
@@ -181,15 +177,13 @@ def run_task(path: Path) -> None:
 
 
 def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
-    """Compute a dumped step by the code of a training step, from the redistribution of sequences
-    on. All ranks call it; dump and checkpoint (None: the weights that the run began with) have
-    passed their checks and those of `find_weights`.
+    """Compute a dumped step by the code of a training step. All ranks call it; dump and checkpoint
+    (None: the weights that the run began with) have passed the checks of `find_weights`.
 
     The gradients are those of the first mini-batch, which depend only on the weights. With
     `updates` the mini-batches change the weights as in the run, with the state of the checkpoint's
-    `optimizer` or a new one, and the loss is the step's. Without it the loss is that of all
-    mini-batches at these weights. If a gradient norm is not finite, which ends a run, the loss is
-    NaN and `lost_in` is the mini-batch.
+    `optimizer` or a new one. Without it all of them use these weights. If a gradient norm is not
+    finite, which ends a run, the loss is NaN and `lost_in` is the mini-batch.
     """
     config, checkpoint = task.config, task.checkpoint
     recorder, builder = _set_up(config, task.vocab_size, learning_rates(config))
@@ -242,7 +236,6 @@ def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
 def _set_up(
     config: Config, vocab_size: int, schedule: Schedule
 ) -> tuple[Recorder, MicroBatchBuilder]:
-    """Groups, policy, optimizer."""
     parallel = resolve_parallel(config, dist.get_world_size())
     set_up_model_parallel(parallel, config.training.seed)
     policy = build_policy(config, parallel, vocab_size)
