@@ -27,7 +27,7 @@ Rows = list[tuple[str, str]]
 _NOT_COUNTED = """
     add_bias_linear add_qkv_bias attention_output_gate moe_router_enable_expert_bias
     moe_shared_expert_gate moe_latent_size mtp_num_layers multi_latent_attention
-""".split()
+"""
 _PLAIN_WIDTH = 240  # of output that is no terminal: wide, so that no line is broken
 
 
@@ -141,7 +141,7 @@ def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | No
     Counts the vocabulary as it is, without the rows that padding adds.
     """
     megatron = shape.megatron
-    if megatron.get("normalization") != "RMSNorm" or any(map(megatron.get, _NOT_COUNTED)):
+    if megatron.get("normalization") != "RMSNorm" or any(map(megatron.get, _NOT_COUNTED.split())):
         return None
     hidden, head = shape.hidden_size, shape.kv_channels
     matrices = 3 if megatron.get("gated_linear_unit") else 2
@@ -184,7 +184,7 @@ def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
         f"{axis} {_gib(size)}" for axis, size in estimate.most_traffic().items() if size
     )
     rows = {
-        "counted": f"{estimate.parameters_total:,} parameters over all ranks: {kinds}",
+        "counted": f"{estimate.parameters.total():,} parameters over all ranks: {kinds}",
         "micro-batch": _micro_batch(estimate),
         "recompute": f"while training: {by_mode}",
         "sent": f"GiB per rank and step: {sent}" if sent else "nothing: there is one rank",
@@ -246,7 +246,7 @@ def figures(estimate: LayoutEstimate) -> dict[str, object]:
     sums = ("activations", "workspace", "head", "replay", "kv_cache", "rollout", "host")
     return {
         "world_size": estimate.parallel.world_size,
-        "parameters_total": estimate.parameters_total,
+        "parameters_total": estimate.parameters.total(),
         **{f"parameters_{kind}": count for kind, count in estimate.parameters.items()},
         "worst_rank": worst.rank,
         "worst_stage": worst.stage,

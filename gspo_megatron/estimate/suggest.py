@@ -19,7 +19,7 @@ from gspo_megatron.estimate.layout import (
     run_stage,
 )
 from gspo_megatron.estimate.model import rank_model, with_values
-from gspo_megatron.estimate.traffic import H100, Cost, step_cost
+from gspo_megatron.estimate.traffic import GPUS_PER_NODE, Cost, step_cost
 from gspo_megatron.estimate.workload import Workload, in_flight, workload
 
 # Layouts that are built and run on meta before the search ends.
@@ -85,7 +85,7 @@ def suggest(
     likely = [each for each in every if _may_fit(each, kept, output, room)]
     found: list[Suggestion] = []
     built = 0
-    options: dict[str, Any] = {"ends_only": True, "limit": room, "runs": {}}
+    options: dict[str, Any] = {"limit": room, "runs": {}}
     for candidate in sorted(likely, key=lambda candidate: candidate.cost)[:MOST_BUILT]:
         if len(found) == count:
             break
@@ -139,7 +139,7 @@ def _layouts(config: AnyConfig, world_size: int) -> Iterator[tuple[Layout, bool]
     """All splits whose tp stays inside a node, and whether embedding and loss count as layers."""
     shape = config.resolved_model()
     placed = any(shape.megatron.get(name) for name in _PLACED_BY)
-    for tp in _divisors(world_size, H100.gpus_per_node):
+    for tp in _divisors(world_size, GPUS_PER_NODE):
         for pp in _divisors(world_size // tp, shape.num_layers):
             for cp in _divisors(world_size // (tp * pp), world_size):
                 for ep in _divisors(world_size // pp, shape.num_moe_experts or 1):

@@ -89,18 +89,12 @@ LEFT_OUT = (
 )
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The assumed hardware: an H100 and its usual network, at the shares of their peaks that
-    training of such models reaches."""
-
-    flops: float = 0.4 * 989e12  # dense BF16
-    node_bytes: float = 0.75 * 450e9  # a second, sent by one GPU over NVLink
-    network_bytes: float = 0.8 * 50e9  # over InfiniBand, 400 Gbit/s a GPU
-    gpus_per_node: int = 8
-
-
-H100 = Machine()
+# The assumed hardware: an H100 and its usual network, at the shares of their peaks that training of
+# such models reaches.
+FLOPS = 0.4 * 989e12  # dense BF16
+NODE_BYTES = 0.75 * 450e9  # a second, sent by one GPU over NVLink
+NETWORK_BYTES = 0.8 * 50e9  # over InfiniBand, 400 Gbit/s a GPU
+GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,6 @@ def step_cost(
     work: Workload,
     active_parameters: int,
     traffic: Mapping[str, float],
-    machine: Machine = H100,
 ) -> Cost:
     """`traffic`: bytes that a rank sends in a step, by axis."""
     tokens = work.tokens * work.micro_batches_per_step  # of a model replica
@@ -136,15 +129,15 @@ def step_cost(
     # passes per token in units of a forward pass: a backward pass counts as two
     passes = 4.0 if config.training.recompute == "full" else 3.0
     passes += work.forward_only / work.micro_batches_per_step
-    compute = flops * passes * tokens / (sizes.tp * sizes.cp * sizes.pp) / machine.flops
-    rates = axis_rates(parallel, machine)
+    compute = flops * passes * tokens / (sizes.tp * sizes.cp * sizes.pp) / FLOPS
+    rates = axis_rates(parallel)
     exchange = sum(traffic[axis] / rates[axis] for axis in ("tp", "ep", "etp", "cp"))
     update = sum(traffic[axis] / rates[axis] for axis in ("dp", "edp", "pp"))
     bubble = bubble_share(sizes.pp, sizes.vpp or 1, work.micro_batches)
     return Cost(compute, exchange, (compute + exchange) * bubble / (1 - bubble), update)
 
 
-def axis_rates(parallel: ResolvedParallel, machine: Machine) -> dict[str, float]:
+def axis_rates(parallel: ResolvedParallel) -> dict[str, float]:
     """Bytes a second along each axis. Megatron-Core numbers ranks tp first, then cp, dp, pp, and
     for the experts etp, then ep, edp, pp."""
     sizes, etp = parallel.layout, parallel.expert_tensor_parallel_size
@@ -152,6 +145,6 @@ def axis_rates(parallel: ResolvedParallel, machine: Machine) -> dict[str, float]
     extent = {"tp": sizes.tp, "cp": sizes.tp * sizes.cp, "etp": etp, "ep": etp * sizes.ep}
     extent |= {"dp": stage, "edp": stage, "pp": parallel.world_size}
     return {
-        axis: machine.node_bytes if ranks <= machine.gpus_per_node else machine.network_bytes
+        axis: NODE_BYTES if ranks <= GPUS_PER_NODE else NETWORK_BYTES
         for axis, ranks in extent.items()
     }
