@@ -120,13 +120,11 @@ def test_the_chosen_port_is_free_for_rank_0_and_kept_from_others() -> None:
                 pass
 
 
-def test_a_port_that_is_said_and_in_use_is_named() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+def test_a_port_that_is_given_and_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        said = {"MASTER_PORT": str(port)}
-        with pytest.raises(UserError, match=f"MASTER_PORT = {port}.*in use"), reserved_port(said):
+        given = {"MASTER_PORT": str(port)}
+        with pytest.raises(UserError, match=f"MASTER_PORT = {port}.*in use"), reserved_port(given):
             pass
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,13 +51,9 @@ def test_what_is_refused(
     ],
 )
 def test_it_is_no_rank_of_anything(
-    write_config: ConfigWriter,
-    gspo: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    environ: dict[str, str],
+    write_config: ConfigWriter, gspo: Command, environ: dict[str, str]
 ) -> None:
-    for name, text in environ.items():
-        monkeypatch.setenv(name, text)
+    os.environ |= environ
     code, _, err = gspo("verify", write_config(), *LAYOUT)
     assert code == 2 and "start it once, outside torchrun and srun" in err
 
