@@ -1,8 +1,7 @@
 """Starts all ranks of a run on this machine, and ends them together. Standard library only.
 
 Rank 0 writes straight to the terminal. Of the other ranks the last lines are kept, and shown only
-for the rank that caused a failure: one death breaks the connections of all others, and their errors
-explain nothing.
+for the rank that caused a failure: the others then lose their connections.
 """
 
 from __future__ import annotations
@@ -79,14 +78,10 @@ def launch(
 def rank_environment(
     environ: Mapping[str, str], number: int, world_size: int, port: int
 ) -> dict[str, str]:
-    """The variables that make a process rank `number` of `world_size`, all on this machine.
-
-    Threads and gloo's network interface are left as they are where `environ` sets them.
-    """
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        cores = os.cpu_count() or 1
+    """The variables that make a process rank `number` of `world_size`, all on this machine. Threads
+    and gloo's network interface are left as they are where `environ` sets them."""
+    on_linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // world_size)),  # else every rank takes all cores
         # Gloo looks up the address of the host's name, which many laptops cannot resolve.
@@ -181,8 +176,7 @@ class _Rank:
             self._process.send_signal(signum)
 
     def kill_group(self) -> None:
-        """End the process and its children. If the process has ended, only at once: another one may
-        get its number later."""
+        """End the process and its children. Not long after its end: its number is used again."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -289,11 +283,8 @@ class _Job:
 
 @contextlib.contextmanager
 def _signals_to(received: deque[signal.Signals]) -> Iterator[Callable[[], object]]:
-    """Collect signals to this process; yields a function to call once the ranks started.
-
-    Until then SIGUSR1 is ignored, and the ranks inherit that: an unhandled SIGUSR1 would end a rank
-    that is not ready for it.
-    """
+    """Collect signals to this process; yields a function to call once the ranks started. Until then
+    SIGUSR1 is ignored, and the ranks inherit that: it would end a rank that is not ready for it."""
 
     def handle(signum: int, _frame: object) -> None:
         received.append(signal.Signals(signum))

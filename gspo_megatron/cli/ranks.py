@@ -21,20 +21,17 @@ FAILURE_DESCRIPTOR = "GSPO_FAILURE_FD"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# A layout for a cluster, started by mistake on a laptop or a login node, is refused instead of
-# becoming hundreds of processes. This many are fine on any machine: small models share cores.
+# More ranks than this, and than cores, start on one machine only by --nproc: a layout for a cluster
+# may have been started on a login node by mistake.
 RANKS_WITHOUT_ASKING = 16
 
 _failure_descriptor: int | None = None
 
 
 def join_launcher() -> None:
-    """In a rank that our launcher started: end when the launcher is killed, and keep the file for
-    this rank's failure.
-
-    To be called early. A launcher that is killed by SIGKILL cannot end its ranks, so the kernel has
-    to. Harmless in any other process. Raises SystemExit where the launcher is gone already.
-    """
+    """In a rank that our launcher started, to be called early: keep the file for this rank's
+    failure, and let the kernel end the rank when the launcher is killed. Raises SystemExit if the
+    launcher has ended already. Does nothing in any other process."""
     global _failure_descriptor
     # Removed, because processes that this one starts are no ranks of that launcher.
     launcher = os.environ.pop(LAUNCHER_PID, None)
@@ -60,9 +57,9 @@ def failure_descriptor() -> int | None:
 def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
     """The number of ranks if torchrun or srun made this process one of them, else None.
 
-    A task of srun is given torchrun's variables. Its ranks meet on the first node of the step, at a
-    port computed from the job's number, unless MASTER_ADDR and MASTER_PORT are set. Raises
-    UserError where variables are missing or contradict each other, or the node list is unreadable.
+    A task of srun is given torchrun's variables. Unless set, MASTER_ADDR is the first node of the
+    step, and MASTER_PORT is computed from the job's number. Raises UserError where variables are
+    missing or contradict each other, or the node list is unreadable.
     """
     if "RANK" not in environ and _is_slurm_task(environ):
         environ["RANK"] = environ["SLURM_PROCID"]

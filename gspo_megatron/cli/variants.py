@@ -58,10 +58,8 @@ def override(key: str, value: Any) -> str:
 
 
 def default_variants(config: Config) -> list[Variant]:
-    """Both objectives, each without replay, with r2 and with r3.
-
-    The objective of the configuration keeps its clip range, the other one gets its default. Raises
-    UserError for a custom objective, whose clip range and replay are unknown.
+    """Both objectives, each without replay, with r2 and with r3. The objective of the configuration
+    keeps its clip range, the other one gets its default. Raises UserError for a custom objective.
     """
     if config.objective.import_path is not None:
         raise UserError(
@@ -84,10 +82,8 @@ def default_variants(config: Config) -> list[Variant]:
 
 
 def read_variants(path: Path) -> list[Variant]:
-    """Variants of a YAML file: a mapping from names to mappings from dotted keys to values.
-
-    Raises ConfigError with all problems of the file.
-    """
+    """Variants of a YAML file: a mapping from names to mappings from dotted keys to values. Raises
+    ConfigError with all problems of the file."""
     from gspo_megatron.config.load import parse_yaml
 
     try:
@@ -118,10 +114,8 @@ def read_variants(path: Path) -> list[Variant]:
 
 
 def choose_variants(words: Sequence[str], config: Config) -> list[Variant]:
-    """The variants that `--variants` names, in that order; all where it names none.
-
-    They are those of the file among the words, or else the default ones. Raises UserError.
-    """
+    """The variants that `--variants` names, in that order; all where it names none. They are those
+    of the file among the words, or else the default ones. Raises UserError."""
     from gspo_megatron.config.problems import suggest
 
     files = [word for word in words if word.endswith((".yaml", ".yml"))]

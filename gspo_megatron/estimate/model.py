@@ -59,10 +59,8 @@ class StateBytes:
 def rank_model(
     config: AnyConfig, parallel: ResolvedParallel, rank: int, vocab_size: int
 ) -> Iterator[RankModel]:
-    """The model of `rank`, with its optimizer. Layers are torch_native's for every backend.
-
-    Raises UserError with the reason if Megatron-Core refuses the configuration.
-    """
+    """The model of `rank`, with its optimizer. Layers are torch_native's for every backend. Raises
+    UserError with the reason if Megatron-Core refuses the configuration."""
     in_fp8 = config.training.precision in FP8
     config = without_kernels(config)
     with pretended_rank(rank, parallel.world_size) as trace:
@@ -77,7 +75,7 @@ def rank_model(
 
 def _build(config: Any, parallel: ResolvedParallel, vocab_size: int) -> tuple[Policy, Trainer]:
     set_up_model_parallel(parallel, seed=0)
-    # there are only shapes to initialise, and warnings are for those who train
+    # only shapes are initialised, and warnings are for those who train
     with (
         warnings.catch_warnings(),
         replaced(build, "initialize_weights", lambda *_args, **_kwargs: None),

@@ -22,8 +22,7 @@ from gspo_megatron.estimate.model import rank_model, with_values
 from gspo_megatron.estimate.traffic import GPUS_PER_NODE, Cost, step_cost
 from gspo_megatron.estimate.workload import Workload, in_flight, workload
 
-# Layouts that are built and run on meta before the search ends.
-MOST_BUILT = 40
+MOST_BUILT = 40  # layouts that are built and run on meta before the search ends
 # Both flags: embedding and loss count as a layer each when layers are dealt out to stages.
 PLACEMENT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _PLACED_BY = (

@@ -57,11 +57,11 @@ DESCENT = 0.05  # learning rate between the mini-batches of an update in float64
 
 @dataclass(frozen=True)
 class Cut:
-    """How the batch is cut into micro-batches, on every layout alike.
+    """How the batch is cut into micro-batches, on every layout alike: the routers' auxiliary losses
+    are not linear in tokens, so only equal micro-batches have equal gradients.
 
-    The routers' auxiliary losses are means over micro-batches and not linear in their tokens, so
-    only equal micro-batches have equal gradients. `replicas` is a multiple of the data-parallel
-    size of each compared layout; a data rank trains on the micro-batches of several replicas.
+    `replicas` is a multiple of the data-parallel size of each compared layout; a data rank trains
+    on the micro-batches of several replicas.
     """
 
     replicas: int = 1
@@ -83,10 +83,7 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
 
 def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
     """The configuration's own layout, and two of each kind of parallelism that fits the model.
-
-    Raises UserError where its own layout takes more than `most_ranks` ranks and more than the
-    machine has cores.
-    """
+    Raises UserError where its own layout takes more ranks than `most_ranks` and than cores."""
     own = config.layout()
     if own.world_size > max(most_ranks, os.cpu_count() or 1):
         raise UserError(
@@ -286,8 +283,7 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
 
 @dataclass
 class Recorder(Trainer):
-    """Keeps the gradients that the optimizer is about to apply: those of the last update, or of the
-    first."""
+    """Keeps the gradients of the last update, or of the first."""
 
     policy: Policy
     keeps_first: bool = False
