@@ -60,10 +60,8 @@ def longest_of(inputs: AnyInputs | None) -> int | None:
 
 def vocab_size_of(checked: Checked) -> int | None:
     """The configured size of the vocabulary, or the tokenizer's where that was read."""
-    size = checked.config.resolved_model().vocab_size
-    if size is None and checked.inputs is not None:
-        return checked.inputs.tokenizer.vocab_size
-    return size
+    size, inputs = checked.config.resolved_model().vocab_size, checked.inputs
+    return inputs.tokenizer.vocab_size if size is None and inputs is not None else size
 
 
 def _of_model(checked: Checked, world_size: int) -> Rows:
@@ -136,10 +134,8 @@ def _of_pretraining(config: Any, inputs: Any) -> Rows:
 
 
 def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | None:
-    """All parameters, and those that take part in one token; None for shapes beyond the formula.
-
-    Counts the vocabulary as it is, without the rows that padding adds.
-    """
+    """All parameters, and those that take part in one token, without the rows that pad the
+    vocabulary. None for shapes beyond the formula."""
     megatron = shape.megatron
     if megatron.get("normalization") != "RMSNorm" or any(map(megatron.get, _NOT_COUNTED.split())):
         return None

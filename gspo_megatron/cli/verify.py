@@ -32,6 +32,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--layouts",
         nargs="+",
+        default=[],
         metavar="LAYOUT",
         help="for example tp=2,pp=2 (default: the configuration's own, and two ranks of each kind "
         "of parallelism)",
@@ -90,10 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     reference = Layout.parse(arguments.reference)
     from gspo_megatron.verify.parity import Task, check_layouts, common_cut, usual_layouts
 
-    if arguments.layouts:
-        layouts = [Layout.parse(text) for text in arguments.layouts]
-    else:
-        layouts = usual_layouts(config, ranks.RANKS_WITHOUT_ASKING)
+    layouts = [Layout.parse(text) for text in arguments.layouts]
+    layouts = layouts or usual_layouts(config, ranks.RANKS_WITHOUT_ASKING)
     every = [reference, *layouts]
     check_layouts(config, every)
     if arguments.checkpoint is not None and arguments.from_dump is None:
@@ -131,13 +130,13 @@ def _dumped_task(arguments: argparse.Namespace, task: Task) -> Task:
     if weights.checkpoint is not None:
         weights_fit(weights.checkpoint, task.config, task.vocab_size)
     updates = weights.is_start and arguments.precision != "fp64"
-    for line in weights.notes:
-        print(f"warning: {line}")
-    print(f"step {dump.step}, weights: {weights.text}")
+    lines = [f"warning: {line}" for line in weights.notes]
+    lines.append(f"step {dump.step}, weights: {weights.text}")
     if not updates:
-        print("all mini-batches use these weights: the loss is not that of the run")
+        lines.append("all mini-batches use these weights: the loss is not that of the run")
     elif arguments.precision != dump.precision:
-        print(f"the run computed in {dump.precision}: its loss differs by rounding")
+        lines.append(f"the run computed in {dump.precision}: its loss differs by rounding")
+    print("\n".join(lines), flush=True)  # before the output of the ranks
     return dataclasses.replace(
         task,
         dump=dump,
