@@ -60,7 +60,7 @@ def add_parser(commands: Commands) -> None:
         type=Path,
         metavar="DIR",
         help="compute a step of a run again, instead of random sequences: DIR is a folder in "
-        "RUN/dumps (see training.dump_batches). The loss is printed, and the one of the run",
+        "RUN/dumps (see training.dump_batches). The step's loss is printed beside the run's",
     )
     parser.add_argument(
         "--checkpoint",
