@@ -1,12 +1,9 @@
-"""`gspo-megatron ablate`: variants of one configuration, with several seeds, compared.
-
-The runs are made here one after another, or by Slurm as an array; then the report is written.
-"""
+"""`gspo-megatron ablate`: trains variants of one configuration, with several seeds, one after
+another here or as a Slurm job array, and writes a report that compares them."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import os
 import re
@@ -14,12 +11,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gspo_megatron
 from gspo_megatron.cli import ranks
-from gspo_megatron.cli.arguments import Commands, add_config, new_parser, positive
+from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, positive
 from gspo_megatron.cli.failures import STOPPED
 from gspo_megatron.cli.variants import (
     OBJECTIVES,
@@ -38,24 +36,18 @@ if TYPE_CHECKING:
 
 MAX_SEEDS = 1000  # more is a typing error: every run is planned before the first one starts
 _SEEDS_END = 2**31  # as in the schema
-# Exit codes of a launcher that was stopped: by Ctrl-C, a closed terminal or SIGTERM, or by one of
-# the signals after which a run saves itself.
+# Exit codes of a launcher that was stopped: by Ctrl-C, a closed terminal or SIGTERM, or by a signal
+# at which a run saves itself.
 _STOPPED_BY_SIGNAL = (130, 129, 143, STOPPED)
 _SLURM_FOLDER = ".slurm"  # in the ablation's folder; no variant can have such a name
 _SBATCH_TIMEOUT_SECONDS = 300
+_say = partial(print, flush=True)  # before the output of the next run
 _NTASKS = re.compile(r"-n\d*|--ntasks(-per-\w+)?(=.*)?")
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command to the parser."""
-    parser = new_parser(
-        commands,
-        "ablate",
-        run,
-        "train the same configuration under several settings and seeds, and compare them",
-        list_name="overrides",
-    )
-    add_config(parser)
+    text = "train variants of a configuration with several seeds each, and compare them"
+    parser = config_parser(commands, "ablate", run, text)
     usual = ", ".join(o if r == "off" else f"{o}+{r}" for o in OBJECTIVES for r in REPLAYS)
     parser.add_argument(
         "--variants",
@@ -63,37 +55,35 @@ def add_parser(commands: Commands) -> None:
         nargs="+",
         default=[],
         metavar="VARIANT",
-        help=f"the variants by name (default: {usual}); a .yaml file among them replaces these by "
-        "its own: a mapping from names to mappings from section.key to a value",
+        help=f"names of the variants to train (default: {usual}). A .yaml file among them defines "
+        "other variants: a mapping from names to mappings from section.key to a value",
     )
     parser.add_argument(
         "--seeds",
         type=positive,
         default=3,
         metavar="K",
-        help="runs of each variant, with seeds from training.seed on (default: %(default)s, at "
-        f"most {MAX_SEEDS})",
+        help="the number of runs of each variant; their seeds are training.seed and the numbers "
+        f"after it (default: %(default)s, at most {MAX_SEEDS})",
     )
     parser.add_argument(
         "-o",
         "--output",
         metavar="DIR",
-        help="for the report and the runs, which are DIR/VARIANT/seed_N (default: logging.dir)",
+        help="the folder of the report and of the runs, DIR/VARIANT/seed_N (default: logging.dir)",
     )
-    parser.add_argument(
-        "--nproc", type=positive, metavar="N", help="ranks of each run, as for `train`"
-    )
+    add_nproc(parser)
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--print-commands",
         action="store_true",
-        help="run nothing; print the command of each unfinished run, one a line",
+        help="run nothing; print the command of each unfinished run, one per line",
     )
     instead.add_argument(
         "--slurm",
         metavar="OPTIONS",
-        help="submit the unfinished runs as a Slurm array, one a task, and the report as a job "
-        "after it, with these options for sbatch: --slurm='--nodes=1 --gpus-per-node=8'",
+        help="submit the unfinished runs as a Slurm job array, one run per task, and the report as "
+        "a job that follows it; OPTIONS are for sbatch: --slurm='--nodes=1 --gpus-per-node=8'",
     )
     instead.add_argument(
         "--report-only", action="store_true", help="run nothing; write the report of finished runs"
@@ -101,10 +91,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the unfinished runs, one after another, then the report.
-
-    Exit code 1 where a run failed; 128 + n after signal n, where the same command goes on later.
-    """
+    """Returns 1 if a run failed; 128 + n after signal n: the same command then continues later."""
     from gspo_megatron.config import load_config
 
     if ranks.world_size_of_rank(os.environ) is not None:
@@ -135,18 +122,13 @@ def run(arguments: argparse.Namespace) -> int:
         _say(f"{len(runs) - len(todo)} are finished and stay as they are")
     failed, stopped = _train(arguments.config, todo, world_sizes)
     if stopped:
-        _say("stopped before all runs were made; the same command goes on from here")
+        _say("stopped before all runs were done; the same command continues from here")
         return stopped
-    if len(_unfinished(runs)) < len(runs):
+    if len(failed) < len(runs):
         _report(variants, runs, out)
     for name in failed:
         _say(f"failed: {name}")
     return 1 if failed else 0
-
-
-def _say(text: str) -> None:
-    """Print a line before the output of the next run."""
-    print(text, flush=True)
 
 
 def _seeds(first: int, count: int) -> range:
@@ -155,9 +137,8 @@ def _seeds(first: int, count: int) -> range:
         raise UserError(f"--seeds {count}: legal: 1 to {MAX_SEEDS}")
     if first + count > _SEEDS_END:
         raise UserError(
-            f"--seeds {count}: starting at training.seed = {first}, the last is "
-            f"{first + count - 1}; seeds must be below 2^31, so start at {_SEEDS_END - count} or "
-            "lower"
+            f"--seeds {count}: from training.seed = {first} on, the last is {first + count - 1}; "
+            f"seeds must be below 2^31, so start at {_SEEDS_END - count} or lower"
         )
     return range(first, first + count)
 
@@ -173,9 +154,9 @@ def _check(
 
     def check(variant: Variant) -> int:
         config = configs[variant.name]
-        size = ranks.decide_world_size(config, nproc, None) if here else config.world_size_hint()
-        check_all(config, nproc or size)
-        return nproc or size
+        hint = ranks.decide_world_size(config, nproc, None) if here else config.world_size_hint()
+        check_all(config, size := nproc or hint)
+        return size
 
     return for_each_variant(variants, check)
 
@@ -192,7 +173,7 @@ def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         elif differing := _differences(planned):
             foreign.append(
                 f"{planned.folder}: holds a finished run of another configuration "
-                f"({', '.join(differing[:3])}); move it away, or give another -o"
+                f"({', '.join(differing[:3])}); move it away, or give another folder with -o"
             )
     if foreign:
         raise UserError("\n".join(foreign))
@@ -231,7 +212,7 @@ def _train(
             return failed, code
         if code != 0:
             failed.append(f"{planned.name} (exit code {code}); {planned.folder}")
-            _say(f"{planned.name} failed with exit code {code}; the other runs go on")
+            _say(f"{planned.name} failed with exit code {code}; the other runs continue")
     return failed, 0
 
 
@@ -254,15 +235,13 @@ def _report(variants: Sequence[Variant], runs: Sequence[PlannedRun], out: Path) 
     return 0
 
 
-# --- Slurm ----------------------------------------------------------------------------------------
-
-
 def _submit(
     arguments: argparse.Namespace,
     todo: Sequence[PlannedRun],
     out: Path,
     world_sizes: dict[str, int],
 ) -> int:
+    """Submit the unfinished runs and the report."""
     if not todo:
         _say("all runs are finished; --report-only writes the report")
         return 0
@@ -272,8 +251,8 @@ def _submit(
     report += ["-o", str(out), "--report-only"]
     sizes = [world_sizes[planned.variant.name] for planned in todo]
     array, report_job, folder = submit(out, runs, report, arguments.slurm, sizes)
-    _say(f"job {array}: {len(todo)} runs, one a task of the array; logs in {folder}")
-    _say(f"job {report_job}: the report, after them")
+    _say(f"job {array}: {len(todo)} runs, one per task of the array; logs in {folder}")
+    _say(f"job {report_job}: the report, after the runs")
     return 0
 
 
@@ -297,8 +276,21 @@ def submit(
     script = Path(gspo_megatron.__file__).parents[1] / "slurm" / "ablation.sbatch"
     if not script.is_file():
         raise UserError(f"--slurm: no {script}; run `ablate` from a checkout of the repository")
-    array_options = ["--array", f"0-{len(runs) - 1}", *_tasks(words, world_sizes), *words]
-    folder = _new_folder(out / _SLURM_FOLDER)
+    tasks: list[str] = []
+    if not any(_NTASKS.fullmatch(word) for word in words):
+        sizes = sorted(set(world_sizes))
+        if len(sizes) > 1:
+            raise UserError(
+                f"--slurm: the variants' layouts take {', '.join(map(str, sizes))} ranks, but all "
+                "tasks of an array have the same size; submit the variants one by one with "
+                "--variants, or give --ntasks=N if their layouts leave dp open"
+            )
+        tasks = [f"--ntasks={sizes[0]}"]
+    array_options = ["--array", f"0-{len(runs) - 1}", *tasks, *words]
+    # A new one for each array: tasks of an earlier one may still have to read theirs.
+    folders = (out / _SLURM_FOLDER / str(number) for number in itertools.count(1))
+    folder = next(path for path in folders if not path.exists())
+    folder.mkdir(parents=True)
     for name, lines in [*((str(i), run) for i, run in enumerate(runs)), ("report", report)]:
         (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     array = _sbatch([f"--output={folder}/%a.log", *array_options, str(script), str(folder)])
@@ -310,32 +302,9 @@ def submit(
     except UserError as error:
         raise UserError(
             f"{error}\nthe runs are already submitted, as job {array}: do not submit them again; "
-            "--report-only writes their report when it has ended"
+            "--report-only writes their report when the job has ended"
         ) from error
     return array, report_job, folder
-
-
-def _tasks(words: Sequence[str], world_sizes: Sequence[int]) -> list[str]:
-    if any(_NTASKS.fullmatch(word) for word in words):
-        return []
-    sizes = sorted(set(world_sizes))
-    if len(sizes) > 1:
-        raise UserError(
-            f"--slurm: the variants' layouts take {', '.join(map(str, sizes))} ranks, but the "
-            "tasks of an array have one size; submit the variants one by one with --variants, or "
-            "give --ntasks=N where their dp is open"
-        )
-    return [f"--ntasks={sizes[0]}"]
-
-
-def _new_folder(parent: Path) -> Path:
-    """One of its own for each array: tasks of an earlier one may still have to read theirs."""
-    parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        with contextlib.suppress(FileExistsError):
-            (parent / str(number)).mkdir()
-            return parent / str(number)
-    raise AssertionError("unreachable")
 
 
 def _sbatch(arguments: Sequence[str]) -> str:

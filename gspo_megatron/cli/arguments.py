@@ -7,16 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# What argparse calls the object that `add_subparsers` returns; it has no public name.
-Commands = Any
+Commands = Any  # what argparse's `add_subparsers` returns: its type has no public name
+Run = Callable[[argparse.Namespace], int]
 
 
 def new_parser(
-    commands: Commands,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    help_text: str,
-    list_name: str | None = None,
+    commands: Commands, name: str, run: Run, help_text: str, list_name: str | None = None
 ) -> argparse.ArgumentParser:
     """Add the command `name`; `list_name` is the argument that takes any number of words."""
     parser = commands.add_parser(
@@ -26,8 +22,11 @@ def new_parser(
     return parser
 
 
-def add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """CONFIG.yaml and its overrides, as `train` and `check` take them."""
+def config_parser(
+    commands: Commands, name: str, run: Run, help_text: str, *, required: bool = True
+) -> argparse.ArgumentParser:
+    """Add a command that takes CONFIG.yaml and overrides of its values."""
+    parser = new_parser(commands, name, run, help_text, list_name="overrides")
     parser.add_argument(
         "config",
         metavar="CONFIG.yaml",
@@ -39,37 +38,31 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         metavar="section.key=value",
         nargs="*",
         default=[],  # without it argparse would say that one is required
-        help="a value that replaces the file's, as in rollout.group_size=16",
+        help="replaces a value of the file, for example rollout.group_size=16",
     )
+    return parser
 
 
-def add_launching(parser: argparse.ArgumentParser) -> None:
-    """--nproc and --fresh, as the commands that train take them."""
+def add_nproc(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc",
         type=positive,
         metavar="N",
-        help="ranks to start on this machine; as many as the layout asks for unless given. "
-        "Under torchrun or srun leave it out",
-    )
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="begin a new run: the run folder must be empty or absent. Without this, the same "
-        "command goes on from the newest checkpoint in that folder",
+        help="the number of ranks to start on this machine (default: as many as the layout needs); "
+        "not under torchrun or srun, which start the ranks themselves",
     )
 
 
 def positive(text: str) -> int:
     """An argument that counts something. Raises argparse's error for anything below 1."""
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def number(
     text: str,
-    wanted: str = "a number from 0",
+    wanted: str = "a number of 0 or more",
     least: float = 0.0,
     most: float = sys.float_info.max,
 ) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.cli.arguments import Commands, add_config, new_parser, number, positive
+from gspo_megatron.cli.arguments import Commands, config_parser, number, positive
 from gspo_megatron.cli.check_inputs import Checked, check_run
 from gspo_megatron.errors import ConfigError, UserError
 
@@ -23,21 +23,14 @@ STAGES = ("rl", "sft", "pretrain")
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command to the parser."""
-    parser = new_parser(
-        commands,
-        "check",
-        run,
-        "check a configuration of any stage and its input files without starting a run",
-        list_name="overrides",
-    )
+    text = "check a configuration of any stage and its input files without starting a run"
+    parser = config_parser(commands, "check", run, text, required=False)
     parser.description += (
         ". With any of --memory, --world-size, --gpu-memory and --suggest, also a dry run: the "
         "model of one rank of each pipeline stage is built and run on torch's meta device, without "
         "a GPU and without memory. Exit codes: 0 sound, 2 something is wrong, 1 sound but larger "
         "than --gpu-memory."
     )
-    add_config(parser, required=False)
     parser.add_argument(
         "--keys",
         nargs="?",
@@ -49,37 +42,35 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--stage",
         choices=STAGES,
-        help="what the configuration is for: `train`, `sft` or `pretrain`; told by its keys unless "
-        "given",
+        help="the stage of the configuration; rl is for `train` (default: the one that its keys "
+        "belong to)",
     )
     parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="as for a run that is to begin anew: its folder must be empty",
+        "--fresh", action="store_true", help="check for a new run: the run folder must be empty"
     )
     parser.add_argument(
         "--world-size",
         type=positive,
         metavar="N",
-        help="ranks of the run; as many as the layout asks for unless given",
+        help="the number of ranks (default: as many as the layout needs)",
     )
     parser.add_argument("--memory", action="store_true", help="do the dry run")
     parser.add_argument(
         "--gpu-memory",
         type=partial(number, wanted="a number of GB above 0", least=1e-9),
         metavar="GB",
-        help="memory of a GPU (10^9 bytes) to fit",
+        help="the memory of a GPU, into which the run must fit (1 GB = 10^9 bytes)",
     )
     parser.add_argument(
         "--suggest",
         action="store_true",
-        help=f"search for layouts that fit into --gpu-memory ({DEFAULT_GB:g} unless given)",
+        help=f"search for layouts that fit into --gpu-memory (default: {DEFAULT_GB:g})",
     )
     parser.add_argument(
         "--no-files",
         action="store_true",
-        help="leave data, tokenizer, weights, run folder and installed packages alone: the run is "
-        "for another machine; model.preset= then names the shape of weights that are not here",
+        help="the run is for another machine: do not look at data, tokenizer, weights, run folder "
+        "and installed packages; model.preset=NAME gives the shape of weights that are not here",
     )
 
 
@@ -93,13 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
     from gspo_megatron.config.load import load_any_config
 
     config: Any = load_any_config(arguments.config, arguments.overrides, arguments.stage)
-    if arguments.no_files:
+    with_files, gpu_gb = not arguments.no_files, arguments.gpu_memory
+    if not with_files:
         config = _without_weights(config)
     world_size = arguments.world_size or config.world_size_hint()
     problems: list[str] = []
     checked = Checked(config)
     try:
-        with_files = not arguments.no_files
         checked = check_run(config, world_size, with_files=with_files, fresh=arguments.fresh)
     except ConfigError as error:
         problems = error.problems
@@ -107,25 +98,24 @@ def run(arguments: argparse.Namespace) -> int:
         of_layout = ("parallel.", f"world size = {world_size}")
         if not arguments.suggest or not all(line.startswith(of_layout) for line in problems):
             raise
-    dry = arguments.memory or arguments.suggest
-    dry = dry or arguments.world_size is not None or arguments.gpu_memory is not None
-    config, inputs = checked.config, checked.inputs
+    dry = arguments.memory or arguments.suggest or bool(arguments.world_size or gpu_gb)
     vocab_size = check_tables.vocab_size_of(checked)
     if dry and vocab_size is None:
         raise ConfigError(
-            ["model.vocab_size = None: the tokenizer decides, which was not read; give a number"]
+            ["model.vocab_size = None: the tokenizer decides it, and was not read; give a number"]
         )
     if not problems:
         for name, text in check_tables.summary(checked, world_size):
             print(f"{name:<10} {text}")
     if not dry:
         return 0
-    sizes = (config, world_size, vocab_size, check_tables.longest_of(inputs))
-    fits = bool(problems) or _estimate(*sizes, arguments.gpu_memory)
-    for line in problems:
-        print(line, file=sys.stderr)
-    if arguments.suggest:
-        _search(*sizes, arguments.gpu_memory or DEFAULT_GB)
+    sizes = (checked.config, world_size, vocab_size, check_tables.longest_of(checked.inputs))
+    with _dry_run():
+        fits = bool(problems) or _estimate(*sizes, gpu_gb)
+        for line in problems:
+            print(line, file=sys.stderr)
+        if arguments.suggest:
+            _search(*sizes, gpu_gb or DEFAULT_GB)
     return 2 if problems else int(not fits)
 
 
@@ -134,7 +124,7 @@ def _print_keys(word: str, stage: str | None) -> int:
 
     lines = find_keys(word, stage)
     if not lines:
-        raise UserError(f"--keys {word}: no key has that in its name or description")
+        raise UserError(f"--keys {word}: no key has this word in its name or description")
     print("\n".join(lines))
     return 0
 
@@ -159,19 +149,16 @@ def _estimate(
     """Print the estimate of the layout that is configured; whether it fits. `longest`: tokens of a
     prompt or an example; None: as long as allowed."""
     from gspo_megatron.cli import check_tables
+    from gspo_megatron.estimate.layout import HEADROOM, estimate_layout, recompute_modes
 
-    with _dry_run():
-        from gspo_megatron.estimate.layout import HEADROOM, estimate_layout, recompute_modes
-
-        found = estimate_layout(config, world_size, vocab_size, longest)
-        modes = recompute_modes(found, vocab_size)
-    check_tables.show_layout(found, modes)
+    found = estimate_layout(config, world_size, vocab_size, longest)
+    check_tables.show_layout(found, recompute_modes(found, vocab_size))
     pairs = check_tables.figures(found)
     fits = gpu_gb is None or found.fits(gpu_gb * 1e9)
     if gpu_gb is not None:
         text = (
             f"rank {found.worst.rank} needs {found.worst.total / 1e9:,.1f} GB; of {gpu_gb:g} GB, "
-            f"{1 - HEADROOM:.0%} can be counted on (the rest: gaps, NCCL, CUDA context)"
+            f"{1 - HEADROOM:.0%} can be used (the rest: fragmentation, NCCL, CUDA context)"
         )
         out = sys.stdout if fits else sys.stderr
         print(f"{'fits:' if fits else 'does not fit:'} {text}", file=out)
@@ -185,16 +172,14 @@ def _search(
 ) -> None:
     """Print the best layouts for this number of ranks."""
     from gspo_megatron.cli import check_tables
+    from gspo_megatron.config import Config
+    from gspo_megatron.estimate.suggest import suggest
+    from gspo_megatron.estimate.traffic import LEFT_OUT
 
     counts = check_tables.count_parameters(config.resolved_model(), vocab_size)
     if counts is None:
-        raise UserError("--suggest: the parameters of this model are beyond its formula")
-    with _dry_run():
-        from gspo_megatron.config import Config
-        from gspo_megatron.estimate.suggest import suggest
-        from gspo_megatron.estimate.traffic import LEFT_OUT
-
-        found = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, longest=longest)
+        raise UserError("--suggest: the parameters of a model with these fields cannot be counted")
+    found = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, longest=longest)
     left_out = f"{LEFT_OUT}, the rollout" if isinstance(config, Config) else LEFT_OUT
     check_tables.show_search(found, gpu_gb, left_out)
 
@@ -203,8 +188,8 @@ def _search(
 def _dry_run() -> Iterator[None]:
     """Hide the GPUs: a dry run needs none, and must not take memory of one that is in use.
 
-    Every rank that is built becomes garbage. `gc.freeze` takes the loaded modules, most of what the
-    garbage collector would scan, out of its way.
+    Every rank that is built becomes garbage. `gc.freeze` exempts the loaded modules, most of what
+    the garbage collector would scan.
     """
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -30,8 +30,8 @@ class Checked:
 def check_run(
     config: AnyConfig, world_size: int, *, with_files: bool = True, fresh: bool = False
 ) -> Checked:
-    """As `check_all`, and the run folder, which must be empty with `fresh`, the weights that a new
-    run begins with, and where its export goes. Raises ConfigError with the problems of all."""
+    """`check_all`, and the run folder, which must be empty with `fresh`, the weights that a new run
+    begins with, and where its export goes. Raises ConfigError with the problems of all."""
     config, inputs = check_all(config, world_size, with_files=with_files, fresh=fresh)
     start = _check_start(config, inputs, fresh) if inputs is not None else None
     return Checked(config, inputs, start)
@@ -44,9 +44,8 @@ def check_all(
     number of its steps, and what its files hold: None without them, or where none is named.
     Without files the run is for another machine, and what is installed here is not checked either.
 
-    Raises ConfigError with the problems of all parts: what keys must satisfy together, reward, a
-    custom objective, tokenizer, input files and their lengths, answers that the reward cannot use;
-    beside these also what `check_run` finds without the files.
+    Raises ConfigError with the problems of all parts, and then also with what `check_run` finds
+    without the files.
     """
     from gspo_megatron.config import Config, check_config
     from gspo_megatron.config.stages import FineTuningConfig

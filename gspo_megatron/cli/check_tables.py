@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +24,11 @@ if TYPE_CHECKING:
 Rows = list[tuple[str, str]]
 
 # Each adds parameters that the plain formula leaves out.
-_NOT_COUNTED = (
-    "add_bias_linear",
-    "add_qkv_bias",
-    "attention_output_gate",
-    "moe_router_enable_expert_bias",
-    "moe_shared_expert_gate",
-    "moe_latent_size",
-    "mtp_num_layers",
-    "multi_latent_attention",
-)
-_PLAIN_WIDTH = 240  # where there is no terminal that has one: no text is broken
+_NOT_COUNTED = """
+    add_bias_linear add_qkv_bias attention_output_gate moe_router_enable_expert_bias
+    moe_shared_expert_gate moe_latent_size mtp_num_layers multi_latent_attention
+"""
+_PLAIN_WIDTH = 240  # of output that is no terminal: wide, so that no line is broken
 
 
 def summary(checked: Checked, world_size: int) -> Rows:
@@ -42,8 +37,9 @@ def summary(checked: Checked, world_size: int) -> Rows:
     inputs: Any = checked.inputs
     rows = _of_model(checked, world_size)
     if inputs is not None:
-        size = f"{inputs.tokenizer.vocab_size:,} tokens"
-        rows.append(("tokenizer", f"{config.data.tokenizer}, {size}"))
+        rows.append(
+            ("tokenizer", f"{config.data.tokenizer}, {inputs.tokenizer.vocab_size:,} tokens")
+        )
     if isinstance(config, PretrainingConfig):
         rows += _of_pretraining(config, inputs)
     elif isinstance(config, FineTuningConfig):
@@ -51,12 +47,12 @@ def summary(checked: Checked, world_size: int) -> Rows:
     else:
         rows += _of_reinforcement(config, inputs)
     steps = config.training.steps
-    length = "as many steps as the examples make" if steps is None else f"{steps:,} steps"
+    length = "as many steps as the epochs take" if steps is None else f"{steps:,} steps"
     return [*rows, ("run", f"{length} into {config.logging.dir}")]
 
 
 def longest_of(inputs: AnyInputs | None) -> int | None:
-    """Tokens of the longest prompt or example; None where that is not known, or not asked."""
+    """Tokens of the longest prompt or example; None if that is not known, or for pre-training."""
     if isinstance(inputs, Inputs):
         return max(len(p.token_ids) for prompts in inputs.files.values() for p in prompts)
     return int(inputs.train.lengths.max()) if isinstance(inputs, FineTuningInputs) else None
@@ -64,10 +60,8 @@ def longest_of(inputs: AnyInputs | None) -> int | None:
 
 def vocab_size_of(checked: Checked) -> int | None:
     """The configured size of the vocabulary, or the tokenizer's where that was read."""
-    size = checked.config.resolved_model().vocab_size
-    if size is None and checked.inputs is not None:
-        return checked.inputs.tokenizer.vocab_size
-    return size
+    size, inputs = checked.config.resolved_model().vocab_size, checked.inputs
+    return inputs.tokenizer.vocab_size if size is None and inputs is not None else size
 
 
 def _of_model(checked: Checked, world_size: int) -> Rows:
@@ -89,7 +83,7 @@ def _of_model(checked: Checked, world_size: int) -> Rows:
     if checked.start is not None:
         resumed = checked.start.checkpoint
         given = section.checkpoint_path or section.hf_path or "random"
-        rows.append(("weights", given if resumed is None else f"{resumed}: the run goes on"))
+        rows.append(("weights", given if resumed is None else f"{resumed}: the run is resumed"))
     return rows
 
 
@@ -135,47 +129,42 @@ def _of_pretraining(config: Any, inputs: Any) -> Rows:
         sizes = [corpus_tokens(prefix) for prefix in config.data.train]
         corpora = "1 corpus" if len(sizes) == 1 else f"{len(sizes)} corpora"
         rows = [("corpora", f"{sum(sizes):,} tokens in {corpora} of data.train")]
-        step += f", {training.steps * tokens / sum(sizes):.3g} times what there is"
+        step += f", {training.steps * tokens / sum(sizes):.3g} passes over the data"
     return [*rows, ("lengths", f"samples of {length:,} tokens"), ("step", step)]
 
 
 def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | None:
-    """All parameters, and those that take part in one token; None for shapes beyond the formula.
-
-    Counts the vocabulary as it is, without the rows that padding adds.
-    """
+    """All parameters, and those that take part in one token, without the rows that pad the
+    vocabulary. None for shapes beyond the formula."""
     megatron = shape.megatron
-    if megatron.get("normalization") != "RMSNorm" or any(map(megatron.get, _NOT_COUNTED)):
+    if megatron.get("normalization") != "RMSNorm" or any(map(megatron.get, _NOT_COUNTED.split())):
         return None
     hidden, head = shape.hidden_size, shape.kv_channels
     matrices = 3 if megatron.get("gated_linear_unit") else 2
     attention = hidden * head * 2 * (shape.num_attention_heads + shape.num_query_groups)
     norms = 2 * hidden + (2 * head if megatron.get("qk_layernorm") else 0)
     outside = hidden * vocab_size * (1 if shape.tie_embeddings else 2) + hidden
-    total = active = outside + shape.num_layers * (attention + norms)
-    for has_experts in experts_in_layers(shape):
-        if not has_experts:
-            total += (dense := matrices * hidden * shape.ffn_hidden_size)
-            active += dense
-            continue
-        assert shape.num_moe_experts and shape.moe_router_topk and shape.moe_ffn_hidden_size
-        expert = matrices * hidden * shape.moe_ffn_hidden_size
-        shared = matrices * hidden * (shape.moe_shared_expert_intermediate_size or 0)
-        router = hidden * shape.num_moe_experts
-        total += router + shared + expert * shape.num_moe_experts
-        active += router + shared + expert * shape.moe_router_topk
-    return total, active
+    experts, with_experts = shape.num_moe_experts or 0, sum(experts_in_layers(shape))
+    shared = matrices * (shape.moe_shared_expert_intermediate_size or 0)
+    always = outside + shape.num_layers * (attention + norms)
+    always += (shape.num_layers - with_experts) * matrices * hidden * shape.ffn_hidden_size
+    always += with_experts * hidden * (experts + shared)  # router and shared expert
+    expert = with_experts * matrices * hidden * (shape.moe_ffn_hidden_size or 0)
+    return always + expert * experts, always + expert * (shape.moe_router_topk or 0)
 
 
 def console() -> Console:
-    """Colours and the terminal's width on a terminal, plain text elsewhere."""
-    plain = Console(highlight=False)
-    return plain if plain.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
+    """Prints with the terminal's width and colours, or as wide plain text elsewhere."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
 
-def new_table(title: str) -> Table:
-    """An empty table in the style of the command line."""
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+def new_table(title: str | None, *columns: str) -> Table:
+    """An empty table. A column whose name starts with ">" is aligned to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for name in columns:
+        side = "right" if name.startswith(">") else "left"
+        table.add_column(name.lstrip(">"), justify=side, overflow="fold")
+    return table
 
 
 def _gib(num_bytes: float) -> str:
@@ -184,36 +173,33 @@ def _gib(num_bytes: float) -> str:
 
 def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
     """The representative ranks, the worst of them in detail, traffic and bubble."""
-    out = console()
-    out.print(_stages(estimate), markup=False)
-    out.print(_details(estimate.worst), markup=False)
+    console().print(_stages(estimate), _details(estimate.worst), markup=False)
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in estimate.parameters.items() if count)
     by_mode = ", ".join(f"{mode} {_gib(total)} GiB" for mode, total in modes.items())
     sent = ", ".join(
         f"{axis} {_gib(size)}" for axis, size in estimate.most_traffic().items() if size
     )
     rows = {
-        "counted": f"{estimate.parameters_total:,} parameters over all ranks: {kinds}",
+        "counted": f"{estimate.parameters.total():,} parameters over all ranks: {kinds}",
         "micro-batch": _micro_batch(estimate),
         "recompute": f"while training: {by_mode}",
-        "sent": f"GiB a rank and step: {sent}" if sent else "nothing: there is one rank",
+        "sent": f"GiB per rank and step: {sent}" if sent else "nothing: there is one rank",
         "bubble": f"{estimate.bubble:.1%} of the training time",
     }
     if estimate.worst.host:
-        rows["host"] = f"{_gib(estimate.worst.host)} GiB of host memory a rank"
+        rows["host"] = f"{_gib(estimate.worst.host)} GiB of host memory per rank"
     for name, text in rows.items():
-        out.print(f"{name:<11} {text}", markup=False, soft_wrap=True)
+        print(f"{name:<11} {text}")
 
 
 def _micro_batch(estimate: LayoutEstimate) -> str:
     work, ranks = estimate.work, estimate.parallel.context_parallel_size
     prompt, response = work.lengths[0]
+    times = f"an update accumulates {work.micro_batches}"
     if isinstance(estimate.config, PretrainingConfig):
         what = f"{len(work.lengths)} samples of {response:,}"
-        times = f"an update accumulates {work.micro_batches}"
     elif isinstance(estimate.config, FineTuningConfig):
         what = f"examples of {work.longest:,}, all learned but the first token"
-        times = f"an update accumulates {work.micro_batches}"
     else:
         what = f"prompts of {prompt:,}, responses of {response:,}"
         times = f"{work.micro_batches} in each of {work.mini_batches} mini-batches"
@@ -221,12 +207,10 @@ def _micro_batch(estimate: LayoutEstimate) -> str:
 
 
 def _stages(estimate: LayoutEstimate) -> Table:
-    table = new_table("GiB of a rank of each stage")
     names = ["rank", "layers", "in flight", "weights", "gradients", "optimizer", "activations"]
     has_rollouts = isinstance(estimate.config, Config)
     names += ["workspace", *(["replay", "rollout"] if has_rollouts else []), "worst moment"]
-    for name in names:
-        table.add_column(name, justify="right")
+    table = new_table("GiB of a rank of each stage", *(f">{name}" for name in names))
     for rank in estimate.ranks:
         state = rank.state
         weights = sum(state.parameters.values()) + rank.fp8_copies + rank.reference
@@ -242,9 +226,7 @@ def _stages(estimate: LayoutEstimate) -> Table:
 def _details(rank: RankMemory) -> Table:
     from gspo_megatron.estimate.memory import by_component
 
-    table = new_table(f"worst rank: {rank.rank}, stage {rank.stage}")
-    table.add_column("component")
-    table.add_column("GiB", justify="right")
+    table = new_table(f"worst rank: {rank.rank}, stage {rank.stage}", "component", ">GiB")
     for name, num_bytes in by_component(rank).items():
         if num_bytes:
             table.add_row(name, _gib(num_bytes))
@@ -260,7 +242,7 @@ def figures(estimate: LayoutEstimate) -> dict[str, object]:
     sums = ("activations", "workspace", "head", "replay", "kv_cache", "rollout", "host")
     return {
         "world_size": estimate.parallel.world_size,
-        "parameters_total": estimate.parameters_total,
+        "parameters_total": estimate.parameters.total(),
         **{f"parameters_{kind}": count for kind, count in estimate.parameters.items()},
         "worst_rank": worst.rank,
         "worst_stage": worst.stage,
@@ -275,23 +257,20 @@ def figures(estimate: LayoutEstimate) -> dict[str, object]:
 
 
 def show_search(search: Search, gpu_gb: float, left_out: str) -> None:
-    """The suggestions, best first, and what to make of them."""
-    out = console()
-    table = new_table("layouts that fit, best first")
-    for name in ("s/step", "compute", "exchange", "bubble", "update", "GiB"):
-        table.add_column(name, justify="right")
-    table.add_column("overrides", overflow="fold")
+    """The suggestions, best first, and how they were found."""
+    names = (">s/step", ">compute", ">exchange", ">bubble", ">update", ">GiB", "overrides")
+    table = new_table("layouts that fit, best first", *names)
     for each in search.found:
         cost = each.cost
         times = (cost.total, cost.compute, cost.exchange, cost.bubble, cost.update)
         seconds = [f"{value:,.1f}" for value in times]
         table.add_row(*seconds, _gib(each.estimate.worst.total), each.overrides)
     if search.found:
-        out.print(table, markup=False)
-    for line in (
-        f"{search.legal:,} layouts (with recompute modes) pass the rules, {search.likely:,} may "
-        f"fit into {gpu_gb:g} GB by a rough count; the {search.built} cheapest of them were built, "
-        f"of which {len(search.found)} fit.",
-        f"The seconds are a model's, good for an order at most. It leaves out {left_out}.",
-    ):
-        out.print(line, markup=False, soft_wrap=True)
+        console().print(table, markup=False)
+    print(
+        f"{search.legal:,} layouts (with recompute modes) pass the rules. By a rough count "
+        f"{search.likely:,} of them may fit into {gpu_gb:g} GB; the {search.built} cheapest of "
+        f"these were built, and {len(search.found)} fit.\n"
+        f"The seconds come from a cost model and serve to order the layouts. It leaves out "
+        f"{left_out}."
+    )

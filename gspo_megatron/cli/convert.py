@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,7 @@ _MOST_PROCESSES = 64  # on one machine; a layout may be meant for a cluster
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command."""
-    text = "convert a checkpoint from or to the files of Hugging Face"
+    text = "convert a checkpoint from or to a Hugging Face folder"
     parser = commands.add_parser(
         "convert", help=text, description=text[0].upper() + text[1:], allow_abbrev=False
     )
@@ -33,28 +31,28 @@ def add_parser(commands: Commands) -> None:
         directions,
         "hf-to-megatron",
         run_import,
-        "convert a Hugging Face folder to a checkpoint, which any layout loads",
+        "convert a Hugging Face folder to a checkpoint, which can be loaded on any layout",
     )
     to_ours.add_argument("source", metavar="SRC", type=Path, help="a folder with safetensors files")
     to_ours.add_argument(
         "--ignore-custom-code",
         action="store_true",
-        help="accept a config.json that names Python code of its own, and go by its model_type; "
+        help="accept a config.json that names custom Python code: only its model_type counts, and "
         "the code is not run",
     )
     to_hf = new_parser(
         directions,
         "megatron-to-hf",
         run_export,
-        "convert a checkpoint, written on any layout, to a Hugging Face folder",
+        "convert a checkpoint of any layout to a Hugging Face folder",
     )
     to_hf.add_argument(
         "source",
         metavar="SRC",
         type=Path,
-        help="a checkpoint, a run, or a folder of checkpoints; of several, the newest one is taken "
-        "whose files are all there in their full size. Its checksums are compared first: where its "
-        "contents are altered, the command fails; then give the path of an older one",
+        help="a checkpoint, a run folder, or a folder of checkpoints. Of several checkpoints the "
+        "newest one is taken of which no file is missing or cut short. Its checksums are compared "
+        "first: if its contents are altered the command fails; then give the path of an older one",
     )
     to_hf.add_argument(
         "--layout",
@@ -67,12 +65,11 @@ def add_parser(commands: Commands) -> None:
         direction.add_argument(
             "--dtype",
             choices=tuple(_DTYPES),
-            help="dtype of all tensors but the biases of routers (default: each keeps its own)",
+            help="the dtype of all tensors except router biases (default: unchanged)",
         )
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Convert to a checkpoint of ours."""
     from gspo_megatron.checkpoint.hf.convert import hf_to_megatron
 
     hf_to_megatron(
@@ -81,7 +78,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         dtype=_dtype(arguments),
         ignore_custom_code=arguments.ignore_custom_code,
     )
-    _report(arguments, arguments.source)
+    print(f"{arguments.destination}: written from {arguments.source}")
     return 0
 
 
@@ -96,23 +93,23 @@ def run_export(arguments: argparse.Namespace) -> int:
         if arguments.layout is not None and processes != rank_of:
             raise UserError(
                 f"--layout {arguments.layout}: takes {processes} processes, and this one is "
-                f"already one of {rank_of} (WORLD_SIZE in the environment); leave --layout out "
-                "under torchrun and srun"
+                f"already one of {rank_of} (WORLD_SIZE in the environment); do not give --layout "
+                "under torchrun or srun"
             )
         with shared_by_ranks() as share:
-            code = _export(arguments, share)
+            _export(arguments, share)
             if share.world_size > 1:
                 # Destroying a gloo group ends about one such process in ten with "terminate called
                 # without an active exception" (torch 2.13), after all its work is done.
                 share.gather(None)  # every process has written its files
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(code)
-            return code
+                os._exit(0)
+        return 0
     if processes > _MOST_PROCESSES:
         raise UserError(
-            f"--layout {arguments.layout}: takes {processes} processes; legal: {_MOST_PROCESSES} "
-            "on one machine, any number under srun and torchrun"
+            f"--layout {arguments.layout}: takes {processes} processes; legal: up to "
+            f"{_MOST_PROCESSES} on one machine, any number under srun and torchrun"
         )
     if processes > 1:
         from gspo_megatron.cli.launch import launch
@@ -121,27 +118,23 @@ def run_export(arguments: argparse.Namespace) -> int:
         command += [str(arguments.source), str(arguments.destination)]
         command += ["--dtype", arguments.dtype] if arguments.dtype else []
         return launch(command, processes)
-    return _export(arguments, ALONE)
+    _export(arguments, ALONE)
+    return 0
 
 
-def _export(arguments: argparse.Namespace, share: Share) -> int:
+def _export(arguments: argparse.Namespace, share: Share) -> None:
     from gspo_megatron.checkpoint.hf.convert import megatron_to_hf
 
     taken, notes = megatron_to_hf(
         arguments.source, arguments.destination, dtype=_dtype(arguments), share=share
     )
     if share.is_main:
-        _report(arguments, taken, notes)
-    return 0
+        for note in notes:
+            print(note, file=sys.stderr)
+        print(f"{arguments.destination}: written from {taken}")
 
 
 def _dtype(arguments: argparse.Namespace) -> torch.dtype | None:
     import torch
 
     return getattr(torch, _DTYPES[arguments.dtype]) if arguments.dtype else None
-
-
-def _report(arguments: argparse.Namespace, source: Path, notes: Sequence[str] = ()) -> None:
-    for note in notes:
-        print(note, file=sys.stderr)
-    print(f"{arguments.destination}: written from {source}")

@@ -1,4 +1,4 @@
-"""`gspo-megatron doctor`: what this machine has of what a run can use, and what it lacks."""
+"""`gspo-megatron doctor`: what is installed on this machine, and what is missing."""
 
 from __future__ import annotations
 
@@ -29,31 +29,24 @@ except BaseException as error:
     print((type(error).__name__ + ": " + str(error)).splitlines()[0])
     raise SystemExit({_IMPORT_FAILED})
 """
-
-
-Finding = tuple[str, str, str]  # name, what was found, and what to do: nothing where it is empty
+Finding = tuple[str, str, str]  # name, what was found, and what to do: "" for nothing
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command to the parser."""
-    new_parser(commands, "doctor", run, "tell what is installed here and what is missing")
+    new_parser(
+        commands, "doctor", run, "show what is installed on this machine and what is missing"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a table; the exit code is 1 where something that every run needs is missing or of a
-    version that is not supported."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    """The exit code is 1 if something that every run needs is missing or not supported."""
+    from gspo_megatron.cli.check_tables import console, new_table
 
     found = findings(environment.describe_environment(), engine_trouble())
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", style="bold", no_wrap=True)
-    table.add_column("found", overflow="fold")
-    table.add_column("what to do", overflow="fold")
+    table = new_table(None, "", "found", "what to do")
     for row in found:
         table.add_row(*row)
-    Console(highlight=False).print(table, markup=False)
+    console().print(table, markup=False)
     return int(any(name in SUPPORTED and remedy for name, _, remedy in found))
 
 
@@ -94,11 +87,11 @@ def engine_trouble() -> str | None:
             command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"nothing after {_IMPORT_SECONDS:g} s"
+        return f"not done after {_IMPORT_SECONDS:g} s"
     if done.returncode == _IMPORT_FAILED and done.stdout.strip():
         return done.stdout.strip().splitlines()[-1]
     # -11: a segmentation fault
-    return f"it ends the process with {done.returncode}" if done.returncode else None
+    return f"the process ends with {done.returncode}" if done.returncode else None
 
 
 def _transformer_engine(version: str | None, trouble: str | None, has_gpu: bool) -> tuple[str, str]:
@@ -107,13 +100,13 @@ def _transformer_engine(version: str | None, trouble: str | None, has_gpu: bool)
             "pip install --force-reinstall --no-deps --no-build-isolation transformer-engine-torch "
             "compiles it for this torch; or remove it"
         )
-        return f"{version or 'some version'}, but its import fails: {trouble}", remedy
+        return f"{version or 'unknown version'}, but its import fails: {trouble}", remedy
     if version is not None and not _found("transformer_engine"):
-        return f"{version}, without its module: damaged", "install it again"
+        return f"{version}, but its module is missing: damaged", "install it again"
     if version is not None:
         return version, ""
     text = "not installed: layers are plain torch (model.backend = torch_native), no FP8"
-    return text, "pip install 'gspo-megatron[gpu]' (compiles for a while)" if has_gpu else ""
+    return text, "pip install 'gspo-megatron[gpu]' (compiling takes a while)" if has_gpu else ""
 
 
 def _apex() -> tuple[str, str]:

@@ -25,11 +25,8 @@ USER_ERROR = 2
 DEFECT = 1
 INTERRUPTED = 128 + signal.SIGINT
 UNREAD = 128 + signal.SIGPIPE
-# A run that was told to stop, and is saved: sysexits.h's EX_TEMPFAIL, "try again". A batch script
-# that sees it starts the same command again.
-STOPPED = 75
-# Nodes on which nothing should be trained: sysexits.h's EX_UNAVAILABLE.
-UNFIT = 69
+STOPPED = 75  # told to stop, and saved: EX_TEMPFAIL, at which a batch script tries again
+UNFIT = 69  # nodes on which nothing should be trained: EX_UNAVAILABLE
 
 # The user may not read or write a file: a traceback would explain nothing.
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -53,7 +50,7 @@ class Failure(NamedTuple):
 
 def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> int:
     """Run a command. Returns its exit code, or that of an error, which is printed, of an interrupt
-    by the user (prints `interrupted`), or of a reader that closed the pipe."""
+    (prints `interrupted`), or of a reader that closed the pipe."""
     try:
         code = command()
     except KeyboardInterrupt:

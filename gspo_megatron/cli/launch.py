@@ -1,8 +1,7 @@
-"""Starts all ranks of a run on this machine and ends them together. Standard library only.
+"""Starts all ranks of a run on this machine, and ends them together. Standard library only.
 
 Rank 0 writes straight to the terminal. Of the other ranks the last lines are kept, and shown only
-for the rank that caused a failure: one death breaks the connections of all others, and their errors
-explain nothing.
+for the rank that caused a failure: the others then lose their connections.
 """
 
 from __future__ import annotations
@@ -46,17 +45,14 @@ def launch(
 ) -> int:
     """Run `command` as ranks 0 to world_size - 1 of this machine and wait for all of them.
 
-    The ranks get this process's environment and the variables of `rank_environment`.
     Returns 0 when all ranks did, the code of the rank that caused the failure (128 + n where signal
     n killed it), or 128 + n after SIGINT, SIGTERM or SIGHUP to the launcher. No rank outlives the
-    call. SIGUSR1 is passed on; the code is STOPPED if ranks end with it.
+    call. SIGUSR1 is passed on; the code is STOPPED if ranks end with it. Raises UserError where
+    MASTER_PORT is set and cannot be used.
 
     `grace_seconds`: from the request to end until SIGKILL. `settle_seconds`: the first rank that
     dies may not be the cause, so others are given this long to fail too. `saves_on_signals`: the
-    ranks save the run after SIGTERM too. The first SIGTERM is passed on and the ranks take the time
-    they need; a second one ends them.
-
-    Raises UserError where MASTER_PORT is set and cannot be used.
+    ranks save the run after SIGTERM too, and take the time they need; a second signal ends them.
     """
     # Linux ties a rank's life to the thread that started it, and signals come to the main thread.
     assert threading.current_thread() is threading.main_thread(), "launched off the main thread"
@@ -82,14 +78,10 @@ def launch(
 def rank_environment(
     environ: Mapping[str, str], number: int, world_size: int, port: int
 ) -> dict[str, str]:
-    """The variables that make a process rank `number` of `world_size`, all on this machine.
-
-    Threads and gloo's network interface are left as they are where `environ` sets them.
-    """
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        cores = os.cpu_count() or 1
+    """The variables that make a process rank `number` of `world_size`, all on this machine. Threads
+    and gloo's network interface are left as they are where `environ` sets them."""
+    on_linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // world_size)),  # else every rank takes all cores
         # Gloo looks up the address of the host's name, which many laptops cannot resolve.
@@ -110,16 +102,13 @@ def rank_environment(
 def reserved_port(environ: Mapping[str, str]) -> Iterator[int]:
     """A TCP port for rank 0 to listen on: MASTER_PORT where set, else a free one.
 
-    Inside the context the port is bound but not listened on. Rank 0 can listen there, because its
-    store reuses addresses; no other program gets the port while rank 0 imports torch.
-
-    Raises UserError where MASTER_PORT is no port or is in use.
+    It is bound but not listened on: rank 0 can, because its store reuses addresses, and no other
+    program gets the port while rank 0 imports torch. Raises UserError where MASTER_PORT is no port
+    or is in use.
     """
     given = environ.get("MASTER_PORT", "")
     if given and not (given.isascii() and given.isdigit() and 1 <= int(given) <= 65535):
-        raise UserError(
-            f"MASTER_PORT = {given!r} in the environment: not a port; legal: 1 to 65535"
-        )
+        raise UserError(f"MASTER_PORT = {given!r} in the environment: legal: 1 to 65535")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -135,7 +124,7 @@ def reserved_port(environ: Mapping[str, str]) -> Iterator[int]:
 
 
 class _Rank:
-    """One process, and what it has said."""
+    """One process, and the last lines of its output."""
 
     def __init__(self, number: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.number = number
@@ -161,7 +150,7 @@ class _Rank:
             self._drain.start()
 
     def has_ended(self) -> bool:
-        """Whether the process has ended; asked until it has, and from then on not again."""
+        """Whether the process has ended; not to be called again once it has."""
         if self._process.poll() is None:
             return False
         if self._process.returncode != 0:  # children of a rank that ended well may go on
@@ -181,16 +170,13 @@ class _Rank:
 
     def send(self, signum: signal.Signals) -> None:
         """Unless it has ended. SIGKILL goes to its children too."""
-        if self._process.poll() is not None:
-            return
-        if signum == signal.SIGKILL:
+        if signum == signal.SIGKILL and self._process.poll() is None:
             self.kill_group()
         else:
             self._process.send_signal(signum)
 
     def kill_group(self) -> None:
-        """End the process and its children. If the process has ended, only at once: another one may
-        get its number later."""
+        """End the process and its children. Not long after its end: its number is used again."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -225,7 +211,7 @@ class _Rank:
 
 @dataclass
 class _Job:
-    """All ranks; after a failure or a signal, it sees to it that all of them end."""
+    """All ranks. After a failure or a signal, it ends all of them."""
 
     grace_seconds: float
     settle_seconds: float
@@ -277,7 +263,7 @@ class _Job:
             self.end_by(signal.SIGKILL)  # asked for twice
         elif signum == signal.SIGTERM and self.saves_on_sigterm and not self.is_saving:
             self.is_saving = True
-            print("told to end: the run is saved first; once more ends it now", file=sys.stderr)
+            print("told to end: saving the run; a second signal ends it now", file=sys.stderr)
             self.send(signum)
         else:
             if not self.failed:
@@ -297,11 +283,8 @@ class _Job:
 
 @contextlib.contextmanager
 def _signals_to(received: deque[signal.Signals]) -> Iterator[Callable[[], object]]:
-    """Collect signals to this process; yields a function to call once the ranks started.
-
-    Until then SIGUSR1 is ignored, and the ranks inherit that: an unhandled SIGUSR1 would end a rank
-    that is not ready for it.
-    """
+    """Collect signals to this process; yields a function to call once the ranks started. Until then
+    SIGUSR1 is ignored, and the ranks inherit that: it would end a rank that is not ready for it."""
 
     def handle(signum: int, _frame: object) -> None:
         received.append(signal.Signals(signum))
@@ -322,7 +305,7 @@ def _report(failed: Sequence[_Rank], world_size: int) -> int:
     cause = min(failed, key=_Rank.obscurity)  # the first of several that explain as much
     failure = cause.failure
     if cause.is_user_error():
-        # Rank 0 without a report of its own has printed its message already.
+        # Rank 0 without a report has printed its message already.
         lines = failure.text.splitlines() if failure else cause.output()
     else:
         prefix = f"[rank {cause.number}] " if cause.number else ""

@@ -1,4 +1,4 @@
-"""The entry point: parses the command line, runs one command, turns errors into exit codes.
+"""The entry point: parses the command line and runs one command. Exit codes:
 
 0: done. 2: an error that the user can correct; only its message is printed. 1: any other error,
 with its traceback. 130: interrupted. 141: the reader of the output closed the pipe.
@@ -18,10 +18,8 @@ COMMANDS = (train, check, preflight, verify, convert, report, ablate, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `gspo-megatron ARGV...` and return its exit code.
-
-    As with any argparse program, `--help` and a malformed command line raise SystemExit.
-    """
+    """Run `gspo-megatron ARGV...` and return its exit code. `--help` and a malformed command line
+    raise SystemExit, as in any argparse program."""
     join_launcher()
     make_streams_safe()
     arguments = parse(argv)

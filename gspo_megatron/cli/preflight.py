@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gspo_megatron.cli import ranks
-from gspo_megatron.cli.arguments import Commands, add_config, new_parser, number, positive
+from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, number
 from gspo_megatron.cli.failures import UNFIT
 
 if TYPE_CHECKING:
@@ -27,37 +27,28 @@ MAIN_OPERATION = {
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command to the parser."""
-    parser = new_parser(
-        commands,
-        "preflight",
-        run,
-        "measure the devices and links of the nodes that a configuration is to train on",
-        list_name="overrides",
-    )
+    text = "measure the devices of the nodes on which a configuration will train, and their links"
+    parser = config_parser(commands, "preflight", run, text)
     parser.description += (
         ". Every rank looks at its device and multiplies matrices; then each kind of group of the "
         "layout exchanges messages. A host is named if it has no device, has another device or "
         f"driver than most, or is much slower than its peers; the exit code is then {UNFIT}. "
-        "Start it as you start the training: by srun, by torchrun, or alone."
+        "Start it as you start the training: with srun, with torchrun, or alone."
     )
-    add_config(parser)
-    parser.add_argument(
-        "--nproc", type=positive, metavar="N", help="ranks to start on this machine, as for train"
-    )
+    add_nproc(parser)
     parser.add_argument(
         "--share",
         type=partial(number, wanted="a share from 0 to 1", most=1.0),
         default=0.7,
         metavar="X",
-        help="a host is slow below this share of the median of its peers (default: %(default)s)",
+        help="a host below this share of the median of its peers is slow (default: %(default)s)",
     )
     parser.add_argument(
         "--minimum",
         type=_minima,
         default={},
         metavar="NAME=NUMBER,...",
-        help="smallest values besides: matmul in TFLOP/s; tp, cp, dp (all-reduce), ep "
+        help="also the smallest values allowed: matmul in TFLOP/s; tp, cp, dp (all-reduce), ep "
         "(all-to-all) and pp (send/recv) in GB/s, as in matmul=600,dp=40",
     )
 
@@ -102,12 +93,8 @@ def show(verdict: Verdict) -> None:
     from gspo_megatron.cli.check_tables import console, new_table
 
     if verdict.rows:
-        table = new_table("preflight")
-        table.add_column("measure")
-        for name in ("median", "slowest", "share"):
-            table.add_column(name, justify="right")
-        table.add_column("unit")
-        table.add_column("slowest is", overflow="fold")
+        names = ("measure", ">median", ">slowest", ">share", "unit", "slowest is")
+        table = new_table("preflight", *names)
         for measure, unit, median, slowest in verdict.rows:
             share = slowest.value / median if median else 1.0
             values = (f"{median:,.4g}", f"{slowest.value:,.4g}", f"{share:.0%}")

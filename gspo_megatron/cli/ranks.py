@@ -1,4 +1,4 @@
-"""This process's place among the ranks of a run, as the environment tells it."""
+"""Which rank of a run this process is, as the environment says."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ FAILURE_DESCRIPTOR = "GSPO_FAILURE_FD"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# A layout for a cluster, started by mistake on a laptop or a login node, is refused instead of
-# becoming hundreds of processes. This many are fine on any machine: small models share cores.
+# More ranks than this, and than cores, start on one machine only by --nproc: a layout for a cluster
+# may have been started on a login node by mistake.
 RANKS_WITHOUT_ASKING = 16
 
 _failure_descriptor: int | None = None
 
 
 def join_launcher() -> None:
-    """In a rank that our launcher started: end when the launcher is killed, and keep the file that
-    takes this rank's failure.
-
-    To be called early. A launcher that is killed by SIGKILL cannot end its ranks, so the kernel has
-    to. Harmless in any other process. Raises SystemExit where the launcher is gone already.
-    """
+    """In a rank that our launcher started, to be called early: keep the file for this rank's
+    failure, and let the kernel end the rank when the launcher is killed. Raises SystemExit if the
+    launcher has ended already. Does nothing in any other process."""
     global _failure_descriptor
     # Removed, because processes that this one starts are no ranks of that launcher.
     launcher = os.environ.pop(LAUNCHER_PID, None)
@@ -47,7 +44,7 @@ def join_launcher() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(launcher):  # it died before the call above
-        raise SystemExit("the launcher of this rank is gone")
+        raise SystemExit("the launcher of this rank has ended")
 
 
 def failure_descriptor() -> int | None:
@@ -60,9 +57,9 @@ def failure_descriptor() -> int | None:
 def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
     """The number of ranks if torchrun or srun made this process one of them, else None.
 
-    A task of srun is given torchrun's variables. Its ranks meet on the first node of the step, at a
-    port computed from the job's number, unless MASTER_ADDR and MASTER_PORT are set. Raises
-    UserError where variables are missing or contradict each other, or the node list is unreadable.
+    A task of srun is given torchrun's variables. Unless set, MASTER_ADDR is the first node of the
+    step, and MASTER_PORT is computed from the job's number. Raises UserError where variables are
+    missing or contradict each other, or the node list is unreadable.
     """
     if "RANK" not in environ and _is_slurm_task(environ):
         environ["RANK"] = environ["SLURM_PROCID"]
@@ -81,17 +78,17 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
         return None
     if len(given) == 1:
         raise UserError(
-            f"{given[0]} = {environ[given[0]]}: of RANK and WORLD_SIZE only this one is set in the "
+            f"{given[0]} = {environ[given[0]]}: only one of RANK and WORLD_SIZE is set in the "
             "environment; set both, as torchrun does, or neither"
         )
     rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
     if rank >= world_size:
-        raise UserError(f"RANK = {rank}: beyond WORLD_SIZE = {world_size}; legal: below it")
+        raise UserError(f"RANK = {rank}: must be below WORLD_SIZE = {world_size}")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing and world_size > 1:
         raise UserError(
-            f"WORLD_SIZE = {world_size}: {' and '.join(missing)} must be set too, for the ranks to "
-            "find each other"
+            f"WORLD_SIZE = {world_size}: {' and '.join(missing)} must be set too, so that the "
+            "ranks find each other"
         )
     return world_size
 
@@ -112,7 +109,7 @@ def first_host(nodes: str) -> str:
     host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)  # the first number in brackets
     if not host or "[" in host or "]" in host:
         raise UserError(
-            f"MASTER_ADDR is not set, and the first node of Slurm's list {nodes!r} cannot be told; "
+            f"MASTER_ADDR is not set, and the first node in Slurm's list {nodes!r} is not clear; "
             "set MASTER_ADDR to the first node of the job"
         )
     return host
@@ -121,13 +118,13 @@ def first_host(nodes: str) -> str:
 def decide_world_size(config: AnyConfig, nproc: int | None, rank_of: int | None) -> int:
     """How many ranks the run has; `rank_of` is their number where they are started already.
 
-    Raises UserError where `nproc` contradicts it, or nobody asked for that many on one machine.
+    Raises UserError if `nproc` contradicts it, or if there are many and `nproc` is not given.
     """
     if rank_of is not None:
         if nproc not in (None, rank_of):
             raise UserError(
                 f"--nproc {nproc}: this process is already one of {rank_of} ranks (WORLD_SIZE in "
-                "the environment); leave --nproc out under torchrun and srun"
+                "the environment); do not give --nproc under torchrun or srun"
             )
         return rank_of
     if nproc is not None:
@@ -135,8 +132,9 @@ def decide_world_size(config: AnyConfig, nproc: int | None, rank_of: int | None)
     world_size = config.world_size_hint()
     if world_size > max(RANKS_WITHOUT_ASKING, os.cpu_count() or 1):
         raise UserError(
-            f"layout {config.layout()}: takes {world_size} ranks, which is much for one machine; "
-            f"start them with srun or torchrun, or say --nproc {world_size} to have them all here"
+            f"layout {config.layout()}: takes {world_size} ranks, which are many for one machine; "
+            f"start them with srun or torchrun, or give --nproc {world_size} to start all of them "
+            "here"
         )
     return world_size
 

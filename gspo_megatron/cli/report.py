@@ -1,4 +1,4 @@
-"""`gspo-megatron report`: one HTML file about one run, or about several compared."""
+"""`gspo-megatron report`: an HTML file about one run, or a comparison of several."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from gspo_megatron.cli.arguments import Commands, new_parser
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command to the parser."""
-    parser = new_parser(commands, "report", run, "write report.html about runs", list_name="runs")
+    text = "write report.html about one run, or a comparison of several"
+    parser = new_parser(commands, "report", run, text, list_name="runs")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run folder")
-    parser.add_argument("-o", "--output", metavar="DIR", required=True, help="where it is written")
+    parser.add_argument("-o", "--output", metavar="DIR", required=True, help="where to write it")
 
 
 def run(arguments: argparse.Namespace) -> int:

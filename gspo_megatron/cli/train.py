@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli import ranks
-from gspo_megatron.cli.arguments import Commands, add_config, add_launching, new_parser
+from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser
 from gspo_megatron.cli.check_inputs import Checked, check_all, check_run
 from gspo_megatron.cli.failures import STOPPED
 from gspo_megatron.errors import UserError
@@ -21,25 +21,29 @@ if TYPE_CHECKING:
 
 # Of each command: the stage, and what it does.
 STAGES = {
-    "train": ("rl", "train as a configuration says"),
+    "train": ("rl", "train a model by reinforcement learning"),
     "pretrain": ("pretrain", "pre-train a model on tokenized corpora"),
-    "sft": ("sft", "fine-tune a model on conversations, or prompts with answers"),
+    "sft": ("sft", "fine-tune a model on conversations, or on prompts with answers"),
 }
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the three commands to the parser."""
     for name, (_, text) in STAGES.items():
-        parser = new_parser(commands, name, partial(run, name), text, list_name="overrides")
-        add_config(parser)
-        add_launching(parser)
+        parser = config_parser(commands, name, partial(run, name), text)
+        add_nproc(parser)
+        parser.add_argument(
+            "--fresh",
+            action="store_true",
+            help="start a new run: the run folder must be empty or absent. Without --fresh the run "
+            "is resumed from the newest checkpoint in its folder, if there is one",
+        )
 
 
 def run(name: str, arguments: argparse.Namespace) -> int:
     """Be a rank where the environment says so, else be the only one, or launch them all here.
 
     Returns the exit code. Raises UserError for everything that is wrong with the configuration, its
-    files or the run that it would go on with, before any process group or other process exists.
+    files or the run to resume, before any process group or other process exists.
     """
     from gspo_megatron.config import check_config, load
 
@@ -66,7 +70,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 
         command = [sys.executable, "-m", "gspo_megatron", name, arguments.config]
         command += arguments.overrides + (["--fresh"] if fresh else [])
-        # A run that saves itself when it is told to stop takes as long as its step does.
+        # A run that saves itself at a signal ends after its step.
         return launch(command, world_size, saves_on_signals=config.checkpoint.interval > 0)
     if stage == "rl":
         from gspo_megatron.rl.run import run_training
@@ -78,8 +82,8 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 
 
 def _is_finished(checked: Checked) -> bool:
-    """Whether the run folder holds this run, finished and exported; says so, and adds a report that
-    is missing."""
+    """Whether the run folder holds this run, finished and exported. Prints it, and adds a missing
+    report."""
     from gspo_megatron.checkpoint.resume import finished_text, run_folder
     from gspo_megatron.config import Config
 
@@ -100,11 +104,11 @@ def _is_finished(checked: Checked) -> bool:
 
 
 def _advice(config: Config, config_path: str) -> str:
-    """The script beside an example's configuration, where what it makes is missing."""
+    """Names the script beside an example's configuration, if files that it makes are missing."""
     from gspo_megatron.data.inputs import prompt_files
 
     needed = (config.data.tokenizer, config.model.checkpoint_path, *prompt_files(config).values())
     script = Path(config_path).with_name("run.sh")
     if not script.is_file() or all(path is None or Path(path).exists() for path in needed):
         return ""
-    return f"\n{script}: makes what this configuration needs; run it first"
+    return f"\n{script}: makes the files that this configuration needs; run it first"

@@ -58,15 +58,13 @@ def override(key: str, value: Any) -> str:
 
 
 def default_variants(config: Config) -> list[Variant]:
-    """Both objectives, each without replay, with r2 and with r3.
-
-    The objective of the configuration keeps its clip range, the other one gets its default. Raises
-    UserError for a custom objective, whose clip range and replay are unknown.
+    """Both objectives, each without replay, with r2 and with r3. The objective of the configuration
+    keeps its clip range, the other one gets its default. Raises UserError for a custom objective.
     """
     if config.objective.import_path is not None:
         raise UserError(
             f"objective.import_path = {config.objective.import_path!r}: replaces the objectives of "
-            "the default variants; name your own with --variants FILE.yaml"
+            "the default variants; define other variants with --variants FILE.yaml"
         )
     variants = []
     for name in OBJECTIVES:
@@ -84,10 +82,8 @@ def default_variants(config: Config) -> list[Variant]:
 
 
 def read_variants(path: Path) -> list[Variant]:
-    """Variants of a YAML file: a mapping from names to mappings from dotted keys to values.
-
-    Raises ConfigError with all problems of the file.
-    """
+    """Variants of a YAML file: a mapping from names to mappings from dotted keys to values. Raises
+    ConfigError with all problems of the file."""
     from gspo_megatron.config.load import parse_yaml
 
     try:
@@ -101,7 +97,7 @@ def read_variants(path: Path) -> list[Variant]:
     for name, settings in values.items():
         place = f"{path}: variant {name}"
         if not isinstance(name, str) or not _FOLDER_NAME.fullmatch(name):
-            problems.append(f"{path}: variant {name!r}: must be a name for a folder")
+            problems.append(f"{path}: variant {name!r}: must be a possible name of a folder")
         elif name.casefold() in REPORT_NAMES:  # on some file systems "Plots" is "plots"
             problems.append(f"{place}: the report uses this name; choose another")
         elif not isinstance(settings, Mapping):
@@ -118,10 +114,8 @@ def read_variants(path: Path) -> list[Variant]:
 
 
 def choose_variants(words: Sequence[str], config: Config) -> list[Variant]:
-    """The variants that `--variants` names, in that order; all where it names none.
-
-    They are those of the file among the words, or else the default ones. Raises UserError.
-    """
+    """The variants that `--variants` names, in that order; all where it names none. They are those
+    of the file among the words, or else the default ones. Raises UserError."""
     from gspo_megatron.config.problems import suggest
 
     files = [word for word in words if word.endswith((".yaml", ".yml"))]

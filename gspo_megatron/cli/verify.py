@@ -1,4 +1,4 @@
-"""`gspo-megatron verify`: the same gradients on every layout, on this model and this machine."""
+"""`gspo-megatron verify`: compares the gradients of layouts, for this model on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo_megatron.cli import ranks
-from gspo_megatron.cli.arguments import Commands, add_config, new_parser, number
+from gspo_megatron.cli.arguments import Commands, config_parser, number
 from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -27,30 +27,25 @@ TOLERANCES = {"fp32": 2e-5, "fp64": 1e-6}
 
 
 def add_parser(commands: Commands) -> None:
-    """Add the command to the parser."""
-    parser = new_parser(
-        commands,
-        "verify",
-        run,
-        "hold loss and gradients of one policy update on several layouts against a reference",
-        list_name="overrides",
-    )
-    add_config(parser)
+    text = "compare loss and gradients of one policy update on several layouts with a reference"
+    parser = config_parser(commands, "verify", run, text)
     parser.add_argument(
         "--layouts",
         nargs="+",
+        default=[],
         metavar="LAYOUT",
-        help="as tp=2,pp=2; the configuration's own, and each dimension by itself, unless given",
+        help="for example tp=2,pp=2 (default: the configuration's own, and two ranks of each kind "
+        "of parallelism)",
     )
     parser.add_argument(
-        "--reference", default="tp=1", metavar="LAYOUT", help="what is right (default: one rank)"
+        "--reference", default="tp=1", metavar="LAYOUT", help="to compare with (default: one rank)"
     )
     parser.add_argument(
         "--precision",
         choices=tuple(TOLERANCES),
         default="fp32",
-        help="of weights and activations, whatever the run will use: in bf16 experts change by "
-        "rounding alone, which hides what is to be seen (default: %(default)s)",
+        help="of weights and activations, whatever the run will use: in bf16, rounding alone "
+        "changes the chosen experts, which hides real differences (default: %(default)s)",
     )
     parser.add_argument(
         "--tolerance",
@@ -64,14 +59,14 @@ def add_parser(commands: Commands) -> None:
         "--from-dump",
         type=Path,
         metavar="DIR",
-        help="compute a step of a run again, instead of random sequences: a folder of "
-        "RUN/dumps (training.dump_batches). Its loss is printed beside the one that was logged",
+        help="compute a step of a run again, instead of random sequences: DIR is a folder in "
+        "RUN/dumps (see training.dump_batches). The step's loss is printed beside the run's",
     )
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",
-        help="with --from-dump, the weights; the run's newest checkpoint that is not of a later "
-        "step unless given, or where there is none the weights that the run began with",
+        help="with --from-dump, the weights (default: the newest checkpoint of the run that is not "
+        "of a later step; without one, the weights that the run began with)",
     )
     parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)  # given to a rank alone
 
@@ -89,22 +84,19 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if ranks.world_size_of_rank(os.environ) is not None:
         raise UserError(
-            "verify starts the ranks of each layout itself: start it once, outside torchrun and "
-            "srun"
+            "verify starts the ranks of each layout: start it once, outside torchrun and srun"
         )
     precision = f"training.precision={arguments.precision}"
     config = load_config(arguments.config, [*arguments.overrides, precision])
     reference = Layout.parse(arguments.reference)
     from gspo_megatron.verify.parity import Task, check_layouts, common_cut, usual_layouts
 
-    if arguments.layouts:
-        layouts = [Layout.parse(text) for text in arguments.layouts]
-    else:
-        layouts = usual_layouts(config, ranks.RANKS_WITHOUT_ASKING)
+    layouts = [Layout.parse(text) for text in arguments.layouts]
+    layouts = layouts or usual_layouts(config, ranks.RANKS_WITHOUT_ASKING)
     every = [reference, *layouts]
     check_layouts(config, every)
     if arguments.checkpoint is not None and arguments.from_dump is None:
-        raise UserError("--checkpoint: nothing reads it without --from-dump")
+        raise UserError("--checkpoint: it has no effect without --from-dump")
     dumped = arguments.from_dump is not None
     vocab_size = model_vocab_size(config, load_tokenizer(config.data.tokenizer))
     task = Task(config, vocab_size, common_cut(config, every, dumped=dumped))
@@ -114,23 +106,19 @@ def run(arguments: argparse.Namespace) -> int:
     tolerance = TOLERANCES[arguments.precision] if given is None else given
     worst, loss = _compare_all(arguments.config, task, every, tolerance)
     good = worst <= tolerance
-    more = ""
+    line = f"layouts={len(layouts)} worst_error={worst:.2e} tolerance={tolerance:.2e}"
+    line += f" equal={int(good)}"
     if task.dump is not None:
         logged = task.dump.logged_loss()
-        more = f" step={task.dump.step} loss={loss:.9g}"
-        more += "" if logged is None else f" logged_loss={logged:.9g}"
-    print(
-        f"layouts={len(layouts)} worst_error={worst:.2e} tolerance={tolerance:.2e} "
-        f"equal={int(good)}{more}"
-    )
-    return 0 if good else 1
+        line += f" step={task.dump.step} loss={loss:.9g}"
+        line += "" if logged is None else f" logged_loss={logged:.9g}"
+    print(line)
+    return int(not good)
 
 
 def _dumped_task(arguments: argparse.Namespace, task: Task) -> Task:
-    """The task with the dump and the weights to compute it with; prints which weights these are.
-    Raises UserError where one of them does not fit."""
-    from rich.console import Console
-
+    """The task with the dump and its weights, which are printed. Raises UserError where one of them
+    does not fit."""
     from gspo_megatron.checkpoint.resume import weights_fit
     from gspo_megatron.rl.dumps import Dump, find_weights
 
@@ -142,14 +130,13 @@ def _dumped_task(arguments: argparse.Namespace, task: Task) -> Task:
     if weights.checkpoint is not None:
         weights_fit(weights.checkpoint, task.config, task.vocab_size)
     updates = weights.is_start and arguments.precision != "fp64"
-    console = Console(soft_wrap=True)
-    for line in weights.notes:
-        console.print(f"warning: {line}", markup=False)
-    console.print(f"step {dump.step}, weights: {weights.text}", markup=False)
+    lines = [f"warning: {line}" for line in weights.notes]
+    lines.append(f"step {dump.step}, weights: {weights.text}")
     if not updates:
-        console.print("all mini-batches at these weights: the loss is not that of the run")
+        lines.append("all mini-batches use these weights: the loss is not that of the run")
     elif arguments.precision != dump.precision:
-        console.print(f"the run computed in {dump.precision}: its loss differs by rounding")
+        lines.append(f"the run computed in {dump.precision}: its loss differs by rounding")
+    print("\n".join(lines), flush=True)  # before the output of the ranks
     return dataclasses.replace(
         task,
         dump=dump,
@@ -164,21 +151,16 @@ def _compare_all(
 ) -> tuple[float, float]:
     """Compute the task on every layout, the first of which is the reference, and print a table.
     Returns the worst error, and the reference's loss."""
-    from rich.console import Console
-    from rich.table import Table
-
+    from gspo_megatron.cli.check_tables import console, new_table
     from gspo_megatron.verify.results import compare, describe_not_finite, metric_error
 
-    console = Console()
-    table = Table("layout", "ranks")
-    table.add_column("worst parameter", overflow="fold")  # the whole name, on several lines
-    for name in ("its error", "loss", "grad norm", ""):
-        table.add_column(name)
+    names = ("layout", "ranks", "worst parameter", "its error", "loss", "grad norm", "")
+    table = new_table(None, *names)
     worst, notes = 0.0, []
     with tempfile.TemporaryDirectory() as folder:
         expected = _measure(config_file, task, layouts[0], Path(folder))
         for layout in layouts[1:]:
-            console.print(f"[dim]{layout} on {layout.world_size} ranks ...[/dim]")
+            print(f"{layout} on {layout.world_size} ranks ...", flush=True)
             result = _measure(config_file, task, layout, Path(folder))
             errors = compare(expected.gradients, result.gradients, not_finite=True)
             name, error = errors[0]
@@ -189,9 +171,9 @@ def _compare_all(
             verdict = "ok" if largest <= tolerance else "DIFFERS"
             values = [f"{value:.1e}" for value in (error, *others)]
             table.add_row(str(layout), str(layout.world_size), name, *values, verdict)
-    console.print(table)
+    console().print(table, markup=False)
     for note in notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        print(note)
     return worst, expected.metrics["loss"]
 
 

@@ -34,8 +34,8 @@ class ChunkPass:
 
 
 def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBatch:
-    """One micro-batch of sequences of (prompt, response) tokens as the trainer builds it, with its
-    tensors on the meta device, except those that the host reads."""
+    """One micro-batch of sequences of (prompt, response) tokens as the trainer builds it, on the
+    meta device, except the tensors that the host reads."""
     from gspo_megatron.supervised.pretraining import rows_of_samples
 
     config: Any = model.config
@@ -74,8 +74,7 @@ def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBa
 
 
 def chunk_passes(model: RankModel, batch: MicroBatch, *, samples: bool = True) -> list[ChunkPass]:
-    """Of each chunk of the rank. samples: the run has rollouts, which pass prompts without
-    gradients."""
+    """Of each chunk. samples: the run has rollouts, which pass prompts without gradients."""
     config = model.policy.config
     share = config.moe_router_topk / config.num_moe_experts if config.num_moe_experts else 0.0
     with EqualLoad(share):
@@ -116,8 +115,7 @@ def _chunk_pass(
 
 
 def _head_bytes(model: RankModel, batch: MicroBatch) -> int:
-    """Of the log-prob head alone, forward and backward: tiles, rows of the hidden states, and their
-    gradients."""
+    """Of the log-prob head alone, forward and backward."""
     config, trace, rows = model.policy.config, model.trace, len(batch.head.targets)
     size = (rows, 1, config.hidden_size)
     hidden = torch.empty(size, dtype=config.params_dtype, device=META, requires_grad=True)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from gspo_megatron.config import ResolvedParallel, resolve_parallel
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass, chunk_passes, micro_batch
 from gspo_megatron.estimate.memory import RankMemory, rank_memory
-from gspo_megatron.estimate.model import RankModel, global_parameters, rank_model, state_bytes
+from gspo_megatron.estimate.model import (
+    RankModel,
+    global_parameters,
+    rank_model,
+    state_bytes,
+    with_values,
+)
 from gspo_megatron.estimate.traffic import AXES, step_traffic
 from gspo_megatron.estimate.workload import Workload, bubble_share, workload
 
@@ -20,23 +27,19 @@ HEADROOM = 0.08
 
 @dataclass(frozen=True)
 class LayoutEstimate:
-    """All results of a layout that need no real run."""
+    """What is known of a layout without a run."""
 
     config: AnyConfig
     parallel: ResolvedParallel
     work: Workload
-    parameters: dict[str, int]  # of the whole model, by kind
-    ranks: tuple[RankMemory, ...]  # one of each pipeline stage
-    traffic: tuple[dict[str, int], ...]  # bytes a step that it sends, by axis
+    parameters: Counter[str]  # of the whole model, by kind
+    ranks: list[RankMemory]  # one of each pipeline stage
+    traffic: list[dict[str, int]]  # bytes a step that it sends, by axis
     bubble: float
 
     @property
     def worst(self) -> RankMemory:
         return max(self.ranks, key=lambda rank: rank.total)
-
-    @property
-    def parameters_total(self) -> int:
-        return sum(self.parameters.values())
 
     def most_traffic(self) -> dict[str, int]:
         """By axis, of the rank that sends most along it."""
@@ -53,23 +56,23 @@ def estimate_layout(
     vocab_size: int,
     longest: int | None = None,
     *,
-    ends_only: bool = False,
     limit: float | None = None,
     runs: dict[tuple, list[ChunkPass]] | None = None,
 ) -> LayoutEstimate:
     """Build and run a representative rank of each pipeline stage on meta.
 
-    longest: see `workload`. ends_only: only the first, second and last stage; those in between hold
-    fewer micro-batches than the second. limit: bytes; stages after a rank that needs more are left
-    out. runs: a cache of the runs of other layouts. `config` has passed its rules at this world
-    size. Raises UserError if Megatron-Core cannot build the model.
+    longest: see `workload`. limit: bytes; only the first, second and last stage are built (those in
+    between hold fewer micro-batches than the second), and none after a rank that needs more. runs:
+    a cache of the runs of other layouts. `config` has passed its rules at this world size. Raises
+    UserError if Megatron-Core cannot build the model.
     """
     parallel = resolve_parallel(config, world_size)
     work = workload(config, parallel, longest)
     stages = parallel.pipeline_model_parallel_size
-    ranks, traffic, totals = [], [], {}
+    ranks, traffic, totals = [], [], Counter[str]()
     runs = {} if runs is None else runs
-    for stage in sorted({0, min(1, stages - 1), stages - 1}) if ends_only else range(stages):
+    ends = sorted({0, min(1, stages - 1), stages - 1})
+    for stage in range(stages) if limit is None else ends:
         rank = stage * (world_size // stages)  # Megatron's order: pp is the slowest axis
         with rank_model(config, parallel, rank, vocab_size) as model:
             state = state_bytes(model)
@@ -80,13 +83,12 @@ def estimate_layout(
                 passes = runs[key] = runs.get(key) or run_stage(model, work)
             ranks.append(rank_memory(model, state, passes, work))
             traffic.append(step_traffic(model, state, passes, work))
-            for kind, count in global_parameters(model).items():
-                totals[kind] = totals.get(kind, 0) + count
+            totals.update(global_parameters(model))
         if limit is not None and ranks[-1].total > limit:
             break
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
     bubble = bubble_share(stages, chunks, work.micro_batches)
-    return LayoutEstimate(config, parallel, work, totals, tuple(ranks), tuple(traffic), bubble)
+    return LayoutEstimate(config, parallel, work, totals, ranks, traffic, bubble)
 
 
 def _run_key(model: RankModel, work: Workload) -> tuple:
@@ -108,11 +110,6 @@ def run_stage(model: RankModel, work: Workload) -> list[ChunkPass]:
     return chunk_passes(model, micro_batch(model, work.lengths), samples=work.rollout_rows > 0)
 
 
-def with_recompute(config: AnyConfig, mode: str) -> AnyConfig:
-    training = config.training.model_copy(update={"recompute": mode})
-    return config.model_copy(update={"training": training})
-
-
 def recompute_modes(estimate: LayoutEstimate, vocab_size: int) -> dict[str, int]:
     """Bytes of the worst rank while it trains, under each of the recompute modes."""
     config, worst = estimate.config, estimate.worst
@@ -121,9 +118,8 @@ def recompute_modes(estimate: LayoutEstimate, vocab_size: int) -> dict[str, int]
         if mode == config.training.recompute:
             totals[mode] = worst.while_training
             continue
-        with rank_model(
-            with_recompute(config, mode), estimate.parallel, worst.rank, vocab_size
-        ) as model:
+        changed = with_values(config, "training", recompute=mode)
+        with rank_model(changed, estimate.parallel, worst.rank, vocab_size) as model:
             passes = run_stage(model, estimate.work)
             found = rank_memory(model, state_bytes(model), passes, estimate.work)
             totals[mode] = found.while_training

@@ -54,52 +54,39 @@ class RankMemory:
 def rank_memory(
     model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload
 ) -> RankMemory:
-    """The memory of a rank, from its state and the passes of its chunks."""
+    """`passes`: of each of its chunks."""
     stages = model.parallel.pipeline_model_parallel_size
     held = in_flight(stages, model.stage, len(passes), work.micro_batches)
     kept = [each.saved_bytes + each.output_bytes for each in passes]
     routes, rollout_routes, host = _routes(model, work)
     prefill = max(each.forward_peak_bytes for each in passes)
-    cp = model.parallel.context_parallel_size
+    config: Any = model.policy.config
+    layers = sum(len(m.decoder.layers) for m in model.policy.models)
+    heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
+    cached = 2 * heads * config.kv_channels * config.params_dtype.itemsize  # of a layer and token
+    cp = config.context_parallel_size
     # each rank passes its own prompts, whole ones under context parallelism too
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
-    reference, on_host = _reference(model, state)
+    section = model.config.objective if isinstance(model.config, Config) else None
+    reference = sum(state.parameters.values()) if section and section.kl != "none" else 0
+    on_host = reference if section and section.reference_offload else 0
     return RankMemory(
         rank=model.rank,
         stage=model.stage,
-        layers=sum(len(m.decoder.layers) for m in model.policy.models),
+        layers=layers,
         state=state,
-        reference=reference,
+        reference=reference - on_host,
         activations=sum(n * size for n, size in zip(held, kept, strict=True)),
         in_flight=held,
         workspace=max(each.workspace_bytes for each in passes),
         head=max(each.head_bytes for each in passes),
         replay=routes,
-        kv_cache=_kv_cache(model, work),
+        # It shrinks when half of the sequences have ended; old and new cache then exist together.
+        kv_cache=layers * work.rollout_rows * work.longest * cached * 3 // 2,
         rollout=round(prefill) + rollout_routes,
         host=host + on_host,
         fp8_copies=model.fp8_copies,
     )
-
-
-def _reference(model: RankModel, state: StateBytes) -> tuple[int, int]:
-    """On the device and on the host."""
-    config = model.config
-    section = config.objective if isinstance(config, Config) else None
-    if section is None or section.kl == "none":
-        return 0, 0
-    count = sum(state.parameters.values())
-    return (0, count) if section.reference_offload else (count, 0)
-
-
-def _kv_cache(model: RankModel, work: Workload) -> int:
-    """It shrinks when half of the sequences have ended; then old and new cache exist together."""
-    config: Any = model.policy.config
-    heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
-    layers = sum(len(m.decoder.layers) for m in model.policy.models)
-    a_token = 2 * heads * config.kv_channels * config.params_dtype.itemsize
-    cache = layers * work.rollout_rows * work.longest * a_token
-    return cache * 3 // 2
 
 
 def _routes(model: RankModel, work: Workload) -> tuple[int, int, int]:

@@ -59,10 +59,8 @@ class StateBytes:
 def rank_model(
     config: AnyConfig, parallel: ResolvedParallel, rank: int, vocab_size: int
 ) -> Iterator[RankModel]:
-    """The model of `rank`, with its optimizer. Layers are torch_native's for every backend.
-
-    Raises UserError with the reason if Megatron-Core refuses the configuration.
-    """
+    """The model of `rank`, with its optimizer. Layers are torch_native's for every backend. Raises
+    UserError with the reason if Megatron-Core refuses the configuration."""
     in_fp8 = config.training.precision in FP8
     config = without_kernels(config)
     with pretended_rank(rank, parallel.world_size) as trace:
@@ -77,7 +75,7 @@ def rank_model(
 
 def _build(config: Any, parallel: ResolvedParallel, vocab_size: int) -> tuple[Policy, Trainer]:
     set_up_model_parallel(parallel, seed=0)
-    # there are only shapes to initialise, and warnings are for those who train
+    # only shapes are initialised, and warnings are for those who train
     with (
         warnings.catch_warnings(),
         replaced(build, "initialize_weights", lambda *_args, **_kwargs: None),
@@ -89,15 +87,19 @@ def _build(config: Any, parallel: ResolvedParallel, vocab_size: int) -> tuple[Po
     return policy, build_trainer(policy, config.optimizer, schedule)
 
 
+def with_values(config: AnyConfig, section: str, **values: Any) -> AnyConfig:
+    """The configuration with other values in one section."""
+    changed = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: changed})
+
+
 def without_kernels(config: AnyConfig) -> AnyConfig:
     """The configuration without what needs a GPU's kernels: Transformer Engine's layers, and low
     precision, which becomes bf16."""
     low = ("fp8", "moe_router_padding_for")
     megatron = {k: v for k, v in config.model.megatron.items() if not k.startswith(low)}
-    model = config.model.model_copy(update={"backend": "torch_native", "megatron": megatron})
-    precision = base_precision(config.training.precision)
-    training = config.training.model_copy(update={"precision": precision})
-    return config.model_copy(update={"model": model, "training": training})
+    config = with_values(config, "model", backend="torch_native", megatron=megatron)
+    return with_values(config, "training", precision=base_precision(config.training.precision))
 
 
 def fp8_copy_bytes(policy: Policy) -> int:

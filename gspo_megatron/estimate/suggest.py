@@ -17,14 +17,12 @@ from gspo_megatron.estimate.layout import (
     LayoutEstimate,
     estimate_layout,
     run_stage,
-    with_recompute,
 )
-from gspo_megatron.estimate.model import rank_model
-from gspo_megatron.estimate.traffic import H100, Cost, step_cost
+from gspo_megatron.estimate.model import rank_model, with_values
+from gspo_megatron.estimate.traffic import GPUS_PER_NODE, Cost, step_cost
 from gspo_megatron.estimate.workload import Workload, in_flight, workload
 
-# Layouts that are built and run on meta before the search ends.
-MOST_BUILT = 40
+MOST_BUILT = 40  # layouts that are built and run on meta before the search ends
 # Both flags: embedding and loss count as a layer each when layers are dealt out to stages.
 PLACEMENT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _PLACED_BY = (
@@ -60,6 +58,8 @@ class _Candidate:
     config: AnyConfig
     parallel: ResolvedParallel
     work: Workload
+    dense: float  # parameters of an average rank outside of the experts
+    experts: float
     cost: float = 0.0
 
 
@@ -75,16 +75,16 @@ def suggest(
 ) -> Search:
     """The `count` cheapest layouts by estimate.traffic whose worst rank fits into `gpu_bytes`.
 
-    counts: the model's parameters, all and active ones. Candidates are first ordered by a formula
-    of their traffic; then the best are built on meta, and ordered by the traffic found there.
+    counts: the model's parameters, all and active ones. The candidates are tried in the order of a
+    formula of their traffic; those built on meta are ordered by the traffic found there.
     """
     room = gpu_bytes * (1 - HEADROOM)
     kept, output = _kept_activations(config, vocab_size, longest)
     every = list(_candidates(config, world_size, counts, longest))
-    likely = [each for each in every if _may_fit(each, counts[0], kept, output, room)]
+    likely = [each for each in every if _may_fit(each, kept, output, room)]
     found: list[Suggestion] = []
     built = 0
-    options: dict[str, Any] = {"ends_only": True, "limit": room, "runs": {}}
+    options: dict[str, Any] = {"limit": room, "runs": {}}
     for candidate in sorted(likely, key=lambda candidate: candidate.cost)[:MOST_BUILT]:
         if len(found) == count:
             break
@@ -118,32 +118,27 @@ def _candidates(
     for layout, placed in _layouts(config, world_size):
         laid_out = apply_layout(config, layout)
         if placed:
-            laid_out = _with_fields(
-                laid_out, {**config.model.megatron, **dict.fromkeys(PLACEMENT, True)}
-            )
+            fields = config.model.megatron | dict.fromkeys(PLACEMENT, True)
+            laid_out = with_values(laid_out, "model", megatron=fields)
         try:
             check_config(laid_out, world_size)
         except ConfigError:
             continue
         parallel = resolve_parallel(laid_out, world_size)
-        plain = _Candidate(laid_out, parallel, workload(laid_out, parallel, longest))
-        traffic = _traffic(plain, counts[0])
+        work = workload(laid_out, parallel, longest)
+        plain = _Candidate(laid_out, parallel, work, *_rank_parameters(config, parallel, counts[0]))
+        traffic = _traffic(plain)
         for mode in RECOMPUTE:
-            changed = with_recompute(laid_out, mode)
-            cost = step_cost(changed, parallel, plain.work, counts[1], traffic).total
+            changed = with_values(laid_out, "training", recompute=mode)
+            cost = step_cost(changed, parallel, work, counts[1], traffic).total
             yield replace(plain, config=changed, cost=cost)
-
-
-def _with_fields(config: AnyConfig, fields: dict[str, Any]) -> AnyConfig:
-    model = config.model.model_copy(update={"megatron": fields})
-    return config.model_copy(update={"model": model})
 
 
 def _layouts(config: AnyConfig, world_size: int) -> Iterator[tuple[Layout, bool]]:
     """All splits whose tp stays inside a node, and whether embedding and loss count as layers."""
     shape = config.resolved_model()
     placed = any(shape.megatron.get(name) for name in _PLACED_BY)
-    for tp in _divisors(world_size, H100.gpus_per_node):
+    for tp in _divisors(world_size, GPUS_PER_NODE):
         for pp in _divisors(world_size // tp, shape.num_layers):
             for cp in _divisors(world_size // (tp * pp), world_size):
                 for ep in _divisors(world_size // pp, shape.num_moe_experts or 1):
@@ -164,25 +159,23 @@ def _kept_activations(
     fields |= {"num_layers": 6}
     if config.resolved_model().num_moe_experts:
         fields["moe_layer_freq"] = 1
-    small = apply_layout(_with_fields(config, fields), Layout(pp=3))
+    small = apply_layout(with_values(config, "model", megatron=fields), Layout(pp=3))
     parallel = resolve_parallel(small, 3)
     work = workload(small, parallel, longest)
     of_modes, output = {}, 0.0
     for mode in RECOMPUTE:
-        with rank_model(with_recompute(small, mode), parallel, 1, vocab_size) as built:
+        changed = with_values(small, "training", recompute=mode)
+        with rank_model(changed, parallel, 1, vocab_size) as built:
             found = run_stage(built, work)[0]
         of_modes[mode] = found.saved_bytes / 2 / work.tokens
         output = found.output_bytes / work.tokens
     return of_modes, output
 
 
-# The rough count may exceed the room by this factor, since it is not exact.
-_TOLERANCE = 1.05
+_TOLERANCE = 1.05  # the rough count may exceed the room by this factor
 
 
-def _may_fit(
-    candidate: _Candidate, parameters: int, kept: Mapping[str, float], output: float, room: float
-) -> bool:
+def _may_fit(candidate: _Candidate, kept: Mapping[str, float], output: float, room: float) -> bool:
     """A rough check by an average rank's state and by activations that only tp divides (a rank has
     the same number of tokens for every cp). A recompute mode that saves nothing is left out."""
     mode = candidate.config.training.recompute
@@ -196,40 +189,35 @@ def _may_fit(
     activations = (kept[mode] * layers + output) * tokens * passes
     # recomputation holds the activations of one whole layer
     workspace = kept["none"] * tokens
-    needed = _state_bytes(candidate, parameters) + activations + workspace
-    return needed <= room * _TOLERANCE
+    # weights, gradients and optimizer, which has 4 bytes a weight less where weights are fp32
+    parallel = candidate.parallel
+    weight = _BYTES.get(candidate.config.training.precision, 2)
+    sharded = 12 if weight == 2 else 8
+    replicas = parallel.data_parallel_size * parallel.context_parallel_size
+    state = candidate.dense * (weight + 4 + sharded / replicas) + candidate.experts * (
+        weight + 4 + sharded / parallel.expert_data_parallel_size
+    )
+    return state + activations + workspace <= room * _TOLERANCE
 
 
 def _divisors(number: int, largest: int) -> list[int]:
     return [n for n in range(1, min(number, largest) + 1) if number % n == 0]
 
 
-def _rank_parameters(candidate: _Candidate, parameters: int) -> tuple[float, float]:
+def _rank_parameters(
+    config: AnyConfig, parallel: ResolvedParallel, parameters: int
+) -> tuple[float, float]:
     """Of an average rank: outside of the experts, and in them."""
-    shape, sizes = candidate.config.resolved_model(), candidate.parallel.layout
-    experts = 0
+    shape, sizes, experts = config.resolved_model(), parallel.layout, 0
     if shape.num_moe_experts:
         assert shape.moe_ffn_hidden_size is not None
         matrices = 3 if shape.megatron.get("gated_linear_unit") else 2
         expert = matrices * shape.hidden_size * shape.moe_ffn_hidden_size
         experts = sum(experts_in_layers(shape)) * shape.num_moe_experts * expert
-    etp = candidate.parallel.expert_tensor_parallel_size
-    return (parameters - experts) / (sizes.tp * sizes.pp), experts / (sizes.ep * etp * sizes.pp)
+    return (parameters - experts) / (sizes.tp * sizes.pp), experts / sizes.expert_parallel_size
 
 
-def _state_bytes(candidate: _Candidate, parameters: int) -> float:
-    """Of weights, gradients and optimizer on an average rank, a lower bound of the memory."""
-    parallel = candidate.parallel
-    weight = _BYTES.get(candidate.config.training.precision, 2)
-    sharded = 12 if weight == 2 else 8
-    dense, experts = _rank_parameters(candidate, parameters)
-    replicas = parallel.data_parallel_size * parallel.context_parallel_size
-    return dense * (weight + 4 + sharded / replicas) + experts * (
-        weight + 4 + sharded / parallel.expert_data_parallel_size
-    )
-
-
-def _traffic(candidate: _Candidate, parameters: int) -> dict[str, float]:
+def _traffic(candidate: _Candidate) -> dict[str, float]:
     """A formula for a Qwen3-like layer, only for the order in which layouts are tried."""
     config, parallel, work = candidate.config, candidate.parallel, candidate.work
     shape = config.resolved_model()
@@ -242,7 +230,6 @@ def _traffic(candidate: _Candidate, parameters: int) -> dict[str, float]:
     def ring(size: int) -> float:
         return (size - 1) / size
 
-    dense, experts = _rank_parameters(candidate, parameters)
     update = (element + 4) * work.mini_batches
     return {
         "tp": 6 * ring(tp) * layers * hidden * tokens,
@@ -250,6 +237,6 @@ def _traffic(candidate: _Candidate, parameters: int) -> dict[str, float]:
         "etp": 0.0,
         "cp": 5 * ring(cp) * layers * 2 * heads * tokens * cp,
         "pp": 3.0 * (pp > 1) * hidden * tokens / tp,
-        "dp": ring(parallel.data_parallel_size * cp) * dense * update,
-        "edp": ring(parallel.expert_data_parallel_size) * experts * update,
+        "dp": ring(parallel.data_parallel_size * cp) * candidate.dense * update,
+        "edp": ring(parallel.expert_data_parallel_size) * candidate.experts * update,
     }

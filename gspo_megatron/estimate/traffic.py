@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in a training step, by group, and the cost model that ranks layouts.
+"""Bytes that a rank sends in a training step, by group, and a cost model to order layouts.
 
 Seconds of a step, roughly:
 
@@ -6,11 +6,10 @@ Seconds of a step, roughly:
               attention included, over the ranks, at a fixed share of a GPU's peak
     exchange  bytes sent along tp, ep, etp and cp, at NVLink's rate if the group is inside a node,
               else at the network's
-    bubble    (compute + exchange) / (1 - idle share)
+    bubble    (compute + exchange) * idle share / (1 - idle share)
     update    gradients and weights over dp and edp, activations over pp, at the network's rate
 
-Left out: any overlap of these, latencies and message sizes, matrix products too small to fill a
-GPU, uneven stages and uneven experts, rollouts and evaluations, file systems.
+Left out: what LEFT_OUT names, message sizes, rollouts and evaluations, file systems.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from gspo_megatron.config import ModelShape, ResolvedParallel
+from gspo_megatron.config import ResolvedParallel
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import EXPERTS, RankModel, StateBytes
@@ -34,8 +33,8 @@ AXES = ("tp", "pp", "ep", "etp", "cp", "dp", "edp")
 def step_traffic(
     model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload
 ) -> dict[str, int]:
-    """Bytes by axis, of all mini-batches and of the passes of the old policy and of the reference;
-    the rollout is left out.
+    """Bytes by axis, of all mini-batches and of the forward passes of the old policy and of the
+    reference; the rollout is left out.
 
     A ring or a tree sends (n - 1) / n of a gather's output, of a scatter's input and of an
     all-to-all's buffer, and twice that of an all-reduce.
@@ -66,7 +65,13 @@ def step_traffic(
 
 
 def _sent(model: RankModel, collectives: Iterable[Collective]) -> Counter[str]:
-    axes = _axes(model)
+    """Bytes by axis. If two groups have the same ranks, the first counts for both (only ep has
+    all-to-alls)."""
+    groups, axes = model.policy.models[0].pg_collection, {}
+    for axis, attribute in (("tp", "tp"), ("cp", "cp"), ("etp", "expt_tp"), ("ep", "ep")):
+        group = getattr(groups, attribute, None)
+        if group is not None and group.size() > 1:
+            axes.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
     sent: Counter[str] = Counter()
     for each in collectives:
         axis = "ep" if each.kind == "all_to_all" else axes.get(each.ranks)
@@ -78,37 +83,18 @@ def _sent(model: RankModel, collectives: Iterable[Collective]) -> Counter[str]:
     return sent
 
 
-def _axes(model: RankModel) -> dict[tuple[int, ...], str]:
-    """The axis of each group of ranks. If two groups have the same ranks, the first counts for both
-    (only ep has all-to-alls)."""
-    groups = model.policy.models[0].pg_collection
-    named = (("tp", "tp"), ("cp", "cp"), ("etp", "expt_tp"), ("ep", "ep"))
-    axes: dict[tuple[int, ...], str] = {}
-    for axis, attribute in named:
-        group = getattr(groups, attribute, None)
-        if group is not None and group.size() > 1:
-            axes.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
-    return axes
-
-
 LEFT_OUT = (
     "overlap of communication and compute, latencies, matrix products too small to fill a GPU, "
     "uneven stages and experts"
 )
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The assumed hardware: an H100 and its usual network, at the shares of their peaks that
-    training of such models reaches."""
-
-    flops: float = 0.4 * 989e12  # dense BF16
-    node_bytes: float = 0.75 * 450e9  # a second, sent by one GPU over NVLink
-    network_bytes: float = 0.8 * 50e9  # over InfiniBand, 400 Gbit/s a GPU
-    gpus_per_node: int = 8
-
-
-H100 = Machine()
+# The assumed hardware: an H100 and its usual network, at the shares of their peaks that training of
+# such models reaches.
+FLOPS = 0.4 * 989e12  # dense BF16
+NODE_BYTES = 0.75 * 450e9  # a second, sent by one GPU over NVLink
+NETWORK_BYTES = 0.8 * 50e9  # over InfiniBand, 400 Gbit/s a GPU
+GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -131,31 +117,27 @@ def step_cost(
     work: Workload,
     active_parameters: int,
     traffic: Mapping[str, float],
-    machine: Machine = H100,
 ) -> Cost:
     """`traffic`: bytes that a rank sends in a step, by axis."""
     tokens = work.tokens * work.micro_batches_per_step  # of a model replica
-    sizes = parallel.layout
-    flops = _flops_per_token(config.resolved_model(), work.longest, active_parameters)
+    sizes, shape = parallel.layout, config.resolved_model()
+    # Per token: two for each weight in a matrix product, and attention over half of the sequence on
+    # average. An input embedding is looked up.
+    outside = 0 if shape.tie_embeddings else shape.hidden_size * (shape.vocab_size or 0)
+    attention = 2 * shape.num_layers * shape.num_attention_heads * shape.kv_channels * work.longest
+    flops = 2.0 * (active_parameters - outside) + attention
     # passes per token in units of a forward pass: a backward pass counts as two
     passes = 4.0 if config.training.recompute == "full" else 3.0
     passes += work.forward_only / work.micro_batches_per_step
-    compute = flops * passes * tokens / (sizes.tp * sizes.cp * sizes.pp) / machine.flops
-    rates = axis_rates(parallel, machine)
+    compute = flops * passes * tokens / (sizes.tp * sizes.cp * sizes.pp) / FLOPS
+    rates = axis_rates(parallel)
     exchange = sum(traffic[axis] / rates[axis] for axis in ("tp", "ep", "etp", "cp"))
     update = sum(traffic[axis] / rates[axis] for axis in ("dp", "edp", "pp"))
     bubble = bubble_share(sizes.pp, sizes.vpp or 1, work.micro_batches)
     return Cost(compute, exchange, (compute + exchange) * bubble / (1 - bubble), update)
 
 
-def _flops_per_token(shape: ModelShape, length: int, active_parameters: int) -> float:
-    """Of a forward pass: two per weight, and attention over half of the sequence on average."""
-    outside = shape.hidden_size * (shape.vocab_size or 0)  # looked up, not multiplied
-    attention = 2 * shape.num_layers * shape.num_attention_heads * shape.kv_channels * length
-    return 2.0 * (active_parameters - (0 if shape.tie_embeddings else outside)) + attention
-
-
-def axis_rates(parallel: ResolvedParallel, machine: Machine) -> dict[str, float]:
+def axis_rates(parallel: ResolvedParallel) -> dict[str, float]:
     """Bytes a second along each axis. Megatron-Core numbers ranks tp first, then cp, dp, pp, and
     for the experts etp, then ep, edp, pp."""
     sizes, etp = parallel.layout, parallel.expert_tensor_parallel_size
@@ -163,6 +145,6 @@ def axis_rates(parallel: ResolvedParallel, machine: Machine) -> dict[str, float]
     extent = {"tp": sizes.tp, "cp": sizes.tp * sizes.cp, "etp": etp, "ep": etp * sizes.ep}
     extent |= {"dp": stage, "edp": stage, "pp": parallel.world_size}
     return {
-        axis: machine.node_bytes if ranks <= machine.gpus_per_node else machine.network_bytes
+        axis: NODE_BYTES if ranks <= GPUS_PER_NODE else NETWORK_BYTES
         for axis, ranks in extent.items()
     }

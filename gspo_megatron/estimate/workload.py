@@ -59,42 +59,31 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
         rollout, mini_batches = config.rollout, config.objective.mini_batches
         sequence = (longest or config.max_prompt_tokens(), rollout.max_response_tokens)
         sequences = rollout.prompts_per_step * rollout.group_size
-    lengths = _filled(sequence, budget, packing=training.packing)
+    whole = max(1, budget // sum(sequence))
+    lengths, rest = (sequence,) * whole, budget - whole * sum(sequence)
+    if rest >= 2 and training.packing:
+        # a shorter sequence fills the budget
+        learned = min(sequence[1], rest - 1)
+        lengths += ((rest - learned, learned),)
     of_rank = -(-sequences // (mini_batches * replicas))
     needed = -(-of_rank // lengths.count(sequence))
     micro_batches = -(-needed // multiple) * multiple
     work = Workload(lengths, micro_batches, mini_batches, 0, sequences)
-    return _with_rollouts(work, config, parallel) if isinstance(config, Config) else work
-
-
-def _with_rollouts(work: Workload, config: Config, parallel: ResolvedParallel) -> Workload:
-    rollout, objective = config.rollout, config.objective
+    if not isinstance(config, Config):
+        return work
+    objective = config.objective
     forward = 0
     if objective.old_logprobs == "recompute":
         # the first mini-batch's come with its own pass
         forward += work.micro_batches_per_step - work.micro_batches
     if objective.kl != "none":
         forward += work.micro_batches_per_step
-    ranks = parallel.data_parallel_size * parallel.context_parallel_size
+    ranks = replicas * parallel.context_parallel_size
     prompts = -(-rollout.prompts_per_step // ranks)
     if rollout.batch_size:
         prompts = min(prompts, max(1, rollout.batch_size // rollout.group_size))
     rows = prompts * rollout.group_size
     return replace(work, forward_only=forward, rollout_rows=rows, rollout_prompts=prompts)
-
-
-def _filled(
-    sequence: tuple[int, int], budget: int, *, packing: bool
-) -> tuple[tuple[int, int], ...]:
-    """A full micro-batch of such sequences, at least one."""
-    whole = max(1, budget // sum(sequence))
-    lengths = [sequence] * whole
-    rest = budget - whole * sum(sequence)
-    if rest >= 2 and packing:
-        # a shorter sequence fills the budget
-        learned = min(sequence[1], rest - 1)
-        lengths.append((rest - learned, learned))
-    return tuple(lengths)
 
 
 def in_flight(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple[int, ...]:

@@ -1,12 +1,12 @@
 """One policy update on any layout, with its whole gradient on rank 0.
 
-The loss and the gradient of a step do not depend on how the model and the batch are sharded. The
-`verify` command and the tests compute a synthetic batch, or a dumped step of a run, on several
-layouts and compare.
+Loss and gradient of a step do not depend on how model and batch are sharded: the `verify` command
+and the tests compare them on several layouts, for a synthetic batch or a dumped step of a run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
@@ -33,6 +33,7 @@ from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.objectives.advantages import AdvantageEstimator
+from gspo_megatron.platform.collectives import gather_objects
 from gspo_megatron.platform.groups import (
     data_parallel_group,
     set_up_model_parallel,
@@ -56,11 +57,11 @@ DESCENT = 0.05  # learning rate between the mini-batches of an update in float64
 
 @dataclass(frozen=True)
 class Cut:
-    """How the batch is cut into micro-batches, on every layout alike.
+    """How the batch is cut into micro-batches, on every layout alike: the routers' auxiliary losses
+    are not linear in tokens, so only equal micro-batches have equal gradients.
 
-    The routers' auxiliary losses are means over micro-batches and not linear in their tokens, so
-    only equal micro-batches have equal gradients. `replicas` is a multiple of the data-parallel
-    size of each compared layout; a data rank trains on the micro-batches of several replicas.
+    `replicas` is a multiple of the data-parallel size of each compared layout; a data rank trains
+    on the micro-batches of several replicas.
     """
 
     replicas: int = 1
@@ -82,31 +83,24 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
 
 def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
     """The configuration's own layout, and two of each kind of parallelism that fits the model.
-
-    Raises UserError where its own layout takes more than `most_ranks` ranks and more than the
-    machine has cores.
-    """
+    Raises UserError where its own layout takes more ranks than `most_ranks` and than cores."""
     own = config.layout()
     if own.world_size > max(most_ranks, os.cpu_count() or 1):
         raise UserError(
-            f"layout {own}: takes {own.world_size} ranks, which is much for one machine; name "
-            "the layouts to compare, as in --layouts tp=2 pp=2,ep=2"
+            f"layout {own}: takes {own.world_size} ranks, which are many for one machine; "
+            "name the layouts to compare, as in --layouts tp=2 pp=2,ep=2"
         )
     found = [] if own.world_size == 1 else [own]
     for text in ("dp=2", "tp=2", "pp=2", "ep=2", "cp=2"):
         layout = Layout.parse(text)
-        try:
+        with contextlib.suppress(ConfigError):
             check_layouts(config, [layout])
-        except ConfigError:
-            continue
-        if layout not in found:
             found.append(layout)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def common_cut(config: Config, layouts: Sequence[Layout], *, dumped: bool) -> Cut:
-    """Micro-batches that every layout can run alike. (The routers' auxiliary losses depend on the
-    content of a micro-batch.)"""
+    """Micro-batches that every layout can run alike."""
     replicas, multiple = 1, 1
     for layout in layouts:
         parallel = resolve_parallel(apply_layout(config, layout), layout.world_size)
@@ -125,10 +119,8 @@ def run_update(
     mini_batches: int = 1,
 ) -> StepResult:
     """Build the policy on the running processes and update it on `batch`, by the code of a training
-    step from the redistribution of sequences on. All ranks call it; the configuration has passed
-    `check_config`. The groups it builds are gone when it returns.
-
-    The metrics are the step's, the gradients those of the last mini-batch.
+    step from the redistribution of sequences on. All ranks call it, after `check_config`. The
+    metrics are the step's, the gradients those of the last mini-batch.
     """
     cut = cut or Cut(token_budget=config.training.micro_batch_tokens)
     rate = config.optimizer.learning_rate
@@ -136,11 +128,11 @@ def run_update(
     policy = recorder.policy
     lengths = [len(tokens) for tokens in batch.tokens]
     plans = plan_alike(config, lengths, batch.response_lengths, cut, mini_batches)
-    sequences, index = _receive(batch, plans, policy)
+    sequences, index = distribute(batch, plans, policy)
     _set_old_logprobs(policy, builder, plans, sequences, index)
     section = config.objective
     if resolve_objective(section).correction == "none":
-        # Old log-probs are the rollout's. (A correction is a ratio to the rollout's by itself.)
+        # Old log-probs are the rollout's. (A correction has a ratio to the rollout's of its own.)
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
     if section.kl_in == "reward":  # the batch has advantages in place of rewards
@@ -182,20 +174,18 @@ def run_task(path: Path) -> None:
 
 
 def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
-    """Compute a dumped step by the code of a training step, from the redistribution of sequences
-    on. All ranks call it; dump and checkpoint (None: the weights that the run began with) have
-    passed their checks and those of `find_weights`.
+    """Compute a dumped step by the code of a training step. All ranks call it; dump and checkpoint
+    (None: the weights that the run began with) have passed the checks of `find_weights`.
 
     The gradients are those of the first mini-batch, which depend only on the weights. With
     `updates` the mini-batches change the weights as in the run, with the state of the checkpoint's
-    `optimizer` or a new one, and the loss is the step's. Without it the loss is that of all
-    mini-batches at these weights. If a gradient norm is not finite, which ends a run, the loss is
-    NaN and `lost_in` is the mini-batch.
+    `optimizer` or a new one. Without it all of them use these weights. If a gradient norm is not
+    finite, which ends a run, the loss is NaN and `lost_in` is the mini-batch.
     """
     config, checkpoint = task.config, task.checkpoint
     recorder, builder = _set_up(config, task.vocab_size, learning_rates(config))
     recorder.keeps_first, recorder.moves = True, task.updates
-    policy = recorder.policy
+    policy, group = recorder.policy, data_parallel_group()
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     if checkpoint is None or objective.needs_reference:
         # the weights that RL started from, as far as they are known
@@ -216,7 +206,6 @@ def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
             for chunk in policy.chunks:
                 chunk.start_param_sync(force_sync=True)
     experience = read_experience(dump.folder, dump.rollouts, policy)
-    group = data_parallel_group()
     index = gather_index(experience.batch, experience.scores.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))
     plans = plan_alike(config, index.lengths, index.response_lengths, task.cut, mini_batches)
@@ -244,7 +233,6 @@ def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
 def _set_up(
     config: Config, vocab_size: int, schedule: Schedule
 ) -> tuple[Recorder, MicroBatchBuilder]:
-    """Groups, policy, optimizer."""
     parallel = resolve_parallel(config, dist.get_world_size())
     set_up_model_parallel(parallel, config.training.seed)
     policy = build_policy(config, parallel, vocab_size)
@@ -260,10 +248,8 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
     _complete_shards(policy)
     mine = [shard for model in policy.models for shard in parameter_shards(model)]
     listed = [(s.name, s.global_shape, s.offset, tuple(s.data.shape)) for s in mine]
-    rank = dist.get_rank()
-    catalogue: list = [None] * dist.get_world_size()
-    dist.gather_object(listed, catalogue if rank == 0 else None, dst=0)
-    if rank != 0:
+    catalogue = gather_objects(listed)
+    if catalogue is None:
         for shard in mine:
             dist.send(_gradient(shard), dst=0)
         return {}, 0.0
@@ -297,8 +283,7 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
 
 @dataclass
 class Recorder(Trainer):
-    """Keeps the gradients that the optimizer is about to apply: those of the last update, or of the
-    first."""
+    """Keeps the gradients of the last update, or of the first."""
 
     policy: Policy
     keeps_first: bool = False
@@ -381,7 +366,7 @@ def plan_alike(
     return joined
 
 
-def _receive(
+def distribute(
     batch: SyntheticBatch, plans: Sequence[MiniBatch], policy: Policy
 ) -> tuple[Sequences, StepIndex]:
     """Send each sequence to its ranks; pairs of sequences come from the data ranks in turn."""

@@ -35,12 +35,14 @@ def compare(
     return sorted(errors, key=lambda pair: -pair[1])
 
 
-def relative_error(value: Tensor, reference: Tensor, *, not_finite: bool = False) -> float:
-    """||value - reference|| / ||reference||. Infinite where only the reference is 0, and where the
-    difference is not finite.
+def relative_error(
+    value: Tensor, reference: Tensor, *, not_finite: bool = False, scale: float = 0.0
+) -> float:
+    """||value - reference|| over ||reference||, or over `scale` if that is larger. Infinite if the
+    divisor is 0, or the difference is not finite.
 
-    With `not_finite` elements that are NaN on both sides, or the same infinity, count as equal, and
-    the norms are those of the other elements. This compares two results that diverged alike.
+    With `not_finite`, elements that are NaN on both sides, or the same infinity, count as equal,
+    and the norms are those of the other elements: for two results that diverged alike.
     """
     value, reference = value.double(), reference.double()
     if not_finite:
@@ -48,7 +50,7 @@ def relative_error(value: Tensor, reference: Tensor, *, not_finite: bool = False
         if not bool((finite | equal).all()):
             return math.inf
         value, reference = value[finite], reference[finite]
-    difference, size = float((value - reference).norm()), float(reference.norm())
+    difference, size = float((value - reference).norm()), max(float(reference.norm()), scale)
     if difference == 0.0:
         return 0.0
     return difference / size if size and math.isfinite(difference) else math.inf
@@ -57,43 +59,34 @@ def relative_error(value: Tensor, reference: Tensor, *, not_finite: bool = False
 def metric_error(result: StepResult, expected: StepResult, name: str) -> float:
     """Relative error of the loss or the gradient norm. A loss near 0 is compared with the size of
     the terms in its sum. Values that are not finite have no error if they are the same on both
-    sides, otherwise an infinite one. The losses of steps that ended in different mini-batches have
-    an infinite error."""
+    sides, otherwise an infinite one, and so have the losses of steps that ended in different
+    mini-batches."""
     if name == "loss" and result.lost_in != expected.lost_in:
         return math.inf
-    value, wanted = result.metrics[name], expected.metrics[name]
-    scale = max(abs(wanted), expected.loss_scale) if name == "loss" else abs(wanted)
-    difference = abs(value - wanted)
-    if value == wanted or (math.isnan(value) and math.isnan(wanted)):
-        return 0.0
-    return difference / scale if scale and math.isfinite(difference) else math.inf
+    scale = expected.loss_scale if name == "loss" else 0.0
+    return relative_error(*_metric(result, expected, name), not_finite=True, scale=scale)
 
 
 def describe_not_finite(result: StepResult, expected: StepResult) -> list[str]:
     """Lines about the values that are not finite: on one side alone, then on both sides alike."""
-    alike, differing, lines = [], [], []
+    lines = []
     ends = [side.lost_in or "none" for side in (result, expected)]
     if ends != ["none", "none"]:
         lines.append(
             f"the step ends in mini-batch {ends[0]} (the reference's: {ends[1]}), whose gradient "
             "norm is not finite: there is no loss of the whole step"
         )
-    for key in ("loss", "grad_norm"):
-        pair = [torch.tensor(side.metrics[key], dtype=torch.float64) for side in (result, expected)]
-        where = where_not_finite(*pair)
-        name = key.replace("_", " ")
-        if where is not None:
-            differing.append(f"{name}: {where}")
-        elif not math.isfinite(expected.metrics[key]):
-            alike.append(name)
-    count = 0
-    for name, wanted in expected.gradients.items():
-        where = where_not_finite(result.gradients[name], wanted)
-        if where is not None:
-            differing.append(f"{name}: {where}")
-        count += where is None and not bool(wanted.isfinite().all())
-    if count:
-        alike.append(f"{count} of {len(expected.gradients)} gradients")
+    metrics = {
+        key.replace("_", " "): _metric(result, expected, key) for key in ("loss", "grad_norm")
+    }
+    gradients = {name: (result.gradients[name], g) for name, g in expected.gradients.items()}
+    pairs = metrics | gradients
+    places = {name: where_not_finite(*pair) for name, pair in pairs.items()}
+    lost = [n for n, (_, wanted) in pairs.items() if not (places[n] or wanted.isfinite().all())]
+    alike = [name for name in lost if name in metrics]
+    if len(lost) > len(alike):
+        alike.append(f"{len(lost) - len(alike)} of {len(gradients)} gradients")
+    differing = [f"{name}: {where}" for name, where in places.items() if where is not None]
     shown = [f"not finite in other places than the reference: {text}" for text in differing]
     more = len(shown) - _LINES_SHOWN
     lines += [*shown[:_LINES_SHOWN], f"... and {more} more"] if more > 0 else shown
@@ -103,6 +96,13 @@ def describe_not_finite(result: StepResult, expected: StepResult) -> list[str]:
             "the errors are those of the rest"
         )
     return lines
+
+
+def _metric(result: StepResult, expected: StepResult, name: str) -> tuple[Tensor, Tensor]:
+    """[] float64 each."""
+    sides = (result.metrics[name], expected.metrics[name])
+    value, wanted = torch.tensor(sides, dtype=torch.float64)
+    return value, wanted
 
 
 def where_not_finite(value: Tensor, reference: Tensor) -> str | None:

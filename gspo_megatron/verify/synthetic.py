@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo_megatron.config.objectives import Recipe, resolve_objective
+from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.config.schema import ObjectiveSection
 
 
@@ -41,7 +41,10 @@ def synthetic_batch(
     assert 2 <= shortest <= longest
     generator = torch.Generator().manual_seed(seed)
     recipe = resolve_objective(objective)
-    low, high = _log_bounds(recipe)
+    numbers = recipe.parameters
+    # log-ratios at which the rule starts to act
+    low = -numbers.get("log_clip", -math.log1p(-numbers.get("clip_low", 0.2)))
+    high = numbers.get("log_clip", math.log1p(numbers.get("clip_high", 0.2)))
     levels = torch.tensor([2.5 * low, 0.5 * low, 0.5 * high, 2.5 * high])
     batch = SyntheticBatch([], [], [], [])
     for number in range(num_sequences):
@@ -60,12 +63,3 @@ def synthetic_batch(
         batch.log_ratios.append(log_ratios)
         batch.advantages.append(2.0 * size if positive else -size)
     return batch
-
-
-def _log_bounds(recipe: Recipe) -> tuple[float, float]:
-    """Log-ratios at which the recipe's rule starts to act."""
-    numbers = recipe.parameters
-    if "log_clip" in numbers:
-        return -numbers["log_clip"], numbers["log_clip"]
-    low, high = numbers.get("clip_low", 0.2), numbers.get("clip_high", 0.2)
-    return math.log1p(-low), math.log1p(high)

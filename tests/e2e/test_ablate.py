@@ -40,7 +40,7 @@ def test_an_ablation_is_killed_and_goes_on(config_file: Path, tmp_path: Path) ->
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=60)
     assert process.returncode == 143, said
-    assert "the same command goes on from here" in said
+    assert "the same command continues from here" in said
     assert not (out / "report.md").exists()
     untouched = (first / "metrics.jsonl").stat().st_mtime_ns
 
@@ -72,7 +72,7 @@ def test_bad_input_is_refused_before_anything_runs(config_file: Path, tmp_path: 
     out = tmp_path / "ablation"
     for more, named in (
         (("--variants", "grpo+r4"), "--variants grpo+r4: no such variant; did you mean"),
-        (("--variants", "grpo", "--seeds", "0"), "'0' is not an integer from 1"),
+        (("--variants", "grpo", "--seeds", "0"), "'0' is not a positive integer"),
         (("objective.clip_lo=0.1",), "objective.clip_lo = 0.1: unknown key; did you mean"),
         (("rollout.group_size=1", "--seeds", "1"), "rollout.group_size = 1"),
         (("--report-only",), "there is nothing to report"),

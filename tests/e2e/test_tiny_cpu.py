@@ -102,7 +102,7 @@ def test_without_the_earlier_stages_the_error_names_run_sh(
 ) -> None:
     """The paths of config.yaml are relative, and nothing is there in this folder."""
     monkeypatch.chdir(tmp_path)
-    advice = f"{FOLDER / 'run.sh'}: makes what this configuration needs; run it first"
+    advice = f"{FOLDER / 'run.sh'}: makes the files that this configuration needs; run it first"
     result = gspo("train", FOLDER / "config.yaml", expect=2)
     *missing, checkpoint, last = result.stderr.splitlines()
     assert last == advice

@@ -91,7 +91,7 @@ def test_without_the_steps_own_weights_it_says_so(dumped_run: Path) -> None:
     older = dumped_run.parent / "run" / "checkpoints" / "rl_00000001"
     said, found = verify_dump(dumped_run, "tp=2", "--checkpoint", older)
     assert "rl_00000001, not those that the step began with" in said
-    assert "all mini-batches at these weights: the loss is not that of the run" in said
+    assert "all mini-batches use these weights: the loss is not that of the run" in said
     assert abs(found["loss"] - found["logged_loss"]) > 1e-6
 
 

@@ -85,7 +85,7 @@ def update(config: Config, policy: Policy, trainer: Trainer, seed: int) -> None:
     batch = synthetic_batch(config.objective, VOCAB_SIZE, seed=seed)
     lengths, cut = [len(tokens) for tokens in batch.tokens], parity.Cut(4, 60, multiple=2)
     plans = parity.plan_alike(config, lengths, batch.response_lengths, cut, 1)
-    sequences, index = parity._receive(batch, plans, policy)
+    sequences, index = parity.distribute(batch, plans, policy)
     builder = MicroBatchBuilder(policy, 0, config.rollout.temperature)
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     updater = PolicyUpdater(policy, trainer, builder, objective, config.objective, config.routing)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,13 +18,10 @@ Command = Callable[..., tuple[object, str, str]]
 
 
 @pytest.fixture(autouse=True)
-def _no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests may themselves run under srun or torchrun; what is set meanwhile is undone."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_JOB_ID")
-    for name in (*names, *slurm):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+def _environment_as_before() -> Iterator[None]:
+    """A command makes variables of torchrun from those of srun."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,25 +11,44 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.cli import launch as launcher
-from gspo_megatron.cli.main import main, parse
+from gspo_megatron.cli.main import parse
 from gspo_megatron.cli.variants import (
     REPORT_NAMES,
+    PlannedRun,
     Variant,
     baselines,
     choose_variants,
     override,
     plan_runs,
 )
-from gspo_megatron.config import Config, load_config, to_yaml
+from gspo_megatron.config import load_config, to_yaml
+from gspo_megatron.config.load import apply_overrides
 from gspo_megatron.errors import ConfigError, UserError
+from tests.unit.cli.conftest import Command, ConfigWriter
 
-ConfigWriter = Callable[..., Path]
 STEPS = 3
 USUAL = ["grpo", "grpo+r2", "grpo+r3", "gspo", "gspo+r2", "gspo+r3"]
+Choose = Callable[..., list[Variant]]
+Plan = Callable[..., list[PlannedRun]]
+Ablate = Callable[..., tuple[object, str]]
 
 
-def config_of(path: Path, *overrides: str) -> Config:
-    return load_config(path, overrides)
+@pytest.fixture
+def choose(write_config: ConfigWriter) -> Choose:
+    """The variants that the words name, of a configuration with overrides."""
+    path = write_config()
+    return lambda words, *given: choose_variants(words, load_config(path, given))
+
+
+@pytest.fixture
+def plan(write_config: ConfigWriter, choose: Choose, tmp_path: Path) -> Plan:
+    """The runs of these variants, in tmp_path."""
+    path = str(write_config())
+
+    def runs(words: Sequence[str], *given: str, seeds: Sequence[int] = (1,)) -> list[PlannedRun]:
+        return plan_runs(path, given, choose(words, *given), seeds, tmp_path)
+
+    return runs
 
 
 def names(variants: Sequence[Variant]) -> list[str]:
@@ -64,16 +84,13 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 
 @pytest.fixture
-def ablate(
-    write_config: ConfigWriter, tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def ablate(write_config: ConfigWriter, tmp_path: Path, trainer: Trainer, gspo: Command) -> Ablate:
     """The command with the given words, into tmp_path/out: its exit code and what it printed."""
-    path, out = write_config(), tmp_path / "out"
+    first = ("ablate", write_config(), f"training.steps={STEPS}", "-o", tmp_path / "out")
 
-    def call(*words: str) -> tuple[int, str]:
-        code = main(["ablate", str(path), f"training.steps={STEPS}", "-o", str(out), *words])
-        printed = capsys.readouterr()
-        return code, printed.out + printed.err
+    def call(*words: str) -> tuple[object, str]:
+        code, out, err = gspo(*first, *words)
+        return code, out + err
 
     return call
 
@@ -81,70 +98,46 @@ def ablate(
 # --- variants -----------------------------------------------------------------------------------
 
 
-def test_the_default_variants_are_both_objectives_by_replay(write_config: ConfigWriter) -> None:
-    config = config_of(write_config(), "objective.clip_low=0.01", "objective.clip_high=0.02")
-    variants = choose_variants([], config)
-    assert names(variants) == USUAL
-    made = {variant.name: config_of(write_config(), *variant.overrides) for variant in variants}
-    assert {name: c.objective.name + " " + c.routing.replay for name, c in made.items()} == {
-        "grpo": "grpo off",
-        "grpo+r2": "grpo r2",
-        "grpo+r3": "grpo r3",
-        "gspo": "gspo off",
-        "gspo+r2": "gspo r2",
-        "gspo+r3": "gspo r3",
-    }
+def test_the_default_variants_are_both_objectives_by_replay(plan: Plan) -> None:
+    """A clip range is for the objective that the configuration has."""
+    runs = plan([], "objective.clip_low=0.01", "objective.clip_high=0.02")
+    assert names([run.variant for run in runs]) == USUAL
+    for run in runs:
+        name, _, replay = run.variant.name.partition("+")
+        section = run.config.objective
+        assert (section.name, run.config.routing.replay) == (name, replay or "off")
+        clip_range = (0.01, 0.02) if name == "gspo" else (None, None)
+        assert (section.clip_low, section.clip_high) == clip_range
 
 
-def test_a_clip_range_is_for_the_objective_that_the_configuration_has(
-    write_config: ConfigWriter, tmp_path: Path
-) -> None:
-    given = ["objective.clip_low=0.01", "objective.clip_high=0.02"]
-    path = write_config()
-    variants = choose_variants([], config_of(path, *given))
-    clips = {
-        run.variant.name: (run.config.objective.clip_low, run.config.objective.clip_high)
-        for run in plan_runs(str(path), given, variants, [1], tmp_path)
-    }
-    assert clips["gspo+r2"] == (0.01, 0.02)
-    assert clips["grpo+r2"] == (None, None)
-
-
-def test_without_replay_nothing_is_set_that_would_not_be_read(write_config: ConfigWriter) -> None:
-    config = config_of(write_config(), "routing.replay=r2", "routing.store_on_host=true")
-    [plain, *_] = choose_variants(["gspo"], config)
+def test_without_replay_nothing_is_set_that_would_not_be_read(choose: Choose) -> None:
+    [plain] = choose(["gspo"], "routing.replay=r2", "routing.store_on_host=true")
     assert "routing.store_on_host=false" in plain.overrides
 
 
-def test_the_reference_replays_in_every_variant_what_the_configuration_says(
-    write_config: ConfigWriter, tmp_path: Path
-) -> None:
+def test_the_reference_replays_in_every_variant_what_the_configuration_says(plan: Plan) -> None:
     given = ["objective.kl=k3", "objective.kl_coefficient=0.1", "routing.reference_replay=r2"]
     given.append("routing.store_on_host=true")  # which the reference's routes read in every variant
-    path = write_config()
-    runs = plan_runs(str(path), given, choose_variants([], config_of(path, *given)), [1], tmp_path)
+    runs = plan([], *given)
     assert all(run.config.routing.reference_replay == "r2" for run in runs)
     assert all(run.config.routing.store_on_host for run in runs)
     assert baselines(runs)["gspo+r3"] == "gspo"
 
 
-def test_variants_are_chosen_by_name_in_the_order_given(write_config: ConfigWriter) -> None:
-    config = config_of(write_config())
-    assert names(choose_variants(["gspo+r3", "grpo", "gspo+r3"], config)) == ["gspo+r3", "grpo"]
-    with pytest.raises(
-        ConfigError, match=r"--variants gspo\+r4: no such variant; did you mean gspo\+r"
-    ):
-        choose_variants(["grpo", "gspo+r4"], config)
+def test_variants_are_chosen_by_name_in_the_order_given(choose: Choose) -> None:
+    assert names(choose(["gspo+r3", "grpo", "gspo+r3"])) == ["gspo+r3", "grpo"]
+    wrong = r"--variants gspo\+r4: no such variant; did you mean gspo\+r"
+    with pytest.raises(ConfigError, match=wrong):
+        choose(["grpo", "gspo+r4"])
 
 
-def test_a_custom_objective_has_no_default_variants(write_config: ConfigWriter) -> None:
-    config = config_of(write_config(), "objective.import_path=my.module:loss")
-    with pytest.raises(UserError, match="name your own with --variants FILE"):
-        choose_variants(["gspo"], config)
+def test_a_custom_objective_has_no_default_variants(choose: Choose) -> None:
+    with pytest.raises(UserError, match="define other variants with --variants FILE"):
+        choose(["gspo"], "objective.import_path=my.module:loss")
 
 
 def test_variants_of_a_file_replace_the_default_ones(
-    write_config: ConfigWriter, tmp_path: Path
+    choose: Choose, write_config: ConfigWriter, tmp_path: Path
 ) -> None:
     file = tmp_path / "variants.yaml"
     file.write_text(
@@ -152,12 +145,11 @@ def test_variants_of_a_file_replace_the_default_ones(
         'slow: {optimizer.learning_rate: 1e-7, rollout.stop: ["a, b"]}\n'
         "as_it_is: {}\n"
     )
-    config = config_of(write_config())
-    assert names(choose_variants([str(file)], config)) == ["wide", "slow", "as_it_is"]
-    [slow, wide] = choose_variants([str(file), "slow", "wide"], config)
-    made = config_of(write_config(), *slow.overrides)
+    assert names(choose([str(file)])) == ["wide", "slow", "as_it_is"]
+    [slow, wide] = choose([str(file), "slow", "wide"])
+    made = load_config(write_config(), slow.overrides)
     assert (made.optimizer.learning_rate, made.rollout.stop) == (1e-7, ["a, b"])
-    assert config_of(write_config(), *wide.overrides).objective.clip_low == 0.04
+    assert load_config(write_config(), wide.overrides).objective.clip_low == 0.04
 
 
 @pytest.mark.parametrize(
@@ -166,7 +158,7 @@ def test_variants_of_a_file_replace_the_default_ones(
         ("", "must be a mapping of variants"),
         ("- gspo\n", "must be a mapping of variants"),
         ("gspo: objective.name=gspo\n", "variant gspo: 'objective.name=gspo'; the file must be"),
-        ("../up: {}\n", "variant '../up': must be a name for a folder"),
+        ("../up: {}\n", "variant '../up': must be a possible name of a folder"),
         ("plots: {}\n", "variant plots: the report uses this name; choose another"),
         ("report.html: {}\n", "variant report.html: the report uses this name"),
         ("Report.md: {}\n", "variant Report.md: the report uses this name"),
@@ -175,23 +167,21 @@ def test_variants_of_a_file_replace_the_default_ones(
     ],
 )
 def test_a_file_of_variants_that_makes_no_sense_is_refused(
-    text: str, wrong: str, write_config: ConfigWriter, tmp_path: Path
+    text: str, wrong: str, choose: Choose, tmp_path: Path
 ) -> None:
     file = tmp_path / "variants.yml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        choose_variants([str(file)], config_of(write_config()))
+        choose([str(file)])
     assert wrong in str(caught.value)
     with pytest.raises(ConfigError, match="cannot be read"):
-        choose_variants([str(tmp_path / "absent.yaml")], config_of(write_config()))
+        choose([str(tmp_path / "absent.yaml")])
 
 
 @pytest.mark.parametrize(
     "value", ["gspo", "off", "null", "true", "1e-3", "1.5", "/a/b c", ".5", "x: y", 3, 0.1, None]
 )
 def test_an_override_is_read_back_as_it_was(value: object) -> None:
-    from gspo_megatron.config.load import apply_overrides
-
     made, problems = apply_overrides({}, [override("section.key", value)])
     assert problems == []
     assert made == {"section": {"key": value}}
@@ -201,48 +191,33 @@ def test_an_override_is_read_back_as_it_was(value: object) -> None:
 
 
 def test_every_variant_of_a_seed_comes_before_the_next_seed(
-    write_config: ConfigWriter, tmp_path: Path
+    plan: Plan, write_config: ConfigWriter, tmp_path: Path
 ) -> None:
-    path = write_config()
-    variants = choose_variants(["grpo", "gspo+r3"], config_of(path))
-    runs = plan_runs(str(path), ["training.steps=7"], variants, [4, 5], tmp_path)
-    assert [str(run.folder.relative_to(tmp_path)) for run in runs] == [
-        "grpo/seed_4",
-        "gspo+r3/seed_4",
-        "grpo/seed_5",
-        "gspo+r3/seed_5",
-    ]
+    runs = plan(["grpo", "gspo+r3"], "training.steps=7", seeds=[4, 5])
+    folders = ["grpo/seed_4", "gspo+r3/seed_4", "grpo/seed_5", "gspo+r3/seed_5"]
+    assert [str(run.folder.relative_to(tmp_path)) for run in runs] == folders
     for run in runs:
-        assert run.config == load_config(path, run.overrides)
+        assert run.config == load_config(write_config(), run.overrides)
         assert run.config.training.seed == run.seed and run.config.training.steps == 7
         assert run.config.logging.dir == str(run.folder)
         assert run.config.routing.volatility
 
 
-def test_volatility_is_not_asked_of_a_dense_model(
-    write_config: ConfigWriter, tmp_path: Path
-) -> None:
-    path, dense = write_config(), ["model.megatron.num_moe_experts=null"]
-    variants = choose_variants(["grpo", "gspo"], config_of(path, *dense))
-    runs = plan_runs(str(path), dense, variants, [1], tmp_path)
+def test_volatility_is_not_asked_of_a_dense_model(plan: Plan) -> None:
+    runs = plan(["grpo", "gspo"], "model.megatron.num_moe_experts=null")
     assert not any(run.config.routing.volatility for run in runs)
 
 
 def test_a_baseline_is_the_same_variant_without_replay(
-    write_config: ConfigWriter, tmp_path: Path
+    choose: Choose, write_config: ConfigWriter, tmp_path: Path
 ) -> None:
-    path = write_config()
-    variants = [
-        *choose_variants(["gspo+r2", "grpo", "grpo+r3", "gspo"], config_of(path)),
-        Variant("slow+r2", ("routing.replay=r2", "optimizer.learning_rate=1e-9")),
-    ]
-    runs = plan_runs(str(path), [], variants, [1, 2], tmp_path)
+    slow = Variant("slow+r2", ("routing.replay=r2", "optimizer.learning_rate=1e-9"))
+    variants = [*choose(["gspo+r2", "grpo", "grpo+r3", "gspo"]), slow]
+    runs = plan_runs(str(write_config()), [], variants, [1, 2], tmp_path)
     assert baselines(runs) == {"gspo+r2": "gspo", "grpo+r3": "grpo"}
 
 
 # --- the command ----------------------------------------------------------------------------------
-
-Ablate = Callable[..., tuple[int, str]]
 
 
 def test_all_runs_are_made_and_then_none(ablate: Ablate, tmp_path: Path, trainer: Trainer) -> None:
@@ -378,19 +353,16 @@ def test_ranks_are_started_for_each_run(ablate: Ablate, trainer: Trainer) -> Non
     assert trainer.made == [("gspo/seed_1", 4)]
 
 
-def test_it_is_no_rank_itself(
-    ablate: Ablate, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, text in (("RANK", "0"), ("WORLD_SIZE", "1")):
-        monkeypatch.setenv(name, text)
+def test_it_is_no_rank_itself(ablate: Ablate, trainer: Trainer) -> None:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     code, said = ablate()
     assert code == 2 and "outside torchrun and srun" in said
     assert trainer.made == []
 
 
 def test_the_folder_is_that_of_the_configuration_unless_given(
-    write_config: ConfigWriter, tmp_path: Path, trainer: Trainer
+    write_config: ConfigWriter, tmp_path: Path, trainer: Trainer, gspo: Command
 ) -> None:
-    words = ["ablate", str(write_config()), f"logging.dir={tmp_path}/runs", "--seeds", "1"]
-    assert main([*words, f"training.steps={STEPS}", "--variants", "gspo"]) == 0
+    words = ("ablate", write_config(), f"logging.dir={tmp_path}/runs", "--seeds", 1)
+    assert gspo(*words, f"training.steps={STEPS}", "--variants", "gspo")[0] == 0
     assert (tmp_path / "runs" / "gspo" / "seed_1" / "metrics.jsonl").is_file()

@@ -29,7 +29,7 @@ def test_the_last_line_has_the_figures_of_the_estimate(
     found = estimate_layout(load_config(path, overrides), 4, 80, longest=5)
     said = pairs(out)
     assert code == 0
-    assert int(said["parameters_total"]) == found.parameters_total
+    assert int(said["parameters_total"]) == found.parameters.total()
     assert int(said["worst_rank_bytes"]) == found.worst.total
     assert int(said["activations_bytes"]) == found.worst.activations
     assert int(said["sent_pp_bytes"]) == max(sent["pp"] for sent in found.traffic) > 0

@@ -74,7 +74,7 @@ def test_each_stage_is_summed_up(sft: Path, pretrain: Path, gspo: Command) -> No
     assert rows["corpora"] == "120 tokens in 1 corpus of data.train"
     assert rows["lengths"] == "samples of 16 tokens"
     # 1000 tokens are 6 steps of 192
-    assert rows["step"] == "12 samples = 192 tokens; 1,152 tokens in all, 9.6 times what there is"
+    assert rows["step"] == "12 samples = 192 tokens; 1,152 tokens in all, 9.6 passes over the data"
     assert rows["run"] == "6 steps into runs/corpus"
 
 

@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_and_one_that_cannot(
     config: Path, tmp_path: Path, gspo: Command
 ) -> None:
     path = add(load_any_config(config, [SIZE]), Position("rl", 3))
-    assert weights(gspo, config, SIZE) == f"{path}: the run goes on"
+    assert weights(gspo, config, SIZE) == f"{path}: the run is resumed"
     # these weights are not read then
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
     words = (SIZE, nothing, "training.seed=7", "objective.clip_low=0.1")

@@ -88,15 +88,12 @@ def test_altered_contents_end_the_command_and_are_named(
 
 def test_the_help_promises_no_more(gspo: Command) -> None:
     told = " ".join(gspo(*EXPORT, "--help")[1].split())
-    assert "the newest one is taken whose files are all there in their full size" in told
+    assert "the newest one is taken of which no file is missing or cut short" in told
     assert "newest whole" not in told
 
 
-def test_a_layout_is_not_passed_over_by_a_rank(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gspo: Command
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+def test_a_layout_is_not_passed_over_by_a_rank(run: Path, tmp_path: Path, gspo: Command) -> None:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     code, _, err = gspo(*EXPORT, run, tmp_path / "out", "--layout", "tp=2,pp=2")
     told = "--layout tp=2,pp=2: takes 4 processes, and this one is already one of 1"
     assert code == 2 and err.startswith(told) and len(err.splitlines()) == 1

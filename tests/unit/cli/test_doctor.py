@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.cli import doctor
-from gspo_megatron.cli.main import main
 from gspo_megatron.observe import environment
+from tests.unit.cli.conftest import Command
 
 GPU = {"names": ["H200", "H200"], "memory_bytes": [139 * 2**30, 140 * 2**30], "cuda": "13.2"}
 
@@ -91,8 +91,8 @@ def to_be_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("", None),
         ("raise OSError('libcudart.so.12: not found\\nand more')", "OSError: libcudart.so.12: not"),
         ("print('hello'); import no_such_library", "ModuleNotFoundError: No module named"),
-        ("import os; os.kill(os.getpid(), 11)", "it ends the process with -11"),
-        ("import time; time.sleep(60)", "nothing after 3 s"),
+        ("import os; os.kill(os.getpid(), 11)", "the process ends with -11"),
+        ("import time; time.sleep(60)", "not done after 3 s"),
     ],
 )
 def test_why_a_transformer_engine_does_not_import(
@@ -117,14 +117,13 @@ def test_why_a_transformer_engine_does_not_import(
 
 
 def test_the_command_tries_the_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gspo: Command
 ) -> None:
     (tmp_path / "transformer_engine.py").write_text("raise ImportError('undefined_symbol')")
     to_be_found(tmp_path, monkeypatch)
     monkeypatch.setattr(environment, "describe_environment", described)
-    monkeypatch.setenv("COLUMNS", "300")
-    assert main(["doctor"]) == 0
-    assert "import fails: ImportError: undefined_symbol" in capsys.readouterr().out
+    code, out, _ = gspo("doctor")
+    assert code == 0 and "import fails: ImportError: undefined_symbol" in out
 
 
 @pytest.mark.parametrize(
@@ -143,15 +142,14 @@ def test_the_command_tries_the_import(
 def test_missing_and_unsupported_versions_exit_with_1(
     modules: set[str],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    gspo: Command,
     versions: dict[str, str | None],
     code: int,
     text: str,
 ) -> None:
     monkeypatch.setattr(environment, "describe_environment", lambda: described(**versions))
-    monkeypatch.setenv("COLUMNS", "300")
-    assert main(["doctor"]) == code
-    assert text in capsys.readouterr().out
+    ended, out, _ = gspo("doctor")
+    assert ended == code and text in out
 
 
 def test_precisions_are_those_that_a_run_could_use(

@@ -36,8 +36,8 @@ def test_runs_of_a_report_may_follow_its_output() -> None:
     ("words", "told"),
     [
         (["train", "a.yaml", "--nprocs", "2"], "unrecognized arguments: --nprocs"),
-        (["train", "a.yaml", "--nproc", "0"], "'0' is not an integer from 1"),
-        (["train", "a.yaml", "--nproc", "two"], "'two' is not an integer from 1"),
+        (["train", "a.yaml", "--nproc", "0"], "'0' is not a positive integer"),
+        (["train", "a.yaml", "--nproc", "two"], "'two' is not a positive integer"),
         (["train"], "required: CONFIG.yaml\n"),
         (["doctor", "now"], "unrecognized arguments: now"),
         (["report", "run"], "--output"),

@@ -46,9 +46,9 @@ def test_which_process_is_a_rank(environ: dict[str, str], world_size: int | None
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"RANK": None}, "WORLD_SIZE = 2: of RANK and WORLD_SIZE only this one"),
-        ({"WORLD_SIZE": None}, "RANK = 1: of RANK and WORLD_SIZE only this one"),
-        ({"RANK": "2"}, "RANK = 2: beyond WORLD_SIZE = 2"),
+        ({"RANK": None}, "WORLD_SIZE = 2: only one of RANK and WORLD_SIZE"),
+        ({"WORLD_SIZE": None}, "RANK = 1: only one of RANK and WORLD_SIZE"),
+        ({"RANK": "2"}, "RANK = 2: must be below WORLD_SIZE = 2"),
         ({"RANK": "first"}, "RANK = 'first' in the environment: not an integer"),
         ({"WORLD_SIZE": "-2"}, "WORLD_SIZE = '-2' in the environment: not an integer"),
         ({"MASTER_ADDR": "", "MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT must be set"),
@@ -120,13 +120,11 @@ def test_the_chosen_port_is_free_for_rank_0_and_kept_from_others() -> None:
                 pass
 
 
-def test_a_port_that_is_said_and_in_use_is_named() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+def test_a_port_that_is_given_and_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        said = {"MASTER_PORT": str(port)}
-        with pytest.raises(UserError, match=f"MASTER_PORT = {port}.*in use"), reserved_port(said):
+        given = {"MASTER_PORT": str(port)}
+        with pytest.raises(UserError, match=f"MASTER_PORT = {port}.*in use"), reserved_port(given):
             pass
 
 

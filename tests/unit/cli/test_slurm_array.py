@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.cli.ablate import submit
-from gspo_megatron.cli.main import main
 from gspo_megatron.errors import UserError
+from tests.unit.cli.conftest import Command, ConfigWriter
 
-ConfigWriter = Callable[..., Path]
+Asked = Callable[[], list[list[str]]]
 
 _SBATCH = f"""#!{sys.executable}
 import json, pathlib, sys
@@ -27,7 +27,7 @@ print(f"{{100 + len(lines)}};somewhere")
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     """What sbatch was asked for so far."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -38,9 +38,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
     return lambda: [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_array_and_a_report_that_waits_for_it(
-    tmp_path: Path, asked: Callable[[], list[list[str]]]
-) -> None:
+def test_an_array_and_a_report_that_waits_for_it(tmp_path: Path, asked: Asked) -> None:
     runs = [["c.yaml", "a=1 2"], ["c.yaml", "a='x'"], ["c.yaml"]]
     options = "--partition=gpu --gpus-per-node=8 --comment='two words'"
     array_job, report_job, folder = submit(
@@ -49,12 +47,8 @@ def test_an_array_and_a_report_that_waits_for_it(
     assert (array_job, report_job) == ("100", "101")
     array, report = asked()
     assert array[:4] == ["--parsable", f"--output={folder}/%a.log", "--array", "0-2"]
-    assert array[4:8] == [
-        "--ntasks=4",
-        "--partition=gpu",
-        "--gpus-per-node=8",
-        "--comment=two words",
-    ]
+    given = ["--ntasks=4", "--partition=gpu", "--gpus-per-node=8", "--comment=two words"]
+    assert array[4:8] == given
     assert array[8].endswith("slurm/ablation.sbatch") and array[9:] == [str(folder)]
     assert report[1:3] == ["--dependency=afterany:100", "--ntasks=1"]
     assert "--partition=gpu" in report and "--gpus-per-node=8" not in report
@@ -66,9 +60,7 @@ def test_an_array_and_a_report_that_waits_for_it(
 
 
 @pytest.mark.parametrize("said", ["-n8", "-n 8", "--ntasks=8", "--nodes=2 --ntasks-per-node=4"])
-def test_a_number_of_tasks_that_is_given_counts(
-    tmp_path: Path, asked: Callable[[], list[list[str]]], said: str
-) -> None:
+def test_a_number_of_tasks_that_is_given_counts(tmp_path: Path, asked: Asked, said: str) -> None:
     submit(tmp_path, [["a"], ["b"]], ["c"], said, [2, 4])
     assert "--ntasks=2" not in asked()[0]
 
@@ -79,21 +71,21 @@ def test_arms_of_different_sizes_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_sbatch_says_is_told(tmp_path: Path, asked: object) -> None:
-    with pytest.raises(UserError, match="no such partition"):
-        submit(tmp_path, [["a"]], ["c"], "--refuse", [2])
-    with pytest.raises(UserError, match="No closing quotation"):
-        submit(tmp_path, [["a"]], ["c"], "--comment='", [2])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--refuse", "no such partition"),
+        ("--comment='", "No closing quotation"),
+        # only the report is refused
+        ("--partition=short", "as job 100: do not submit them again; --report-only"),
+    ],
+)
+def test_what_sbatch_says_is_told(tmp_path: Path, asked: Asked, options: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        submit(tmp_path, [["a"]], ["c"], options, [2])
 
 
-def test_a_report_that_is_refused_does_not_hide_the_runs(tmp_path: Path, asked: object) -> None:
-    with pytest.raises(UserError, match="as job 100: do not submit them again; --report-only"):
-        submit(tmp_path, [["a"]], ["c"], "--partition=short", [2])
-
-
-def test_what_a_killed_submission_left_is_not_used(
-    tmp_path: Path, asked: Callable[[], list[list[str]]]
-) -> None:
+def test_what_a_killed_submission_left_is_not_used(tmp_path: Path, asked: Asked) -> None:
     left = tmp_path / ".slurm" / "1"
     left.mkdir(parents=True)
     (left / "0").write_text("old.yaml\n")
@@ -111,14 +103,12 @@ def test_without_slurm_the_command_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_command_submits_every_run(
-    write_config: ConfigWriter,
-    tmp_path: Path,
-    asked: Callable[[], list[list[str]]],
-    capsys: pytest.CaptureFixture[str],
+    write_config: ConfigWriter, tmp_path: Path, asked: Asked, gspo: Command
 ) -> None:
     config, out = write_config(), tmp_path / "out"
     words = ["--variants", "gspo", "grpo+r2", "--seeds", "2", "-o", str(out), "--slurm=--nodes=2"]
-    assert main(["ablate", str(config), "training.steps=3", *words]) == 0
+    code, said, _ = gspo("ablate", config, "training.steps=3", *words)
+    assert code == 0 and "job 100: 4 runs" in said
     array, report = asked()
     assert array[2:6] == ["--array", "0-3", "--ntasks=1", "--nodes=2"]
     folder = Path(report[-2])
@@ -127,4 +117,3 @@ def test_the_command_submits_every_run(
     assert f"logging.dir={out / 'gspo' / 'seed_1'}" in first
     told = (folder / "report").read_text().splitlines()
     assert told == [str(config), "training.steps=3", *words[:-1], "--report-only"]
-    assert "job 100: 4 runs" in capsys.readouterr().out

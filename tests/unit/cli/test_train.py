@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import runpy
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import gspo_megatron
 from gspo_megatron.cli import launch as launcher
-from gspo_megatron.cli.main import main
 from gspo_megatron.cli.ranks import decide_world_size
-from gspo_megatron.config import Config, load_config, parse_config
+from gspo_megatron.config import Config, load_config
 from gspo_megatron.errors import UserError
+from tests.unit.cli.conftest import Command, ConfigWriter
 
 Calls = list[tuple[object, ...]]
-ConfigWriter = Callable[..., Path]
 TOLD_TO_STOP = 77  # steps of a run that pretends to have been
 
 
@@ -45,15 +46,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return made
 
 
-@pytest.fixture
-def config(write_config: ConfigWriter) -> Config:
-    return load_config(write_config())
-
-
-def with_layout(config: Config, layout: str) -> Config:
-    return parse_config(config.model_dump(exclude_unset=True), [f"parallel.layout={layout}"])
-
-
 LAYOUT, STEPS = "parallel.layout=tp=2,pp=2", "training.steps=3"
 
 
@@ -71,6 +63,7 @@ LAYOUT, STEPS = "parallel.layout=tp=2,pp=2", "training.steps=3"
 )
 def test_what_a_command_line_does(
     write_config: ConfigWriter,
+    gspo: Command,
     calls: Calls,
     words: list[str],
     code: int,
@@ -78,7 +71,7 @@ def test_what_a_command_line_does(
     world_size: int,
 ) -> None:
     path = write_config()
-    assert main(["train", str(path), *words]) == code
+    assert gspo("train", path, *words)[0] == code
     what, *given = does
     if what == "train":
         fresh = ("fresh",) if "--fresh" in given else ()
@@ -91,32 +84,26 @@ def test_what_a_command_line_does(
 
 
 def test_a_rank_trains_and_launches_nothing(
-    write_config: ConfigWriter, calls: Calls, monkeypatch: pytest.MonkeyPatch
+    write_config: ConfigWriter, gspo: Command, calls: Calls
 ) -> None:
-    for name, text in (("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "a")):
-        monkeypatch.setenv(name, text)
-    monkeypatch.setenv("MASTER_PORT", "1")
+    os.environ |= {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     path = write_config()
-    assert main(["train", str(path), "parallel.layout=tp=2", "--nproc", "4"]) == 0
+    assert gspo("train", path, "parallel.layout=tp=2", "--nproc", 4)[0] == 0
     assert calls == [("train", load_config(path, ["parallel.layout=tp=2"]))]
 
 
 def test_a_world_size_that_does_not_fit_is_refused_before_anything_starts(
-    write_config: ConfigWriter, calls: Calls, capsys: pytest.CaptureFixture[str]
+    write_config: ConfigWriter, gspo: Command, calls: Calls
 ) -> None:
-    words = ["train", str(write_config()), "parallel.layout=tp=2", "rollout.group_size=1"]
-    assert main([*words, "--nproc", "3"]) == 2
-    error = capsys.readouterr().err
-    assert "world size = 3: not divisible" in error
-    assert "rollout.group_size = 1" in error
-    assert calls == []
+    words = ("train", write_config(), "parallel.layout=tp=2", "rollout.group_size=1")
+    code, _, err = gspo(*words, "--nproc", 3)
+    assert "world size = 3: not divisible" in err and "rollout.group_size = 1" in err
+    assert (code, calls) == (2, [])
 
 
 def test_the_entry_file_is_the_same_command(
     write_config: ConfigWriter, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import runpy
-
     script = Path(gspo_megatron.__file__).parents[1] / "pretrain_scripts" / "train_gspo.py"
     path = write_config()
     monkeypatch.setattr(sys, "argv", [str(script), str(path), "training.steps=3"])
@@ -126,24 +113,20 @@ def test_the_entry_file_is_the_same_command(
     assert calls == [("train", load_config(path, ["training.steps=3"]))]
 
 
-def test_the_layout_decides_unless_told_otherwise(config: Config) -> None:
-    assert decide_world_size(config, None, None) == 1
-    assert decide_world_size(with_layout(config, "tp=2,pp=2,dp=2"), None, None) == 8
-    assert decide_world_size(with_layout(config, "tp=2"), 6, None) == 6
-    assert decide_world_size(with_layout(config, "tp=2"), None, 6) == 6
-    assert decide_world_size(config, 6, 6) == 6
-
-
-def test_nproc_that_contradicts_the_ranks_there_are_is_refused(config: Config) -> None:
-    with pytest.raises(UserError, match="--nproc 2: this process is already one of 4 ranks"):
-        decide_world_size(config, 2, 4)
-
-
-def test_a_layout_for_a_cluster_is_not_started_on_one_machine_by_mistake(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+def test_the_layout_decides_unless_told_otherwise(
+    write_config: ConfigWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    big = with_layout(config, "pp=4,ep=8,dp=64")
+    def decide(layout: str, nproc: int | None = None, rank_of: int | None = None) -> int:
+        config = load_config(write_config(), [f"parallel.layout={layout}"])
+        return decide_world_size(config, nproc, rank_of)
+
+    assert decide("tp=1") == 1
+    assert decide("tp=2,pp=2,dp=2") == 8
+    assert decide("tp=2", 6) == decide("tp=2", None, 6) == decide("tp=1", 6, 6) == 6
+    with pytest.raises(UserError, match="--nproc 2: this process is already one of 4 ranks"):
+        decide("tp=1", 2, 4)
+    # a layout for a cluster is not started on one machine by mistake
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     with pytest.raises(UserError, match="takes 256 ranks.*--nproc 256"):
-        decide_world_size(big, None, None)
-    assert decide_world_size(big, 256, None) == 256
+        decide("pp=4,ep=8,dp=64")
+    assert decide("pp=4,ep=8,dp=64", 256) == 256

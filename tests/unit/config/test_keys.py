@@ -45,7 +45,8 @@ def test_keys_are_found_by_a_word_without_a_configuration(capsys: Capture) -> No
 def test_neither_keys_nor_a_configuration(capsys: Capture) -> None:
     assert main(["check", "--keys", "nonsense"]) == 2
     assert (
-        capsys.readouterr().err == "--keys nonsense: no key has that in its name or description\n"
+        capsys.readouterr().err
+        == "--keys nonsense: no key has this word in its name or description\n"
     )
     with pytest.raises(SystemExit, match="2"):
         main(["check"])

@@ -8,7 +8,7 @@ import pytest
 
 from gspo_megatron.config import Config, check_config, resolve_parallel
 from gspo_megatron.estimate.layout import LayoutEstimate, estimate_layout
-from gspo_megatron.estimate.traffic import Machine, axis_rates
+from gspo_megatron.estimate.traffic import NETWORK_BYTES, NODE_BYTES, axis_rates
 from gspo_megatron.models.attention import KeyValueCache
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
@@ -55,7 +55,7 @@ def test_hidden_states_between_stages(make_config: ConfigMaker) -> None:
 def test_gradients_and_weights_over_data_parallel_ranks(make_config: ConfigMaker) -> None:
     """4 bytes of gradient and 2 of weight an element and update, half of them to the other rank."""
     traffic, found = sent(make_config("tiny", "dp=2", **STEP), 2)
-    elements = found.parameters_total + (112 - 99) * 2 * HIDDEN  # the padded vocabulary
+    elements = found.parameters.total() + (112 - 99) * 2 * HIDDEN  # the padded vocabulary
     both = traffic["dp"] + traffic["edp"]
     assert both == pytest.approx(4 * elements * 6 / 2, rel=0.01)
 
@@ -69,10 +69,10 @@ def test_recomputation_sends_again(make_config: ConfigMaker) -> None:
 
 
 def test_groups_within_a_node_use_its_links(make_config: ConfigMaker) -> None:
-    machine = Machine(node_bytes=9.0, network_bytes=1.0, gpus_per_node=8)
-    config = make_config("tiny", "tp=4,pp=2,cp=4,ep=4")
-    rates = axis_rates(resolve_parallel(config, 64), machine)
-    assert rates == {"tp": 9, "cp": 1, "etp": 9, "ep": 9, "dp": 1, "edp": 1, "pp": 1}
+    rates = axis_rates(resolve_parallel(make_config("tiny", "tp=4,pp=2,cp=4,ep=4"), 64))
+    inside = {axis for axis, rate in rates.items() if rate == NODE_BYTES}
+    assert inside == {"tp", "etp", "ep"}
+    assert {rates[axis] for axis in rates.keys() - inside} == {NETWORK_BYTES}
 
 
 def test_the_cache_is_the_rollout_engines(
