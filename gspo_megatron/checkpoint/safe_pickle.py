@@ -122,7 +122,9 @@ def _problems(index: Metadata, folder: Path) -> list[str]:
         stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
         offsets = {chunk.offsets for chunk in entry.chunks}
         found = all((key, offset) in places for offset in offsets)
-        if stored != math.prod(entry.size) or len(offsets) != len(entry.chunks) or not found:
+        axes = {len(sizes) for chunk in entry.chunks for sizes in (chunk.offsets, chunk.sizes)}
+        whole = found and stored == math.prod(entry.size) and axes == {len(entry.size)}
+        if not whole or len(offsets) != len(entry.chunks):
             problems.append(f"{path}: {key} is not whole: {stored} of {math.prod(entry.size)}")
     for name, end in sorted(ends.items()):
         file = folder / name

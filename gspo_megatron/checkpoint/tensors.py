@@ -21,7 +21,7 @@ from gspo_megatron.checkpoint.model_pieces import (
     pieces_to_write,
     scale_pieces,
 )
-from gspo_megatron.checkpoint.storage import Piece, raise_everywhere, read_pieces, write_pieces
+from gspo_megatron.checkpoint.storage import Piece, raised_everywhere, read_pieces, write_pieces
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
@@ -108,26 +108,18 @@ def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
             read_pieces(folder / SCALES, scale_pieces(policy, originals_only=False))
     folder = folder / OPTIMIZER
     model = model_pieces(policy)
-    error = None
-    try:
+    with raised_everywhere():
         document = states.read_groups(folder)
-    except DataError as found:
-        error = str(found)
-    raise_everywhere(error)
     with torch.no_grad():
         states.prepare_state(trainer.optimizer)
         ranges = states.owned_ranges(trainer.optimizer)
         loaded = list(states.state_pieces(model, ranges, originals_only=False))
-        pieces = [piece for _, _, listed in loaded for piece in listed]
-        read_pieces(folder, pieces)
+        read_pieces(folder, [piece for _, _, listed in loaded for piece in listed])
         for own, tensors, _ in loaded:
             own.set_tensors(tensors)
-        try:
+        with raised_everywhere():
             states.load_groups(trainer.optimizer, document, folder)
             _check_weights(folder, ranges)
-        except DataError as found:
-            error = str(found)
-    raise_everywhere(error)
 
 
 def _check_weights(folder: Path, ranges: list[states.OwnedRange]) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 import threading
@@ -21,27 +20,10 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.checkpoint.hf.files import DTYPES, HfFolder, check_tied_copy, checked_weights
@@ -55,7 +37,6 @@ from gspo_megatron.checkpoint.hf.source import (
 )
 from gspo_megatron.checkpoint.hf.weight_map import (
     Box,
-    Slices,
     TensorRecipe,
     WeightMap,
     fill,
@@ -65,7 +46,6 @@ from gspo_megatron.checkpoint.hf.writer import (
     MAX_SHARD_BYTES,
     HfWriter,
     NewFolder,
-    TensorSpec,
     copy_file,
     write_errors,
 )
@@ -73,13 +53,11 @@ from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest, fi
 from gspo_megatron.checkpoint.run_state import MODEL_FILE
 from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.checkpoint.storage import (
+    Piece,
     SavePlanner,
     TorchDistReader,
     TorchDistWriter,
-    blocks,
     operating_system_error,
-    root_cause,
-    without_warning,
 )
 from gspo_megatron.config.families import family_of, family_of_shape
 from gspo_megatron.config.model_shape import shape_of
@@ -115,110 +93,77 @@ def hf_to_megatron(
     weights = checked_weights(folder, shape, vocab_size)
     check_tokenizer(folder.side_files, vocab_size)
     check_tied_copy(folder, weights)
-    recipes, specs = _by_key(weights), {}
+    recipes, pieces = _by_key(weights), []
     for key, recipe in recipes.items():
         dtypes = {DTYPES[folder.tensors[box.name].dtype] for box in recipe.boxes}
         kept = functools.reduce(torch.promote_types, dtypes)  # holds the values of all
-        specs[key] = TensorSpec(_wanted(key, dtype) or kept, recipe.shape)
+        planned = torch.empty(recipe.shape, dtype=_wanted(key, dtype) or kept, device="meta")
+        pieces.append(Piece(key, planned, recipe.shape, (0,) * planned.dim()))
     model_document = {
         "shape": dataclasses.asdict(shape),
         "vocab_size": vocab_size,
         "tokenizer": None,  # in hf/, where there is one
         "hf": folder.config,
     }
-    total = sum(spec.bytes for spec in specs.values())
+
+    def read(block: Piece) -> Tensor:
+        out = torch.empty_like(block.data, device="cpu")
+        fill(out, recipes[block.key], block.slices, folder.read)
+        return out
+
+    total = sum(piece.data.nbytes for piece in pieces)
     with NewFolder(destination, total) as new, write_errors(destination):
         write_file(new.partial / MODEL_FILE, f"{json.dumps(model_document, indent=1)}\n".encode())
         (new.partial / "hf").mkdir()
         for file in folder.side_files:
             copy_file(file, new.partial / "hf")
-        writer = _BlockWriter(new.partial / "model", total)
-        try:
-            with without_warning():
-                planner = _ImportPlanner(folder, recipes, specs)
-                dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:
-            raise root_cause(error) from error
-        files = {f"model/{name}": record for name, record in writer.records.items()}
+        planner = SavePlanner(pieces, _BLOCK_BYTES, read)
+        records = _write_model(new.partial / "model", planner, total)
+        files = {f"model/{name}": record for name, record in records.items()}
         for name in files_below(new.partial):
             files[name] = files.get(name) or record_of(new.partial / name)
         write_file(new.partial / MANIFEST, dump_manifest(files))
         new.publish()
 
 
-class _ImportPlanner(SavePlanner):
-    """Plans the blocks of all tensors; each is read from the source when it is written."""
+def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
+    """Write the tensors of `planner`, of `total` bytes, into several files at a time; returns size
+    and checksum of the files. DCP's own write_data keeps the last block of every tensor in memory
+    until a file is complete."""
+    writer, plan = TorchDistWriter(folder), planner.create_local_plan()
+    writer.prepare_local_plan(plan)
+    _, index = planner.create_global_plan([plan])
+    count = max(thread_count(), -(-total // _FILE_BYTES))
+    files: list[list[WriteItem]] = [[] for _ in range(count)]
+    written = 0
+    for item in plan.items:
+        files[written * count // max(1, total)].append(item)
+        written += planner.bytes_of(item)
+    results: list[WriteResult] = []
+    records: Files = {}
 
-    def __init__(
-        self, folder: HfFolder, recipes: Mapping[str, TensorRecipe], specs: Mapping[str, TensorSpec]
-    ) -> None:
-        super().__init__()
-        self._folder, self._recipes, self._specs = folder, recipes, specs
+    def write(number: int, done: Done) -> None:
+        name = f"__0_{number}.distcp"
+        try:
+            with (folder / name).open("xb") as stream:
+                for item in files[number]:
+                    start = stream.tell()
+                    torch.save(planner.resolve_data(item), stream)
+                    length = stream.tell() - start
+                    results.append(
+                        WriteResult(item.index, length, _StorageInfo(name, start, length))
+                    )
+                    done(planner.bytes_of(item))
+                stream.flush()
+                os.fsync(stream.fileno())
+        except RuntimeError as error:
+            raise operating_system_error(error) or error from None
+        records[name] = record_of(folder / name)
 
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for key, (dtype, shape) in self._specs.items():
-            for number, block in enumerate(blocks(shape, dtype, _BLOCK_BYTES)):
-                offset = torch.Size(part.start for part in block)
-                size = torch.Size(part.stop - part.start for part in block)
-                data = TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets=offset, sizes=size),
-                    properties=TensorProperties(dtype=dtype),
-                    size=torch.Size(shape),
-                )
-                index = MetadataIndex(key, offset, number)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        key, chunk = write_item.index.fqn, write_item.tensor_data.chunk
-        out = torch.empty(chunk.sizes, dtype=self._specs[key].dtype)
-        fill(out, self._recipes[key], _slices(chunk), self._folder.read)
-        return out
-
-
-class _BlockWriter(TorchDistWriter):
-    """Writes several files at a time. DCP's own writer keeps the last block of every tensor in
-    memory until a file is complete. `records` has size and checksum of the files."""
-
-    def __init__(self, folder: Path, total: int) -> None:
-        super().__init__(folder)
-        self.records: Files = {}
-        self._total = total
-
-    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        count = max(thread_count(), -(-self._total // _FILE_BYTES))
-        files: list[list[WriteItem]] = [[] for _ in range(count)]
-        written = 0
-        for item in plan.items:
-            files[written * count // max(1, self._total)].append(item)
-            written += _item_bytes(item)
-
-        results: list[WriteResult] = []
-
-        def write(number: int, done: Done) -> None:
-            name = f"__0_{number}.distcp"
-            try:
-                with (self._folder / name).open("xb") as stream:
-                    for item in files[number]:
-                        start = stream.tell()
-                        torch.save(planner.resolve_data(item), stream)
-                        length = stream.tell() - start
-                        info = _StorageInfo(name, start, length)
-                        results.append(WriteResult(item.index, length, info))
-                        done(_item_bytes(item))
-                    stream.flush()
-                    os.fsync(stream.fileno())
-            except RuntimeError as error:
-                raise operating_system_error(error) or error from None
-            self.records[name] = record_of(self._folder / name)
-
-        numbers = [number for number in range(count) if files[number]]
-        _in_threads(write, numbers, "hf-to-megatron, MB", self._total)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+    numbers = [number for number in range(count) if files[number]]
+    _in_threads(write, numbers, "hf-to-megatron, MB", total)
+    writer.finish(index, [results])
+    return records
 
 
 def megatron_to_hf(
@@ -250,12 +195,12 @@ def megatron_to_hf(
     specs = {}
     for name, size in weights.shapes.items():
         kept = stored[keys[name]].properties.dtype
-        specs[name] = TensorSpec(_wanted(keys[name], dtype) or kept, size)
+        specs[name] = torch.empty(size, dtype=_wanted(keys[name], dtype) or kept, device="meta")
     main_dtype = specs[family.names["embedding"]].dtype
     config = export_config(shape, vocab_size, main_dtype, original)
     copies, notes = tokenizer_of(checkpoint)
     check_tokenizer(copies, vocab_size)
-    total = sum(spec.bytes for spec in specs.values())
+    total = sum(spec.nbytes for spec in specs.values())
     if share.world_size > 1:
         max_shard_bytes = min(max_shard_bytes, -(-total // share.world_size))
     writer = HfWriter(destination, specs, max_shard_bytes=max_shard_bytes, owner=share.is_main)
@@ -282,18 +227,6 @@ def megatron_to_hf(
     return checkpoint.folder, [*checkpoint.notes, *notes]
 
 
-class _BlockPlanner(dcp.DefaultLoadPlanner):
-    """Receives one stored block as it is."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        self.tensor = torch.empty(read_item.lengths, dtype=self._dtype)
-        return self.tensor
-
-
 def _export(
     folder: Path,
     index: Metadata,
@@ -304,25 +237,26 @@ def _export(
 ) -> None:
     """Read each stored block that the HF tensors of `names` need, once, and write its parts."""
     reader = TorchDistReader(folder, index)
-    work: list[tuple[MetadataIndex, ChunkStorageMetadata, list[Box]]] = []
+    work: list[tuple[Piece, list[Box]]] = []  # blocks without values, and what is made of them
     for key, recipe in recipes.items():
-        for number, chunk in enumerate(index.state_dict_metadata[key].chunks):
-            boxes = [box for box in recipe.cut(_slices(chunk)) if box.name in names]
+        entry = index.state_dict_metadata[key]
+        for chunk in entry.chunks:
+            planned = torch.empty(chunk.sizes, dtype=entry.properties.dtype, device="meta")
+            block = Piece(key, planned, tuple(entry.size), tuple(chunk.offsets))
+            boxes = [box for box in recipe.cut(block.slices) if box.name in names]
             if boxes:
-                work.append((MetadataIndex(key, chunk.offsets, number), chunk, boxes))
+                work.append((block, boxes))
 
-    def convert(block: tuple[MetadataIndex, ChunkStorageMetadata, list[Box]], done: Done) -> None:
-        place, chunk, boxes = block
-        planner = _BlockPlanner(index.state_dict_metadata[place.fqn].properties.dtype)
-        start = torch.Size([0] * len(chunk.sizes))
-        item = ReadItem(LoadItemType.TENSOR, place, start, place, start, chunk.sizes)
-        reader.read_data(LoadPlan([item]), planner)
+    def convert(item: tuple[Piece, list[Box]], done: Done) -> None:
+        block, boxes = item
+        data = torch.empty_like(block.data, device="cpu")
+        reader.read([dataclasses.replace(block, data=data)])
         for box in boxes:
-            part = planner.tensor[box.target_slices].to(writer.tensors[box.name].dtype)
+            part = data[box.target_slices].to(writer.tensors[box.name].dtype)
             writer.write(box.name, part.reshape(box.source_size), box.source_slices)
         done(sum(box.numel for box in boxes))
 
-    total = sum(box.numel for _, _, boxes in work for box in boxes)
+    total = sum(box.numel for _, boxes in work for box in boxes)
     _in_threads(convert, work, "megatron-to-hf, million weights", total, enabled=progress)
 
 
@@ -361,15 +295,6 @@ def _checked_tensors(
 def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
     """The biases of routers keep their dtype: Megatron-Core accumulates them in fp32."""
     return None if key.endswith(".expert_bias") else dtype
-
-
-def _slices(chunk: ChunkStorageMetadata) -> Slices:
-    return tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes))
-
-
-def _item_bytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def _in_threads(
