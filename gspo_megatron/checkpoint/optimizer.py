@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -26,6 +25,7 @@ from gspo_megatron.checkpoint.model_pieces import ModelPiece
 from gspo_megatron.checkpoint.storage import Piece
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.models.optimizer import Trainer
+from gspo_megatron.platform.collectives import all_gather_objects
 
 GROUPS_FILE = "groups.json"
 # These values identify a group of parameters. Under expert parallelism the experts have a separate
@@ -200,9 +200,7 @@ def _steps(optimizer: MegatronOptimizer) -> int:
         else:
             found |= {int(g.get("step", 0)) for g in part.optimizer.param_groups if g["params"]}
     assert len(found) <= 1, f"parameters with different numbers of updates: {found}"
-    lists: list[set[int]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(lists, found)
-    everyones = set().union(*lists)
+    everyones = set().union(*all_gather_objects(found))
     assert len(everyones) == 1, f"ranks with different numbers of updates: {everyones}"
     return everyones.pop()
 

@@ -26,7 +26,7 @@ from gspo_megatron.checkpoint.resume import (
     weights_fit,
 )
 from gspo_megatron.checkpoint.rng import load_rng
-from gspo_megatron.checkpoint.run_lock import RunLock, run_lock
+from gspo_megatron.checkpoint.run_lock import RunLock
 from gspo_megatron.checkpoint.run_state import read_model
 from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.config import Config
@@ -219,7 +219,7 @@ class Session:
 @contextlib.contextmanager
 def open_session(config: Config | StageConfig, *, fresh: bool) -> Iterator[Session]:
     """Join the other ranks and find the checkpoint to resume; every rank enters it."""
-    with run_lock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
+    with RunLock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
         try:
             ranks = start_processes(patience_minutes(config.training.hang_timeout_seconds))
             on_main(lambda: lock.hold(run_folder(config)))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,13 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
 
+T = TypeVar("T")
 MODEL, OPTIMIZER, SCALES = "model", "optimizer", "fp8_scales"
 
 
-def start_work(work: Callable[[], None], *, asynchronous: bool) -> Future[None]:
+def start_work(work: Callable[[], T], *, asynchronous: bool) -> Future[T]:
     """Do `work`, in a daemon thread if it is asynchronous. Its error is raised by `result`."""
-    future: Future[None] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:

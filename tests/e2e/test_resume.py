@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gspo_megatron.checkpoint.manifest import find_damage
-from gspo_megatron.checkpoint.run_lock import LOCK_FILE, run_lock
+from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
 from gspo_megatron.verify.results import compare
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import (
@@ -229,7 +229,7 @@ def test_fresh_wants_an_empty_folder(again: Path, run: Path) -> None:
 
 def test_a_second_run_in_the_folder_of_one_at_work_is_refused(again: Path, run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
-    with run_lock() as lock:
+    with RunLock() as lock:
         lock.hold(run)
         told = train(again, "training.steps=9", "--nproc=2", "parallel.layout=dp=2", expect=2)
     assert f"{run}: another run is at work here" in told.stderr
@@ -239,7 +239,7 @@ def test_a_second_run_in_the_folder_of_one_at_work_is_refused(again: Path, run: 
 def test_a_second_run_beside_one_that_is_just_beginning_is_refused(again: Path, run: Path) -> None:
     """It has written nothing yet, and its folder was not there."""
     shutil.rmtree(run)
-    with run_lock() as lock:
+    with RunLock() as lock:
         lock.hold(run)
         told = train(again, expect=2)
         assert f"{run}: another run is at work here" in told.stderr

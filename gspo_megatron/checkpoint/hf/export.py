@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gspo_megatron.checkpoint.hf.load import weight_shards
 from gspo_megatron.checkpoint.hf.side_files import export_config, generation_files, tokenizer_files
-from gspo_megatron.checkpoint.hf.weight_map import Box, WeightMap, gather, weight_map
+from gspo_megatron.checkpoint.hf.weight_map import Box, WeightMap, weight_map
 from gspo_megatron.checkpoint.hf.writer import MAX_SHARD_BYTES, HfWriter
 from gspo_megatron.checkpoint.storage import raised_everywhere
 from gspo_megatron.checkpoint.tensors import finish_parameter_gather
@@ -169,7 +169,8 @@ class _ModelCopy:
                 _exchange([dist.P2POp(dist.isend, torch.cat(runs), MAIN_RANK, group)])
             return
         assert out is not None
-        gather(out, mine)
+        for box, data in mine:
+            out[box.source_slices].copy_(data[box.target_slices].reshape(box.source_size))
         sizes = {
             rank: [box.numel for _, box in theirs]
             for rank, theirs in parts.items()

@@ -9,7 +9,7 @@ import pytest
 
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.checkpoint.resume import Start
-from gspo_megatron.checkpoint.run_lock import run_lock
+from gspo_megatron.checkpoint.run_lock import RunLock
 from gspo_megatron.checkpoint.start import RESTARTS_FILE, count_restart, move_earlier_run
 from gspo_megatron.errors import UserError
 from gspo_megatron.observe.run_logger import RunLogger
@@ -55,7 +55,7 @@ def test_they_are_counted_on_where_the_start_before_is_moved_aside(tmp_path: Pat
     config = tiny_config(logging={"dir": str(folder)})
     for number in range(3):
         restart(folder, number, step=None)
-        with run_lock() as lock:
+        with RunLock() as lock:
             move_earlier_run(folder, lock)
         RunLogger(config, is_main=True).close()
     assert (tmp_path / "run.2").is_dir()
