@@ -258,6 +258,13 @@ def write_folder(
     return path
 
 
+Variant = tuple[str, dict[str, Any]]  # a family and changes of its configuration
+
+
+def variant_name(variant: Variant) -> str:
+    return " ".join([variant[0], *(f"{key}={value}" for key, value in variant[1].items())])
+
+
 def write_model(path: Path, family: str, seed: int, files: int = 3, **changes: Any) -> Path:
     config = model_config(family, **changes)
     return write_folder(path, config, random_tensors(config, seed), files)
@@ -274,7 +281,9 @@ def read_folder(path: Path) -> dict[str, Tensor]:
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The payload of NaN and the sign of zero count too."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (found[name], tensor)]
+        assert torch.equal(*bits), name

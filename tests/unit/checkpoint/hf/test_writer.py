@@ -16,7 +16,8 @@ from torch import Tensor
 from gspo_megatron.checkpoint.hf.files import HfFolder
 from gspo_megatron.checkpoint.hf.writer import HfWriter
 from gspo_megatron.errors import DataError
-from tests.unit.checkpoint.hf.test_files import CONFIG, INDEX, assert_same_bits, noise
+from tests.unit.checkpoint.hf.published import assert_same_bits, read_folder
+from tests.unit.checkpoint.hf.test_files import CONFIG, INDEX, noise
 
 PARTIAL = ".new.partial"
 
@@ -42,11 +43,9 @@ def test_written_folders_are_read_by_safetensors(tmp_path: Path, limit: int, fil
         writer.publish({"config.json": CONFIG}, [tmp_path / "vocab.json"])
     found = sorted((tmp_path / "new").glob("*.safetensors"))
     assert len(found) == files
-    read = {name: tensor for file in found for name, tensor in load_file(file).items()}
-    assert read.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert_same_bits(read[name], tensor)
-        assert_same_bits(HfFolder(tmp_path / "new").read(name, ()), tensor)
+    assert_same_bits(read_folder(tmp_path / "new"), tensors)
+    folder = HfFolder(tmp_path / "new")
+    assert_same_bits({name: folder.read(name, ()) for name in tensors}, tensors)
     if files > 1:
         for file in found:
             sizes = [tensor.nbytes for tensor in load_file(file).values()]
@@ -74,9 +73,7 @@ def test_blocks_in_any_order(tmp_path: Path, shape: tuple[int, ...]) -> None:
         writer.write("next", tensors["next"])
         writer.finish()
         writer.publish()
-    found = load_file(tmp_path / "new/model.safetensors")
-    for name, tensor in tensors.items():
-        assert_same_bits(found[name], tensor)
+    assert_same_bits(read_folder(tmp_path / "new"), tensors)
 
 
 def test_what_is_not_published_leaves_nothing(tmp_path: Path) -> None:
