@@ -109,7 +109,7 @@ def write_pieces(
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         rank = min(error.failures)
-        cause = root_cause(error)
+        cause = error.failures[rank][0]
         if isinstance(cause, OSError):
             why = cause.strerror or cause
             raise DataError(f"{folder}: rank {rank} cannot write: {why}") from error
@@ -169,15 +169,25 @@ class TorchDistWriter(dcp.FileSystemWriter):
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Any:
-        try:
+        with operating_system_errors():
             return super().write_data(plan, planner)
-        except RuntimeError as error:  # from torch's file writer, when it closes the file
-            raise operating_system_error(error) or error from None
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         for name, content in self._files.items():
             write_file(self._folder / name, content)
         super().finish(metadata, results)
+
+
+@contextmanager
+def operating_system_errors() -> Iterator[None]:
+    """Inside, what torch's file writer raises when it closes a file becomes its OSError again."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        raise cause or error from None
 
 
 class TorchDistReader(dcp.FileSystemReader):
@@ -302,21 +312,3 @@ def _unread(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> str | Non
     }
     extra = sorted(stored.difference(*wanted))
     return "\n".join(f"{folder}: {key} belongs to no part of the model" for key in extra) or None
-
-
-def operating_system_error(error: BaseException | None) -> OSError | None:
-    """The OSError that an error of torch's file writer comes from."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__context__
-    return error
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The first error of a chain; of a CheckpointException, that of the first rank that failed."""
-    while True:
-        if isinstance(error, CheckpointException) and error.failures:
-            error = error.failures[min(error.failures)][0]
-        elif error.__cause__ is not None:
-            error = error.__cause__
-        else:
-            return error

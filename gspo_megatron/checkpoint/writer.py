@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -181,8 +180,8 @@ def _remove(paths: Sequence[Path]) -> None:
 
 
 def _expected_bytes(policy: Policy) -> int:
-    """The size of the first checkpoint with an optimizer. Copies on tensor-parallel ranks are
-    counted separately."""
+    """On the main rank: the size of the first checkpoint with an optimizer. Copies on
+    tensor-parallel ranks are counted separately."""
     dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_world_size()
     total = 0.0
@@ -191,6 +190,4 @@ def _expected_bytes(policy: Policy) -> int:
             copies = dense if getattr(parameter, "allreduce", True) else experts
             size = parameter.element_size() + _OPTIMIZER_BYTES
             total += parameter.numel() * size / copies
-    count = torch.tensor(total, dtype=torch.float64, device=torch.cuda.current_device())
-    dist.all_reduce(count)
-    return int(count)
+    return int(sum(gather_objects(total) or []))

@@ -57,7 +57,7 @@ from gspo_megatron.checkpoint.storage import (
     SavePlanner,
     TorchDistReader,
     TorchDistWriter,
-    operating_system_error,
+    operating_system_errors,
 )
 from gspo_megatron.config.families import family_of, family_of_shape
 from gspo_megatron.config.model_shape import shape_of
@@ -107,7 +107,8 @@ def hf_to_megatron(
     }
 
     def read(block: Piece) -> Tensor:
-        out = torch.empty_like(block.data, device="cpu")
+        # not empty_like: from the meta device it loads modules of 125 MB
+        out = torch.empty(block.data.shape, dtype=block.data.dtype)
         fill(out, recipes[block.key], block.slices, folder.read)
         return out
 
@@ -144,20 +145,15 @@ def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
 
     def write(number: int, done: Done) -> None:
         name = f"__0_{number}.distcp"
-        try:
-            with (folder / name).open("xb") as stream:
-                for item in files[number]:
-                    start = stream.tell()
-                    torch.save(planner.resolve_data(item), stream)
-                    length = stream.tell() - start
-                    results.append(
-                        WriteResult(item.index, length, _StorageInfo(name, start, length))
-                    )
-                    done(planner.bytes_of(item))
-                stream.flush()
-                os.fsync(stream.fileno())
-        except RuntimeError as error:
-            raise operating_system_error(error) or error from None
+        with operating_system_errors(), (folder / name).open("xb") as stream:
+            for item in files[number]:
+                start = stream.tell()
+                torch.save(planner.resolve_data(item), stream)
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                done(planner.bytes_of(item))
+            stream.flush()
+            os.fsync(stream.fileno())
         records[name] = record_of(folder / name)
 
     numbers = [number for number in range(count) if files[number]]
@@ -204,26 +200,19 @@ def megatron_to_hf(
     if share.world_size > 1:
         max_shard_bytes = min(max_shard_bytes, -(-total // share.world_size))
     writer = HfWriter(destination, specs, max_shard_bytes=max_shard_bytes, owner=share.is_main)
-
-    def make_folder() -> None:
-        stack.enter_context(writer)
-
-    def convert() -> None:
-        files = writer.files[share.rank :: share.world_size]
-        names = {name for file in files for name in file.offsets}
-        _export(model, index, recipes, writer, names, share.is_main)
-        writer.finish(files)
-
-    def publish() -> None:
-        if share.is_main:
-            # an imported folder has its own generation_config.json, or none
-            made = generation_files(copies) if checkpoint.imported is None else {}
-            writer.publish({"config.json": config, **made}, copies)
-
     with contextlib.ExitStack() as stack:
-        share.together(make_folder)
-        share.together(convert)
-        share.together(publish)
+        with share.together():
+            stack.enter_context(writer)
+        with share.together():
+            files = writer.files[share.rank :: share.world_size]
+            names = {name for file in files for name in file.offsets}
+            _export(model, index, recipes, writer, names, share.is_main)
+            writer.finish(files)
+        with share.together():
+            if share.is_main:
+                # an imported folder has its own generation_config.json, or none
+                made = generation_files(copies) if checkpoint.imported is None else {}
+                writer.publish({"config.json": config, **made}, copies)
     return checkpoint.folder, [*checkpoint.notes, *notes]
 
 
@@ -249,7 +238,7 @@ def _export(
 
     def convert(item: tuple[Piece, list[Box]], done: Done) -> None:
         block, boxes = item
-        data = torch.empty_like(block.data, device="cpu")
+        data = torch.empty(block.data.shape, dtype=block.data.dtype)
         reader.read([dataclasses.replace(block, data=data)])
         for box in boxes:
             part = data[box.target_slices].to(writer.tensors[box.name].dtype)

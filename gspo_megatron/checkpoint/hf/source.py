@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
 from gspo_megatron.checkpoint.hf.side_files import tokenizer_files
@@ -20,8 +20,6 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.files import fingerprint
 
 _MOST_THREADS = 4  # each holds a few blocks of tensors in memory
-
-Result = TypeVar("Result")
 
 
 def thread_count() -> int:
@@ -42,21 +40,19 @@ class Share:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def together(self, work: Callable[[], Result]) -> list[Result]:
-        """What `work` returns in each process. Where it raises DataError or OSError in one of them,
-        all raise."""
-        result, problem = None, None
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A DataError or OSError of one process inside is raised in all; a collective."""
+        problem = None
         try:
-            result = work()
+            yield
         except (DataError, OSError) as error:
             problem = error
-        gathered = self.gather((result, None if problem is None else str(problem)))
+        messages = self.gather(None if problem is None else str(problem))
         if problem is not None:
             raise problem
-        messages = [message for _, message in gathered if message is not None]
-        if messages:
-            raise DataError("\n".join(messages))
-        return [found for found, _ in gathered]
+        if any(messages):
+            raise DataError("\n".join(filter(None, messages)))
 
 
 ALONE = Share()
@@ -108,17 +104,15 @@ def open_checkpoint(path: Path, share: Share = ALONE) -> Source:
     have their sizes. The main process chooses, because a run may publish another one at any time;
     all processes compare checksums. Raises DataError with all that is wrong.
     """
-    folder, notes = share.together(lambda: _find(path) if share.is_main else None)[0]
+    with share.together():
+        found = _find(path) if share.is_main else None
+    folder, notes = share.gather(found)[0]
     threads = thread_count()
     shares = [(share.rank * threads + n, share.world_size * threads) for n in range(threads)]
-
-    def damage() -> list[str]:
-        with ThreadPoolExecutor(threads) as pool:
-            found = pool.map(lambda part: find_damage(folder, share=part, only=_matters), shares)
-            return [f"{folder}: {line}" for lines in found for line in lines]
-
-    lines = [line for found in share.together(damage) for line in found]
-    if lines:
+    with share.together(), ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda n: find_damage(folder, share=n, only=_matters), shares))
+    parts = [part for theirs in share.gather(found) for part in theirs]
+    if lines := [f"{folder}: {line}" for part in parts for line in part]:
         if folder != path:
             lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
         raise DataError("\n".join([*notes, *lines]))

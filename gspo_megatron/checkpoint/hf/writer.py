@@ -43,7 +43,6 @@ class NewFolder:
         self.partial = _hidden_place(self.path)
         self._size, self._owner = size, owner
         self._lock: int | None = None
-        self._published = False
 
     def __enter__(self) -> Any:
         if not self._owner:
@@ -69,13 +68,11 @@ class NewFolder:
         with write_errors(self.path):
             sync_folders(self.partial)
             self.partial.rename(os.path.abspath(self.path))
-            self._published = True
             sync(self.partial.parent)
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
-            if not self._published:
-                shutil.rmtree(self.partial, ignore_errors=True)
+            shutil.rmtree(self.partial, ignore_errors=True)  # nothing is there when it is published
             os.close(self._lock)
             self._lock = None
 
@@ -205,17 +202,15 @@ def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[_File]:
         groups[-1][name] = planned
         room -= planned.nbytes
     if len(groups) == 1:
-        return [_File(SINGLE_FILE, *_layout(groups[0]))]
+        return [_file(SINGLE_FILE, groups[0])]
     return [
-        _File(f"model-{number:05d}-of-{len(groups):05d}.safetensors", *_layout(group))
+        _file(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
         for number, group in enumerate(groups, start=1)
     ]
 
 
-def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
-    """The header of a safetensors file, and where each tensor begins in the file.
-
-    A file is 8 bytes (length of the header, little endian), a JSON header (name -> dtype, shape,
+def _file(file_name: str, tensors: Mapping[str, Tensor]) -> _File:
+    """A file is 8 bytes (length of the header, little endian), a JSON header (name -> dtype, shape,
     data_offsets) and the bytes of the tensors.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
@@ -226,7 +221,8 @@ def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the data
     header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + begin for name, begin in zip(tensors, ends)}
+    offsets = {name: len(header) + begin for name, begin in zip(tensors, ends)}
+    return _File(file_name, header, offsets)
 
 
 def _hidden_place(path: Path) -> Path:
