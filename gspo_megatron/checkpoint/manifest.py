@@ -86,7 +86,7 @@ def find_damage(
     *,
     share: tuple[int, int] = (0, 1),
     contents: bool = True,
-    only: Callable[[str], bool] | None = None,
+    only: Callable[[str], bool] = lambda _: True,
 ) -> list[str]:
     """What is wrong with a checkpoint, one line a file; empty if nothing is.
 
@@ -95,17 +95,16 @@ def find_damage(
     checked, by their names.
     """
     rank, size = share
-    wanted = only or (lambda _: True)
     try:
         files = read_manifest(folder)
     except DataError as error:
         return [str(error)] if rank == 0 else []
     damage = []
-    for name in sorted(filter(wanted, files))[rank::size]:
+    for name in sorted(filter(only, files))[rank::size]:
         wrong = _damage_of(folder / name, files[name], contents=contents)
         damage += [] if wrong is None else [f"{name}: {wrong}"]
     if rank == 0:
-        foreign = [name for name in files_below(folder) if name not in files and wanted(name)]
+        foreign = [name for name in files_below(folder) if name not in files and only(name)]
         damage += [f"{name}: foreign, the manifest does not list it" for name in foreign]
     return damage
 

@@ -74,15 +74,14 @@ def load_trainer_state(trainer: Trainer, state: dict[str, Any]) -> None:
 def owned_ranges(optimizer: MegatronOptimizer) -> list[OwnedRange]:
     """All ranges of this rank, in the optimizers of dense parameters and of experts. Raises
     UserError where one is not a DistributedOptimizer."""
-    found = []
-    for part in _parts(optimizer):
-        for buffer in part.gbuf_ranges:
-            for buckets in buffer.values():
-                for bucket in buckets:
-                    for parameter, ranges in bucket["param_map"].items():
-                        own = ranges["param"]
-                        found.append(OwnedRange(part, parameter, own.start, own.end))
-    return found
+    return [
+        OwnedRange(part, parameter, ranges["param"].start, ranges["param"].end)
+        for part in _parts(optimizer)
+        for buffer in part.gbuf_ranges
+        for buckets in buffer.values()
+        for bucket in buckets
+        for parameter, ranges in bucket["param_map"].items()
+    ]
 
 
 def state_pieces(

@@ -57,7 +57,7 @@ def find_start(config: Config, *, fresh: bool) -> Start:
     return on_main(lambda: conclude(config, chosen, damage))
 
 
-def _damage_of(checkpoint: Path, only: Callable[[str], bool] | None = None) -> list[str]:
+def _damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) -> list[str]:
     """As find_damage; every rank calls it and gets the same."""
     share = (dist.get_rank(), dist.get_world_size())
     found = all_gather_objects(find_damage(checkpoint, share=share, only=only))

@@ -1,17 +1,20 @@
 """Pieces of global tensors, written to and read from a folder in Megatron-Core's torch_dist format.
 
 Format and planning come from torch.distributed.checkpoint (DCP); stock
-`megatron.core.dist_checkpointing.load` reads these folders. Different from stock: the index is
-unpickled safely, no part of a tensor may be missing or written twice, and writing starts no helper
-processes.
+`megatron.core.dist_checkpointing.load` reads these folders. Different from stock: no part of a
+tensor may be missing or written twice, and writing starts no helper processes. DCP's index,
+`.metadata`, is a pickle, which can run any code when it is read: here it may name only the plain
+records of an index, which is then checked against the files.
 """
 
 from __future__ import annotations
 
+import enum
 import io
 import itertools
 import json
 import math
+import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +46,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from gspo_megatron.checkpoint.folder import write_file
-from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.heartbeat import heartbeat
 
@@ -56,6 +58,34 @@ _FORMAT = {
 _SHOWN = 8  # problems of one kind in a message
 # Tensors are stored in blocks of at most so many bytes: what a reader holds in memory at once.
 BLOCK_BYTES = 64 << 20
+INDEX = ".metadata"
+# What a pickle may name, by module; dtypes of torch besides.
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    # Megatron-Core's own saving adds its plans
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}
 
 
 @dataclass(frozen=True)
@@ -121,11 +151,27 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
     alike, where a file is missing, damaged or foreign, and where a tensor is missing, has another
     shape, or belongs to no rank's pieces.
     """
+    # Not at the top: it loads Megatron-Core, which the offline converter does without.
+    from gspo_megatron.platform.collectives import gather_objects
+
+    wanted = {piece.key: piece.global_shape for piece in pieces}
     with raised_everywhere():
         index = read_index(folder)
-        if problems := _mismatches(folder, index, pieces):
+        stored = {key: tuple(entry.size) for key, entry in tensors_of(index).items()}
+        problems = [
+            f"{folder}: {key} has shape {list(stored[key])}, the model {list(shape)}"
+            if key in stored
+            else f"{folder}: has no tensor {key}"
+            for key, shape in wanted.items()
+            if stored.get(key) != shape
+        ]
+        if problems:
             raise DataError("\n".join(problems))
-    raise_everywhere(_unread(folder, index, pieces))
+    everyones = gather_objects(set(wanted))
+    with raised_everywhere():
+        if everyones and (extra := sorted(stored.keys() - set().union(*everyones))):
+            lines = (f"{folder}: {key} belongs to no part of the model" for key in extra)
+            raise DataError("\n".join(lines))
     with raised_everywhere():
         TorchDistReader(folder, index).read(pieces)
 
@@ -143,7 +189,6 @@ def raised_everywhere() -> Iterator[None]:
 
 def raise_everywhere(error: str | None) -> None:
     """Raise DataError on all ranks where `error` is set on any of them; a collective."""
-    # Not at the top: it loads Megatron-Core, which the offline converter does without.
     from gspo_megatron.platform.collectives import all_gather_objects
 
     found = all_gather_objects(error)
@@ -287,28 +332,92 @@ def _by_place(pieces: Iterable[Piece]) -> dict[MetadataIndex, Piece]:
     return places
 
 
-def _mismatches(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> list[str]:
+def tensors_of(index: Metadata) -> dict[str, TensorStorageMetadata]:
+    entries = index.state_dict_metadata.items()
+    return {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+class _Properties(TensorProperties):
+    """Newer versions of torch append fields that older versions do not know."""
+
+    def __setstate__(self, state: tuple) -> None:
+        try:
+            super().__setstate__(state)
+        except ValueError:
+            super().__setstate__(state[:5])
+
+
+def _member(cls: Any, name: Any) -> enum.Enum:
+    """Replaces `getattr`, with which some Pythons pickle members of enums (Debian 12's 3.11.2)."""
+    if not (isinstance(cls, enum.EnumMeta) and name in cls.__members__):
+        raise pickle.UnpicklingError("it takes an attribute, which no checkpoint needs")
+    member: enum.Enum = cls[name]
+    return member
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        if name == TensorProperties.__name__:
+            return _Properties
+        if name in _RECORDS.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
+            return value
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of a folder in Megatron-Core's torch_dist format.
+
+    Raises DataError, with all that is wrong, where the index is missing, damaged or foreign, where
+    blocks of a tensor are missing, or where a file that the index names is missing or too short.
+    """
+    path = folder / INDEX
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; is this the folder of a checkpoint?") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    try:
+        index = _Unpickler(io.BytesIO(data)).load()
+        if not isinstance(index, Metadata):
+            raise ValueError(f"it is a {type(index).__name__}")
+        problems = _problems(index, folder)
+    except Exception as error:  # noqa: BLE001 (a damaged pickle raises just about anything)
+        raise DataError(f"{path}: not an index of a checkpoint: {error}") from None
+    if problems:
+        raise DataError("\n".join(problems))
+    return index
+
+
+def _problems(index: Metadata, folder: Path) -> list[str]:
+    path = folder / INDEX
+    ends: dict[str, int] = {}  # bytes that each file must have
+    places = set()
+    for place, info in index.storage_data.items():
+        name = info.relative_path
+        transformed = getattr(info, "transform_descriptors", None)
+        if not isinstance(name, str) or Path(name).name != name or transformed:
+            return [f"{path}: names {name!r}, which is not a file of this folder"]
+        ends[name] = max(ends.get(name, 0), info.offset + info.length)
+        places.add((place.fqn, getattr(place, "offset", None)))
     problems = []
-    for key, wanted in {piece.key: piece.global_shape for piece in pieces}.items():
-        entry = index.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
-            problems.append(f"{folder}: has no tensor {key}")
-        elif (shape := tuple(entry.size)) != wanted:
-            problems.append(f"{folder}: {key} has shape {list(shape)}, the model {list(wanted)}")
+    for key, entry in tensors_of(index).items():
+        stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        offsets = {chunk.offsets for chunk in entry.chunks}
+        found = all((key, offset) in places for offset in offsets)
+        axes = {len(sizes) for chunk in entry.chunks for sizes in (chunk.offsets, chunk.sizes)}
+        whole = found and stored == math.prod(entry.size) and axes == {len(entry.size)}
+        if not whole or len(offsets) != len(entry.chunks):
+            problems.append(f"{path}: {key} is not whole: {stored} of {math.prod(entry.size)}")
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            problems.append(f"{file}: no such file")
+        elif size < end:
+            problems.append(f"{file}: truncated, {size} bytes of {end}")
     return problems
-
-
-def _unread(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> str | None:
-    """A message on rank 0 about stored tensors that belong to no rank's model."""
-    from gspo_megatron.platform.collectives import gather_objects
-
-    wanted = gather_objects({piece.key for piece in pieces})
-    if wanted is None:
-        return None
-    stored = {
-        key
-        for key, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    extra = sorted(stored.difference(*wanted))
-    return "\n".join(f"{folder}: {key} belongs to no part of the model" for key in extra) or None

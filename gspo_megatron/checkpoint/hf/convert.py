@@ -13,10 +13,11 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,15 +26,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from gspo_megatron.checkpoint.folder import write_file
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions, write_file
 from gspo_megatron.checkpoint.hf.files import DTYPES, HfFolder, check_tied_copy, checked_weights
-from gspo_megatron.checkpoint.hf.side_files import check_tokenizer, export_config, generation_files
-from gspo_megatron.checkpoint.hf.source import (
-    ALONE,
-    Share,
-    open_checkpoint,
-    thread_count,
-    tokenizer_of,
+from gspo_megatron.checkpoint.hf.side_files import (
+    check_tokenizer,
+    export_config,
+    generation_files,
+    tokenizer_files,
 )
 from gspo_megatron.checkpoint.hf.weight_map import (
     Box,
@@ -49,24 +48,36 @@ from gspo_megatron.checkpoint.hf.writer import (
     copy_file,
     write_errors,
 )
-from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest, files_below, record_of
-from gspo_megatron.checkpoint.run_state import MODEL_FILE
-from gspo_megatron.checkpoint.safe_pickle import read_index
+from gspo_megatron.checkpoint.manifest import (
+    MANIFEST,
+    Files,
+    damage_notes,
+    dump_manifest,
+    files_below,
+    find_damage,
+    first_whole,
+    record_of,
+)
+from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
 from gspo_megatron.checkpoint.storage import (
     Piece,
     SavePlanner,
     TorchDistReader,
     TorchDistWriter,
     operating_system_errors,
+    read_index,
+    tensors_of,
 )
 from gspo_megatron.config.families import family_of, family_of_shape
-from gspo_megatron.config.model_shape import shape_of
+from gspo_megatron.config.model_shape import ModelShape, shape_of
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import fingerprint
 from gspo_megatron.observe.progress import Progress
 
 _FILE_BYTES = 4 << 30  # of a checkpoint's files: one is synced while others are written
 _BLOCK_BYTES = 16 << 20  # of what is written: the memory of larger ones would not be reused
 _MILLION = 1_000_000
+_MOST_THREADS = 4  # each holds a few blocks of tensors in memory
 
 Item = TypeVar("Item")
 Done = Callable[[int], None]  # called with the bytes or weights that were finished
@@ -134,7 +145,7 @@ def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
     writer, plan = TorchDistWriter(folder), planner.create_local_plan()
     writer.prepare_local_plan(plan)
     _, index = planner.create_global_plan([plan])
-    count = max(thread_count(), -(-total // _FILE_BYTES))
+    count = max(_thread_count(), -(-total // _FILE_BYTES))
     files: list[list[WriteItem]] = [[] for _ in range(count)]
     written = 0
     for item in plan.items:
@@ -160,6 +171,59 @@ def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
     _in_threads(write, numbers, "hf-to-megatron, MB", total)
     writer.finish(index, [results])
     return records
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of the processes that convert together. `gather`, a collective, returns the values of
+    all."""
+
+    rank: int = 0
+    world_size: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A DataError or OSError of one process inside is raised in all; a collective."""
+        problem = None
+        try:
+            yield
+        except (DataError, OSError) as error:
+            problem = error
+        messages = self.gather(None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        if any(messages):
+            raise DataError("\n".join(filter(None, messages)))
+
+
+ALONE = Share()
+
+
+@contextlib.contextmanager
+def shared_by_ranks() -> Iterator[Share]:
+    """The share of a rank of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+    import torch.distributed as dist
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size == 1:
+        yield ALONE
+        return
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    dist.init_process_group("gloo")
+    try:
+        yield Share(dist.get_rank(), world_size, gather)
+    finally:
+        dist.destroy_process_group()
 
 
 def megatron_to_hf(
@@ -194,8 +258,7 @@ def megatron_to_hf(
         specs[name] = torch.empty(size, dtype=_wanted(keys[name], dtype) or kept, device="meta")
     main_dtype = specs[family.names["embedding"]].dtype
     config = export_config(shape, vocab_size, main_dtype, original)
-    copies, notes = tokenizer_of(checkpoint)
-    check_tokenizer(copies, vocab_size)
+    check_tokenizer(checkpoint.side_files, vocab_size)
     total = sum(spec.nbytes for spec in specs.values())
     if share.world_size > 1:
         max_shard_bytes = min(max_shard_bytes, -(-total // share.world_size))
@@ -204,16 +267,17 @@ def megatron_to_hf(
         with share.together():
             stack.enter_context(writer)
         with share.together():
-            files = writer.files[share.rank :: share.world_size]
-            names = {name for file in files for name in file.offsets}
+            mine = writer.files[share.rank :: share.world_size]
+            names = {name for file in mine for name in file.offsets}
             _export(model, index, recipes, writer, names, share.is_main)
-            writer.finish(files)
+            writer.finish(mine)
         with share.together():
             if share.is_main:
                 # an imported folder has its own generation_config.json, or none
-                made = generation_files(copies) if checkpoint.imported is None else {}
-                writer.publish({"config.json": config, **made}, copies)
-    return checkpoint.folder, [*checkpoint.notes, *notes]
+                files = checkpoint.side_files
+                made = {} if checkpoint.is_imported else generation_files(files)
+                writer.publish({"config.json": config, **made}, files)
+    return checkpoint.folder, checkpoint.notes
 
 
 def _export(
@@ -239,7 +303,7 @@ def _export(
     def convert(item: tuple[Piece, list[Box]], done: Done) -> None:
         block, boxes = item
         data = torch.empty(block.data.shape, dtype=block.data.dtype)
-        reader.read([dataclasses.replace(block, data=data)])
+        reader.read([replace(block, data=data)])
         for box in boxes:
             part = data[box.target_slices].to(writer.tensors[box.name].dtype)
             writer.write(box.name, part.reshape(box.source_size), box.source_slices)
@@ -259,12 +323,7 @@ def _checked_tensors(
     folder: Path, index: Metadata, recipes: Mapping[str, TensorRecipe]
 ) -> dict[str, TensorStorageMetadata]:
     """The tensors of a checkpoint. Raises DataError where they are not those of the model."""
-    stored = {
-        key: entry
-        for key, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    problems = []
+    stored, problems = tensors_of(index), []
     for key, recipe in recipes.items():
         if key not in stored:
             problems.append(f"{key} is missing")
@@ -284,6 +343,93 @@ def _checked_tensors(
 def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
     """The biases of routers keep their dtype: Megatron-Core accumulates them in fp32."""
     return None if key.endswith(".expert_bias") else dtype
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint without damage."""
+
+    folder: Path
+    notes: list[str]  # for the user
+    shape: ModelShape
+    vocab_size: int
+    hf_config: Mapping[str, Any] | None  # the config.json that the weights were imported with
+    is_imported: bool  # from a Hugging Face folder, whose settings and tokenizer are in hf/
+    side_files: list[Path]  # of its tokenizer
+
+
+def open_checkpoint(path: Path, share: Share = ALONE) -> Source:
+    """The checkpoint `path`; of a run or a folder of checkpoints, the newest one whose files all
+    have their sizes. The main process chooses, because a run may publish another one at any time;
+    all processes compare checksums. Raises DataError with all that is wrong.
+    """
+    with share.together():
+        found = _find(path) if share.is_main else None
+    folder, notes = share.gather(found)[0]
+    threads = _thread_count()
+    shares = [(share.rank * threads + n, share.world_size * threads) for n in range(threads)]
+    with share.together(), ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda n: find_damage(folder, share=n, only=_matters), shares))
+    parts = [part for theirs in share.gather(found) for part in theirs]
+    if lines := [f"{folder}: {line}" for part in parts for line in part]:
+        if folder != path:
+            lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
+        raise DataError("\n".join([*notes, *lines]))
+    document = read_model(folder)
+    try:
+        known = {field.name for field in dataclasses.fields(ModelShape)}
+        sizes = {name: value for name, value in document["shape"].items() if name in known}
+        shape, vocab_size = ModelShape(**sizes), int(document["vocab_size"])
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / MODEL_FILE}: does not describe a model: {error}") from error
+    is_imported, tokenizer = (folder / "hf").is_dir(), document.get("tokenizer")
+    files = tokenizer_files(folder / "hf" if is_imported else tokenizer)
+    if not is_imported and tokenizer is not None and (changed := _changed(folder, tokenizer)):
+        notes, files = [*notes, f"{tokenizer}: {changed}, and is left out"], []
+    return Source(folder, notes, shape, vocab_size, document.get("hf"), is_imported, files)
+
+
+def _changed(checkpoint: Path, tokenizer: str) -> str | None:
+    """Why the tokenizer of a run's configuration is not that of its checkpoint."""
+    if not Path(tokenizer).exists():
+        return "the run's tokenizer is not there (any more)"
+    known = None
+    with contextlib.suppress(DataError):  # no run wrote the checkpoint, or run.json is damaged
+        known = RunState.read(checkpoint).fingerprints.get(TOKENIZER)
+    if known not in (None, fingerprint(tokenizer)):
+        return "no longer has the contents that the run's tokenizer had"
+    return None
+
+
+def _matters(name: str) -> bool:
+    """Whether a file is needed: the optimizer's are not."""
+    return name.startswith(("model/", "hf/")) or name == MODEL_FILE
+
+
+def _find(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that a path means, and notes about damaged newer ones."""
+    if (path / MANIFEST).exists():
+        return path, []
+    if not path.is_dir():
+        raise DataError(f"{path}: no such folder")
+    checkpoints = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    folders = [checkpoints / position.name for position in positions(checkpoints)]
+    whole, damage = first_whole(
+        folders, lambda folder: find_damage(folder, contents=False, only=_matters)
+    )
+    if whole is not None:
+        return whole, [
+            line for folder, lines in damage.items() for line in damage_notes(folder.name, lines)
+        ]
+    problems = [f"{folder}: {line}" for folder, lines in damage.items() for line in lines]
+    raise DataError(
+        "\n".join([*problems, f"{path}: not a checkpoint of ours, and there is no whole one in it"])
+    )
+
+
+def _thread_count() -> int:
+    """Threads of a process that converts."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
 
 
 def _in_threads(
@@ -308,7 +454,7 @@ def _in_threads(
             bar.update(size if count >= total else min(size - 1, count // _MILLION), {})
 
     torch.set_num_threads(1)  # these threads share the work
-    with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(thread_count()) as pool:
+    with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(_thread_count()) as pool:
         futures = [pool.submit(work, item, done) for item in items]
         try:
             for future in as_completed(futures):

@@ -81,10 +81,7 @@ class TensorRecipe:
     def cut(self, slices: Sequence[slice]) -> Iterator[Box]:
         """The boxes of a slice of the tensor; their targets are counted from its start. The slice
         may reach beyond the tensor, into padding."""
-        for box in self.boxes:
-            part = box.cut(slices)
-            if part is not None:
-                yield part
+        return filter(None, (box.cut(slices) for box in self.boxes))
 
 
 def copy(name: str, *shape: int) -> TensorRecipe:

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from gspo_megatron.checkpoint.folder import Position, Publication
 from gspo_megatron.checkpoint.hf import convert
-from gspo_megatron.checkpoint.hf import source as source_module
-from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
-from gspo_megatron.checkpoint.hf.source import Share
+from gspo_megatron.checkpoint.hf.convert import Share, hf_to_megatron, megatron_to_hf
 from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
 from gspo_megatron.checkpoint.run_state import describe_model
-from gspo_megatron.checkpoint.safe_pickle import read_index
+from gspo_megatron.checkpoint.storage import read_index
 from gspo_megatron.checkpoint.tensors import load_model, save_tensors
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
@@ -240,7 +238,7 @@ def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
     checkpoints.mkdir(parents=True)
     hf_to_megatron(sources[0], checkpoints / names[0])
     hf_to_megatron(sources[1], tmp_path / "next")
-    look = source_module.positions
+    look = convert.positions
 
     def look_and_publish(folder: Path) -> list[Position]:
         with lock:
@@ -249,7 +247,7 @@ def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
                 (tmp_path / "next").rename(checkpoints / names[1])
             return found
 
-    monkeypatch.setattr(source_module, "positions", look_and_publish)
+    monkeypatch.setattr(convert, "positions", look_and_publish)
     back = tmp_path / "back"
     assert not in_processes(2, lambda share: megatron_to_hf(tmp_path / "run", back, share=share))
     assert [p.name for p in look(checkpoints)] == names[::-1]
