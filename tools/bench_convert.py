@@ -92,19 +92,20 @@ def make_checkpoint(folder: Path, gigabytes: float) -> None:
     import torch
 
     from gspo_megatron.checkpoint.hf.weight_map import weight_map
-    from gspo_megatron.checkpoint.hf.writer import HfWriter, TensorSpec
+    from gspo_megatron.checkpoint.hf.writer import HfWriter
     from gspo_megatron.config.families import describe, family_of
     from gspo_megatron.config.model_shape import shape_of
 
     config = config_of(gigabytes)
     shape = shape_of(describe(config))
     shapes = weight_map(family_of(config), shape, config["vocab_size"]).shapes
-    specs = {name: TensorSpec(torch.bfloat16, size) for name, size in shapes.items()}
-    total = sum(spec.bytes for spec in specs.values())
+    options = {"dtype": torch.bfloat16, "device": "meta"}
+    specs = {name: torch.empty(size, **options) for name, size in shapes.items()}
+    total = sum(spec.nbytes for spec in specs.values())
     generator = torch.Generator().manual_seed(1)
     with HfWriter(folder, specs, max_shard_bytes=total // 4 + 1) as writer:
         for name, spec in specs.items():
-            rows = max(1, _BLOCK // (spec.bytes // spec.shape[0]))
+            rows = max(1, _BLOCK // (spec.nbytes // spec.shape[0]))
             for first in range(0, spec.shape[0], rows):
                 block = (min(rows, spec.shape[0] - first), *spec.shape[1:])
                 noise = torch.randint(-(2**15), 2**15, block, generator=generator).to(torch.int16)

@@ -64,11 +64,9 @@ def positions(checkpoints: Path) -> list[Position]:
 class Publication:
     """A checkpoint that is being written; every rank may write into `folder`."""
 
-    def __init__(self, parent: Path, name: str, token: str | None = None) -> None:
-        """`token`: that of the rank that calls `begin`; None on that rank."""
+    def __init__(self, parent: Path, name: str) -> None:
         self.parent, self.name = parent, name
-        self.token = secrets.token_hex(4) if token is None else token
-        self.folder = parent / f"{_PARTIAL}{name}-{self.token}"
+        self.folder = parent / f"{_PARTIAL}{name}-{secrets.token_hex(4)}"
 
     def begin(self) -> None:
         """Make the folder; one rank does it. Raises OSError."""
@@ -118,28 +116,23 @@ def remove_leftovers(checkpoints: Path) -> list[str]:
     return [path.name for path in left]
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints are kept: the newest ones, the best ones, and some at regular steps."""
-
-    last: int | None  # how many of the newest; None: all
-    best: int  # how many with the highest metric
-    every: int  # those whose step is a multiple of it; 0: none
-
-    def surplus(self, metrics: dict[Position, float | None]) -> list[Position]:
-        """Of all checkpoints, with their metrics (None: has none), those to be removed; never the
-        newest."""
-        ordered = sorted(metrics, key=lambda position: position.order)
-        if self.last is None:
-            return []
-        kept = set(ordered[-self.last :])
-        whole = [p for p in ordered if not p.rolled_out]
-        if self.every:
-            kept.update(p for p in whole if p.step and p.step % self.every == 0)
-        known = {p: f for p in whole if (f := metrics[p]) is not None and math.isfinite(f)}
-        ranked = sorted(known, key=lambda p: (known[p], p.order))
-        kept.update(ranked[len(ranked) - min(self.best, len(ranked)) :])
-        return [p for p in ordered if p not in kept]
+def surplus(
+    metrics: dict[Position, float | None], last: int | None, best: int, every: int
+) -> list[Position]:
+    """Of all checkpoints, with their metrics (None: has none), those to be removed. Kept are the
+    `last` newest (None: all), the `best` with the highest metric, and those whose step is a
+    multiple of `every` (0: none)."""
+    ordered = sorted(metrics, key=lambda position: position.order)
+    if last is None:
+        return []
+    kept = set(ordered[-last:])
+    whole = [p for p in ordered if not p.rolled_out]
+    if every:
+        kept.update(p for p in whole if p.step and p.step % every == 0)
+    known = {p: f for p in whole if (f := metrics[p]) is not None and math.isfinite(f)}
+    ranked = sorted(known, key=lambda p: (known[p], p.order))
+    kept.update(ranked[len(ranked) - min(best, len(ranked)) :])
+    return [p for p in ordered if p not in kept]
 
 
 def free_bytes(folder: Path) -> int:

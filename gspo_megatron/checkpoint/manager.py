@@ -14,11 +14,11 @@ from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
     REFERENCE,
     Position,
-    Retention,
     hide,
     positions,
     remove_leftovers,
     set_latest,
+    surplus,
     write_file,
 )
 from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
@@ -94,10 +94,7 @@ class Checkpoints:
             load_reference(self.config, self.policy)
         elif needed and self.section.interval:
             self._raise(self.writer.finish())
-            problem = self.writer.begin(
-                REFERENCE, None, self._write_model, lambda _: None, asynchronous=False
-            )
-            self._raise(problem or self.writer.finish())
+            self._raise(self.writer.begin(REFERENCE, None, self._write_model, asynchronous=False))
         yield
         if needed and resumed:
             assert self.start.checkpoint is not None
@@ -207,12 +204,7 @@ class Checkpoints:
         problem = self.writer.begin(
             state.position.name, trainer, write_small, published, asynchronous=asynchronous
         )
-        if problem is None and not asynchronous:
-            problem = self.writer.finish()
-        if must:
-            self._raise(problem)
-        else:
-            self._warn(problem)
+        (self._raise if must else self._warn)(problem)
 
     def _state(self, phase: str, step: int, trainer: Trainer, loader: PromptLoader) -> RunState:
         return RunState(
@@ -253,8 +245,8 @@ class Checkpoints:
                     with contextlib.suppress(DataError):
                         state = RunState.read(self.folder / position.name)
                         found[position] = state.metrics.get(section.best_metric)
-        keep = Retention(section.keep_last, section.keep_best, section.keep_every)
-        self.writer.remove([hide(self.folder / each.name) for each in keep.surplus(found)])
+        extra = surplus(found, section.keep_last, section.keep_best, section.keep_every)
+        self.writer.remove([hide(self.folder / each.name) for each in extra])
 
     def _stopped(self, position: Position) -> str:
         where = f"after step {position.step} of {position.phase}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gspo_megatron.errors import DataError
 from gspo_megatron.observe.heartbeat import heartbeat
 
 MANIFEST = "manifest.json"
@@ -19,10 +20,6 @@ VERSION = 1
 
 _BLOCK = 1 << 22  # bytes read at a time
 _LINES_SHOWN = 8  # of one checkpoint's damage
-
-
-class ManifestError(ValueError):
-    """A manifest that cannot be read; the message begins with the file's name."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +58,27 @@ def dump_manifest(files: Mapping[str, FileRecord]) -> bytes:
 
 
 def read_manifest(folder: Path) -> Files:
-    """The files that a checkpoint's manifest lists. Raises ManifestError."""
+    """The files that a checkpoint's manifest lists. Raises DataError, without the folder's path."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
-        raise ManifestError(f"{MANIFEST}: missing") from None
+        raise DataError(f"{MANIFEST}: missing") from None
     except OSError as error:
-        raise ManifestError(f"{MANIFEST}: cannot be read: {error.strerror or error}") from error
+        raise DataError(f"{MANIFEST}: cannot be read: {error.strerror or error}") from error
     except ValueError:
-        raise ManifestError(f"{MANIFEST}: damaged, it is not JSON") from None
+        raise DataError(f"{MANIFEST}: damaged, it is not JSON") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ManifestError(f"{MANIFEST}: not that of a {FORMAT}")
+        raise DataError(f"{MANIFEST}: not that of a {FORMAT}")
     if (version := content.get("version")) != VERSION:
         text = f"of version {version!r}, this program reads version {VERSION}"
-        raise ManifestError(f"{MANIFEST}: {text}")
+        raise DataError(f"{MANIFEST}: {text}")
     try:
         return {
             str(name): FileRecord(int(record["bytes"]), str(record["crc32"]))
             for name, record in content["files"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise ManifestError(f"{MANIFEST}: damaged, its list of files is malformed") from None
+        raise DataError(f"{MANIFEST}: damaged, its list of files is malformed") from None
 
 
 def find_damage(
@@ -89,7 +86,7 @@ def find_damage(
     *,
     share: tuple[int, int] = (0, 1),
     contents: bool = True,
-    only: Callable[[str], bool] | None = None,
+    only: Callable[[str], bool] = lambda _: True,
 ) -> list[str]:
     """What is wrong with a checkpoint, one line a file; empty if nothing is.
 
@@ -98,17 +95,16 @@ def find_damage(
     checked, by their names.
     """
     rank, size = share
-    wanted = only or (lambda _: True)
     try:
         files = read_manifest(folder)
-    except ManifestError as error:
+    except DataError as error:
         return [str(error)] if rank == 0 else []
     damage = []
-    for name in sorted(filter(wanted, files))[rank::size]:
+    for name in sorted(filter(only, files))[rank::size]:
         wrong = _damage_of(folder / name, files[name], contents=contents)
         damage += [] if wrong is None else [f"{name}: {wrong}"]
     if rank == 0:
-        foreign = [name for name in files_below(folder) if name not in files and wanted(name)]
+        foreign = [name for name in files_below(folder) if name not in files and only(name)]
         damage += [f"{name}: foreign, the manifest does not list it" for name in foreign]
     return damage
 

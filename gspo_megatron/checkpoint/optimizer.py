@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -26,6 +25,7 @@ from gspo_megatron.checkpoint.model_pieces import ModelPiece
 from gspo_megatron.checkpoint.storage import Piece
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.models.optimizer import Trainer
+from gspo_megatron.platform.collectives import all_gather_objects
 
 GROUPS_FILE = "groups.json"
 # These values identify a group of parameters. Under expert parallelism the experts have a separate
@@ -74,15 +74,14 @@ def load_trainer_state(trainer: Trainer, state: dict[str, Any]) -> None:
 def owned_ranges(optimizer: MegatronOptimizer) -> list[OwnedRange]:
     """All ranges of this rank, in the optimizers of dense parameters and of experts. Raises
     UserError where one is not a DistributedOptimizer."""
-    found = []
-    for part in _parts(optimizer):
-        for buffer in part.gbuf_ranges:
-            for buckets in buffer.values():
-                for bucket in buckets:
-                    for parameter, ranges in bucket["param_map"].items():
-                        own = ranges["param"]
-                        found.append(OwnedRange(part, parameter, own.start, own.end))
-    return found
+    return [
+        OwnedRange(part, parameter, ranges["param"].start, ranges["param"].end)
+        for part in _parts(optimizer)
+        for buffer in part.gbuf_ranges
+        for buckets in buffer.values()
+        for bucket in buckets
+        for parameter, ranges in bucket["param_map"].items()
+    ]
 
 
 def state_pieces(
@@ -200,9 +199,7 @@ def _steps(optimizer: MegatronOptimizer) -> int:
         else:
             found |= {int(g.get("step", 0)) for g in part.optimizer.param_groups if g["params"]}
     assert len(found) <= 1, f"parameters with different numbers of updates: {found}"
-    lists: list[set[int]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(lists, found)
-    everyones = set().union(*lists)
+    everyones = set().union(*all_gather_objects(found))
     assert len(everyones) == 1, f"ranks with different numbers of updates: {everyones}"
     return everyones.pop()
 

@@ -60,11 +60,8 @@ def candidates(config: Config, *, fresh: bool) -> list[Path]:
     folder = run_folder(config)
     if not fresh:
         return [folder / CHECKPOINTS / each.name for each in positions(folder / CHECKPOINTS)]
-    if folder.is_dir():
-        is_empty = all(path.name == LOCK_FILE for path in folder.iterdir())
-    else:
-        is_empty = not folder.exists()
-    if not is_empty:
+    entries = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
+    if any(path.name != LOCK_FILE for path in entries):
         raise UserError(
             f"--fresh: {folder} is not empty; move it away, or give another logging.dir"
         )

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from gspo_megatron.checkpoint.folder import write_file
-from gspo_megatron.checkpoint.storage import raise_everywhere
+from gspo_megatron.checkpoint.storage import raised_everywhere
 from gspo_megatron.errors import DataError
 
 FOLDER = "rng"
@@ -56,23 +56,20 @@ def load_rng(folder: Path) -> bool:
     another layout or kind of device, returns False on all ranks and leaves the generators as they
     are. Raises DataError, the same on all ranks.
     """
-    error, details, tensors = None, {}, {}
-    try:
-        details, tensors = _read(_path(folder, 0))
-        same = details["layout"] == _layout()
-        if same:
-            details, tensors = _read(_path(folder, dist.get_rank()))
-            same = details["layout"] == _layout()
-    except DataError as found:
-        error, same = str(found), False
-    raise_everywhere(error)
+    same = True
+    with raised_everywhere():
+        for rank in (0, dist.get_rank()):  # of more ranks than there were, all find the first's
+            if same:
+                details, tensors = _read(_path(folder, rank))
+                same = details["layout"] == _layout()
     if not same:
         return False
-    try:
-        _set(details, tensors)
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as found:
-        error = f"{_path(folder, dist.get_rank())}: not the state of this program: {found}"
-    raise_everywhere(error)
+    with raised_everywhere():
+        try:
+            _set(details, tensors)
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            path = _path(folder, dist.get_rank())
+            raise DataError(f"{path}: not the state of this program: {error}") from None
     return True
 
 

@@ -7,8 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from gspo_megatron.errors import UserError
@@ -23,7 +22,7 @@ class RunLock:
     """A lock on run folders. A run's main rank holds it until `release` or its process ends."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, int], int] = {}  # file descriptors by device and inode
+        self._held: list[int] = []  # descriptors of lock files
         self._made: list[Path] = []  # folders
 
     def hold(self, folder: Path) -> None:
@@ -49,14 +48,15 @@ class RunLock:
             return False
         except OSError:
             return True  # the next write into the folder reports what is wrong
-        known = _identity(os.fstat(file))
-        if known in self._held:
+        if any(os.path.sameopenfile(file, held) for held in self._held):
             os.close(file)
             return True
         try:
             _lock(file)
         except BlockingIOError:
-            holder = _parsed(os.read(file, 1000).decode(errors="replace"))
+            holder: dict[str, str] = {}
+            with suppress(ValueError):  # the other run may not have written its name yet
+                holder = json.loads(os.read(file, 1000))
             os.close(file)
             if _JOB in holder and holder[_JOB] == _this_process().get(_JOB):
                 return True
@@ -68,10 +68,10 @@ class RunLock:
         except OSError:
             os.close(file)
             return True
-        if not _is_at(path, known):
+        if not _is_at(path, file):
             os.close(file)
             return False
-        self._held[known] = file
+        self._held.append(file)
         if is_new:
             self._made.append(folder)
         with suppress(OSError):  # a full disk is reported by more important writes
@@ -84,32 +84,25 @@ class RunLock:
         for folder in self._made:
             path = folder / LOCK_FILE
             with suppress(OSError):
-                if os.listdir(folder) == [LOCK_FILE] and _identity(path.stat()) in self._held:
+                is_held = any(_is_at(path, file) for file in self._held)
+                if is_held and os.listdir(folder) == [LOCK_FILE]:
                     path.unlink()  # a process that waits for the lock sees that the file is gone
                     folder.rmdir()
         self._made.clear()
-        for file in self._held.values():
+        for file in self._held:
             os.close(file)
         self._held.clear()
 
+    def __enter__(self) -> RunLock:
+        return self
 
-@contextmanager
-def run_lock() -> Iterator[RunLock]:
-    """A lock that is released at the end."""
-    lock = RunLock()
-    try:
-        yield lock
-    finally:
-        lock.release()
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
-def _is_at(path: Path, known: tuple[int, int]) -> bool:
+def _is_at(path: Path, file: int) -> bool:
     with suppress(OSError):
-        return _identity(path.stat()) == known
+        return os.path.samestat(path.stat(), os.fstat(file))
     return False
 
 
@@ -128,11 +121,3 @@ def _this_process() -> dict[str, str]:
     job = os.environ.get("SLURM_JOB_ID")
     names = {"host": socket.gethostname(), "process": str(os.getpid())}
     return names if job is None else names | {_JOB: job}
-
-
-def _parsed(holder: str) -> dict[str, str]:
-    with suppress(ValueError):
-        document = json.loads(holder)
-        if isinstance(document, dict):
-            return document
-    return {}

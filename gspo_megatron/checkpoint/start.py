@@ -26,7 +26,7 @@ from gspo_megatron.checkpoint.resume import (
     weights_fit,
 )
 from gspo_megatron.checkpoint.rng import load_rng
-from gspo_megatron.checkpoint.run_lock import RunLock, run_lock
+from gspo_megatron.checkpoint.run_lock import RunLock
 from gspo_megatron.checkpoint.run_state import read_model
 from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.config import Config
@@ -57,10 +57,9 @@ def find_start(config: Config, *, fresh: bool) -> Start:
     return on_main(lambda: conclude(config, chosen, damage))
 
 
-def _damage_of(checkpoint: Path, *, model_only: bool = False) -> list[str]:
-    """What is wrong with a checkpoint's files; every rank calls it and gets the same."""
+def _damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) -> list[str]:
+    """As find_damage; every rank calls it and gets the same."""
     share = (dist.get_rank(), dist.get_world_size())
-    only = is_of_model if model_only else None
     found = all_gather_objects(find_damage(checkpoint, share=share, only=only))
     return sorted(line for lines in found for line in lines)
 
@@ -69,7 +68,7 @@ def load_weights(config: Config, policy: Policy, path: str) -> Path:
     """Read the weights of model.checkpoint_path; returns the checkpoint. Raises UserError, on all
     ranks alike, where there is none, or it is damaged or of another model."""
     checkpoint = on_main(lambda: given_checkpoint(path))
-    refuse_damage(checkpoint, _damage_of(checkpoint, model_only=True))
+    refuse_damage(checkpoint, _damage_of(checkpoint, is_of_model))
     on_main(lambda: weights_fit(checkpoint, config, policy.vocab_size))
     load_model(checkpoint, policy)
     return checkpoint
@@ -118,14 +117,12 @@ def count_restart(config: Config, start: Start, environ: Mapping[str, str] | Non
     position = None if start.state is None else start.state.position.name
     before: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        before = content if isinstance(content, dict) else {}
+        before = json.loads(path.read_text(encoding="utf-8"))
     if before.get("job") == job.number and before.get("position") == position:
         count = int(before["restarts_without_progress"]) + 1
     else:
         # The first start is not counted in the file: it has left a checkpoint, or no progress.
         count = 1 if position is None else 0
-    path.parent.mkdir(parents=True, exist_ok=True)
     now = {"job": job.number, "position": position, "restarts_without_progress": count}
     write_atomically(path, (json.dumps(now) + "\n").encode())
     allowed = config.training.idle_restarts
@@ -219,7 +216,7 @@ class Session:
 @contextlib.contextmanager
 def open_session(config: Config | StageConfig, *, fresh: bool) -> Iterator[Session]:
     """Join the other ranks and find the checkpoint to resume; every rank enters it."""
-    with run_lock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
+    with RunLock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
         try:
             ranks = start_processes(patience_minutes(config.training.hang_timeout_seconds))
             on_main(lambda: lock.hold(run_folder(config)))

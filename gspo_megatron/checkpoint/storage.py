@@ -1,20 +1,22 @@
 """Pieces of global tensors, written to and read from a folder in Megatron-Core's torch_dist format.
 
-Format and planning come from torch.distributed.checkpoint (DCP), the wrapped shards from
-Megatron-Core: stock `megatron.core.dist_checkpointing.load` reads these folders. Different from
-stock: the index is unpickled safely, no part of a tensor may be missing or written twice, and
-writing starts no helper processes.
+Format and planning come from torch.distributed.checkpoint (DCP); stock
+`megatron.core.dist_checkpointing.load` reads these folders. Different from stock: no part of a
+tensor may be missing or written twice, and writing starts no helper processes. DCP's index,
+`.metadata`, is a pickle, which can run any code when it is read: here it may name only the plain
+records of an index, which is then checked against the files.
 """
 
 from __future__ import annotations
 
+import enum
 import io
 import itertools
 import json
 import math
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,11 +27,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from gspo_megatron.checkpoint.folder import write_file
-from gspo_megatron.checkpoint.safe_pickle import read_index
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.heartbeat import heartbeat
 
@@ -42,6 +58,34 @@ _FORMAT = {
 _SHOWN = 8  # problems of one kind in a message
 # Tensors are stored in blocks of at most so many bytes: what a reader holds in memory at once.
 BLOCK_BYTES = 64 << 20
+INDEX = ".metadata"
+# What a pickle may name, by module; dtypes of torch besides.
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    # Megatron-Core's own saving adds its plans
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}
 
 
 @dataclass(frozen=True)
@@ -54,29 +98,28 @@ class Piece:
     offset: tuple[int, ...]
 
     @property
-    def end(self) -> tuple[int, ...]:
-        return tuple(o + n for o, n in zip(self.offset, self.data.shape, strict=True))
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.data.shape, strict=True))
 
-    def in_blocks(self) -> Iterator[Piece]:
-        for block in blocks(tuple(self.data.shape), self.data.dtype, BLOCK_BYTES):
-            offset = tuple(o + s.start for o, s in zip(self.offset, block, strict=True))
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offset), self.data.shape)
+
+    def in_blocks(self, most_bytes: int) -> Iterator[Piece]:
+        """Cut into pieces of at most `most_bytes`, of whole rows where that is possible."""
+        shape = self.data.shape
+        size, cut = self.data.itemsize, len(shape)  # the dimensions from `cut` on stay whole
+        while cut and size * shape[cut - 1] <= most_bytes:
+            cut -= 1
+            size *= shape[cut]
+        steps = [1] * cut + list(shape[cut:])
+        if cut:
+            steps[cut - 1] = max(1, most_bytes // size)
+        starts = (range(0, max(1, n), max(1, step)) for n, step in zip(shape, steps))
+        for start in itertools.product(*starts):
+            block = tuple(slice(a, min(a + step, n)) for a, step, n in zip(start, steps, shape))
+            offset = tuple(a + b for a, b in zip(self.offset, start, strict=True))
             yield replace(self, data=self.data[block], offset=offset)
-
-
-def blocks(
-    shape: Sequence[int], dtype: torch.dtype, most_bytes: int
-) -> Iterator[tuple[slice, ...]]:
-    """A tensor cut into blocks of at most `most_bytes`, of whole rows where that is possible."""
-    size, cut = dtype.itemsize, len(shape)  # the dimensions from `cut` on stay whole
-    while cut and size * shape[cut - 1] <= most_bytes:
-        cut -= 1
-        size *= shape[cut]
-    steps = [1] * cut + list(shape[cut:])
-    if cut:
-        steps[cut - 1] = max(1, most_bytes // size)
-    starts = (range(0, max(1, n), max(1, step)) for n, step in zip(shape, steps))
-    for start in itertools.product(*starts):
-        yield tuple(slice(a, min(a + step, n)) for a, step, n in zip(start, steps, shape))
 
 
 def write_pieces(
@@ -91,13 +134,12 @@ def write_pieces(
     Raises DataError where a rank cannot write, on all ranks alike; AssertionError where the pieces
     of a tensor do not make up all of it, each element once.
     """
-    state_dict = _state_dict(block for piece in pieces for block in piece.in_blocks())
-    writer = TorchDistWriter(folder, files or {})
+    writer, planner = TorchDistWriter(folder, files), SavePlanner(pieces, BLOCK_BYTES)
     try:
-        dcp.save(state_dict, storage_writer=writer, planner=SavePlanner(), process_group=group)
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         rank = min(error.failures)
-        cause = root_cause(error)
+        cause = error.failures[rank][0]
         if isinstance(cause, OSError):
             why = cause.strerror or cause
             raise DataError(f"{folder}: rank {rank} cannot write: {why}") from error
@@ -109,40 +151,44 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
     alike, where a file is missing, damaged or foreign, and where a tensor is missing, has another
     shape, or belongs to no rank's pieces.
     """
-    error: str | None = None
-    try:
+    # Not at the top: it loads Megatron-Core, which the offline converter does without.
+    from gspo_megatron.platform.collectives import gather_objects
+
+    wanted = {piece.key: piece.global_shape for piece in pieces}
+    with raised_everywhere():
         index = read_index(folder)
-        error = "\n".join(_mismatches(folder, index, pieces)) or None
-    except DataError as found:
-        error = str(found)
-    raise_everywhere(error)
-    raise_everywhere(_unread(folder, index, pieces))
-    try:
-        with without_warning():
-            dcp.load(
-                _state_dict(pieces),
-                storage_reader=TorchDistReader(folder, index),
-                planner=_LoadPlanner(folder),
-                no_dist=True,
-            )
-    except (CheckpointException, Exception) as found:  # noqa: BLE001 (damaged files raise anything)
-        error = str(cause := root_cause(found))
-        if not isinstance(cause, DataError):
-            error = f"{folder}: cannot be read: {error.partition(chr(10))[0]}"
-    raise_everywhere(error)
+        stored = {key: tuple(entry.size) for key, entry in tensors_of(index).items()}
+        problems = [
+            f"{folder}: {key} has shape {list(stored[key])}, the model {list(shape)}"
+            if key in stored
+            else f"{folder}: has no tensor {key}"
+            for key, shape in wanted.items()
+            if stored.get(key) != shape
+        ]
+        if problems:
+            raise DataError("\n".join(problems))
+    everyones = gather_objects(set(wanted))
+    with raised_everywhere():
+        if everyones and (extra := sorted(stored.keys() - set().union(*everyones))):
+            lines = (f"{folder}: {key} belongs to no part of the model" for key in extra)
+            raise DataError("\n".join(lines))
+    with raised_everywhere():
+        TorchDistReader(folder, index).read(pieces)
 
 
 @contextmanager
-def without_warning() -> Iterator[None]:
-    """Around calls with no_dist=True, where DCP warns that each process works alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+def raised_everywhere() -> Iterator[None]:
+    """A DataError inside, on any rank, is raised at the end on all ranks; a collective."""
+    error = None
+    try:
         yield
+    except DataError as found:
+        error = str(found)
+    raise_everywhere(error)
 
 
 def raise_everywhere(error: str | None) -> None:
     """Raise DataError on all ranks where `error` is set on any of them; a collective."""
-    # Not at the top: it loads Megatron-Core, which the offline converter does without.
     from gspo_megatron.platform.collectives import all_gather_objects
 
     found = all_gather_objects(error)
@@ -168,10 +214,8 @@ class TorchDistWriter(dcp.FileSystemWriter):
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Any:
-        try:
+        with operating_system_errors():
             return super().write_data(plan, planner)
-        except RuntimeError as error:  # from torch's file writer, when it closes the file
-            raise operating_system_error(error) or error from None
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         for name, content in self._files.items():
@@ -179,38 +223,72 @@ class TorchDistWriter(dcp.FileSystemWriter):
         super().finish(metadata, results)
 
 
+@contextmanager
+def operating_system_errors() -> Iterator[None]:
+    """Inside, what torch's file writer raises when it closes a file becomes its OSError again."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        raise cause or error from None
+
+
 class TorchDistReader(dcp.FileSystemReader):
-    """Reads with an index that was checked."""
+    """Reads with an index that was checked. Several threads may read at once."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
         self._folder, self._index = folder, index
         self.storage_data = index.storage_data
 
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        return self._index
-
-    def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Any:
-        """File by file, so that the damaged one can be named. torch's own message is not shown: it
-        advises to unpickle without safety."""
-        items: dict[str, list] = {}
-        for item in plan.items:
-            items.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        done = super().read_data(replace(plan, items=[]), planner)
-        for name, listed in items.items():
+    def read(self, pieces: Iterable[Piece]) -> None:
+        """Fill the pieces. Raises DataError where their tensors in the index have gaps, which DCP
+        ignores, or a file is damaged. It names the file; torch's own message is not shown, because
+        it advises to unpickle without safety."""
+        places = _by_place(pieces)
+        chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+        for piece in places.values():
+            chunks[piece.key].append(piece.chunk)
+        missing = {place: piece.data.numel() for place, piece in places.items()}
+        items: dict[str, list[ReadItem]] = defaultdict(list)  # by file
+        for key, listed in chunks.items():
+            entry = self._index.state_dict_metadata[key]
+            for item in create_read_items_for_chunk_list(key, entry, listed):
+                missing[item.dest_index] -= math.prod(item.lengths)
+                items[self.storage_data[item.storage_index].relative_path].append(item)
+        if wrong := [place.fqn for place, count in missing.items() if count]:
+            raise DataError(f"{self._folder}: pieces of {wrong[:_SHOWN]} overlap or leave gaps")
+        for name, needed in items.items():
             try:
-                super().read_data(replace(plan, items=listed), planner)
+                self.read_data(LoadPlan(needed), _LoadPlanner(places))
             except Exception as error:  # noqa: BLE001 (damaged bytes raise anything)
                 cause = getattr(error, "strerror", None) or type(error).__name__
                 raise DataError(f"{self._folder / name}: damaged: {cause}") from None
-        return done
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Every element of every tensor is written exactly once."""
+    """Every element of every tensor is written exactly once, in blocks of at most `most_bytes`.
+    `read` returns the values of a block when it is written."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        pieces: Iterable[Piece],
+        most_bytes: int,
+        read: Callable[[Piece], Tensor] = lambda block: block.data,
+    ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._blocks = _by_place(b for piece in pieces for b in piece.in_blocks(most_bytes))
+        self._read = read
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for place, block in self._blocks.items():
+            properties = TensorProperties(dtype=block.data.dtype)
+            data = TensorWriteData(block.chunk, properties, torch.Size(block.global_shape))
+            items.append(WriteItem(place, WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         counts = Counter(item.index for plan in all_plans for item in plan.items)
@@ -222,105 +300,124 @@ class SavePlanner(dcp.DefaultSavePlanner):
             assert stored == math.prod(entry.size), f"no rank writes all of {key}"
         return plans, index
 
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        heartbeat()  # called for each tensor before it is written
-        return super().resolve_data(write_item)
+    def bytes_of(self, item: WriteItem) -> int:
+        return self._blocks[item.index].data.nbytes
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        heartbeat()  # called for each block before it is written
+        return self._read(self._blocks[write_item.index])
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Every element of every piece is read exactly once; DCP's default ignores gaps."""
+    """Gives DCP the places that it fills."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._folder = folder
+    def __init__(self, places: Mapping[MetadataIndex, Piece]) -> None:
+        super().__init__()
+        self._places = places
 
-    def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
-        missing: Counter[tuple] = Counter()
-        for key, value in self.state_dict.items():
-            for chunk in value.__create_chunk_list__():
-                missing[key, chunk.offsets] = math.prod(chunk.sizes)
-        for item in plan.items:
-            missing[item.dest_index.fqn, item.dest_index.offset] -= math.prod(item.lengths)
-        wrong = [key for (key, _), count in missing.items() if count]
-        if wrong:
-            raise DataError(f"{self._folder}: pieces of {wrong[:_SHOWN]} overlap or leave gaps")
-        return plan
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        corner = zip(read_item.dest_offsets, read_item.lengths)
+        return self._places[read_item.dest_index].data[tuple(slice(a, a + n) for a, n in corner)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         heartbeat()
 
 
-def _state_dict(pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    """The pieces by key, in the wrappers that Megatron-Core uses for DCP."""
-    # Imported here, because the offline converter uses this module without Megatron-Core.
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.dist_checkpointing.strategies.checkpointable import (
-        CheckpointableShardedTensor,
-        LocalShardsContainer,
-    )
-
-    shards: dict[str, list[CheckpointableShardedTensor]] = {}
-    seen = set()
+def _by_place(pieces: Iterable[Piece]) -> dict[MetadataIndex, Piece]:
+    places: dict[MetadataIndex, Piece] = {}
     for piece in pieces:
-        assert (piece.key, piece.offset) not in seen, f"two pieces at one place: {piece}"
-        seen.add((piece.key, piece.offset))
-        shard = ShardedTensor(
-            key=piece.key,
-            data=piece.data.detach(),
-            dtype=piece.data.dtype,
-            local_shape=tuple(piece.data.shape),
-            global_shape=piece.global_shape,
-            global_offset=piece.offset,
-            axis_fragmentations=None,
-        )
-        shards.setdefault(piece.key, []).append(CheckpointableShardedTensor.from_sh_ten(shard))
-    return {
-        key: listed[0] if len(listed) == 1 else LocalShardsContainer(listed)
-        for key, listed in shards.items()
-    }
+        place = MetadataIndex(piece.key, piece.offset)
+        assert place not in places, f"two pieces at one place: {piece}"
+        places[place] = piece
+    return places
 
 
-def _mismatches(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> list[str]:
+def tensors_of(index: Metadata) -> dict[str, TensorStorageMetadata]:
+    entries = index.state_dict_metadata.items()
+    return {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+class _Properties(TensorProperties):
+    """Newer versions of torch append fields that older versions do not know."""
+
+    def __setstate__(self, state: tuple) -> None:
+        try:
+            super().__setstate__(state)
+        except ValueError:
+            super().__setstate__(state[:5])
+
+
+def _member(cls: Any, name: Any) -> enum.Enum:
+    """Replaces `getattr`, with which some Pythons pickle members of enums (Debian 12's 3.11.2)."""
+    if not (isinstance(cls, enum.EnumMeta) and name in cls.__members__):
+        raise pickle.UnpicklingError("it takes an attribute, which no checkpoint needs")
+    member: enum.Enum = cls[name]
+    return member
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        if name == TensorProperties.__name__:
+            return _Properties
+        if name in _RECORDS.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
+            return value
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of a folder in Megatron-Core's torch_dist format.
+
+    Raises DataError, with all that is wrong, where the index is missing, damaged or foreign, where
+    blocks of a tensor are missing, or where a file that the index names is missing or too short.
+    """
+    path = folder / INDEX
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; is this the folder of a checkpoint?") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    try:
+        index = _Unpickler(io.BytesIO(data)).load()
+        if not isinstance(index, Metadata):
+            raise ValueError(f"it is a {type(index).__name__}")
+        problems = _problems(index, folder)
+    except Exception as error:  # noqa: BLE001 (a damaged pickle raises just about anything)
+        raise DataError(f"{path}: not an index of a checkpoint: {error}") from None
+    if problems:
+        raise DataError("\n".join(problems))
+    return index
+
+
+def _problems(index: Metadata, folder: Path) -> list[str]:
+    path = folder / INDEX
+    ends: dict[str, int] = {}  # bytes that each file must have
+    places = set()
+    for place, info in index.storage_data.items():
+        name = info.relative_path
+        transformed = getattr(info, "transform_descriptors", None)
+        if not isinstance(name, str) or Path(name).name != name or transformed:
+            return [f"{path}: names {name!r}, which is not a file of this folder"]
+        ends[name] = max(ends.get(name, 0), info.offset + info.length)
+        places.add((place.fqn, getattr(place, "offset", None)))
     problems = []
-    for key, wanted in {piece.key: piece.global_shape for piece in pieces}.items():
-        entry = index.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
-            problems.append(f"{folder}: has no tensor {key}")
-        elif (shape := tuple(entry.size)) != wanted:
-            problems.append(f"{folder}: {key} has shape {list(shape)}, the model {list(wanted)}")
+    for key, entry in tensors_of(index).items():
+        stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        offsets = {chunk.offsets for chunk in entry.chunks}
+        found = all((key, offset) in places for offset in offsets)
+        axes = {len(sizes) for chunk in entry.chunks for sizes in (chunk.offsets, chunk.sizes)}
+        whole = found and stored == math.prod(entry.size) and axes == {len(entry.size)}
+        if not whole or len(offsets) != len(entry.chunks):
+            problems.append(f"{path}: {key} is not whole: {stored} of {math.prod(entry.size)}")
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            problems.append(f"{file}: no such file")
+        elif size < end:
+            problems.append(f"{file}: truncated, {size} bytes of {end}")
     return problems
-
-
-def _unread(folder: Path, index: Metadata, pieces: Sequence[Piece]) -> str | None:
-    """A message on rank 0 about stored tensors that belong to no rank's model."""
-    from gspo_megatron.platform.collectives import gather_objects
-
-    wanted = gather_objects({piece.key for piece in pieces})
-    if wanted is None:
-        return None
-    stored = {
-        key
-        for key, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    extra = sorted(stored.difference(*wanted))
-    return "\n".join(f"{folder}: {key} belongs to no part of the model" for key in extra) or None
-
-
-def operating_system_error(error: BaseException | None) -> OSError | None:
-    """The OSError that an error of torch's file writer comes from."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__context__
-    return error
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The first error of a chain; of a CheckpointException, that of the first rank that failed."""
-    while True:
-        if isinstance(error, CheckpointException) and error.failures:
-            error = error.failures[min(error.failures)][0]
-        elif error.__cause__ is not None:
-            error = error.__cause__
-        else:
-            return error

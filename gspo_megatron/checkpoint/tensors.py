@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,17 +22,18 @@ from gspo_megatron.checkpoint.model_pieces import (
     pieces_to_write,
     scale_pieces,
 )
-from gspo_megatron.checkpoint.storage import Piece, raise_everywhere, read_pieces, write_pieces
+from gspo_megatron.checkpoint.storage import Piece, raised_everywhere, read_pieces, write_pieces
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
 
+T = TypeVar("T")
 MODEL, OPTIMIZER, SCALES = "model", "optimizer", "fp8_scales"
 
 
-def start_work(work: Callable[[], None], *, asynchronous: bool) -> Future[None]:
+def start_work(work: Callable[[], T], *, asynchronous: bool) -> Future[T]:
     """Do `work`, in a daemon thread if it is asynchronous. Its error is raised by `result`."""
-    future: Future[None] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -59,27 +61,23 @@ def save_tensors(
     """
     finish_parameter_gather(policy)
     model = model_pieces(policy)
-    weights = list(pieces_to_write(model))
-    moments: list[Piece] = []
-    groups = b""
+    parts = [(MODEL, list(pieces_to_write(model)), {})]  # folders: pieces and further files
     if trainer is not None:
         states.prepare_state(trainer.optimizer)
         ranges = states.owned_ranges(trainer.optimizer)
-        for _, _, pieces in states.state_pieces(model, ranges, originals_only=True):
-            moments += pieces
+        found = states.state_pieces(model, ranges, originals_only=True)
+        moments = [piece for _, _, pieces in found for piece in pieces]
         groups = json.dumps(states.groups_document(trainer.optimizer), indent=1).encode()
-    with_scales = trainer is not None and keeps_scales(policy)
-    scales = scale_pieces(policy, originals_only=True) if with_scales else []
+        parts.append((OPTIMIZER, moments, {states.GROUPS_FILE: groups}))
+        if keeps_scales(policy):
+            parts.append((SCALES, scale_pieces(policy, originals_only=True), {}))
     if asynchronous:
-        weights, moments, scales = _copies(weights), _copies(moments), _copies(scales)
+        parts = [(name, _copies(pieces), files) for name, pieces, files in parts]
     group = writers()
 
     def write() -> None:
-        write_pieces(folder / MODEL, weights, group)
-        if trainer is not None:
-            write_pieces(folder / OPTIMIZER, moments, group, {states.GROUPS_FILE: groups})
-        if with_scales:
-            write_pieces(folder / SCALES, scales, group)
+        for name, pieces, files in parts:
+            write_pieces(folder / name, pieces, group, files)
 
     return start_work(write, asynchronous=asynchronous)
 
@@ -108,35 +106,22 @@ def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
             read_pieces(folder / SCALES, scale_pieces(policy, originals_only=False))
     folder = folder / OPTIMIZER
     model = model_pieces(policy)
-    error = None
-    try:
+    with raised_everywhere():
         document = states.read_groups(folder)
-    except DataError as found:
-        error = str(found)
-    raise_everywhere(error)
     with torch.no_grad():
         states.prepare_state(trainer.optimizer)
         ranges = states.owned_ranges(trainer.optimizer)
         loaded = list(states.state_pieces(model, ranges, originals_only=False))
-        pieces = [piece for _, _, listed in loaded for piece in listed]
-        read_pieces(folder, pieces)
+        read_pieces(folder, [piece for _, _, listed in loaded for piece in listed])
         for own, tensors, _ in loaded:
             own.set_tensors(tensors)
-        try:
+        with raised_everywhere():
             states.load_groups(trainer.optimizer, document, folder)
-            _check_weights(folder, ranges)
-        except DataError as found:
-            error = str(found)
-    raise_everywhere(error)
-
-
-def _check_weights(folder: Path, ranges: list[states.OwnedRange]) -> None:
-    """Raise DataError where the 16-bit weights are not the rounded fp32 weights."""
-    for own in ranges:
-        weight = own.parameter.detach().view(-1)[own.start : own.stop]
-        main = own.tensors()["param"]
-        if not torch.equal(main.to(weight.dtype), weight):
-            raise DataError(f"{folder}: its fp32 weights are not those of {folder.parent / MODEL}")
+            for own in ranges:
+                weight = own.parameter.detach().view(-1)[own.start : own.stop]
+                if not torch.equal(own.tensors()["param"].to(weight.dtype), weight):  # rounded
+                    weights = folder.parent / MODEL
+                    raise DataError(f"{folder}: its fp32 weights are not those of {weights}")
 
 
 def finish_parameter_gather(policy: Policy) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -23,16 +21,7 @@ from gspo_megatron.platform.collectives import gather_objects, on_main
 
 _OPTIMIZER_BYTES = 12  # of each parameter: an fp32 copy and two moments
 
-
-@dataclass
-class Writing:
-    """A checkpoint that this rank is writing."""
-
-    publication: Publication
-    is_full: bool  # with the optimizer's state
-    files: Files  # of this rank; filled when `save` is done
-    save: Future[None]
-    published: Callable[[Path], None]  # called on the main rank afterwards
+Shares = Sequence[tuple[Files, str | None]]  # of each rank: its files, and what went wrong
 
 
 class CheckpointWriter:
@@ -41,91 +30,86 @@ class CheckpointWriter:
     def __init__(self, folder: Path, policy: Policy) -> None:
         self.folder, self.policy = folder, policy
         self._bytes = _expected_bytes(policy)  # of a checkpoint; on the main rank
-        self._under_way: Writing | None = None
-        self._removal: threading.Thread | None = None
+        # what this rank is writing, and what publishes it
+        self._under_way: tuple[Future[Files], Callable[[Shares], str | None]] | None = None
+        self._removal = start_work(lambda: None, asynchronous=False)
 
     def lacks_room(self) -> str | None:
-        """Why a checkpoint does not fit on the disk; None where it fits, and on all ranks but the
-        main one."""
-        if dist.get_rank() > 0:
-            return None
+        """On the main rank: why a checkpoint does not fit on the disk; None where it fits."""
         free = free_bytes(self.folder)
-        if free >= self._bytes:
-            return None
-        return f"it takes {self._bytes:,} bytes, and {free:,} are free"
+        return (
+            None
+            if free >= self._bytes
+            else f"it takes {self._bytes:,} bytes, and {free:,} are free"
+        )
 
     def begin(
         self,
         name: str,
         trainer: Trainer | None,
         write_small: Callable[[Path], None],
-        published: Callable[[Path], None],
+        published: Callable[[Path], None] = lambda _: None,
         *,
         asynchronous: bool,
     ) -> str | None:
-        """Start a checkpoint: the weights, with a trainer the optimizer's state, and the files of
-        `write_small` on each rank. After `finish` has published it, the main rank calls
-        `published`. Returns, on all ranks alike, why no checkpoint was started, or None.
+        """Write a checkpoint: the weights, with a trainer the optimizer's state, and the files of
+        `write_small` on each rank. When it is published, the main rank calls `published`: here, or,
+        if it is asynchronous, in `finish`. Returns, on all ranks alike, what went wrong, or None.
         """
         assert self._under_way is None, "one checkpoint at a time"
-        token, refusal = on_main(lambda: self._make_folder(name))
+        publication, refusal = on_main(lambda: self._make_folder(name))
         if refusal is not None:
             return refusal
-        publication = Publication(self.folder, name, token)
-        tensors = save_tensors(publication.folder, self.policy, trainer, asynchronous=asynchronous)
-        files: Files = {}
+        folder = publication.folder
+        tensors = save_tensors(folder, self.policy, trainer, asynchronous=asynchronous)
         problem = None
         try:
-            write_small(publication.folder)
+            write_small(folder)
         except (OSError, DataError) as error:
             problem = error
 
-        def complete() -> None:
+        def complete() -> Files:
             """Compute the checksums of this rank's files, so that no other rank reads them."""
             tensors.result()
-            written = _all_written(publication.folder)
+            written = _all_written(folder)
             if problem is not None:
                 raise problem
             names = owned_by(written, dist.get_rank(), dist.get_world_size())
-            files.update({name: record_of(publication.folder / name) for name in names})
+            return {name: record_of(folder / name) for name in names}
 
-        save = start_work(complete, asynchronous=asynchronous)
-        self._under_way = Writing(publication, trainer is not None, files, save, published)
-        return None
+        publish = functools.partial(self._publish, publication, trainer is not None, published)
+        self._under_way = start_work(complete, asynchronous=asynchronous), publish
+        return None if asynchronous else self.finish()
 
     @property
     def is_busy(self) -> bool:
         """Whether this rank is still writing."""
-        return self._under_way is not None and not self._under_way.save.done()
+        return self._under_way is not None and not self._under_way[0].done()
 
     def finish(self) -> str | None:
         """Wait for all ranks and publish the checkpoint, if one was started. Returns what went
         wrong, on all ranks alike; the checkpoint is removed then."""
-        writing, self._under_way = self._under_way, None
-        if writing is None:
+        if self._under_way is None:
             return None
-        problem = None
+        (save, publish), self._under_way = self._under_way, None
+        files, problem = {}, None
         try:
-            writing.save.result()
+            files = save.result()
         except (OSError, DataError) as error:
             problem = _message(error)
-        everyones = gather_objects((writing.files, problem))
-        return on_main(lambda: self._publish(writing, everyones or []))
+        shares = gather_objects((files, problem))
+        return on_main(lambda: publish(shares or []))
 
     def remove(self, paths: Sequence[Path]) -> None:
         """Remove hidden folders in the background; on the main rank."""
         self.wait_for_removal()
-        if paths:
-            self._removal = threading.Thread(target=_remove, args=(list(paths),), daemon=True)
-            self._removal.start()
+        self._removal = start_work(lambda: _remove(paths), asynchronous=True)
 
     def wait_for_removal(self) -> None:
         """Return when nothing is being removed."""
-        if self._removal is not None:
-            self._removal.join()
-            self._removal = None
+        self._removal.result()
 
-    def _make_folder(self, name: str) -> tuple[str, str | None]:
+    def _make_folder(self, name: str) -> tuple[Publication, str | None]:
         publication = Publication(self.folder, name)
         if self.lacks_room():
             self.wait_for_removal()  # an old checkpoint may still be on the disk
@@ -135,25 +119,30 @@ class CheckpointWriter:
                 publication.begin()
             except OSError as error:
                 refusal = _message(error)
-        return publication.token, refusal
+        return publication, refusal
 
     def _publish(
-        self, writing: Writing, everyones: Sequence[tuple[Files, str | None]]
+        self,
+        publication: Publication,
+        is_full: bool,
+        published: Callable[[Path], None],
+        shares: Shares,
     ) -> str | None:
-        problem = next((text for _, text in everyones if text is not None), None)
-        files = {name: record for own, _ in everyones for name, record in own.items()}
+        """On the main rank. `is_full`: with the optimizer's state."""
+        problem = next((text for _, text in shares if text is not None), None)
+        files = {name: record for own, _ in shares for name, record in own.items()}
         if problem is None:
             try:
-                path = writing.publication.publish(files)
+                path = publication.publish(files)
             except OSError as error:
                 problem = _message(error)
         if problem is not None:
-            writing.publication.abandon()
+            publication.abandon()
             return problem
-        if writing.is_full:
+        if is_full:
             self._bytes = sum(record.bytes for record in files.values())
         try:
-            writing.published(path)
+            published(path)
         except OSError as error:
             return f"it is complete, but old checkpoints could not be removed: {_message(error)}"
         return None
@@ -191,8 +180,8 @@ def _remove(paths: Sequence[Path]) -> None:
 
 
 def _expected_bytes(policy: Policy) -> int:
-    """The size of the first checkpoint with an optimizer. Copies on tensor-parallel ranks are
-    counted separately."""
+    """On the main rank: the size of the first checkpoint with an optimizer. Copies on
+    tensor-parallel ranks are counted separately."""
     dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_world_size()
     total = 0.0
@@ -201,6 +190,4 @@ def _expected_bytes(policy: Policy) -> int:
             copies = dense if getattr(parameter, "allreduce", True) else experts
             size = parameter.element_size() + _OPTIMIZER_BYTES
             total += parameter.numel() * size / copies
-    count = torch.tensor(total, dtype=torch.float64, device=torch.cuda.current_device())
-    dist.all_reduce(count)
-    return int(count)
+    return int(sum(gather_objects(total) or []))

@@ -15,7 +15,7 @@ from gspo_megatron.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from gspo_megatron.checkpoint.hf.source import Share
+    from gspo_megatron.checkpoint.hf.convert import Share
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _MOST_PROCESSES = 64  # on one machine; a layout may be meant for a cluster
@@ -84,7 +84,6 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Convert to a Hugging Face folder: alone, as a rank, or by launching ranks."""
-    from gspo_megatron.checkpoint.hf.source import ALONE, shared_by_ranks
     from gspo_megatron.config import Layout
 
     rank_of = ranks.world_size_of_rank(os.environ)
@@ -96,6 +95,8 @@ def run_export(arguments: argparse.Namespace) -> int:
                 f"already one of {rank_of} (WORLD_SIZE in the environment); do not give --layout "
                 "under torchrun or srun"
             )
+        from gspo_megatron.checkpoint.hf.convert import shared_by_ranks
+
         with shared_by_ranks() as share:
             _export(arguments, share)
             if share.world_size > 1:
@@ -118,13 +119,14 @@ def run_export(arguments: argparse.Namespace) -> int:
         command += [str(arguments.source), str(arguments.destination)]
         command += ["--dtype", arguments.dtype] if arguments.dtype else []
         return launch(command, processes)
-    _export(arguments, ALONE)
+    _export(arguments)
     return 0
 
 
-def _export(arguments: argparse.Namespace, share: Share) -> None:
-    from gspo_megatron.checkpoint.hf.convert import megatron_to_hf
+def _export(arguments: argparse.Namespace, share: Share | None = None) -> None:
+    from gspo_megatron.checkpoint.hf.convert import ALONE, megatron_to_hf
 
+    share = share or ALONE
     taken, notes = megatron_to_hf(
         arguments.source, arguments.destination, dtype=_dtype(arguments), share=share
     )

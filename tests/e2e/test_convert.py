@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gspo_megatron.checkpoint.hf.convert import hf_to_megatron
+from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, open_checkpoint
 from gspo_megatron.checkpoint.manifest import find_damage
 from gspo_megatron.cli.main import main
 from tests.e2e.conftest import Command, command_environment
@@ -108,7 +108,6 @@ def logits_of_checkpoint(
     checkpoints: Path, config_file: Path, tokens: torch.Tensor
 ) -> torch.Tensor:
     """[length, vocabulary] by Megatron-Core on one rank."""
-    from gspo_megatron.checkpoint.hf.source import open_checkpoint
     from gspo_megatron.checkpoint.tensors import load_model
     from gspo_megatron.config import load_config, resolve_parallel
     from gspo_megatron.models.build import build_policy

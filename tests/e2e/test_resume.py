@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gspo_megatron.checkpoint.manifest import find_damage
-from gspo_megatron.checkpoint.run_lock import LOCK_FILE, run_lock
+from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
 from gspo_megatron.verify.results import compare
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import (
@@ -223,12 +223,12 @@ def test_a_second_run_in_the_folder_of_one_at_work_is_refused(again: Path, run: 
     """Also where that has written nothing yet, and its folder was not there."""
     refusal = f"{run}: another run is at work here"
     before = (run / "metrics.jsonl").read_bytes()
-    with run_lock() as lock:
+    with RunLock() as lock:
         lock.hold(run)
         told = train(again, "training.steps=9", "--nproc=2", "parallel.layout=dp=2", expect=2)
     assert refusal in told.stderr and (run / "metrics.jsonl").read_bytes() == before
     shutil.rmtree(run)
-    with run_lock() as lock:
+    with RunLock() as lock:
         lock.hold(run)
         assert refusal in train(again, expect=2).stderr
         assert [path.name for path in run.iterdir()] == [LOCK_FILE]

@@ -10,52 +10,32 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from gspo_megatron.checkpoint.folder import write_file
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions, write_file
 from gspo_megatron.checkpoint.hf.files import DTYPES, HfFolder, check_tied_copy, checked_weights
-from gspo_megatron.checkpoint.hf.side_files import check_tokenizer, export_config, generation_files
-from gspo_megatron.checkpoint.hf.source import (
-    ALONE,
-    Share,
-    open_checkpoint,
-    thread_count,
-    tokenizer_of,
+from gspo_megatron.checkpoint.hf.side_files import (
+    check_tokenizer,
+    export_config,
+    generation_files,
+    tokenizer_files,
 )
 from gspo_megatron.checkpoint.hf.weight_map import (
     Box,
-    Slices,
     TensorRecipe,
     WeightMap,
     fill,
@@ -65,30 +45,39 @@ from gspo_megatron.checkpoint.hf.writer import (
     MAX_SHARD_BYTES,
     HfWriter,
     NewFolder,
-    TensorSpec,
     copy_file,
     write_errors,
 )
-from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest, files_below, record_of
-from gspo_megatron.checkpoint.run_state import MODEL_FILE
-from gspo_megatron.checkpoint.safe_pickle import read_index
+from gspo_megatron.checkpoint.manifest import (
+    MANIFEST,
+    Files,
+    damage_notes,
+    dump_manifest,
+    files_below,
+    find_damage,
+    first_whole,
+    record_of,
+)
+from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
 from gspo_megatron.checkpoint.storage import (
+    Piece,
     SavePlanner,
     TorchDistReader,
     TorchDistWriter,
-    blocks,
-    operating_system_error,
-    root_cause,
-    without_warning,
+    operating_system_errors,
+    read_index,
+    tensors_of,
 )
 from gspo_megatron.config.families import family_of, family_of_shape
-from gspo_megatron.config.model_shape import shape_of
+from gspo_megatron.config.model_shape import ModelShape, shape_of
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import fingerprint
 from gspo_megatron.observe.progress import Progress
 
 _FILE_BYTES = 4 << 30  # of a checkpoint's files: one is synced while others are written
 _BLOCK_BYTES = 16 << 20  # of what is written: the memory of larger ones would not be reused
 _MILLION = 1_000_000
+_MOST_THREADS = 4  # each holds a few blocks of tensors in memory
 
 Item = TypeVar("Item")
 Done = Callable[[int], None]  # called with the bytes or weights that were finished
@@ -115,110 +104,126 @@ def hf_to_megatron(
     weights = checked_weights(folder, shape, vocab_size)
     check_tokenizer(folder.side_files, vocab_size)
     check_tied_copy(folder, weights)
-    recipes, specs = _by_key(weights), {}
+    recipes, pieces = _by_key(weights), []
     for key, recipe in recipes.items():
         dtypes = {DTYPES[folder.tensors[box.name].dtype] for box in recipe.boxes}
         kept = functools.reduce(torch.promote_types, dtypes)  # holds the values of all
-        specs[key] = TensorSpec(_wanted(key, dtype) or kept, recipe.shape)
+        planned = torch.empty(recipe.shape, dtype=_wanted(key, dtype) or kept, device="meta")
+        pieces.append(Piece(key, planned, recipe.shape, (0,) * planned.dim()))
     model_document = {
         "shape": dataclasses.asdict(shape),
         "vocab_size": vocab_size,
         "tokenizer": None,  # in hf/, where there is one
         "hf": folder.config,
     }
-    total = sum(spec.bytes for spec in specs.values())
+
+    def read(block: Piece) -> Tensor:
+        # not empty_like: from the meta device it loads modules of 125 MB
+        out = torch.empty(block.data.shape, dtype=block.data.dtype)
+        fill(out, recipes[block.key], block.slices, folder.read)
+        return out
+
+    total = sum(piece.data.nbytes for piece in pieces)
     with NewFolder(destination, total) as new, write_errors(destination):
         write_file(new.partial / MODEL_FILE, f"{json.dumps(model_document, indent=1)}\n".encode())
         (new.partial / "hf").mkdir()
         for file in folder.side_files:
             copy_file(file, new.partial / "hf")
-        writer = _BlockWriter(new.partial / "model", total)
-        try:
-            with without_warning():
-                planner = _ImportPlanner(folder, recipes, specs)
-                dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:
-            raise root_cause(error) from error
-        files = {f"model/{name}": record for name, record in writer.records.items()}
+        planner = SavePlanner(pieces, _BLOCK_BYTES, read)
+        records = _write_model(new.partial / "model", planner, total)
+        files = {f"model/{name}": record for name, record in records.items()}
         for name in files_below(new.partial):
             files[name] = files.get(name) or record_of(new.partial / name)
         write_file(new.partial / MANIFEST, dump_manifest(files))
         new.publish()
 
 
-class _ImportPlanner(SavePlanner):
-    """Plans the blocks of all tensors; each is read from the source when it is written."""
+def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
+    """Write the tensors of `planner`, of `total` bytes, into several files at a time; returns size
+    and checksum of the files. DCP's own write_data keeps the last block of every tensor in memory
+    until a file is complete."""
+    writer, plan = TorchDistWriter(folder), planner.create_local_plan()
+    writer.prepare_local_plan(plan)
+    _, index = planner.create_global_plan([plan])
+    count = max(_thread_count(), -(-total // _FILE_BYTES))
+    files: list[list[WriteItem]] = [[] for _ in range(count)]
+    written = 0
+    for item in plan.items:
+        files[written * count // max(1, total)].append(item)
+        written += planner.bytes_of(item)
+    results: list[WriteResult] = []
+    records: Files = {}
 
-    def __init__(
-        self, folder: HfFolder, recipes: Mapping[str, TensorRecipe], specs: Mapping[str, TensorSpec]
-    ) -> None:
-        super().__init__()
-        self._folder, self._recipes, self._specs = folder, recipes, specs
+    def write(number: int, done: Done) -> None:
+        name = f"__0_{number}.distcp"
+        with operating_system_errors(), (folder / name).open("xb") as stream:
+            for item in files[number]:
+                start = stream.tell()
+                torch.save(planner.resolve_data(item), stream)
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                done(planner.bytes_of(item))
+            stream.flush()
+            os.fsync(stream.fileno())
+        records[name] = record_of(folder / name)
 
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for key, (dtype, shape) in self._specs.items():
-            for number, block in enumerate(blocks(shape, dtype, _BLOCK_BYTES)):
-                offset = torch.Size(part.start for part in block)
-                size = torch.Size(part.stop - part.start for part in block)
-                data = TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets=offset, sizes=size),
-                    properties=TensorProperties(dtype=dtype),
-                    size=torch.Size(shape),
-                )
-                index = MetadataIndex(key, offset, number)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        key, chunk = write_item.index.fqn, write_item.tensor_data.chunk
-        out = torch.empty(chunk.sizes, dtype=self._specs[key].dtype)
-        fill(out, self._recipes[key], _slices(chunk), self._folder.read)
-        return out
+    numbers = [number for number in range(count) if files[number]]
+    _in_threads(write, numbers, "hf-to-megatron, MB", total)
+    writer.finish(index, [results])
+    return records
 
 
-class _BlockWriter(TorchDistWriter):
-    """Writes several files at a time. DCP's own writer keeps the last block of every tensor in
-    memory until a file is complete. `records` has size and checksum of the files."""
+@dataclass(frozen=True)
+class Share:
+    """One of the processes that convert together. `gather`, a collective, returns the values of
+    all."""
 
-    def __init__(self, folder: Path, total: int) -> None:
-        super().__init__(folder)
-        self.records: Files = {}
-        self._total = total
+    rank: int = 0
+    world_size: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
 
-    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        count = max(thread_count(), -(-self._total // _FILE_BYTES))
-        files: list[list[WriteItem]] = [[] for _ in range(count)]
-        written = 0
-        for item in plan.items:
-            files[written * count // max(1, self._total)].append(item)
-            written += _item_bytes(item)
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
 
-        results: list[WriteResult] = []
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A DataError or OSError of one process inside is raised in all; a collective."""
+        problem = None
+        try:
+            yield
+        except (DataError, OSError) as error:
+            problem = error
+        messages = self.gather(None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        if any(messages):
+            raise DataError("\n".join(filter(None, messages)))
 
-        def write(number: int, done: Done) -> None:
-            name = f"__0_{number}.distcp"
-            try:
-                with (self._folder / name).open("xb") as stream:
-                    for item in files[number]:
-                        start = stream.tell()
-                        torch.save(planner.resolve_data(item), stream)
-                        length = stream.tell() - start
-                        info = _StorageInfo(name, start, length)
-                        results.append(WriteResult(item.index, length, info))
-                        done(_item_bytes(item))
-                    stream.flush()
-                    os.fsync(stream.fileno())
-            except RuntimeError as error:
-                raise operating_system_error(error) or error from None
-            self.records[name] = record_of(self._folder / name)
 
-        numbers = [number for number in range(count) if files[number]]
-        _in_threads(write, numbers, "hf-to-megatron, MB", self._total)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+ALONE = Share()
+
+
+@contextlib.contextmanager
+def shared_by_ranks() -> Iterator[Share]:
+    """The share of a rank of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+    import torch.distributed as dist
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size == 1:
+        yield ALONE
+        return
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    dist.init_process_group("gloo")
+    try:
+        yield Share(dist.get_rank(), world_size, gather)
+    finally:
+        dist.destroy_process_group()
 
 
 def megatron_to_hf(
@@ -250,48 +255,29 @@ def megatron_to_hf(
     specs = {}
     for name, size in weights.shapes.items():
         kept = stored[keys[name]].properties.dtype
-        specs[name] = TensorSpec(_wanted(keys[name], dtype) or kept, size)
+        specs[name] = torch.empty(size, dtype=_wanted(keys[name], dtype) or kept, device="meta")
     main_dtype = specs[family.names["embedding"]].dtype
     config = export_config(shape, vocab_size, main_dtype, original)
-    copies, notes = tokenizer_of(checkpoint)
-    check_tokenizer(copies, vocab_size)
-    total = sum(spec.bytes for spec in specs.values())
+    check_tokenizer(checkpoint.side_files, vocab_size)
+    total = sum(spec.nbytes for spec in specs.values())
     if share.world_size > 1:
         max_shard_bytes = min(max_shard_bytes, -(-total // share.world_size))
     writer = HfWriter(destination, specs, max_shard_bytes=max_shard_bytes, owner=share.is_main)
-
-    def make_folder() -> None:
-        stack.enter_context(writer)
-
-    def convert() -> None:
-        files = writer.files[share.rank :: share.world_size]
-        names = {name for file in files for name in file.offsets}
-        _export(model, index, recipes, writer, names, share.is_main)
-        writer.finish(files)
-
-    def publish() -> None:
-        if share.is_main:
-            # an imported folder has its own generation_config.json, or none
-            made = generation_files(copies) if checkpoint.imported is None else {}
-            writer.publish({"config.json": config, **made}, copies)
-
     with contextlib.ExitStack() as stack:
-        share.together(make_folder)
-        share.together(convert)
-        share.together(publish)
-    return checkpoint.folder, [*checkpoint.notes, *notes]
-
-
-class _BlockPlanner(dcp.DefaultLoadPlanner):
-    """Receives one stored block as it is."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        self.tensor = torch.empty(read_item.lengths, dtype=self._dtype)
-        return self.tensor
+        with share.together():
+            stack.enter_context(writer)
+        with share.together():
+            mine = writer.files[share.rank :: share.world_size]
+            names = {name for file in mine for name in file.offsets}
+            _export(model, index, recipes, writer, names, share.is_main)
+            writer.finish(mine)
+        with share.together():
+            if share.is_main:
+                # an imported folder has its own generation_config.json, or none
+                files = checkpoint.side_files
+                made = {} if checkpoint.is_imported else generation_files(files)
+                writer.publish({"config.json": config, **made}, files)
+    return checkpoint.folder, checkpoint.notes
 
 
 def _export(
@@ -304,25 +290,26 @@ def _export(
 ) -> None:
     """Read each stored block that the HF tensors of `names` need, once, and write its parts."""
     reader = TorchDistReader(folder, index)
-    work: list[tuple[MetadataIndex, ChunkStorageMetadata, list[Box]]] = []
+    work: list[tuple[Piece, list[Box]]] = []  # blocks without values, and what is made of them
     for key, recipe in recipes.items():
-        for number, chunk in enumerate(index.state_dict_metadata[key].chunks):
-            boxes = [box for box in recipe.cut(_slices(chunk)) if box.name in names]
+        entry = index.state_dict_metadata[key]
+        for chunk in entry.chunks:
+            planned = torch.empty(chunk.sizes, dtype=entry.properties.dtype, device="meta")
+            block = Piece(key, planned, tuple(entry.size), tuple(chunk.offsets))
+            boxes = [box for box in recipe.cut(block.slices) if box.name in names]
             if boxes:
-                work.append((MetadataIndex(key, chunk.offsets, number), chunk, boxes))
+                work.append((block, boxes))
 
-    def convert(block: tuple[MetadataIndex, ChunkStorageMetadata, list[Box]], done: Done) -> None:
-        place, chunk, boxes = block
-        planner = _BlockPlanner(index.state_dict_metadata[place.fqn].properties.dtype)
-        start = torch.Size([0] * len(chunk.sizes))
-        item = ReadItem(LoadItemType.TENSOR, place, start, place, start, chunk.sizes)
-        reader.read_data(LoadPlan([item]), planner)
+    def convert(item: tuple[Piece, list[Box]], done: Done) -> None:
+        block, boxes = item
+        data = torch.empty(block.data.shape, dtype=block.data.dtype)
+        reader.read([replace(block, data=data)])
         for box in boxes:
-            part = planner.tensor[box.target_slices].to(writer.tensors[box.name].dtype)
+            part = data[box.target_slices].to(writer.tensors[box.name].dtype)
             writer.write(box.name, part.reshape(box.source_size), box.source_slices)
         done(sum(box.numel for box in boxes))
 
-    total = sum(box.numel for _, _, boxes in work for box in boxes)
+    total = sum(box.numel for _, boxes in work for box in boxes)
     _in_threads(convert, work, "megatron-to-hf, million weights", total, enabled=progress)
 
 
@@ -336,12 +323,7 @@ def _checked_tensors(
     folder: Path, index: Metadata, recipes: Mapping[str, TensorRecipe]
 ) -> dict[str, TensorStorageMetadata]:
     """The tensors of a checkpoint. Raises DataError where they are not those of the model."""
-    stored = {
-        key: entry
-        for key, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    problems = []
+    stored, problems = tensors_of(index), []
     for key, recipe in recipes.items():
         if key not in stored:
             problems.append(f"{key} is missing")
@@ -363,13 +345,91 @@ def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
     return None if key.endswith(".expert_bias") else dtype
 
 
-def _slices(chunk: ChunkStorageMetadata) -> Slices:
-    return tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes))
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint without damage."""
+
+    folder: Path
+    notes: list[str]  # for the user
+    shape: ModelShape
+    vocab_size: int
+    hf_config: Mapping[str, Any] | None  # the config.json that the weights were imported with
+    is_imported: bool  # from a Hugging Face folder, whose settings and tokenizer are in hf/
+    side_files: list[Path]  # of its tokenizer
 
 
-def _item_bytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+def open_checkpoint(path: Path, share: Share = ALONE) -> Source:
+    """The checkpoint `path`; of a run or a folder of checkpoints, the newest one whose files all
+    have their sizes. The main process chooses, because a run may publish another one at any time;
+    all processes compare checksums. Raises DataError with all that is wrong.
+    """
+    with share.together():
+        found = _find(path) if share.is_main else None
+    folder, notes = share.gather(found)[0]
+    threads = _thread_count()
+    shares = [(share.rank * threads + n, share.world_size * threads) for n in range(threads)]
+    with share.together(), ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda n: find_damage(folder, share=n, only=_matters), shares))
+    parts = [part for theirs in share.gather(found) for part in theirs]
+    if lines := [f"{folder}: {line}" for part in parts for line in part]:
+        if folder != path:
+            lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
+        raise DataError("\n".join([*notes, *lines]))
+    document = read_model(folder)
+    try:
+        known = {field.name for field in dataclasses.fields(ModelShape)}
+        sizes = {name: value for name, value in document["shape"].items() if name in known}
+        shape, vocab_size = ModelShape(**sizes), int(document["vocab_size"])
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / MODEL_FILE}: does not describe a model: {error}") from error
+    is_imported, tokenizer = (folder / "hf").is_dir(), document.get("tokenizer")
+    files = tokenizer_files(folder / "hf" if is_imported else tokenizer)
+    if not is_imported and tokenizer is not None and (changed := _changed(folder, tokenizer)):
+        notes, files = [*notes, f"{tokenizer}: {changed}, and is left out"], []
+    return Source(folder, notes, shape, vocab_size, document.get("hf"), is_imported, files)
+
+
+def _changed(checkpoint: Path, tokenizer: str) -> str | None:
+    """Why the tokenizer of a run's configuration is not that of its checkpoint."""
+    if not Path(tokenizer).exists():
+        return "the run's tokenizer is not there (any more)"
+    known = None
+    with contextlib.suppress(DataError):  # no run wrote the checkpoint, or run.json is damaged
+        known = RunState.read(checkpoint).fingerprints.get(TOKENIZER)
+    if known not in (None, fingerprint(tokenizer)):
+        return "no longer has the contents that the run's tokenizer had"
+    return None
+
+
+def _matters(name: str) -> bool:
+    """Whether a file is needed: the optimizer's are not."""
+    return name.startswith(("model/", "hf/")) or name == MODEL_FILE
+
+
+def _find(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that a path means, and notes about damaged newer ones."""
+    if (path / MANIFEST).exists():
+        return path, []
+    if not path.is_dir():
+        raise DataError(f"{path}: no such folder")
+    checkpoints = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    folders = [checkpoints / position.name for position in positions(checkpoints)]
+    whole, damage = first_whole(
+        folders, lambda folder: find_damage(folder, contents=False, only=_matters)
+    )
+    if whole is not None:
+        return whole, [
+            line for folder, lines in damage.items() for line in damage_notes(folder.name, lines)
+        ]
+    problems = [f"{folder}: {line}" for folder, lines in damage.items() for line in lines]
+    raise DataError(
+        "\n".join([*problems, f"{path}: not a checkpoint of ours, and there is no whole one in it"])
+    )
+
+
+def _thread_count() -> int:
+    """Threads of a process that converts."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
 
 
 def _in_threads(
@@ -394,7 +454,7 @@ def _in_threads(
             bar.update(size if count >= total else min(size - 1, count // _MILLION), {})
 
     torch.set_num_threads(1)  # these threads share the work
-    with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(thread_count()) as pool:
+    with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(_thread_count()) as pool:
         futures = [pool.submit(work, item, done) for item in items]
         try:
             for future in as_completed(futures):

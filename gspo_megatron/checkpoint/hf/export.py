@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gspo_megatron.checkpoint.hf.load import weight_shards
 from gspo_megatron.checkpoint.hf.side_files import export_config, generation_files, tokenizer_files
-from gspo_megatron.checkpoint.hf.weight_map import Box, WeightMap, gather, weight_map
-from gspo_megatron.checkpoint.hf.writer import MAX_SHARD_BYTES, HfWriter, TensorSpec
+from gspo_megatron.checkpoint.hf.weight_map import Box, WeightMap, weight_map
+from gspo_megatron.checkpoint.hf.writer import MAX_SHARD_BYTES, HfWriter
+from gspo_megatron.checkpoint.storage import raised_everywhere
 from gspo_megatron.checkpoint.tensors import finish_parameter_gather
 from gspo_megatron.config.families import Family, family_of, family_of_shape
 from gspo_megatron.errors import DataError
@@ -48,39 +49,32 @@ def export_hf(
     family = family_of_shape(policy.shape) if hf_config is None else family_of(hf_config)
     dtype = dtype or policy.config.params_dtype
     config = export_config(policy.shape, policy.vocab_size, dtype, hf_config)
-    specs = tensor_specs(policy, weight_map(family, policy.shape, policy.vocab_size), dtype)
+    weights = weight_map(family, policy.shape, policy.vocab_size)
+    specs = {
+        name: torch.empty(weights.shapes[name], dtype=kind, device="meta")
+        for name, kind in _dtypes(weights, dtype).items()
+    }
     writer = HfWriter(path, specs, max_shard_bytes=max_shard_bytes)
-    problem: DataError | None = None
-
-    def attempt(action: Callable[[], object]) -> None:
-        """On the main rank, unless something failed before."""
-        nonlocal problem
-        if dist.get_rank() == MAIN_RANK and problem is None:
-            try:
-                action()
-            except DataError as error:
-                problem = error
-
-    def raise_on_all_ranks() -> None:
-        message = [None if problem is None else str(problem)]
-        dist.broadcast_object_list(message, src=MAIN_RANK)
-        if message[0] is not None:
-            raise DataError(message[0]) from problem
-
-    def publish() -> None:
-        files = tokenizer_files(tokenizer)
-        writer.finish()
-        writer.publish({"config.json": config, **generation_files(files)}, files)
-
+    is_main = dist.get_rank() == MAIN_RANK
     with contextlib.ExitStack() as stack:
-        attempt(lambda: stack.enter_context(writer))
-        raise_on_all_ranks()
-        # All ranks are in step until the end of the stream, even when writing fails.
-        for name, tensor in stream_hf(policy, family=family, dtype=dtype):
-            if tensor is not None:
-                attempt(lambda name=name, tensor=tensor: writer.write(name, tensor))
-        attempt(publish)
-        raise_on_all_ranks()
+        with raised_everywhere():
+            if is_main:
+                stack.enter_context(writer)
+        problem: DataError | None = None
+        with raised_everywhere():
+            # All ranks are in step until the end of the stream, even when writing fails.
+            for name, tensor in stream_hf(policy, family=family, dtype=dtype):
+                if tensor is not None and problem is None:
+                    try:
+                        writer.write(name, tensor)
+                    except DataError as error:
+                        problem = error
+            if problem is not None:
+                raise problem
+            if is_main:
+                files = tokenizer_files(tokenizer)
+                writer.finish()
+                writer.publish({"config.json": config, **generation_files(files)}, files)
 
 
 @torch.no_grad()
@@ -106,26 +100,23 @@ def stream_hf(
     finish_parameter_gather(policy)
     copy = _ModelCopy(weight_shards(policy, weights), weights)
     device = torch.device(torch.cuda.current_device())
-    for name, spec in tensor_specs(policy, weights, dtype).items():
+    for name, kind in _dtypes(weights, dtype or policy.config.params_dtype).items():
         tensor = None
         if dist.get_rank() == MAIN_RANK or everywhere:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        copy.collect(name, spec.dtype, tensor)
+            tensor = torch.empty(weights.shapes[name], dtype=kind, device=device)
+        copy.collect(name, kind, tensor)
         if everywhere and dist.get_world_size() > 1:
             dist.broadcast(tensor, src=MAIN_RANK)
         yield name, tensor
 
 
-def tensor_specs(
-    policy: Policy, weights: WeightMap, dtype: torch.dtype | None = None
-) -> dict[str, TensorSpec]:
-    """Dtype and shape of every tensor of the stream, in order. Biases of routers stay fp32, as in
-    Megatron-Core."""
-    kinds = dict.fromkeys(weights.shapes, dtype or policy.config.params_dtype)
+def _dtypes(weights: WeightMap, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Of every tensor of the stream, in order. Biases of routers stay fp32, as in Megatron-Core."""
+    kinds = dict.fromkeys(weights.shapes, dtype)
     for name, recipe in weights.recipes.items():
         if name.endswith(".expert_bias"):
             kinds |= {box.name: torch.float32 for box in recipe.boxes}
-    return {name: TensorSpec(kinds[name], shape) for name, shape in weights.shapes.items()}
+    return kinds
 
 
 class _ModelCopy:
@@ -178,7 +169,8 @@ class _ModelCopy:
                 _exchange([dist.P2POp(dist.isend, torch.cat(runs), MAIN_RANK, group)])
             return
         assert out is not None
-        gather(out, mine)
+        for box, data in mine:
+            out[box.source_slices].copy_(data[box.target_slices].reshape(box.source_size))
         sizes = {
             rank: [box.numel for _, box in theirs]
             for rank, theirs in parts.items()

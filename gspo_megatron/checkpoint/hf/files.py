@@ -6,7 +6,7 @@ import json
 import math
 import mmap
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gspo_megatron.checkpoint.hf.weight_map import Box, WeightMap, split, weight_map
-from gspo_megatron.config.families import Family, describe, family_of
+from gspo_megatron.config.families import describe, family_of
 from gspo_megatron.config.model_shape import ModelPreset, ModelShape, shape_conflicts
 from gspo_megatron.config.problems import format_value
 from gspo_megatron.errors import ConfigError, DataError
@@ -233,28 +233,24 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
     another shape or dtype."""
     family = family_of(folder.config)
     weights = weight_map(family, shape, vocab_size)
-    problems = list(_tensor_problems(folder, weights, family))
-    if problems:
-        raise DataError("\n".join(problems))
-    return weights
-
-
-def _tensor_problems(folder: HfFolder, weights: WeightMap, family: Family) -> Iterator[str]:
-    for name, shape in weights.shapes.items():
+    problems = []
+    for name, size in weights.shapes.items():
         entry = folder.tensors.get(name)
         if entry is None:
-            yield f"{folder.path}: {name} is missing"
-        elif entry.shape != shape:
-            yield (
-                f"{folder.path}: {name} has the shape {list(entry.shape)}; config.json says "
-                f"{list(shape)}"
+            problems.append(f"{name} is missing")
+        elif entry.shape != size:
+            problems.append(
+                f"{name} has the shape {list(entry.shape)}; config.json says {list(size)}"
             )
         elif entry.dtype not in DTYPES:
-            yield f"{folder.path}: {name} has the dtype {entry.dtype}; legal: {', '.join(DTYPES)}"
+            problems.append(f"{name} has the dtype {entry.dtype}; legal: {', '.join(DTYPES)}")
     known = {*weights.shapes, family.names["head"]}  # a tied embedding may be there twice
     for name in folder.tensors:
         if name not in known and not name.endswith(family.unread):
-            yield f"{folder.path}: {name} is no part of the model that config.json describes"
+            problems.append(f"{name} is no part of the model that config.json describes")
+    if problems:
+        raise DataError("\n".join(f"{folder.path}: {problem}" for problem in problems))
+    return weights
 
 
 def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -81,10 +81,7 @@ class TensorRecipe:
     def cut(self, slices: Sequence[slice]) -> Iterator[Box]:
         """The boxes of a slice of the tensor; their targets are counted from its start. The slice
         may reach beyond the tensor, into padding."""
-        for box in self.boxes:
-            part = box.cut(slices)
-            if part is not None:
-                yield part
+        return filter(None, (box.cut(slices) for box in self.boxes))
 
 
 def copy(name: str, *shape: int) -> TensorRecipe:
@@ -167,14 +164,6 @@ def split(box: Box) -> Iterator[Box]:
         size = (*box.size[:axis], min(step, rows - first), *box.size[axis + 1 :])
         target = (*box.target[:axis], box.target[axis] + first, *box.target[axis + 1 :])
         yield Box(box.name, (box.source[0] + first, *box.source[1:]), target, size)
-
-
-def gather(out: Tensor, parts: Iterable[tuple[Box, Tensor]]) -> None:
-    """The other direction: fill `out`, an HF tensor. Each box comes with the slice of the Megatron
-    tensor that its target is counted from."""
-    for box, data in parts:
-        part = data[box.target_slices]
-        out[box.source_slices].copy_(part.reshape(box.source_size))
 
 
 # Transformer Engine fuses norms into the linear layers that follow them, and keeps gate and up

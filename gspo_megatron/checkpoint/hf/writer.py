@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ class NewFolder:
         self.partial = _hidden_place(self.path)
         self._size, self._owner = size, owner
         self._lock: int | None = None
-        self._published = False
 
     def __enter__(self) -> Any:
         if not self._owner:
@@ -69,26 +68,13 @@ class NewFolder:
         with write_errors(self.path):
             sync_folders(self.partial)
             self.partial.rename(os.path.abspath(self.path))
-            self._published = True
             sync(self.partial.parent)
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
-            if not self._published:
-                shutil.rmtree(self.partial, ignore_errors=True)
+            shutil.rmtree(self.partial, ignore_errors=True)  # nothing is there when it is published
             os.close(self._lock)
             self._lock = None
-
-
-class TensorSpec(NamedTuple):
-    """What a tensor is, without its values."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -103,7 +89,7 @@ class _File:
 class HfWriter(NewFolder):
     """A folder of safetensors files.
 
-        with HfWriter(path, {"model.norm.weight": TensorSpec(torch.bfloat16, (64,))}) as writer:
+        with HfWriter(path, {"model.norm.weight": torch.empty(64, device="meta")}) as writer:
             writer.write("model.norm.weight", tensor)
             writer.finish()
             writer.publish({"config.json": config}, copies=[folder / "tokenizer.json"])
@@ -111,30 +97,30 @@ class HfWriter(NewFolder):
     Tensors come in any order, whole or in blocks, from any thread, and are written at once
     (safetensors' save_file needs all tensors of a file in memory). Until `finish`, the files have
     no headers, so no reader accepts them. Several processes can write one folder, each the tensors
-    of its own `files`.
+    of its own `files`. Of the `tensors` that it is made with, only dtypes and shapes are read.
     """
 
     def __init__(
         self,
         path: str | Path,
-        tensors: Mapping[str, TensorSpec],
+        tensors: Mapping[str, Tensor],
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         owner: bool = True,
     ) -> None:
         self.tensors = dict(tensors)
-        self.bytes = sum(spec.bytes for spec in self.tensors.values())
+        self.bytes = sum(planned.nbytes for planned in self.tensors.values())
         super().__init__(path, self.bytes, owner=owner)
         self.files = _plan(self.tensors, max_shard_bytes)
         self._file_of = {name: file for file in self.files for name in file.offsets}
-        self._missing = {name: spec.bytes for name, spec in self.tensors.items()}
+        self._missing = {name: planned.nbytes for name, planned in self.tensors.items()}
         self._descriptors: dict[str, int] = {}
         # The kernel lets one thread at a time write to a file; others would spin.
         self._writing = threading.Lock()
 
     def write(self, name: str, tensor: Tensor, slices: Sequence[slice] | None = None) -> None:
         """Write a tensor, or the block of it that `slices` cut out; it has the planned dtype."""
-        dtype, shape = self.tensors[name]
+        dtype, shape = self.tensors[name].dtype, self.tensors[name].shape
         slices = [slice(0, extent) for extent in shape] if slices is None else slices
         assert tensor.dtype == dtype, f"{name}: {tensor.dtype}, planned {dtype}"
         sizes = [part.stop - part.start for part in slices]
@@ -205,39 +191,38 @@ def _run_offsets(shape: Sequence[int], slices: Sequence[slice]) -> Iterator[int]
         yield sum(at * stride for at, stride in zip(first, strides))
 
 
-def _plan(tensors: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[_File]:
+def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[_File]:
     """Tensors in their order, as many to a file as fit."""
-    groups: list[dict[str, TensorSpec]] = [{}]
+    groups: list[dict[str, Tensor]] = [{}]
     room = max_shard_bytes
-    for name, spec in tensors.items():
-        if groups[-1] and spec.bytes > room:
+    for name, planned in tensors.items():
+        if groups[-1] and planned.nbytes > room:
             groups.append({})
             room = max_shard_bytes
-        groups[-1][name] = spec
-        room -= spec.bytes
+        groups[-1][name] = planned
+        room -= planned.nbytes
     if len(groups) == 1:
-        return [_File(SINGLE_FILE, *_layout(groups[0]))]
+        return [_file(SINGLE_FILE, groups[0])]
     return [
-        _File(f"model-{number:05d}-of-{len(groups):05d}.safetensors", *_layout(group))
+        _file(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
         for number, group in enumerate(groups, start=1)
     ]
 
 
-def _layout(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
-    """The header of a safetensors file, and where each tensor begins in the file.
-
-    A file is 8 bytes (length of the header, little endian), a JSON header (name -> dtype, shape,
+def _file(file_name: str, tensors: Mapping[str, Tensor]) -> _File:
+    """A file is 8 bytes (length of the header, little endian), a JSON header (name -> dtype, shape,
     data_offsets) and the bytes of the tensors.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    ends = list(itertools.accumulate((spec.bytes for spec in tensors.values()), initial=0))
-    for (name, spec), begin, end in zip(tensors.items(), ends, ends[1:]):
-        dtype, shape = _DTYPE_NAMES[spec.dtype], list(spec.shape)
+    ends = list(itertools.accumulate((planned.nbytes for planned in tensors.values()), initial=0))
+    for (name, planned), begin, end in zip(tensors.items(), ends, ends[1:]):
+        dtype, shape = _DTYPE_NAMES[planned.dtype], list(planned.shape)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the data
     header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + begin for name, begin in zip(tensors, ends)}
+    offsets = {name: len(header) + begin for name, begin in zip(tensors, ends)}
+    return _File(file_name, header, offsets)
 
 
 def _hidden_place(path: Path) -> Path:

@@ -10,13 +10,13 @@ import pytest
 from gspo_megatron.checkpoint.folder import (
     Position,
     Publication,
-    Retention,
     free_bytes,
     hide,
     owned_by,
     positions,
     remove_leftovers,
     set_latest,
+    surplus,
 )
 from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
 
@@ -53,8 +53,7 @@ def test_positions_are_sorted_as_a_run_passes_them(tmp_path: Path) -> None:
 def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     publication = Publication(tmp_path / "checkpoints", "rl_00000001")
     publication.begin()
-    second_rank = Publication(tmp_path / "checkpoints", "rl_00000001", publication.token)
-    (second_rank.folder / "a").write_text("half of it")
+    (publication.folder / "a").write_text("half of it")
     assert positions(publication.parent) == []
     path = publication.publish({"a": record_of(publication.folder / "a")})
     assert path == tmp_path / "checkpoints" / "rl_00000001"
@@ -92,19 +91,19 @@ def metrics_of(steps: range, best: dict[int, float]) -> dict[Position, float | N
 @pytest.mark.parametrize(
     ("keep", "left"),
     [
-        (Retention(1, 0, 0), [12]),
-        (Retention(3, 0, 0), [10, 11, 12]),
-        (Retention(None, 0, 0), list(range(1, 13))),
-        (Retention(1, 0, 5), [5, 10, 12]),
-        (Retention(1, 2, 0), [4, 6, 12]),
-        (Retention(2, 1, 6), [4, 6, 11, 12]),
-        (Retention(1, 99, 0), [2, 4, 6, 8, 12]),
+        ((1, 0, 0), [12]),
+        ((3, 0, 0), [10, 11, 12]),
+        ((None, 0, 0), list(range(1, 13))),
+        ((1, 0, 5), [5, 10, 12]),
+        ((1, 2, 0), [4, 6, 12]),
+        ((2, 1, 6), [4, 6, 11, 12]),
+        ((1, 99, 0), [2, 4, 6, 8, 12]),
     ],
 )
-def test_what_stays(keep: Retention, left: list[int]) -> None:
+def test_what_stays(keep: tuple[int | None, int, int], left: list[int]) -> None:
     nan = float("nan")
     metrics = metrics_of(range(1, 13), {2: 0.1, 4: 0.9, 6: 0.5, 8: 0.5 - 1e-9, 10: nan})
-    assert [p.step for p in metrics if p not in keep.surplus(metrics)] == left
+    assert [p.step for p in metrics if p not in surplus(metrics, *keep)] == left
 
 
 def test_the_newest_stays_whatever_else_does() -> None:
@@ -112,36 +111,32 @@ def test_the_newest_stays_whatever_else_does() -> None:
     for _ in range(200):
         count = chance.randrange(1, 9)
         metrics = metrics_of(range(count), {n: chance.random() for n in range(0, count, 2)})
-        keep = Retention(chance.randrange(1, 4), chance.randrange(3), chance.randrange(4))
-        assert Position("rl", count - 1) not in keep.surplus(metrics)
+        keep = (chance.randrange(1, 4), chance.randrange(3), chance.randrange(4))
+        assert Position("rl", count - 1) not in surplus(metrics, *keep)
 
 
 def test_a_half_done_step_is_worth_keeping_only_while_it_is_new() -> None:
     half, done = Position("rl", 5, True), Position("rl", 6)
     metrics: dict[Position, float | None] = {Position("rl", 5): 0.2, half: 0.9, done: 0.1}
-    assert Retention(1, 1, 5).surplus(metrics) == [half]
-    assert half not in Retention(1, 0, 0).surplus({Position("rl", 5): None, half: None})
+    assert surplus(metrics, 1, 1, 5) == [half]
+    assert half not in surplus({Position("rl", 5): None, half: None}, 1, 0, 0)
 
 
 @pytest.mark.parametrize("size", [1, 4, 7])
 def test_every_file_has_one_rank_that_checks_it(size: int) -> None:
-    names = [
-        *("config.yaml", "model/.metadata", "model/common.pt"),
-        *(f"model/__{rank}_{n}.distcp" for rank in range(size) for n in range(2)),
-        *(f"rng/rank_{rank:05d}.safetensors" for rank in range(size)),
-        *(f"rollouts/rank_{rank:05d}_data_00000_stage_000.safetensors" for rank in range(size)),
+    written = [
+        [
+            f"model/__{rank}_0.distcp",
+            f"model/__{rank}_1.distcp",
+            f"rng/rank_{rank:05d}.safetensors",
+            f"rollouts/rank_{rank:05d}_data_00000_stage_000.safetensors",
+        ]
+        for rank in range(size)
     ]
-    owned = [owned_by(names, rank, size) for rank in range(size)]
-    assert sorted(name for share in owned for name in share) == sorted(names)
-    for rank in range(1, size):
-        assert sorted(owned[rank]) == sorted(
-            [
-                f"model/__{rank}_0.distcp",
-                f"model/__{rank}_1.distcp",
-                f"rng/rank_{rank:05d}.safetensors",
-                f"rollouts/rank_{rank:05d}_data_00000_stage_000.safetensors",
-            ]
-        )
+    written[0] += ["config.yaml", "model/.metadata", "model/common.pt"]
+    names = [name for of_rank in written for name in of_rank]
+    for rank in range(size):
+        assert sorted(owned_by(names, rank, size)) == sorted(written[rank])
 
 
 def test_free_space_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:

@@ -32,9 +32,8 @@ def joined(pieces: list[Piece]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for piece in pieces:
         whole = found.setdefault(piece.key, torch.full(piece.global_shape, torch.nan))
-        box = tuple(slice(a, b) for a, b in zip(piece.offset, piece.end, strict=True))
-        assert whole[box].isnan().all()
-        whole[box] = piece.data
+        assert whole[piece.slices].isnan().all()
+        whole[piece.slices] = piece.data
     assert not any(whole.isnan().any() for whole in found.values())
     return found
 

@@ -17,7 +17,6 @@ from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.models.build import Policy
-from gspo_megatron.models.optimizer import Trainer
 from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.stop import StopSignals
@@ -45,55 +44,40 @@ def manager(folder: Path, notes: list[str], **section: Any) -> Checkpoints:
     )
 
 
-class Run:
-    """A manager that writes nothing, and what it notes."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **section: Any) -> None:
-        self.notes: list[str] = []
-        self.warned: list[str] = []
-        monkeypatch.setattr(Checkpoints, "_prepare", lambda _: None)
-        monkeypatch.setattr(Checkpoints, "_save", lambda *_, **__: self._saved())
-        monkeypatch.setattr(Checkpoints, "_state", lambda *_: SimpleNamespace())
-        self.checkpoints = manager(folder, self.notes, **{"keep_best": 1, **section})
-
-    def _saved(self) -> None:
-        self.warned = list(self.checkpoints.warned)
-
-    def end(self, step: int, metrics: dict[str, float], last: bool = False) -> int:
-        """The end of a step. Returns how much was noted so far."""
-        trainer = cast(Trainer, None)
-        self.checkpoints.end_of_step(RL, step, trainer, cast(Any, None), metrics, is_last=last)
-        return len(self.notes)
+MISTYPED = (
+    "warning: checkpoint.best_metric = 'reward/maen': step 2 has no such metric, so its "
+    "checkpoint is not kept as one of the best; did you mean reward/mean?"
+)
+MISSED = "warning: checkpoint.best_metric = 'evaluation/accuracy': step 9 has no such metric"
 
 
-def test_a_mistyped_metric_is_warned_of_once_in_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("section", "ends", "warning"),
+    [  # the metrics at the end of a step, and how much was noted so far; step 1 is not saved
+        ({"best_metric": "reward/maen"}, {1: (REWARDED, 0), 2: (REWARDED, 1), 4: (REWARDED, 1)},
+         MISTYPED),
+        ({"best_metric": "evaluation/accuracy"},
+         {2: (REWARDED, 0), 4: (REWARDED | EVALUATED, 0), 9: (REWARDED, 1)}, MISSED),
+        ({"best_metric": "reward/maen", "keep_best": 0}, {2: (REWARDED, 0)}, None),
+    ],
+    ids=["mistyped", "only after steps with an evaluation", "no best ones are kept"],
+)  # fmt: skip
+def test_a_missing_metric_is_warned_of_once_in_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: Any, ends: Any, warning: str | None
 ) -> None:
-    run = Run(tmp_path, monkeypatch, best_metric="reward/maen")
-    assert run.end(1, REWARDED) == 0  # not saved
-    assert run.end(2, REWARDED) == 1
-    assert run.notes[0] == (
-        "warning: checkpoint.best_metric = 'reward/maen': step 2 has no such metric, so its "
-        "checkpoint is not kept as one of the best; did you mean reward/mean?"
-    )
-    assert run.end(4, REWARDED) == 1
-    assert run.warned, "a resumed run would warn again"
-
-
-def test_an_evaluation_is_missed_only_after_steps_that_have_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path, monkeypatch, best_metric="evaluation/accuracy")
-    assert run.end(2, REWARDED) == 0
-    assert run.end(4, REWARDED | EVALUATED) == 0
-    assert run.end(9, REWARDED, last=True) == 1
-
-
-def test_without_best_checkpoints_no_metric_is_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path, monkeypatch, best_metric="reward/maen", keep_best=0)
-    assert run.end(2, REWARDED) == 0
+    notes: list[str] = []
+    saved: list[str] = []  # a run that is resumed from there does not warn again
+    monkeypatch.setattr(Checkpoints, "_prepare", lambda _: None)
+    monkeypatch.setattr(Checkpoints, "_save", lambda self, *_, **__: saved.extend(self.warned))
+    monkeypatch.setattr(Checkpoints, "_state", lambda *_: SimpleNamespace())
+    checkpoints = manager(tmp_path, notes, **{"keep_best": 1, **section})
+    nothing = cast(Any, None)
+    for step, (metrics, noted) in ends.items():
+        checkpoints.end_of_step(RL, step, nothing, nothing, metrics, is_last=step == 9)
+        assert len(notes) == noted
+    assert bool(saved) == bool(notes) == (warning is not None)
+    if warning is not None:
+        assert notes[0].startswith(warning)
 
 
 def test_damaged_checkpoints_after_the_newest_do_not_count(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import pytest
 from gspo_megatron.checkpoint import manifest
 from gspo_megatron.checkpoint.manifest import (
     MANIFEST,
-    ManifestError,
     dump_manifest,
     files_below,
     find_damage,
     read_manifest,
     record_of,
 )
+from gspo_megatron.errors import DataError
 from gspo_megatron.observe.heartbeat import heard_by
 
 NAMES = ["run.json", "model/.metadata", "model/__0_0.distcp", "model/__1_0.distcp", "rng/a"]
@@ -121,7 +121,7 @@ def test_a_damaged_manifest_is_named(
     else:
         changed = json.dumps(whole | content).encode() if isinstance(content, dict) else content
         path.write_bytes(changed)
-    with pytest.raises(ManifestError, match=f"{MANIFEST}: .*{said}"):
+    with pytest.raises(DataError, match=f"{MANIFEST}: .*{said}"):
         read_manifest(checkpoint)
     assert len(find_damage(checkpoint)) == 1
     assert find_damage(checkpoint, share=(1, 2)) == []

@@ -18,9 +18,8 @@ def place_all(piece: ModelPiece, flat: Tensor, cuts: list[int]) -> Tensor:
     whole = torch.full(piece.global_shape, -1, dtype=flat.dtype)
     for first, last in zip(cuts, cuts[1:]):
         for part in piece.range_of(flat[first:last], first, "key"):
-            box = tuple(slice(o, o + n) for o, n in zip(part.offset, part.data.shape))
-            assert (whole[box] == -1).all()
-            whole[box] = part.data
+            assert (whole[part.slices] == -1).all()
+            whole[part.slices] = part.data
     return whole
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.checkpoint.resume import Start
-from gspo_megatron.checkpoint.run_lock import run_lock
+from gspo_megatron.checkpoint.run_lock import RunLock
 from gspo_megatron.checkpoint.start import RESTARTS_FILE, count_restart, move_earlier_run
 from gspo_megatron.errors import UserError
 from gspo_megatron.observe.run_logger import RunLogger
@@ -27,27 +28,31 @@ def restart(
     count_restart(config, Start(state=state), environ)  # type: ignore[arg-type]
 
 
-def test_restarts_that_get_further_are_never_too_many(tmp_path: Path) -> None:
-    for number in range(20):
-        restart(tmp_path, number, step=number)
-        restart(tmp_path, number + 1, step=number)
+BEGUN = "restarted 3 times before its first checkpoint"
 
 
-def test_restarts_at_the_same_point_end_the_run(tmp_path: Path) -> None:
-    restart(tmp_path, 1, step=5)  # the first start may have written that checkpoint
-    restart(tmp_path, 2, step=5)
-    restart(tmp_path, 3, step=5)
-    with pytest.raises(UserError, match=r"restarted 3 times at rl_00000005.*idle_restarts = 2"):
-        restart(tmp_path, 4, step=5)
+@pytest.mark.parametrize(
+    ("starts", "refusal"),
+    [
+        ([(number + again, number) for number in range(20) for again in (0, 1)], None),
+        # the first start may have written the checkpoint
+        ([(n, 5) for n in (1, 2, 3, 4)], "restarted 3 times at rl_00000005.*idle_restarts = 2"),
+        ([(n, None) for n in (0, 1, 2, 3)], BEGUN),  # and before it, the first start counts
+    ],
+    ids=["they get further", "at the same point", "before the first checkpoint"],
+)
+def test_the_last_of_too_many_restarts_ends_the_run(
+    tmp_path: Path, starts: list[tuple[int, int | None]], refusal: str | None
+) -> None:
+    for number, step in starts[:-1]:
+        restart(tmp_path, number, step)
+    with pytest.raises(UserError, match=refusal) if refusal else nullcontext():
+        restart(tmp_path, *starts[-1])
 
 
-def test_before_the_first_checkpoint_the_first_start_counts(tmp_path: Path) -> None:
+def test_a_first_start_leaves_no_file(tmp_path: Path) -> None:
     restart(tmp_path, 0, step=None)
     assert not (tmp_path / RESTARTS_FILE).exists()  # --fresh wants an empty folder
-    restart(tmp_path, 1, step=None)
-    restart(tmp_path, 2, step=None)
-    with pytest.raises(UserError, match="before its first checkpoint"):
-        restart(tmp_path, 3, step=None)
 
 
 def test_they_are_counted_on_where_the_start_before_is_moved_aside(tmp_path: Path) -> None:
@@ -55,11 +60,11 @@ def test_they_are_counted_on_where_the_start_before_is_moved_aside(tmp_path: Pat
     config = tiny_config(logging={"dir": str(folder)})
     for number in range(3):
         restart(folder, number, step=None)
-        with run_lock() as lock:
+        with RunLock() as lock:
             move_earlier_run(folder, lock)
         RunLogger(config, is_main=True).close()
     assert (tmp_path / "run.2").is_dir()
-    with pytest.raises(UserError, match="restarted 3 times before its first checkpoint"):
+    with pytest.raises(UserError, match=BEGUN):
         restart(folder, 3, step=None)
 
 

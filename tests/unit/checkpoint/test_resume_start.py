@@ -239,17 +239,10 @@ def test_all_sizes_that_differ_are_told(config: Config) -> None:
 def test_a_run_folder_that_cannot_be_one_is_refused(
     config: Config, tmp_path: Path, below: bool
 ) -> None:
-    folder = Path(str(config.logging.dir))
-    if below:
-        tmp_path.joinpath("run").write_text("a file")
-        folder = folder / "deeper" / "still"
-    else:
-        folder.write_text("a file")
-    changed = config.model_copy(
-        update={"logging": config.logging.model_copy(update={"dir": str(folder)})}
-    )
+    (tmp_path / "run").write_text("a file")
+    folder = tmp_path / ("run/deeper/still" if below else "run")
     with pytest.raises(UserError) as caught:
-        preview(changed, fresh=False)
+        preview(changed(config, f"logging.dir={folder}"), fresh=False)
     assert str(caught.value) == f"logging.dir = {str(folder)!r}: {tmp_path}/run is not a folder"
 
 

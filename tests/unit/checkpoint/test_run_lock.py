@@ -66,7 +66,7 @@ def test_the_end_of_its_run_or_a_removed_lock_file_frees_the_folder(
         other.kill()
     else:
         (tmp_path / LOCK_FILE).unlink()
-    with run_lock.run_lock() as lock:
+    with RunLock() as lock:
         lock.hold(tmp_path)
 
 
@@ -89,7 +89,7 @@ def test_of_two_that_begin_a_new_run_one_has_it(
 ) -> None:
     monkeypatch.setattr(run_lock, "_PATIENCE", 0.3)
     folder = tmp_path / "runs" / "new"
-    with run_lock.run_lock() as lock:
+    with RunLock() as lock:
         lock.hold(folder)
         assert [path.name for path in folder.iterdir()] == [LOCK_FILE]
         with pytest.raises(UserError, match=f"{folder}: another run is at work here"):
@@ -132,7 +132,7 @@ def test_a_folder_that_was_moved_aside_before_it_could_be_locked_is_not_the_run_
 
     monkeypatch.setattr(run_lock, "_lock", lock_late)
     monkeypatch.setattr(run_lock, "_PATIENCE", 0.3)
-    with run_lock.run_lock() as lock:
+    with RunLock() as lock:
         lock.hold(folder)
         assert (folder / LOCK_FILE).exists()
         with pytest.raises(UserError, match="another run is at work here"):

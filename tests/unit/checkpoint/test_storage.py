@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from gspo_megatron.checkpoint import storage
-from gspo_megatron.checkpoint.safe_pickle import read_index
-from gspo_megatron.checkpoint.storage import Piece, read_pieces, write_pieces
+from gspo_megatron.checkpoint.storage import Piece, read_index, read_pieces, write_pieces
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.heartbeat import heard_by
 
@@ -97,13 +96,10 @@ def test_two_pieces_at_one_place(tmp_path: Path) -> None:
         write_pieces(tmp_path, [first[0], *first])
 
 
-def test_further_files_lie_beside(tmp_path: Path) -> None:
+def test_further_files_lie_beside_an_index_that_does_not_tell_its_path(tmp_path: Path) -> None:
     write_pieces(tmp_path, halves("a", torch.ones(4, 3), 2), files={"more.json": b"{}"})
     assert (tmp_path / "more.json").read_bytes() == b"{}"
-
-
-def test_index_does_not_tell_where_it_was_written(folder: Path) -> None:
-    assert str(folder).encode() not in (folder / ".metadata").read_bytes()
+    assert str(tmp_path).encode() not in (tmp_path / ".metadata").read_bytes()
 
 
 def test_a_key_that_nobody_asks_for(folder: Path) -> None:
@@ -223,18 +219,13 @@ def test_common_file_is_never_read(folder: Path) -> None:
 
 def test_a_cut_of_the_index_is_noticed(folder: Path) -> None:
     whole = (folder / ".metadata").read_bytes()
-    for length in [*range(0, len(whole), 29), len(whole) - 1]:
-        (folder / ".metadata").write_bytes(whole[:length])
+    cuts = [whole[:length] for length in [*range(0, len(whole), 29), len(whole) - 1]]
+    for content in (*cuts, b"not a pickle"):
+        (folder / ".metadata").write_bytes(content)
         with pytest.raises(DataError, match="not an index of a checkpoint"):
             read_index(folder)
-    (folder / ".metadata").write_bytes(b"not a pickle")
-    with pytest.raises(DataError, match="not an index of a checkpoint"):
-        read_index(folder)
-
-
-def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is this the folder of a checkpoint"):
-        read_index(tmp_path / "nowhere")
+        read_index(folder / "nowhere")
 
 
 def test_piece_beyond_the_tensor(folder: Path) -> None:

@@ -30,7 +30,7 @@ def earlier(tmp_path: Path) -> Path:
 @pytest.fixture
 def lock(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunLock]:
     monkeypatch.setattr(run_lock, "_PATIENCE", 0.3)
-    with run_lock.run_lock() as lock:
+    with RunLock() as lock:
         yield lock
 
 

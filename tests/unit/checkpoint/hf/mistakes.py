@@ -10,11 +10,11 @@ from unittest import mock
 from gspo_megatron.checkpoint.hf import export, load
 from gspo_megatron.checkpoint.hf.weight_map import Box, TensorRecipe, WeightMap
 
-Rename = Callable[[str, Box], Box]
+Rename = Callable[[Box], Box]
 
 
 def _swapped(one: str, other: str) -> Rename:
-    def rename(_: str, box: Box) -> Box:
+    def rename(box: Box) -> Box:
         if one in box.name:
             return replace(box, name=box.name.replace(one, other))
         return replace(box, name=box.name.replace(other, one))
@@ -22,20 +22,16 @@ def _swapped(one: str, other: str) -> Rename:
     return rename
 
 
-def _groups_of_keys_permuted(name: str, box: Box) -> Box:
+def _groups_of_keys_permuted(box: Box) -> Box:
     if not box.name.endswith("k_proj.weight"):
         return box
     rows, columns = box.source
     return replace(box, source=(box.size[0] - rows, columns))  # of two groups
 
 
-def _values_first(name: str, box: Box) -> Box:
-    return _swapped("k_proj", "v_proj")(name, box)
-
-
 MISTAKES: dict[str, Rename] = {
     "gate and up swapped": _swapped("gate_proj", "up_proj"),
-    "keys and values swapped": _values_first,
+    "keys and values swapped": _swapped("k_proj", "v_proj"),
     "groups of keys permuted": _groups_of_keys_permuted,
     "two experts swapped": _swapped(".experts.1.", ".experts.4."),
     "norms of a layer swapped": _swapped("input_layernorm", "post_attention_layernorm"),
@@ -45,7 +41,7 @@ MISTAKES: dict[str, Rename] = {
 def with_mistake(weights: WeightMap, rename: Rename) -> WeightMap:
     """The map with other boxes; what it says of the HF tensors stays."""
     recipes = {
-        name: TensorRecipe(recipe.shape, tuple(rename(name, box) for box in recipe.boxes))
+        name: TensorRecipe(recipe.shape, tuple(rename(box) for box in recipe.boxes))
         for name, recipe in weights.recipes.items()
     }
     return replace(weights, recipes=recipes)
@@ -54,20 +50,18 @@ def with_mistake(weights: WeightMap, rename: Rename) -> WeightMap:
 @contextlib.contextmanager
 def mistaken(name: str, *, importing: bool, exporting: bool) -> Iterator[None]:
     """Inside, the map is wrong."""
-    with contextlib.ExitStack() as stack:
-        if importing:
-            native_folder = load.checked_folder
+    native_folder, native_map = load.checked_folder, export.weight_map
 
-            def checked_folder(*args, **kwargs):
-                folder, weights = native_folder(*args, **kwargs)
-                return folder, with_mistake(weights, MISTAKES[name])
+    def checked_folder(*args, **kwargs):
+        folder, weights = native_folder(*args, **kwargs)
+        return folder, with_mistake(weights, MISTAKES[name]) if importing else weights
 
-            stack.enter_context(mock.patch.object(load, "checked_folder", checked_folder))
-        if exporting:
-            native_map = export.weight_map
+    def weight_map(*args, **kwargs):
+        weights = native_map(*args, **kwargs)
+        return with_mistake(weights, MISTAKES[name]) if exporting else weights
 
-            def weight_map(*args, **kwargs):
-                return with_mistake(native_map(*args, **kwargs), MISTAKES[name])
-
-            stack.enter_context(mock.patch.object(export, "weight_map", weight_map))
+    with (
+        mock.patch.object(load, "checked_folder", checked_folder),
+        mock.patch.object(export, "weight_map", weight_map),
+    ):
         yield

@@ -51,19 +51,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | _QWEN_MOE
     | {
         "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
         "attention_bias": False,
         "use_sliding_window": False,
         "sliding_window": None,
         "max_window_layers": 4,
     },
-    "qwen3": _COMMON
-    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False},
+    "qwen3": _COMMON | {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False},
     "qwen2_moe": _COMMON
     | _QWEN_MOE
     | {
         "architectures": ["Qwen2MoeForCausalLM"],
-        "model_type": "qwen2_moe",
         "norm_topk_prob": False,
         "shared_expert_intermediate_size": 36,
         "use_sliding_window": False,
@@ -72,7 +69,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": _COMMON
     | {
         "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.002,
@@ -82,7 +78,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {key: value for key, value in _COMMON.items() if key != "head_dim"}
     | {
         "architectures": ["OlmoeForCausalLM"],
-        "model_type": "olmoe",
         "hidden_size": 60,  # heads * head_dim here, as there is no head_dim
         "num_experts": 6,
         "num_experts_per_tok": 2,
@@ -96,7 +91,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {key: value for key, value in _COMMON.items() if key != "head_dim"}
     | {
         "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
         "num_key_value_heads": 6,
         "q_lora_rank": 18,
         "kv_lora_rank": 14,
@@ -120,6 +114,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
 }
+
+
+for _family, _settings in CONFIGS.items():
+    _settings["model_type"] = _family
 
 
 def model_config(family: str, dtype: str = "float32", **changes: Any) -> dict[str, Any]:
@@ -186,14 +184,10 @@ def _latent_attention(config: dict[str, Any]) -> Shapes:
     yield "self_attn.o_proj.weight", (hidden, heads * values)
 
 
-def _gated(start: str, hidden: int, width: int, names: tuple[str, str, str]) -> Shapes:
-    gate, up, down = names
-    yield f"{start}{gate}.weight", (width, hidden)
-    yield f"{start}{up}.weight", (width, hidden)
-    yield f"{start}{down}.weight", (hidden, width)
-
-
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+def _gated(start: str, hidden: int, width: int, names: tuple[str, ...] = ()) -> Shapes:
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    names = names or ("gate_proj", "up_proj", "down_proj")
+    return ((f"{start}{name}.weight", shape) for name, shape in zip(names, shapes))
 
 
 def _mlp(config: dict[str, Any], layer: int) -> Shapes:
@@ -202,13 +196,13 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
         "first_k_dense_replace", 0
     )
     if family == "qwen3" or dense or (layer + 1) % config.get("decoder_sparse_step", 1):
-        yield from _gated("mlp.", hidden, config["intermediate_size"], _PROJECTIONS)
+        yield from _gated("mlp.", hidden, config["intermediate_size"])
         return
     width = config.get("moe_intermediate_size", config["intermediate_size"])
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     (experts,) = (config[key] for key in keys if key in config)
     start = "block_sparse_moe." if family == "mixtral" else "mlp."
-    names = ("w1", "w3", "w2") if family == "mixtral" else _PROJECTIONS
+    names = ("w1", "w3", "w2") if family == "mixtral" else ()
     yield f"{start}gate.weight", (experts, hidden)
     if family == "deepseek_v3":
         yield "mlp.gate.e_score_correction_bias", (experts,)
@@ -216,11 +210,11 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
         yield from _gated(f"{start}experts.{expert}.", hidden, width, names)
     if family == "qwen2_moe":
         shared = config["shared_expert_intermediate_size"]
-        yield from _gated("mlp.shared_expert.", hidden, shared, _PROJECTIONS)
+        yield from _gated("mlp.shared_expert.", hidden, shared)
         yield "mlp.shared_expert_gate.weight", (1, hidden)
     if family == "deepseek_v3":
         shared = config["n_shared_experts"] * width
-        yield from _gated("mlp.shared_experts.", hidden, shared, _PROJECTIONS)
+        yield from _gated("mlp.shared_experts.", hidden, shared)
 
 
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
@@ -258,6 +252,13 @@ def write_folder(
     return path
 
 
+Variant = tuple[str, dict[str, Any]]  # a family and changes of its configuration
+
+
+def variant_name(variant: Variant) -> str:
+    return " ".join([variant[0], *(f"{key}={value}" for key, value in variant[1].items())])
+
+
 def write_model(path: Path, family: str, seed: int, files: int = 3, **changes: Any) -> Path:
     config = model_config(family, **changes)
     return write_folder(path, config, random_tensors(config, seed), files)
@@ -274,7 +275,9 @@ def read_folder(path: Path) -> dict[str, Tensor]:
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The payload of NaN and the sign of zero count too."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (found[name], tensor)]
+        assert torch.equal(*bits), name

@@ -7,11 +7,11 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
-from gspo_megatron.checkpoint.hf.source import open_checkpoint
+from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf, open_checkpoint
 from gspo_megatron.checkpoint.manifest import dump_manifest, files_below, record_of
 from gspo_megatron.checkpoint.run_state import STATE_FILE, TOKENIZER, RunState, describe_model
 from gspo_megatron.config import parse_config
@@ -77,23 +77,45 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     assert not (tmp_path / "back/modeling_own.py").exists()
 
 
-def trained_on(converted: Path, place: Path, tokenizer: Path) -> Path:
-    """The checkpoint of a run that started from a Hugging Face model and had this tokenizer."""
-    ours = copied(converted, place)
-    shutil.rmtree(ours / "hf")
-    document = json.loads((ours / "model.json").read_text()) | {"tokenizer": str(tokenizer)}
-    (ours / "model.json").write_text(json.dumps(document))
-    sign(ours)
-    return ours
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("converted")
+    hf_to_megatron(write_model(folder / "hf", "qwen3_moe", seed=16), folder / "ours")
+    return folder / "ours"
 
 
-def test_the_export_of_a_run_says_where_its_answers_end(converted: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def ours(converted: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(converted, tmp_path / "ours")
+
+
+def change_model(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change model.json, and the manifest with it."""
+    document = json.loads((checkpoint / "model.json").read_text())
+    change(document)
+    (checkpoint / "model.json").write_text(json.dumps(document))
+    sign(checkpoint)
+
+
+def sign(checkpoint: Path) -> None:
+    files = {name: record_of(checkpoint / name) for name in files_below(checkpoint)}
+    (checkpoint / "manifest.json").write_bytes(dump_manifest(files))
+
+
+def make_trained(checkpoint: Path, tokenizer: Path) -> None:
+    """As of a run that started from a Hugging Face model and had this tokenizer."""
+    shutil.rmtree(checkpoint / "hf")
+    change_model(checkpoint, lambda document: document.update(tokenizer=str(tokenizer)))
+
+
+def test_the_export_of_a_run_says_where_its_answers_end(ours: Path, tmp_path: Path) -> None:
     """By its tokenizer, wherever the training began; a folder that came as it is goes as it is."""
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     write_tokenizer(tokenizer, 37)
     (tokenizer / "tokenizer_config.json").write_text('{"eos_token": "t5"}')
-    ours = trained_on(converted, tmp_path / "ours", tokenizer)
+    as_it_is = shutil.copytree(ours, tmp_path / "as_it_is")
+    make_trained(ours, tokenizer)
     megatron_to_hf(ours, tmp_path / "back")
     file = tmp_path / "back/generation_config.json"
     assert json.loads(file.read_text()) == {"eos_token_id": 5}
@@ -101,7 +123,6 @@ def test_the_export_of_a_run_says_where_its_answers_end(converted: Path, tmp_pat
     megatron_to_hf(ours, tmp_path / "again")
     assert json.loads((tmp_path / "again" / file.name).read_text())["top_k"] == 3
     (tokenizer / file.name).unlink()
-    as_it_is = copied(converted, tmp_path / "as_it_is")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, as_it_is / "hf")
     sign(as_it_is)
@@ -120,13 +141,13 @@ def test_a_tokenizer_is_found_from_another_folder_too(
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_tokenizer_with_other_contents_is_not_the_run_s(
-    converted: Path, tmp_path: Path, kind: str
+    ours: Path, tmp_path: Path, kind: str
 ) -> None:
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     write_tokenizer(tokenizer, 37)
     named = tokenizer if kind == "folder" else tokenizer / "tokenizer.json"
-    ours = trained_on(converted, tmp_path / "ours", named)
+    make_trained(ours, named)
     state = RunState("rl", 3, {}, {}, {TOKENIZER: fingerprint(named)}, "", 1, {})
     (ours / STATE_FILE).write_bytes(state.dump())
     sign(ours)
@@ -140,18 +161,6 @@ def test_a_tokenizer_with_other_contents_is_not_the_run_s(
     _, (note,) = megatron_to_hf(ours, tmp_path / "without")
     assert note.startswith(f"{named}: the run's tokenizer is not there")
     assert not (tmp_path / "without/tokenizer.json").exists()
-
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("converted")
-    hf_to_megatron(write_model(folder / "hf", "qwen3_moe", seed=16), folder / "ours")
-    return folder / "ours"
-
-
-def copied(converted: Path, place: Path) -> Path:
-    shutil.copytree(converted, place)
-    return place
 
 
 def flip(file: Path, place: float = 0.5) -> None:
@@ -173,13 +182,8 @@ def flip(file: Path, place: float = 0.5) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_refused(
-    converted: Path,
-    tmp_path: Path,
-    name: str,
-    damage: Callable[[Path], object],
-    expected: str,
+    ours: Path, tmp_path: Path, name: str, damage: Callable[[Path], object], expected: str
 ) -> None:
-    ours = copied(converted, tmp_path / "ours")
     damage(ours / name)
     (line,) = lines_of(lambda: megatron_to_hf(ours, tmp_path / "back"))
     assert line.startswith(f"{ours}: {name}: {expected}")
@@ -188,7 +192,7 @@ def test_a_damaged_checkpoint_is_refused(
 
 def test_the_newest_whole_checkpoint_of_a_run(converted: Path, tmp_path: Path) -> None:
     for name in ("warm_start_00000009", "rl_00000002", "rl_00000010", "rl_00000011"):
-        copied(converted, tmp_path / "run/checkpoints" / name)
+        shutil.copytree(converted, tmp_path / "run/checkpoints" / name)
     os.truncate(tmp_path / "run/checkpoints/rl_00000011/model/__0_0.distcp", 9)
     for path in (tmp_path / "run", tmp_path / "run/checkpoints"):
         assert open_checkpoint(path).folder == tmp_path / "run/checkpoints/rl_00000010"
@@ -200,31 +204,25 @@ def test_the_newest_whole_checkpoint_of_a_run(converted: Path, tmp_path: Path) -
     ]
 
 
-def test_a_model_that_no_family_has(converted: Path, tmp_path: Path) -> None:
-    ours = copied(converted, tmp_path / "ours")
-    document = json.loads((ours / "model.json").read_text()) | {"hf": None}
-    document["shape"]["megatron"]["normalization"] = "LayerNorm"
-    (ours / "model.json").write_text(json.dumps(document))
-    sign(ours)
+def test_a_model_that_no_family_has(ours: Path, tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["hf"] = None
+        document["shape"]["megatron"]["normalization"] = "LayerNorm"
+
+    change_model(ours, change)
     with pytest.raises(ConfigError, match="no Hugging Face family has such models"):
         megatron_to_hf(ours, tmp_path / "back")
 
 
-def test_tensors_that_are_not_those_of_the_model(converted: Path, tmp_path: Path) -> None:
-    ours = copied(converted, tmp_path / "ours")
-    document = json.loads((ours / "model.json").read_text())
-    document["shape"]["num_layers"] = 5
-    document["shape"]["megatron"] |= {"num_layers": 5, "moe_layer_freq": [1, 0, 1, 1, 0]}
-    document["hf"] |= {"num_hidden_layers": 5, "mlp_only_layers": [1, 4], "vocab_size": 40}
-    document["vocab_size"] = 40
-    (ours / "model.json").write_text(json.dumps(document))
-    sign(ours)
+def test_tensors_that_are_not_those_of_the_model(ours: Path, tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["shape"]["num_layers"] = 5
+        document["shape"]["megatron"] |= {"num_layers": 5, "moe_layer_freq": [1, 0, 1, 1, 0]}
+        document["hf"] |= {"num_hidden_layers": 5, "mlp_only_layers": [1, 4], "vocab_size": 40}
+        document["vocab_size"] = 40
+
+    change_model(ours, change)
     lines = lines_of(lambda: megatron_to_hf(ours, tmp_path / "back"))
     assert sum("decoder.layers.4." in line and "is missing" in line for line in lines) == 8
     assert sum("has the shape [37, 44]; model.json says [40, 44]" in line for line in lines) == 2
     assert len(lines) == 10
-
-
-def sign(checkpoint: Path) -> None:
-    files = {name: record_of(checkpoint / name) for name in files_below(checkpoint)}
-    (checkpoint / "manifest.json").write_bytes(dump_manifest(files))

@@ -16,46 +16,39 @@ from torch import Tensor
 
 from gspo_megatron.checkpoint.folder import Position, Publication
 from gspo_megatron.checkpoint.hf import convert
-from gspo_megatron.checkpoint.hf import source as source_module
-from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
-from gspo_megatron.checkpoint.hf.source import Share
+from gspo_megatron.checkpoint.hf.convert import Share, hf_to_megatron, megatron_to_hf
 from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
 from gspo_megatron.checkpoint.run_state import describe_model
-from gspo_megatron.checkpoint.safe_pickle import read_index
+from gspo_megatron.checkpoint.storage import read_index
 from gspo_megatron.checkpoint.tensors import load_model, save_tensors
 from gspo_megatron.errors import DataError
+from gspo_megatron.models.build import Policy
 from tests.unit.checkpoint.hf.policies import config_of, policy_of
 from tests.unit.checkpoint.hf.published import (
     CONFIGS,
+    Variant,
     assert_same_bits,
     model_config,
     random_tensors,
     read_folder,
+    variant_name,
     write_folder,
     write_model,
 )
 
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
+VARIANTS: list[Variant] = [
     *((family, {}) for family in CONFIGS),
     ("qwen3_moe", {"tie_word_embeddings": True}),
     ("qwen3", {"tie_word_embeddings": True}),
 ]
 
 
-def _name(variant: tuple[str, dict[str, Any]]) -> str:
-    return " ".join([variant[0], *variant[1]])
-
-
-def write_all_bits(path: Path, family: str, dtype: str) -> dict[str, Tensor]:
-    """A folder of random bits: every exponent, NaN with payloads, -0.0."""
-    config = model_config(family, torch_dtype=dtype)
-    generator = torch.Generator().manual_seed(5)
-    tensors = {}
-    for name, tensor in random_tensors(config, seed=5).items():
-        bits = torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8, generator=generator)
-        tensors[name] = bits.view(tensor.dtype).view(tensor.shape)
-    write_folder(path, config, tensors)
-    return tensors
+def there_and_back(source: Path, **options: Any) -> dict[str, Tensor]:
+    """The tensors of the export of the import, in the folders ours and back beside the source."""
+    ours, back = source.with_name("ours"), source.with_name("back")
+    hf_to_megatron(source, ours)
+    megatron_to_hf(ours, back, **options)
+    return read_folder(back)
 
 
 def test_it_works_without_megatron_core() -> None:
@@ -64,18 +57,14 @@ def test_it_works_without_megatron_core() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", VARIANTS, ids=_name)
-def test_there_and_back_is_bit_for_bit(
-    tmp_path: Path, variant: tuple[str, dict[str, Any]], dtype: str
-) -> None:
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
+def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant, dtype: str) -> None:
     family, changes = variant
     source = write_model(tmp_path / "hf", family, seed=3, **changes, torch_dtype=dtype)
     (source / "generation_config.json").write_text('{"top_k": 3}')
-    hf_to_megatron(source, tmp_path / "ours")
+    assert_same_bits(there_and_back(source, max_shard_bytes=30_000), read_folder(source))
     assert find_damage(tmp_path / "ours") == []
-    megatron_to_hf(tmp_path / "ours", tmp_path / "back", max_shard_bytes=30_000)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
-    assert_same_bits(read_folder(tmp_path / "back"), read_folder(source))
     for file in ("config.json", "generation_config.json"):
         ours, theirs = (json.loads((f / file).read_text()) for f in (tmp_path / "back", source))
         assert ours == theirs
@@ -87,22 +76,22 @@ def test_any_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: 
     """Blocks that end in the middle of an expert, a query group, a matrix, a row."""
     monkeypatch.setattr(convert, "_BLOCK_BYTES", limit)
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=4)
-    hf_to_megatron(source, tmp_path / "ours")
+    assert_same_bits(there_and_back(source), read_folder(source))
     index = read_index(tmp_path / "ours/model")
     experts = index.state_dict_metadata["decoder.layers.0.mlp.experts.weight1"]
     assert (len(experts.chunks) > 12) == (limit < 20_000)
-    megatron_to_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(read_folder(tmp_path / "back"), read_folder(source))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_bit_pattern(tmp_path: Path, dtype: str) -> None:
-    tensors = write_all_bits(tmp_path / "hf", "qwen3_moe", dtype)
-    hf_to_megatron(tmp_path / "hf", tmp_path / "ours")
-    megatron_to_hf(tmp_path / "ours", tmp_path / "back")
-    back = read_folder(tmp_path / "back")
-    for name, tensor in tensors.items():
-        assert torch.equal(back[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    """Random bits: every exponent, NaN with payloads, -0.0."""
+    config = model_config("qwen3_moe", torch_dtype=dtype)
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for name, tensor in random_tensors(config, seed=5).items():
+        bits = torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8, generator=generator)
+        tensors[name] = bits.view(tensor.dtype).view(tensor.shape)
+    assert_same_bits(there_and_back(write_folder(tmp_path / "hf", config, tensors)), tensors)
 
 
 def test_dtype(tmp_path: Path) -> None:
@@ -137,10 +126,8 @@ def test_biases_of_routers_keep_their_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("variant", VARIANTS, ids=_name)
-def test_a_model_loads_what_was_converted(
-    tmp_path: Path, variant: tuple[str, dict[str, Any]]
-) -> None:
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
+def test_a_model_loads_what_was_converted(tmp_path: Path, variant: Variant) -> None:
     """The same tensors that a model of this shape saves, and the weights that it reads itself."""
     family, changes = variant
     source = write_model(tmp_path / "hf", family, seed=7, **changes)
@@ -149,24 +136,25 @@ def test_a_model_loads_what_was_converted(
     save_tensors(tmp_path / "saved", policy, None, asynchronous=False).result()
     converted, saved = (read_index(tmp_path / f / "model") for f in ("ours", "saved"))
     described = [
-        {
-            key: (tuple(entry.size), entry.properties.dtype)
-            for key, entry in index.state_dict_metadata.items()
-        }
-        for index in (converted, saved)
+        {k: (tuple(entry.size), entry.properties.dtype) for k, entry in entries.items()}
+        for entries in (converted.state_dict_metadata, saved.state_dict_metadata)
     ]
     assert described[0] == described[1]
     formats = [(tmp_path / f / "model/metadata.json").read_text() for f in ("ours", "saved")]
     assert json.loads(formats[0]) == json.loads(formats[1])
-    weights = [p.detach().clone() for model in policy.models for p in model.parameters()]
-    with torch.no_grad():
-        for model in policy.models:
-            for parameter in model.parameters():
-                parameter.fill_(9.0)
+    weights = emptied(policy)
     load_model(tmp_path / "ours", policy)
-    parameters = [p for model in policy.models for p in model.parameters()]
-    for loaded, expected in zip(parameters, weights, strict=True):
-        assert torch.equal(loaded, expected)
+    assert_same_bits(dict(policy.models[0].named_parameters()), weights)
+
+
+def emptied(policy: Policy) -> dict[str, Tensor]:
+    """The weights of a model on one rank, which then loses them."""
+    (model,) = policy.models
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(9.0)
+    return weights
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -175,12 +163,9 @@ def test_stock_megatron_core_loads_what_was_converted(tmp_path: Path) -> None:
 
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=8, vocab_size=48)  # no padding
     hf_to_megatron(source, tmp_path / "ours")
-    (model,) = policy_of(config_of(source)).models
-    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+    policy = policy_of(config_of(source))
+    expected = emptied(policy)
+    entries = policy.models[0].sharded_state_dict(metadata={"non_homogeneous_layers": True})
     wanted = {name: entry for name, entry in entries.items() if "_extra_state" not in name}
     loaded = dist_checkpointing.load(wanted, str(tmp_path / "ours/model"))
     for name, tensor in expected.items():
@@ -253,7 +238,7 @@ def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
     checkpoints.mkdir(parents=True)
     hf_to_megatron(sources[0], checkpoints / names[0])
     hf_to_megatron(sources[1], tmp_path / "next")
-    look = source_module.positions
+    look = convert.positions
 
     def look_and_publish(folder: Path) -> list[Position]:
         with lock:
@@ -262,7 +247,7 @@ def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
                 (tmp_path / "next").rename(checkpoints / names[1])
             return found
 
-    monkeypatch.setattr(source_module, "positions", look_and_publish)
+    monkeypatch.setattr(convert, "positions", look_and_publish)
     back = tmp_path / "back"
     assert not in_processes(2, lambda share: megatron_to_hf(tmp_path / "run", back, share=share))
     assert [p.name for p in look(checkpoints)] == names[::-1]

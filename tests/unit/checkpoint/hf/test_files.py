@@ -20,6 +20,7 @@ from torch import Tensor
 from gspo_megatron.checkpoint.hf import files as module
 from gspo_megatron.checkpoint.hf.files import DTYPES, HfFolder
 from gspo_megatron.errors import DataError
+from tests.unit.checkpoint.hf.published import assert_same_bits
 
 CONFIG = {"model_type": "qwen3_moe"}
 INDEX = "model.safetensors.index.json"
@@ -33,13 +34,6 @@ def noise(dtype: torch.dtype, *shape: int, seed: int = 1) -> Tensor:
     size = (*shape[:-1], shape[-1] * dtype.itemsize) if shape else (dtype.itemsize,)
     data = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
     return data.view(dtype) if shape else data.view(dtype).reshape(())
-
-
-def assert_same_bits(found: Tensor, expected: Tensor) -> None:
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found, expected)]
-    assert torch.equal(*flat)
 
 
 def write(folder: Path, files: dict[str, dict[str, Tensor]], **index: Any) -> Path:
@@ -88,7 +82,7 @@ def test_slices(
             slices.append(slice(start, drawn.randint(start, extent)))
             if drawn.random() < 0.3:
                 slices[-1] = slice(None)
-        assert_same_bits(folder.read("w", slices), whole[tuple(slices)])
+        assert_same_bits({"w": folder.read("w", slices)}, {"w": whole[tuple(slices)]})
 
 
 def test_no_more_is_read_than_asked_for(tmp_path: Path) -> None:
@@ -117,7 +111,7 @@ def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "modeling_own.py").write_text("raise SystemExit('never run')")
     folder = HfFolder(tmp_path)
-    assert_same_bits(folder.read("a", ()), tensors["a"])
+    assert_same_bits({"a": folder.read("a", ())}, tensors)
     assert folder.config == CONFIG
     assert [file.name for file in folder.side_files] == ["config.json", "tokenizer.json"]
 
@@ -167,18 +161,21 @@ def test_files_and_index_that_differ(tmp_path: Path) -> None:
     assert f"two.safetensors: d is in the file, and not in {INDEX}" in extra
 
 
-@pytest.mark.parametrize("name", ["../one.safetensors", "/one.safetensors"])
-def test_an_index_stays_in_its_folder(tmp_path: Path, name: str) -> None:
-    folder = two_files(tmp_path / "hf", weight_map={"a": name})
-    (line,) = problems_of(folder)
-    assert f"{INDEX}: {name!r} is not the name of a file beside it" in line
-
-
-@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": []}'])
-def test_an_index_without_a_map(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"weight_map": {"a": "../one"}}', "'../one' is not the name of a file beside it"),
+        ('{"weight_map": {"a": "/one"}}', "'/one' is not the name of a file beside it"),
+        ('{"weight_map": {"a": 1}}', "no weight_map from tensor names to file names"),
+        ('{"weight_map": []}', "no weight_map from tensor names to file names"),
+        ("{}", "no weight_map from tensor names to file names"),
+        ("[]", "not a JSON object"),
+    ],
+)
+def test_an_index_without_a_map_of_its_folder(tmp_path: Path, content: str, expected: str) -> None:
     folder = two_files(tmp_path / "hf")
     (folder / INDEX).write_text(content)
-    assert len(problems_of(folder)) == 1
+    assert problems_of(folder) == [f"{folder / INDEX}: {expected}"]
 
 
 def test_only_pickles(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,8 +15,10 @@ from tests.unit.checkpoint.hf.policies import config_of, greedy, logits_of, poli
 from tests.unit.checkpoint.hf.published import (
     CONFIGS,
     VOCABULARY,
+    Variant,
     assert_same_bits,
     read_folder,
+    variant_name,
     write_model,
 )
 from tests.unit.checkpoint.hf.transformers_side import ask, transformers_process
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 # fp32 logits of size 3 to 5 from four layers, summed in another order: 5e-6 at most was seen
 TOLERANCE = 1e-5
 
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
+VARIANTS: list[Variant] = [
     *((family, {}) for family in CONFIGS),
     ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False}),
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
@@ -38,15 +39,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def _name(variant: tuple[str, dict[str, Any]]) -> str:
-    return " ".join([variant[0], *(f"{key}={value}" for key, value in variant[1].items())])
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", VARIANTS, ids=_name)
-def test_there_and_back_is_bit_for_bit(
-    tmp_path: Path, variant: tuple[str, dict[str, Any]], dtype: str
-) -> None:
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
+def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant, dtype: str) -> None:
     family, changes = variant
     source = write_model(tmp_path / "source", family, seed=3, **changes, torch_dtype=dtype)
     policy = policy_of(config_of(source, dtype))
@@ -64,9 +59,9 @@ def transformers_side() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=_name)
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
 def test_transformers_computes_the_same(
-    tmp_path: Path, variant: tuple[str, dict[str, Any]], transformers_side: ProcessPoolExecutor
+    tmp_path: Path, variant: Variant, transformers_side: ProcessPoolExecutor
 ) -> None:
     family, changes = variant
     source = write_model(tmp_path / "source", family, seed=4, **changes)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from gspo_megatron.checkpoint.hf import load
 from gspo_megatron.checkpoint.hf.export import export_hf
 from gspo_megatron.checkpoint.hf.load import weight_shards
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.shards import Shard
 from tests.unit.checkpoint.hf.mistakes import MISTAKES, mistaken
 from tests.unit.checkpoint.hf.policies import config_of, logits_of, policy_of
 from tests.unit.checkpoint.hf.published import assert_same_bits, read_folder, write_model
@@ -32,15 +34,21 @@ def right_logits(source: Path, one_rank: None) -> Tensor:
     return logits_of(policy_of(config_of(source)), IDS)
 
 
+def exported(source: Path, target: Path, name: str, **sides: bool) -> Policy:
+    """The policy that was imported, and then exported to `target`."""
+    with mistaken(name, **sides):
+        policy = policy_of(config_of(source))
+        export_hf(policy, target, hf_config=json.loads((source / "config.json").read_text()))
+    return policy
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 @pytest.mark.parametrize("side", ["importing", "exporting"])
 def test_a_mistake_on_one_side_changes_bits(
     tmp_path: Path, source: Path, name: str, side: str
 ) -> None:
-    with mistaken(name, importing=side == "importing", exporting=side == "exporting"):
-        policy = policy_of(config_of(source))
-        original = json.loads((source / "config.json").read_text())
-        export_hf(policy, tmp_path / "again", hf_config=original)
+    sides = {each: each == side for each in ("importing", "exporting")}
+    exported(source, tmp_path / "again", name, **sides)
     with pytest.raises(AssertionError):
         assert_same_bits(read_folder(tmp_path / "again"), read_folder(source))
 
@@ -49,28 +57,26 @@ def test_a_mistake_on_one_side_changes_bits(
 def test_a_mistake_on_both_sides_changes_the_function(
     tmp_path: Path, source: Path, right_logits: Tensor, name: str
 ) -> None:
-    with mistaken(name, importing=True, exporting=True):
-        policy = policy_of(config_of(source))
-        original = json.loads((source / "config.json").read_text())
-        export_hf(policy, tmp_path / "again", hf_config=original)
+    policy = exported(source, tmp_path / "again", name, importing=True, exporting=True)
     assert_same_bits(read_folder(tmp_path / "again"), read_folder(source))  # it cancels out
     assert (logits_of(policy, IDS) - right_logits).abs().max() > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["norm", "expert", "embedding"])
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        "2.self_attention.k_layernorm.weight",
+        "3.mlp.experts.weight2[5]",
+        "embedding.word_embeddings.weight",
+    ],
+)
 def test_a_tensor_left_out_is_noticed(
-    tmp_path: Path, source: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, left_out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left_out: dict[str, Callable[[str], bool]] = {
-        "norm": lambda name: name.endswith("2.self_attention.k_layernorm.weight"),
-        "expert": lambda name: name.endswith("3.mlp.experts.weight2[5]"),
-        "embedding": lambda name: name == "embedding.word_embeddings.weight",
-    }
-    monkeypatch.setattr(
-        load,
-        "weight_shards",
-        lambda *args: [s for s in weight_shards(*args) if not left_out[kind](s.name)],
-    )
+    def all_others(*arguments: Any) -> list[Shard]:
+        return [s for s in weight_shards(*arguments) if not s.name.endswith(left_out)]
+
+    monkeypatch.setattr(load, "weight_shards", all_others)
     policy = policy_of(config_of(source))
     export_hf(policy, tmp_path / "again")
     with pytest.raises(AssertionError):
