@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_align_size
+from pydantic import TypeAdapter
 
 from gspo_megatron.config import parse_config
 from gspo_megatron.config.load import ConfigError
-from gspo_megatron.config.megatron_fields import installed_literals
+from gspo_megatron.config.megatron_fields import installed_fields
 from gspo_megatron.config.precision import (
     FP8,
     base_precision,
@@ -49,8 +50,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("precision", list(FP8))
 def test_recipes_are_those_of_the_installed_megatron_core(precision: str) -> None:
     fields = megatron_fields(precision)
-    assert fields["fp8_recipe"] in installed_literals("fp8_recipe")
-    assert fields["fp8"] in installed_literals("fp8")
+    types = installed_fields("model.megatron")
+    for name, value in fields.items():
+        TypeAdapter(types[name]).validate_python(value)
     assert base_precision(precision) == "bf16"
     # padded by the one, multiplied by the other
     assert tokens_multiple(precision) == get_fp8_align_size(Fp8Recipe(fields["fp8_recipe"]))
