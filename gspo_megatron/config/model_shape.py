@@ -1,4 +1,4 @@
-"""The sizes of a model: named presets, and what preset and configuration make together.
+"""The sizes of a model: what its preset and the configuration make together.
 
 Everything under `megatron` is a keyword argument of megatron-core's TransformerConfig, in its own
 names; what belongs to the whole model (vocabulary, positions, tied embeddings) stands beside it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -31,69 +31,6 @@ class ModelPreset:
     tie_embeddings: bool
     megatron: Mapping[str, Any]
     joint_qk_norm: bool = False
-
-
-def _qwen3_moe(vocab_size: int | None, length: int, rotary_base: float, **sizes: int) -> Any:
-    settings = {
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": 1e-6,
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "gated_linear_unit": True,
-        "activation_func": "silu",
-        # With dropout the old and the new policy would differ by noise, and so would their ratio.
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        # Softmax over the chosen experts only is what Qwen3 calls norm_topk_prob.
-        "moe_router_pre_softmax": False,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 1e-3,
-        "moe_token_dispatcher_type": "alltoall",
-    }
-    return ModelPreset(vocab_size, length, rotary_base, False, MappingProxyType(sizes | settings))
-
-
-_QWEN3_30B = {
-    "num_layers": 48,
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_query_groups": 4,
-    "kv_channels": 128,
-    "ffn_hidden_size": 6144,
-    "num_moe_experts": 128,
-    "moe_router_topk": 8,
-    "moe_ffn_hidden_size": 768,
-}
-_QWEN3_235B = _QWEN3_30B | {
-    "num_layers": 94,
-    "hidden_size": 4096,
-    "num_attention_heads": 64,
-    "ffn_hidden_size": 12_288,
-    "moe_ffn_hidden_size": 1536,
-}
-# The Qwen3 sizes are those of config.json in Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
-PRESETS: Mapping[str, ModelPreset] = MappingProxyType(
-    {
-        "tiny": _qwen3_moe(
-            None,
-            128,
-            10_000.0,
-            num_layers=4,
-            hidden_size=64,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=16,
-            ffn_hidden_size=256,
-            num_moe_experts=8,
-            moe_router_topk=2,
-            moe_ffn_hidden_size=64,
-        ),
-        "qwen3-30b-a3b": _qwen3_moe(151_936, 40_960, 1_000_000.0, **_QWEN3_30B),
-        "qwen3-235b-a22b": _qwen3_moe(151_936, 40_960, 1_000_000.0, **_QWEN3_235B),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,16 +134,26 @@ def preset_of_checkpoint(path: str) -> ModelPreset:
     file = checkpoint_model_file(path)
     if file is None:
         raise ConfigError([no_checkpoint(path)])
-    return _read_checkpoint_model(file, file.stat().st_mtime_ns)
+    changed = file.stat().st_mtime_ns
+    return read_model("model.checkpoint_path", file, checkpoint_preset, changed)
 
 
 @functools.lru_cache(maxsize=8)
-def _read_checkpoint_model(file: Path, _changed: int) -> ModelPreset:
-    """A model's shape is asked for many times in a run."""
+def read_model(
+    key: str, file: Path, describe: Callable[[Mapping[str, Any]], ModelPreset], _changed: object
+) -> ModelPreset:
+    """The model that a JSON file describes, which `key` names. It is read again only once it has
+    `_changed`: a model's shape is asked for many times in a run. Raises ConfigError."""
     try:
-        return checkpoint_preset(json.loads(file.read_bytes()))
+        content = json.loads(file.read_bytes())
+        if isinstance(content, dict):
+            return describe(content)
+        problems = ["not a JSON object"]
+    except ConfigError as error:
+        problems = error.problems
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError([f"model.checkpoint_path: {file}: cannot be read: {error}"]) from None
+        problems = [f"cannot be read: {error}"]
+    raise ConfigError([f"{key}: {file}: {line}" for line in problems])
 
 
 def checkpoint_preset(model: Mapping[str, Any]) -> ModelPreset:

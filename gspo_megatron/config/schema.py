@@ -11,9 +11,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from gspo_megatron.config.families import preset_of_folder
+from gspo_megatron.config.families import PRESETS, preset_of_folder
 from gspo_megatron.config.model_shape import (
-    PRESETS,
     ModelPreset,
     ModelShape,
     preset_of_checkpoint,

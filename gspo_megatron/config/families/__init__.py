@@ -1,26 +1,26 @@
-"""The supported model families of Hugging Face, by the makers of the models."""
+"""The supported model families of Hugging Face, and the named presets."""
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config.families import deepseek_v3, mixtral, olmoe, qwen
+from gspo_megatron.config.families import deepseek_v3, softmax
 from gspo_megatron.config.families.family import Family, differences
 from gspo_megatron.config.model_shape import (
     ModelPreset,
     ModelShape,
     checkpoint_model_file,
     experts_in_layers,
+    read_model,
 )
 from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import ConfigError
 
 __all__ = [
     "FAMILIES",
+    "PRESETS",
     "Family",
     "describe",
     "differences",
@@ -31,8 +31,53 @@ __all__ = [
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
-    for family in (qwen.QWEN3_MOE, qwen.QWEN3, qwen.QWEN2_MOE)
-    + (mixtral.FAMILY, olmoe.FAMILY, deepseek_v3.FAMILY)
+    for family in (softmax.QWEN3_MOE, softmax.QWEN3, softmax.QWEN2_MOE)
+    + (softmax.MIXTRAL, softmax.OLMOE, deepseek_v3.FAMILY)
+}
+
+# From config.json in Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
+_QWEN3_30B = {
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 768,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1_000_000.0,
+    "vocab_size": 151_936,
+}
+_QWEN3_235B = _QWEN3_30B | {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "intermediate_size": 12_288,
+    "moe_intermediate_size": 1536,
+}
+_TINY = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 64,
+    "max_position_embeddings": 128,
+}
+PRESETS: Mapping[str, ModelPreset] = {
+    name: softmax.QWEN3_MOE.preset(hf)[0]
+    for name, hf in (
+        ("tiny", _TINY),
+        ("qwen3-30b-a3b", _QWEN3_30B),
+        ("qwen3-235b-a22b", _QWEN3_235B),
+    )
 }
 
 
@@ -75,22 +120,7 @@ def preset_of_folder(path: str) -> ModelPreset:
         if checkpoint_model_file(path) is not None:
             wrong = "holds checkpoints of gspo-megatron; use model.checkpoint_path for it"
         raise ConfigError([problem("model.hf_path", path, wrong)]) from None
-    return _read(file, changed.st_mtime_ns, changed.st_size)
-
-
-@functools.lru_cache(maxsize=8)
-def _read(file: Path, _changed: int, _size: int) -> ModelPreset:
-    """A model's shape is asked for many times in a run."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"model.hf_path: {file}: cannot be read: {error}"]) from None
-    if not isinstance(content, dict):
-        raise ConfigError([f"model.hf_path: {file}: not a JSON object"])
-    try:
-        return describe(content)
-    except ConfigError as error:
-        raise ConfigError([f"model.hf_path: {file}: {line}" for line in error.problems]) from None
+    return read_model("model.hf_path", file, describe, (changed.st_mtime_ns, changed.st_size))
 
 
 def _misfits(family: Family, shape: ModelShape) -> list[str]:
