@@ -78,18 +78,6 @@ class ModelSection(Section):
             return preset_of_checkpoint(self.checkpoint_path)
         return PRESETS[self.preset or "tiny"]
 
-    def shape(self) -> ModelShape:
-        """The starting shape with the keys of this section in place; sizes that both leave open get
-        TransformerConfig's defaults. Raises ConfigError like `starting_shape`."""
-        given = {
-            "vocab_size": self.vocab_size,
-            "max_sequence_length": self.max_sequence_length,
-            "rotary_base": self.rotary_base,
-            "tie_embeddings": self.tie_embeddings,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        return shape_of(self.starting_shape(), self.megatron, **given)
-
 
 class ParallelSection(Section):
     """Over how many ranks each axis is split."""
@@ -222,8 +210,7 @@ class RoutingSection(Section):
 
     @property
     def modes(self) -> frozenset[str]:
-        """The replay modes in use, by the policy or by the reference policy: r2, r3, both or
-        none."""
+        """The replay modes in use, by the policy or the reference policy: r2, r3, both or none."""
         return frozenset({self.replay, self.reference_replay} - {"off"})
 
 
@@ -335,8 +322,12 @@ class RunConfig(Section):
         return self.layout().world_size
 
     def resolved_model(self) -> ModelShape:
-        """The model's sizes. Raises ConfigError where weights are named that do not tell them."""
-        return self.model.shape()
+        """The starting shape with the keys of `model` in place; sizes that both leave open get
+        TransformerConfig's defaults. Raises ConfigError like `starting_shape`."""
+        names = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings")
+        given = {name: getattr(self.model, name) for name in names}
+        given = {name: value for name, value in given.items() if value is not None}
+        return shape_of(self.model.starting_shape(), self.model.megatron, **given)
 
 
 class Config(RunConfig):

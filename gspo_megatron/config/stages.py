@@ -118,11 +118,10 @@ class FineTuningConfig(StageConfig):
     def num_examples(self, size: int) -> int:
         """How many examples the run draws from a file of `size`, the last step cut short."""
         training = self.training
-        by_steps = None if training.steps is None else training.steps * training.batch_size
-        if training.epochs is None and by_steps is not None:
-            return by_steps
-        by_epochs = (training.epochs or 1) * size
-        return by_epochs if by_steps is None else min(by_steps, by_epochs)
+        if training.steps is None:
+            return (training.epochs or 1) * size
+        by_steps = training.steps * training.batch_size
+        return by_steps if training.epochs is None else min(by_steps, training.epochs * size)
 
     def with_steps(self, size: int) -> FineTuningConfig:
         """The same, with training.steps as the number of examples makes it."""
@@ -172,11 +171,7 @@ class PretrainingConfig(StageConfig):
 
     def input_files(self) -> dict[str, list[str]]:
         files = {"data.train": self.data.train, "data.evaluation": self.data.evaluation}
-        return {
-            key: [f"{prefix}.idx" for prefix in prefixes]
-            for key, prefixes in files.items()
-            if prefixes
-        }
+        return {key: [f"{name}.idx" for name in names] for key, names in files.items() if names}
 
     def with_steps(self) -> PretrainingConfig:
         """The same, with training.steps as training.tokens makes it."""
@@ -184,7 +179,7 @@ class PretrainingConfig(StageConfig):
         if training.tokens is None:
             return self
         by_tokens = -(-training.tokens // (training.batch_size * self.sequence_length()))
-        steps = by_tokens if training.steps is None else min(training.steps, by_tokens)
+        steps = min(training.steps or by_tokens, by_tokens)
         return self.model_copy(update={"training": training.model_copy(update={"steps": steps})})
 
     def sequence_length(self) -> int:
