@@ -186,8 +186,6 @@ STAGES: dict[str, type[AnyConfig]] = {
     "sft": FineTuningConfig,
     "pretrain": PretrainingConfig,
 }
-# The key of the data section that names what a stage learns from; no other stage has it.
-_INPUTS = {"rl": "prompts", "sft": "examples", "pretrain": "train"}
 
 
 def load_any_config(
@@ -214,7 +212,8 @@ def stage_of(values: Mapping[str, Any]) -> str:
     Raises ConfigError where no stage fits, or several."""
     data = values.get("data")
     given = data if isinstance(data, Mapping) else {}
-    named = {stage: f"data.{key}" for stage, key in _INPUTS.items() if given.get(key)}
+    inputs = {stage: schema.inputs[0] for stage, schema in STAGES.items()}
+    named = {stage: f"data.{key}" for stage, key in inputs.items() if given.get(key)}
     if len(named) > 1:
         several = ", ".join(f"{key} ({stage})" for stage, key in named.items())
         raise ConfigError([f"names what several stages learn from: {several}; keep one of them"])
@@ -234,7 +233,7 @@ def stage_of(values: Mapping[str, Any]) -> str:
     if not left:
         places = ", ".join(f"{key} ({' or '.join(stages)})" for key, stages in telling.items())
         raise ConfigError([f"has keys of different stages: {places}; keep those of one"])
-    legal = ", ".join(f"data.{_INPUTS[stage]} ({stage})" for stage in left)
+    legal = ", ".join(f"data.{inputs[stage]} ({stage})" for stage in left)
     wrong = f"may be a configuration of {' or '.join(left)}"
     raise ConfigError([f"{wrong}: legal: one of {legal}, or give --stage"])
 

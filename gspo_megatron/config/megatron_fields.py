@@ -11,6 +11,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union
 
+from gspo_megatron.config.model_shape import WHOLE_MODEL_KEYS
 from gspo_megatron.config.parallel import LAYOUT_KEYS
 from gspo_megatron.config.problems import did_you_mean, nearest, problem
 
@@ -29,17 +30,16 @@ _PRECISION = dict.fromkeys(
     + ("fp8", "fp8_recipe"),
     "training.precision",
 )
-_LAYOUT = tuple(key for short, key in LAYOUT_KEYS.items() if short != "dp")
-_WHOLE_MODEL = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings")
 
 # Fields with a key of their own: one thing has one name.
 _OWN_KEYS: dict[str, dict[str, str]] = {
     "model.megatron": {
-        **{name: f"parallel.{name}" for name in (*_LAYOUT, "sequence_parallel")},
+        **{key: f"parallel.{key}" for short, key in LAYOUT_KEYS.items() if short != "dp"},
+        "sequence_parallel": "parallel.sequence_parallel",
         "recompute_granularity": "training.recompute",
         "moe_enable_routing_replay": "routing.replay",
         "transformer_impl": "model.backend",
-        **{name: f"model.{name}" for name in _WHOLE_MODEL},
+        **{name: f"model.{name}" for name in WHOLE_MODEL_KEYS},
         **_PRECISION,
     },
     "optimizer.megatron": {

@@ -17,6 +17,8 @@ from typing import Any
 from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import ConfigError
 
+# What the section `model` has keys for, beside the fields of TransformerConfig.
+WHOLE_MODEL_KEYS = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings")
 _CHECKPOINT_MODEL = "model.json"  # describes the model in a checkpoint of ours
 
 
@@ -60,8 +62,9 @@ class ModelShape(ModelPreset):
 def shape_of(
     preset: ModelPreset, overrides: Mapping[str, Any] = MappingProxyType({}), **own: Any
 ) -> ModelShape:
-    """The model of a preset, with `overrides` of its TransformerConfig and of its `own` fields."""
-    preset = replace(preset, **own)
+    """The model of a preset, with `overrides` of its TransformerConfig and of its `own` fields, of
+    which None leaves the preset's."""
+    preset = replace(preset, **{name: value for name, value in own.items() if value is not None})
     megatron: dict[str, Any] = {**preset.megatron, **overrides}
     num_experts = megatron.get("num_moe_experts")
     if num_experts is None:
@@ -166,14 +169,11 @@ def shape_conflicts(shape: ModelShape, preset: ModelPreset) -> Iterator[tuple[st
     """Keys of the `model` section in which a model's tensors differ from those of `preset`, with
     both values: weights of one cannot be loaded into the other."""
     theirs = shape_of(preset)
-    for key in ("vocab_size", "tie_embeddings", "joint_qk_norm"):
-        ours, its = getattr(shape, key), getattr(theirs, key)
-        if (ours or None) != (its or None):
-            yield key, ours, its
+    outer = ("vocab_size", "tie_embeddings", "joint_qk_norm")
+    values = [(key, getattr(shape, key), getattr(theirs, key)) for key in outer]
     for key in _TENSOR_FIELDS.split():
-        ours, its = shape.megatron.get(key), theirs.megatron.get(key)
-        if (ours or None) != (its or None):
-            yield f"megatron.{key}", ours, its
+        values.append((f"megatron.{key}", shape.megatron.get(key), theirs.megatron.get(key)))
+    yield from (each for each in values if (each[1] or None) != (each[2] or None))
     same_layers = shape.num_layers == theirs.num_layers
     if same_layers and experts_in_layers(shape) != experts_in_layers(theirs):
         frequencies = [each.megatron.get("moe_layer_freq", 1) for each in (shape, theirs)]

@@ -47,22 +47,15 @@ def check_config(
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-# What a stage learns from and what it evaluates on: keys of its data section.
-_INPUTS: dict[type[AnyConfig], tuple[str, tuple[str, ...]]] = {
-    Config: ("prompts", ("eval_prompts",)),
-    FineTuningConfig: ("examples", ("eval_examples",)),
-    PretrainingConfig: ("train", ("evaluation", "evaluation_share")),
-}
-
-
 def inputs_are_given(plan: Plan) -> Problems:
-    data, (learned, evaluated) = plan.config.data, _INPUTS[type(plan.config)]
+    data, (learned, evaluated) = plan.config.data, plan.config.inputs
     if plan.for_training and not getattr(data, learned):
         legal = "a list of prefixes" if learned == "train" else "a .jsonl or .parquet file"
         yield f"data.{learned}", f"needed to train; legal: {legal}"
-    given = any(getattr(data, name) for name in evaluated)
+    names = [name for name in (evaluated, "evaluation_share") if hasattr(data, name)]
+    given = any(getattr(data, name) for name in names)
     if plan.config.training.evaluation_interval and not given:
-        keys = " or ".join(f"data.{name}" for name in evaluated)
+        keys = " or ".join(f"data.{name}" for name in names)
         wrong = f"there is nothing to evaluate on; legal: 0, or give {keys}"
         yield "training.evaluation_interval", wrong
 

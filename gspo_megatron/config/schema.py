@@ -6,13 +6,14 @@ The configurations of pre-training and fine-tuning are in stages.py.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from gspo_megatron.config.families import PRESETS, preset_of_folder
 from gspo_megatron.config.model_shape import (
+    WHOLE_MODEL_KEYS,
     ModelPreset,
     ModelShape,
     preset_of_checkpoint,
@@ -310,8 +311,20 @@ class LoggingSection(RecordSection):
 class RunConfig(Section):
     """A model on a layout: what a run of any stage has."""
 
+    # The keys of the data section with what the stage learns from, and what it evaluates on.
+    inputs: ClassVar[tuple[str, str]]
+
     model: ModelSection = Field(default_factory=ModelSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
+
+    def input_files(self) -> dict[str, list[str]]:
+        """The files that are read to train, by the key that names them; without the tokenizer."""
+        named = {f"data.{name}": getattr(self.data, name) for name in self.inputs}
+        return {
+            key: [given] if isinstance(given, str) else [f"{prefix}.idx" for prefix in given]
+            for key, given in named.items()
+            if given
+        }
 
     def layout(self) -> Layout:
         """The parallel section in short form."""
@@ -324,14 +337,14 @@ class RunConfig(Section):
     def resolved_model(self) -> ModelShape:
         """The starting shape with the keys of `model` in place; sizes that both leave open get
         TransformerConfig's defaults. Raises ConfigError like `starting_shape`."""
-        names = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings")
-        given = {name: getattr(self.model, name) for name in names}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: getattr(self.model, name) for name in WHOLE_MODEL_KEYS}
         return shape_of(self.model.starting_shape(), self.model.megatron, **given)
 
 
 class Config(RunConfig):
     """The configuration of an RL run."""
+
+    inputs: ClassVar[tuple[str, str]] = ("prompts", "eval_prompts")
 
     data: DataSection
     rollout: RolloutSection = Field(default_factory=RolloutSection)
@@ -352,7 +365,18 @@ class Config(RunConfig):
 
 def resolve_parallel(config: RunConfig, world_size: int) -> ResolvedParallel:
     """Concrete sizes for a configuration that passed `check_config` at this world size."""
-    return config.layout().resolve(world_size, config.parallel.uses_sequence_parallel())
+    layout = config.layout()
+    sizes = {key: getattr(layout, short) for short, key in LAYOUT_KEYS.items()}
+    sizes["expert_tensor_parallel_size"] = layout.etp or 1
+    sizes["data_parallel_size"], left = divmod(world_size, layout.model_parallel_size)
+    expert_data_parallel_size, experts_left = divmod(world_size, layout.expert_parallel_size)
+    assert not (left or experts_left), "check_config comes first"
+    return ResolvedParallel(
+        **sizes,
+        expert_data_parallel_size=expert_data_parallel_size,
+        sequence_parallel=config.parallel.uses_sequence_parallel(),
+        world_size=world_size,
+    )
 
 
 def apply_layout(config: RunConfig, layout: Layout) -> Any:

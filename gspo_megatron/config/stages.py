@@ -6,7 +6,6 @@ training are each stage's own.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -20,8 +19,6 @@ from gspo_megatron.config.schema import (
     RunSection,
 )
 from gspo_megatron.config.section import Positive, Section, Text, harmless, key, shapes
-
-PRETRAINING, FINE_TUNING = "pretrain", "sft"  # the phases' names in metrics and checkpoints
 
 
 class StageOptimizerSection(OptimizerSection):
@@ -52,16 +49,12 @@ class ExportSection(Section):
 class StageConfig(RunConfig):
     """The sections that the stages share."""
 
-    phase: ClassVar[str]
+    phase: ClassVar[str]  # its name in metrics and checkpoints
 
     optimizer: StageOptimizerSection = Field(default_factory=StageOptimizerSection)
     checkpoint: StageCheckpointSection = Field(default_factory=StageCheckpointSection)
     logging: RecordSection = Field(default_factory=RecordSection)
     export: ExportSection = Field(default_factory=ExportSection)
-
-    @abstractmethod
-    def input_files(self) -> dict[str, list[str]]:
-        """The files that are read to train, by the key that names them; without the tokenizer."""
 
 
 class FineTuningDataSection(Section):
@@ -102,14 +95,11 @@ class FineTuningTrainingSection(RunSection):
 class FineTuningConfig(StageConfig):
     """Supervised fine-tuning, one section a subject."""
 
-    phase: ClassVar[str] = FINE_TUNING
+    phase: ClassVar[str] = "sft"
+    inputs: ClassVar[tuple[str, str]] = ("examples", "eval_examples")
 
     data: FineTuningDataSection
     training: FineTuningTrainingSection = Field(default_factory=FineTuningTrainingSection)
-
-    def input_files(self) -> dict[str, list[str]]:
-        files = {"data.examples": self.data.examples, "data.eval_examples": self.data.eval_examples}
-        return {key: [path] for key, path in files.items() if path is not None}
 
     def max_tokens(self) -> int:
         """data.max_tokens with its default filled in."""
@@ -164,14 +154,11 @@ class PretrainingTrainingSection(RunSection):
 class PretrainingConfig(StageConfig):
     """Pre-training, one section a subject."""
 
-    phase: ClassVar[str] = PRETRAINING
+    phase: ClassVar[str] = "pretrain"
+    inputs: ClassVar[tuple[str, str]] = ("train", "evaluation")
 
     data: PretrainingDataSection
     training: PretrainingTrainingSection = Field(default_factory=PretrainingTrainingSection)
-
-    def input_files(self) -> dict[str, list[str]]:
-        files = {"data.train": self.data.train, "data.evaluation": self.data.evaluation}
-        return {key: [f"{name}.idx" for name in names] for key, names in files.items() if names}
 
     def with_steps(self) -> PretrainingConfig:
         """The same, with training.steps as training.tokens makes it."""
