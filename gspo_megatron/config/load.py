@@ -1,8 +1,7 @@
 """From a YAML file and dotted overrides to a configuration, with all that is wrong in one error.
 
-YAML is read as people mean it: with the scalar types of YAML 1.2, and without duplicate keys.
-PyYAML follows YAML 1.1, where `off` is false, `1e-6` is a string, `12:30` is a number and the
-second of two equal keys wins silently. Each of these has turned a typing slip into a different run.
+YAML is read with the scalar types of YAML 1.2 and without duplicate keys. In YAML 1.1, as PyYAML
+reads it, `off` is false, `1e-6` a string, `12:30` a number, and the second of two equal keys wins.
 """
 
 from __future__ import annotations
@@ -48,8 +47,14 @@ def parse_config(
     Raises ConfigError.
     """
     raw, problems = apply_overrides(values, overrides)
-    problems += _fill(raw, schema)
-    config: C | None = None
+    for section in schema.model_fields:
+        if raw.get(section) is None:  # absent or empty
+            raw[section] = {}
+    if isinstance(raw["parallel"], dict):
+        raw["parallel"], wrong = expand_layout(raw["parallel"])
+        if wrong:  # without `layout` the schema can still check the rest of the section
+            del raw["parallel"]["layout"]
+        problems += wrong
     try:
         config = schema.model_validate(raw)
     except ValidationError as error:
@@ -61,7 +66,6 @@ def parse_config(
             problems += megatron_problems(dotted, fields)
     if problems:
         raise ConfigError(problems)
-    assert config is not None, "neither a problem nor a configuration"
     if config.logging.dir is None:
         logging = config.logging.model_copy(update={"dir": f"runs/{name}"})
         config = config.model_copy(update={"logging": logging})
@@ -128,21 +132,6 @@ def _read_mapping(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     except OSError as error:
         problems = [f"{path}: cannot be read: {error.strerror}"]
     raise ConfigError(problems + apply_overrides({}, overrides)[1])
-
-
-def _fill(raw: dict[str, Any], schema: type[BaseModel]) -> list[str]:
-    """Turn absent and empty sections into {} and expand the layout, in place."""
-    for section in schema.model_fields:
-        if raw.get(section) is None:
-            raw[section] = {}
-    if not isinstance(raw["parallel"], dict):
-        return []
-    filled, problems = expand_layout(raw["parallel"])
-    if problems:
-        # Reported here; without `layout` the schema can still check the rest of the section.
-        filled.pop("layout")
-    raw["parallel"] = filled
-    return problems
 
 
 def _describe(error: Any, schema: type[BaseModel]) -> str:

@@ -231,23 +231,19 @@ def weights_are_named_once(plan: Plan) -> Problems:
 _PRECISION = "training.precision"
 
 
-def backend_is_installed(plan: Plan) -> Problems:
-    wanted = plan.config.model.backend == "transformer_engine"
-    if plan.here and wanted and importlib.util.find_spec("transformer_engine") is None:
-        wrong = "the package transformer_engine is not installed; legal: torch_native or auto"
-        yield "model.backend", wrong
-
-
 def precision_is_possible(plan: Plan) -> Problems:
     """All that can be known without the device; models.precision asks that."""
-    precision = plan.config.training.precision
+    precision, backend = plan.config.training.precision, plan.config.model.backend
+    if plan.here and backend == "transformer_engine" and importlib.util.find_spec(backend) is None:
+        wrong = "the package transformer_engine is not installed; legal: torch_native or auto"
+        yield "model.backend", wrong
     if plan.for_training and precision == "fp64":
         wrong = "Megatron-Core's optimizers do not support float64, it is for `verify`"
         yield _PRECISION, f"{wrong}; legal: fp32 or bf16"
     fp8 = FP8.get(precision)
     if fp8 is None:
         return
-    if plan.config.model.backend == "torch_native":
+    if backend == "torch_native":
         wrong = "model.backend = torch_native has no FP8"
         yield _PRECISION, f"{wrong}; legal: fp32 or bf16, or model.backend = transformer_engine"
     elif plan.here and (lacks := engine_lacks()) is not None:
@@ -305,7 +301,6 @@ MODEL_RULES: tuple[Rule, ...] = (
     experts_divide,
     router_is_sound,
     dropout_is_off,
-    backend_is_installed,
     precision_is_possible,
     weights_are_named_once,
 )

@@ -1,7 +1,7 @@
 """The sizes of a model: what its preset and the configuration make together.
 
-Everything under `megatron` is a keyword argument of megatron-core's TransformerConfig, in its own
-names; what belongs to the whole model (vocabulary, positions, tied embeddings) stands beside it.
+`megatron` holds keyword arguments of Megatron-Core's TransformerConfig, in its own names; what
+belongs to the whole model (vocabulary, positions, tied embeddings) stands beside it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The section `objective`: the objectives by name, their parts and numbers, and what does not mix.
 
-The parts themselves are in gspo_megatron/objectives/, under the same names; this file needs no
-torch, so that a configuration is checked before anything is loaded. Another objective is one more
-entry here, and at most one more part there.
+The parts are in gspo_megatron/objectives/, under the same names; this file needs no torch. Another
+objective is one more entry here, and at most one more part there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Which keys may differ from those that a run was started with, when it is resumed.
-
-Every key has a resume class (config/section.py). A key that shapes the run would silently make its
-second half another experiment than the first: a change is refused. The other keys change where and
-how fast the run goes, what is written down and how long.
+"""Which keys may differ from those that a run was started with, when it is resumed: every key has
+a resume class (config/section.py). What would make the second half another experiment is refused.
 """
 
 from __future__ import annotations

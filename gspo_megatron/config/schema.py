@@ -1,7 +1,6 @@
-"""Every key of a configuration: its type, its default and what it means.
+"""Every key of an RL configuration: its type, its default, its limits and what it means.
 
-What a single key can get wrong is refused here; what several keys together get wrong, in rules.py.
-The configurations of pre-training and fine-tuning are in stages.py.
+What several keys get wrong together is in rules.py; pre-training and fine-tuning are in stages.py.
 """
 
 from __future__ import annotations

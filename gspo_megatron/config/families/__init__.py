@@ -35,49 +35,19 @@ FAMILIES: Mapping[str, Family] = {
     + (softmax.MIXTRAL, softmax.OLMOE, deepseek_v3.FAMILY)
 }
 
-# From config.json in Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
-_QWEN3_30B = {
-    "num_hidden_layers": 48,
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "moe_intermediate_size": 768,
-    "max_position_embeddings": 40_960,
-    "rope_theta": 1_000_000.0,
-    "vocab_size": 151_936,
-}
-_QWEN3_235B = _QWEN3_30B | {
-    "num_hidden_layers": 94,
-    "hidden_size": 4096,
-    "num_attention_heads": 64,
-    "intermediate_size": 12_288,
-    "moe_intermediate_size": 1536,
-}
-_TINY = {
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 256,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "moe_intermediate_size": 64,
-    "max_position_embeddings": 128,
-}
+_PRESET_KEYS = """
+    num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size
+    num_experts num_experts_per_tok moe_intermediate_size max_position_embeddings rope_theta
+    vocab_size norm_topk_prob
+"""
+# The Qwen3 sizes are those of config.json in Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
 PRESETS: Mapping[str, ModelPreset] = {
-    name: softmax.QWEN3_MOE.preset(hf)[0]
-    for name, hf in (
-        ("tiny", _TINY),
-        ("qwen3-30b-a3b", _QWEN3_30B),
-        ("qwen3-235b-a22b", _QWEN3_235B),
-    )
+    name: softmax.QWEN3_MOE.preset(dict(zip(_PRESET_KEYS.split(), (*sizes, True))))[0]
+    for name, sizes in {
+        "tiny": (4, 64, 4, 2, 16, 256, 8, 2, 64, 128, 1e4, None),
+        "qwen3-30b-a3b": (48, 2048, 32, 4, 128, 6144, 128, 8, 768, 40_960, 1e6, 151_936),
+        "qwen3-235b-a22b": (94, 4096, 64, 4, 128, 12_288, 128, 8, 1536, 40_960, 1e6, 151_936),
+    }.items()
 }
 
 
