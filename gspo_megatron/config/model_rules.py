@@ -157,21 +157,17 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
         names = [name for way in used for name in way if megatron.get(name)]
         wrong = f"another way to place layers than {names[0]}; legal: one of the two"
         yield f"model.megatron.{names[-1]}", wrong
-    elif not used:
-        if layers % chunks:
-            wrong = f"{layers} layers do not split evenly into {_chunks(layout)} chunks"
-            yield _PP, f"{wrong}; legal: pp * vpp that divides {layers}"
-    elif WRITTEN_OUT in used[0]:
+    elif used == [(WRITTEN_OUT,)]:
         if (wrong := _written_out(layers, layout, megatron[WRITTEN_OUT])) is not None:
             yield f"model.megatron.{WRITTEN_OUT}", wrong
-    elif FIRST in used[0]:
+    elif used == [(FIRST, LAST)]:
         yield from _first_and_last(layers, layout, megatron)
     else:
         extra = bool(megatron.get(WITH_EMBEDDING)) + bool(megatron.get(WITH_LOSS))
         if (layers + extra) % chunks:
-            wrong = f"{layers} layers and {extra} for embedding and loss do not split evenly into"
-            legal = f"legal: pp * vpp that divides {layers + extra}"
-            yield _PP, f"{wrong} {_chunks(layout)} chunks; {legal}"
+            all_of = f"{layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
+            wrong = f"{all_of} do not split evenly into {_chunks(layout)} chunks"
+            yield _PP, f"{wrong}; legal: pp * vpp that divides {layers + extra}"
 
 
 def _chunks(layout: Layout) -> str:

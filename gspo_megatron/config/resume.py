@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_megatron.config.problems import format_value, problem
-from gspo_megatron.config.section import ResumeClass, keys_of
+from gspo_megatron.config.section import keys_of
 from gspo_megatron.config.stages import AnyConfig
 
 # Fields below `model.megatron` that change where and how fast something is computed, and no result
@@ -54,19 +54,13 @@ def find_changes(
         # A version that did not know the key yet did what its default says.
         fallback = keys[top].default if key == top else None
         old, new = then.get(key, fallback), now.get(key, fallback)
-        resume = resume_class(keys[top])
-        same = same_contents.get(key)
+        resume, same = keys[top].json_schema_extra["resume"], same_contents.get(key)
         changed = old != new and (key, old, new) != _RENAMED_PRESET
         if changed or (same is False and resume in ("contents", "shown", "code")):
             decay = config.optimizer.decay
             where, line = _compare(key, resume, old, new, same, decay)
             getattr(changes, where).append(line)
     return changes
-
-
-def resume_class(info: Any) -> ResumeClass:
-    """The resume class of a key, from pydantic's description of it."""
-    return info.json_schema_extra["resume"]  # type: ignore[no-any-return]
 
 
 # Keys of earlier versions that acted before the first RL step only.
@@ -76,7 +70,7 @@ _RENAMED_PRESET = ("model.preset", "tiny", None)
 
 
 def _compare(
-    key: str, resume: ResumeClass, old: Any, new: Any, same: bool | None, decay: str
+    key: str, resume: str, old: Any, new: Any, same: bool | None, decay: str
 ) -> tuple[str, str]:
     """Where a key belongs, an attribute of Changes, and its line."""
     was, renamed = f"was {format_value(old)}", f"{key}: {format_value(old)} -> {format_value(new)}"

@@ -1,7 +1,6 @@
-"""What several keys must satisfy together, checked before any process group exists.
-
-Megatron-Core refuses most of these too, but one at a time, on a thousand ranks, minutes after the
-start. The rules about model, layout and precision are in model_rules.py.
+"""What several keys must satisfy together, checked before any process group exists: Megatron-Core
+refuses most of it too, but one at a time, on a thousand ranks, minutes after the start.
+The rules about model, layout and precision are in model_rules.py.
 """
 
 from __future__ import annotations

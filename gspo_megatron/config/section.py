@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -30,7 +30,6 @@ RESUME = {
     # it names a function: the name may not change; changed code is allowed with a warning
     "code": "no; its code may",
 }
-ResumeClass = Literal[tuple(RESUME)]
 
 
 class Section(BaseModel):
@@ -38,8 +37,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-def key(resume: ResumeClass, default: Any, meaning: str, **limits: Any) -> Any:
-    """A key of a section. `default` ... means that the key is required."""
+def key(resume: str, default: Any, meaning: str, **limits: Any) -> Any:
+    """A key of a section, `resume` one of RESUME. `default` ... means that the key is required."""
     return Field(default, description=meaning, json_schema_extra={"resume": resume}, **limits)
 
 

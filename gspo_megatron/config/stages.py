@@ -1,7 +1,6 @@
 """The configurations of pre-training and supervised fine-tuning.
 
-The sections that describe the model, its layout and its record are those of an RL run; data and
-training are each stage's own.
+What describes the model, its layout and its record is as in an RL run.
 """
 
 from __future__ import annotations

@@ -18,17 +18,6 @@ from gspo_megatron.config.model_shape import (
 from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import ConfigError
 
-__all__ = [
-    "FAMILIES",
-    "PRESETS",
-    "Family",
-    "describe",
-    "differences",
-    "family_of",
-    "family_of_shape",
-    "preset_of_folder",
-]
-
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (softmax.QWEN3_MOE, softmax.QWEN3, softmax.QWEN2_MOE)
