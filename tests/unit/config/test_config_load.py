@@ -343,21 +343,16 @@ def test_where_they_do_not_they_are_named(values: dict[str, Any], told: str) -> 
     assert line.startswith(told)
 
 
-@pytest.mark.parametrize(
-    ("text", "schema"),
-    [
-        ("data: {tokenizer: t, prompts: p}", Config),
-        ("data: {tokenizer: t, examples: e}", FineTuningConfig),
-        ("data: {tokenizer: t, train: [c]}", PretrainingConfig),
-    ],
-)
-def test_a_resolved_configuration_is_of_the_same_stage(
-    tmp_path: Path, text: str, schema: type
-) -> None:
-    path = write(tmp_path, text)
-    config = load_any_config(path)
-    assert type(config) is schema
-    assert load_any_config(write(tmp_path, to_yaml(config), "resolved.yaml")) == config
+def test_a_resolved_configuration_is_of_the_same_stage(tmp_path: Path) -> None:
+    inputs = {
+        "prompts: p": Config,
+        "examples: e": FineTuningConfig,
+        "train: [c]": PretrainingConfig,
+    }
+    for given, schema in inputs.items():
+        config = load_any_config(write(tmp_path, f"data: {{tokenizer: t, {given}}}"))
+        assert type(config) is schema
+        assert load_any_config(write(tmp_path, to_yaml(config), "resolved.yaml")) == config
 
 
 def test_overrides_count_and_all_problems_come_together(tmp_path: Path) -> None:
