@@ -141,18 +141,13 @@ def test_overrides_reach_any_depth(
     assert value == expected
 
 
-@pytest.mark.parametrize(
-    "override", ["training.steps", "steps=3", "=3", "training.=3", ".steps=3", "model={preset: x}"]
-)
-def test_overrides_of_another_form_are_refused(tmp_path: Path, override: str) -> None:
-    (line,) = problems_of(write(tmp_path, MINIMAL), override)
-    assert line == f"override {override!r}: not of the form section.key=value"
-
-
-def test_an_override_below_a_scalar_is_refused(tmp_path: Path) -> None:
+def test_overrides_of_another_form_and_below_a_scalar_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "training: {steps: 5}\n")
-    (line,) = problems_of(path, "training.steps.more=1")
-    assert "training.steps is 5, which has no keys below it" in line
+    wrong = ["training.steps", "steps=3", "=3", "training.=3", ".steps=3", "model={preset: x}"]
+    assert problems_of(path, *wrong, "training.steps.more=1") == [
+        *(f"override {override!r}: not of the form section.key=value" for override in wrong),
+        "override 'training.steps.more=1': training.steps is 5, which has no keys below it",
+    ]
 
 
 def test_all_schema_and_override_problems_are_reported_at_once(tmp_path: Path) -> None:
@@ -284,11 +279,10 @@ def test_neither_a_configuration_nor_the_given_values_are_changed() -> None:
     assert values == {"data": {"tokenizer": "t"}, "parallel": {"layout": "tp=2"}}
 
 
-@pytest.mark.parametrize("layout", ["pp=2,vpp=1", "vpp=1"])
-def test_one_chunk_a_stage_is_no_interleaving(tmp_path: Path, layout: str) -> None:
-    config = load_config(write(tmp_path, MINIMAL), [f"parallel.layout={layout}"])
-    assert config.parallel.virtual_pipeline_model_parallel_size is None
-    assert config.layout().vpp is None
+def test_one_chunk_a_stage_is_no_interleaving() -> None:
+    for layout in ("pp=2,vpp=1", "vpp=1"):
+        config = parse_config({"data": {"tokenizer": "t"}, "parallel": {"layout": layout}})
+        assert config.parallel.virtual_pipeline_model_parallel_size is config.layout().vpp is None
 
 
 # Which stage a file is for.
