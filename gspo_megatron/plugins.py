@@ -80,7 +80,13 @@ def option_problems(
     problems = []
     for key, value in options.items():
         if key in named:
-            problems += _type_problem(kind, key, value, named[key].annotation)
+            wanted = named[key].annotation
+            # The very type, because Python counts booleans among the integers. Other annotations
+            # are not checked.
+            fits = type(value) is wanted or (wanted is float and type(value) is int)
+            if wanted in (bool, int, float, str) and not fits:
+                wrong = f"wrong type; {wanted.__name__} is wanted"
+                problems.append(f"{kind}.options.{key} = {value!r}: {wrong}")
         elif key == first.name:
             problems.append(f"{kind}.options.{key}: not an option of {name} but its input")
         elif not takes_any:
@@ -90,17 +96,6 @@ def option_problems(
         if each.default is each.empty and each.name not in options:
             problems.append(f"{kind}.options.{each.name}: missing; {name} needs it")
     return problems
-
-
-def _type_problem(kind: str, key: str, value: object, annotation: object) -> list[str]:
-    """Compares with bool, int, float and str only; other annotations are not checked."""
-    if annotation not in (bool, int, float, str):
-        return []
-    # The very type, because Python counts booleans among the integers.
-    if type(value) is annotation or (annotation is float and type(value) is int):
-        return []
-    wanted = annotation.__name__
-    return [f"{kind}.options.{key} = {value!r}: wrong type; {wanted} is wanted"]
 
 
 def origin(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_megatron.config.load import STAGES, dump_yaml
-from gspo_megatron.config.section import sections_of
+from gspo_megatron.config.section import RESUME, sections_of
 
 _TYPES = {"boolean": "true or false", "string": "text", "object": "mapping"}
 _LIMITS = {
@@ -15,14 +15,6 @@ _LIMITS = {
     "exclusiveMinimum": "above {}",
     "maximum": "at most {}",
     "exclusiveMaximum": "below {}",
-}
-_RESUME = {
-    "shapes": "no",
-    "harmless": "yes",
-    "contents": "with the same contents",
-    "shown": "yes",
-    "steps": "without decay",
-    "code": "no; its code may",
 }
 
 
@@ -54,7 +46,7 @@ def list_keys(stage: str) -> Iterator[Key]:
                 default.removesuffix("...\n").strip(),
                 node["description"],
                 ", ".join(_legal(node)),
-                _RESUME[node["resume"]],
+                RESUME[node["resume"]],
             )
 
 

@@ -1,15 +1,14 @@
 """From a YAML file and dotted overrides to a configuration, with all that is wrong in one error.
 
-YAML is read as people mean it: with the scalar types of YAML 1.2, and without duplicate keys.
-PyYAML follows YAML 1.1, where `off` is false, `1e-6` is a string, `12:30` is a number and the
-second of two equal keys wins silently. Each of these has turned a typing slip into a different run.
+YAML is read with the scalar types of YAML 1.2 and without duplicate keys. In YAML 1.1, as PyYAML
+reads it, `off` is false, `1e-6` a string, `12:30` a number, and the second of two equal keys wins.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -48,8 +47,14 @@ def parse_config(
     Raises ConfigError.
     """
     raw, problems = apply_overrides(values, overrides)
-    problems += _fill(raw, schema)
-    config: C | None = None
+    for section in schema.model_fields:
+        if raw.get(section) is None:  # absent or empty
+            raw[section] = {}
+    if isinstance(raw["parallel"], dict):
+        raw["parallel"], wrong = expand_layout(raw["parallel"])
+        if wrong:  # without `layout` the schema can still check the rest of the section
+            del raw["parallel"]["layout"]
+        problems += wrong
     try:
         config = schema.model_validate(raw)
     except ValidationError as error:
@@ -61,7 +66,6 @@ def parse_config(
             problems += megatron_problems(dotted, fields)
     if problems:
         raise ConfigError(problems)
-    assert config is not None, "neither a problem nor a configuration"
     if config.logging.dir is None:
         logging = config.logging.model_copy(update={"dir": f"runs/{name}"})
         config = config.model_copy(update={"logging": logging})
@@ -94,23 +98,19 @@ def apply_overrides(
         except ConfigError as error:
             problems += error.problems
             continue
-        wrong = _set(result, parts, value)
-        if wrong is not None:
-            problems.append(f"override {override!r}: {wrong}")
+        node, key = result, parts.pop()
+        for depth, part in enumerate(parts, start=1):
+            child = node.get(part)
+            if child is None:  # absent, or a section whose keys are all commented out
+                child = node[part] = {}
+            if not isinstance(child, dict):
+                wrong = f"{'.'.join(parts[:depth])} is {child!r}, which has no keys below it"
+                problems.append(f"override {override!r}: {wrong}")
+                break
+            node = child
+        else:
+            node[key] = value
     return result, problems
-
-
-def _set(values: dict[str, Any], parts: Sequence[str], value: Any) -> str | None:
-    node = values
-    for depth, part in enumerate(parts[:-1], start=1):
-        child = node.get(part)
-        if child is None:  # absent, or a section whose keys are all commented out
-            child = node[part] = {}
-        if not isinstance(child, dict):
-            return f"{'.'.join(parts[:depth])} is {child!r}, which has no keys below it"
-        node = child
-    node[parts[-1]] = value
-    return None
 
 
 def _read_mapping(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -132,21 +132,6 @@ def _read_mapping(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     except OSError as error:
         problems = [f"{path}: cannot be read: {error.strerror}"]
     raise ConfigError(problems + apply_overrides({}, overrides)[1])
-
-
-def _fill(raw: dict[str, Any], schema: type[BaseModel]) -> list[str]:
-    """Turn absent and empty sections into {} and expand the layout, in place."""
-    for section in schema.model_fields:
-        if raw.get(section) is None:
-            raw[section] = {}
-    if not isinstance(raw["parallel"], dict):
-        return []
-    filled, problems = expand_layout(raw["parallel"])
-    if problems:
-        # Reported here; without `layout` the schema can still check the rest of the section.
-        filled.pop("layout")
-    raw["parallel"] = filled
-    return problems
 
 
 def _describe(error: Any, schema: type[BaseModel]) -> str:
@@ -190,8 +175,6 @@ STAGES: dict[str, type[AnyConfig]] = {
     "sft": FineTuningConfig,
     "pretrain": PretrainingConfig,
 }
-# The key of the data section that names what a stage learns from; no other stage has it.
-_INPUTS = {"rl": "prompts", "sft": "examples", "pretrain": "train"}
 
 
 def load_any_config(
@@ -218,48 +201,40 @@ def stage_of(values: Mapping[str, Any]) -> str:
     Raises ConfigError where no stage fits, or several."""
     data = values.get("data")
     given = data if isinstance(data, Mapping) else {}
-    named = {stage: f"data.{key}" for stage, key in _INPUTS.items() if given.get(key)}
+    inputs = {stage: schema.inputs[0] for stage, schema in STAGES.items()}
+    named = {stage: f"data.{key}" for stage, key in inputs.items() if given.get(key)}
     if len(named) > 1:
-        keys = ", ".join(f"{key} ({stage})" for stage, key in named.items())
-        raise ConfigError([f"names what several stages learn from: {keys}; keep one of them"])
+        several = ", ".join(f"{key} ({stage})" for stage, key in named.items())
+        raise ConfigError([f"names what several stages learn from: {several}; keep one of them"])
     if named:
         return next(iter(named))
-    telling = {
-        key: stages for key, stages in _places(values) if stages and len(stages) < len(STAGES)
-    }
+    known = {stage: {*schema.model_fields, *keys_of(schema)} for stage, schema in STAGES.items()}
+    telling: dict[str, list[str]] = {}  # the stages that have it, for what not all stages have
+    for name, section in values.items():
+        keys = section if isinstance(section, Mapping) else ()
+        for place in (str(name), *(f"{name}.{key}" for key in keys)):
+            stages = [stage for stage, places in known.items() if place in places]
+            if 0 < len(stages) < len(STAGES):
+                telling[place] = stages
     left = [stage for stage in STAGES if all(stage in stages for stages in telling.values())]
     if len(left) == 1:
         return left[0]
     if not left:
-        keys = ", ".join(f"{key} ({' or '.join(stages)})" for key, stages in telling.items())
-        raise ConfigError([f"has keys of different stages: {keys}; keep those of one"])
-    keys = ", ".join(f"data.{_INPUTS[stage]} ({stage})" for stage in left)
-    raise ConfigError(
-        [f"may be a configuration of {' or '.join(left)}: legal: one of {keys}, or give --stage"]
-    )
+        places = ", ".join(f"{key} ({' or '.join(stages)})" for key, stages in telling.items())
+        raise ConfigError([f"has keys of different stages: {places}; keep those of one"])
+    legal = ", ".join(f"data.{inputs[stage]} ({stage})" for stage in left)
+    wrong = f"may be a configuration of {' or '.join(left)}"
+    raise ConfigError([f"{wrong}: legal: one of {legal}, or give --stage"])
 
 
-def _places(values: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Sections and their keys, and the stages that have each of them."""
-    for name, section in values.items():
-        yield str(name), [stage for stage, schema in STAGES.items() if name in schema.model_fields]
-        for key in section if isinstance(section, Mapping) else ():
-            place = f"{name}.{key}"
-            yield place, [stage for stage, schema in STAGES.items() if place in keys_of(schema)]
-
-
-_SCALARS: tuple[tuple[str, str, list[str | None]], ...] = (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", None]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
-        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-    ("merge", r"<<", ["<"]),
-)
+_SCALARS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9]*)",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": r"<<",
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -287,11 +262,10 @@ class _Dumper(yaml.SafeDumper):
         return True  # a list used twice is written twice, without `&id001`
 
 
-for _name, _pattern, _first in _SCALARS:
+for _name, _pattern in _SCALARS.items():
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(
-            f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _first
-        )
+        _whole = re.compile(rf"^(?:{_pattern})$")
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _whole, None)
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -306,12 +280,10 @@ def parse_yaml(text: str, source: str) -> Any:
         what = ": ".join(part for part in (error.context, error.problem) if part)
         place = _place(source, error.problem_mark)
         raise ConfigError([f"{place}: not valid YAML: {what}"]) from None
-    except yaml.YAMLError as error:  # a character that YAML does not allow: no mark
-        what = " ".join(str(error).split())
-        raise ConfigError([f"{source}: not valid YAML: {what}"]) from None
-    except (ValueError, LookupError, AttributeError, RecursionError) as error:
-        # PyYAML does not wrap these: `!!int abc`, a number of 5,000 digits, a thousand brackets.
-        what = f"a value that cannot be read: {error}"
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # Without a mark: a character that YAML does not allow, and what PyYAML does not wrap, such
+        # as `!!int abc`, a number of 5,000 digits, a thousand brackets.
+        what = f"a value that cannot be read: {' '.join(str(error).split())}"
         raise ConfigError([f"{source}: not valid YAML: {what}"]) from None
     twice = [
         f"{_place(source, mark)}: {key} appears twice, first on line {first.line + 1}"

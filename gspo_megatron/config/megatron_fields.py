@@ -11,6 +11,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union
 
+from gspo_megatron.config.model_shape import WHOLE_MODEL_KEYS
 from gspo_megatron.config.parallel import LAYOUT_KEYS
 from gspo_megatron.config.problems import did_you_mean, nearest, problem
 
@@ -29,17 +30,16 @@ _PRECISION = dict.fromkeys(
     + ("fp8", "fp8_recipe"),
     "training.precision",
 )
-_LAYOUT = tuple(key for short, key in LAYOUT_KEYS.items() if short != "dp")
-_WHOLE_MODEL = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings")
 
 # Fields with a key of their own: one thing has one name.
 _OWN_KEYS: dict[str, dict[str, str]] = {
     "model.megatron": {
-        **{name: f"parallel.{name}" for name in (*_LAYOUT, "sequence_parallel")},
+        **{key: f"parallel.{key}" for short, key in LAYOUT_KEYS.items() if short != "dp"},
+        "sequence_parallel": "parallel.sequence_parallel",
         "recompute_granularity": "training.recompute",
         "moe_enable_routing_replay": "routing.replay",
         "transformer_impl": "model.backend",
-        **{name: f"model.{name}" for name in _WHOLE_MODEL},
+        **{name: f"model.{name}" for name in WHOLE_MODEL_KEYS},
         **_PRECISION,
     },
     "optimizer.megatron": {
@@ -58,15 +58,17 @@ _OWN_KEYS: dict[str, dict[str, str]] = {
     "parallel.ddp": {},
 }
 
-# Fields that the training step sets; another value would make the gradient wrong.
-_OURS = ("calculate_per_token_loss", "variable_seq_lengths")
-
 # Fields that are refused, and why.
 _BF16_WEIGHTS = "the weights stay bf16: so they are initialised, saved and exported; leave it out"
 _REFUSED = {
-    "fp8_param": _BF16_WEIGHTS,
-    "fp8_param_gather": _BF16_WEIGHTS,
-    "reuse_grad_buf_for_mxfp8_param_ag": _BF16_WEIGHTS,
+    # another value would make the gradient wrong
+    **dict.fromkeys(
+        ("calculate_per_token_loss", "variable_seq_lengths"),
+        "is set by the training step; leave it out",
+    ),
+    **dict.fromkeys(
+        ("fp8_param", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _BF16_WEIGHTS
+    ),
     "fp8_output_proj": "the log-prob head multiplies in bf16; leave it out",
     **dict.fromkeys(
         ("fp4", "fp4_recipe", "fp4_param", "fp4_param_gather", "fp4_quantizer_factory"),
@@ -91,16 +93,9 @@ _NULLABLE_SIZES = ("num_query_groups", "kv_channels", "ffn_hidden_size", "num_mo
 )
 
 
-class MegatronField(typing.NamedTuple):
-    """A field of one of the classes: its type, and whether it is None unless set."""
-
-    type: Any
-    defaults_to_none: bool
-
-
 @functools.cache
-def installed_fields(section_key: str) -> Mapping[str, MegatronField]:
-    """The fields that the class behind `section_key` has. Raises ImportError without megatron-core.
+def installed_fields(section_key: str) -> Mapping[str, Any]:
+    """Fields and types of the class behind `section_key`. Raises ImportError without megatron-core.
 
     Importing Megatron-Core imports torch and takes seconds: only a configuration that sets such
     fields pays for it. The package platform, which lies above this one, has to be imported first:
@@ -113,30 +108,15 @@ def installed_fields(section_key: str) -> Mapping[str, MegatronField]:
     return fields_of(getattr(importlib.import_module(f"megatron.core.{module}"), class_name))
 
 
-def fields_of(cls: type) -> dict[str, MegatronField]:
-    """The public fields of a dataclass."""
+def fields_of(cls: type) -> dict[str, Any]:
+    """The public fields of a dataclass and their types, which allow None where it is the default:
+    some fields are annotated `int` all the same."""
     hints = typing.get_type_hints(cls)
     return {
-        field.name: MegatronField(hints[field.name], field.default is None)
+        field.name: hints[field.name] | None if field.default is None else hints[field.name]
         for field in dataclasses.fields(cls)
         if not field.name.startswith("_")
     }
-
-
-def installed_literals(name: str) -> tuple[Any, ...] | None:
-    """The values that a field of the installed TransformerConfig lists in a Literal; None where it
-    cannot be known."""
-    try:
-        field = installed_fields("model.megatron").get(name)
-    except ImportError:
-        return None
-    queue = [] if field is None else [field.type]
-    while queue:
-        each = queue.pop()
-        if typing.get_origin(each) is Literal:
-            return typing.get_args(each)
-        queue += typing.get_args(each)
-    return None
 
 
 def megatron_problems(section_key: str, values: Mapping[Any, Any]) -> Iterator[str]:
@@ -152,46 +132,36 @@ def megatron_problems(section_key: str, values: Mapping[Any, Any]) -> Iterator[s
     for name, value in values.items():
         wrong = _name_problem(section_key, name, fields)
         if wrong is None:
-            wrong = _size_problem(name, value) or _value_problem(name, fields[name], value)
+            wrong = _value_problem(name, fields[name], value)
         if wrong is not None:
             yield problem(f"{section_key}.{name}", value, wrong)
 
 
-def _name_problem(section_key: str, name: Any, fields: Mapping[str, MegatronField]) -> str | None:
+def _name_problem(section_key: str, name: Any, fields: Mapping[str, Any]) -> str | None:
     own_keys = _OWN_KEYS[section_key]
     if name in own_keys:
         return f"has a key of its own; use {own_keys[name]}"
-    if name in _OURS:
-        return "is set by the training step; leave it out"
-    if name in _REFUSED and name in fields:
-        return _REFUSED[name]
-    if name not in fields:
-        taken = {*own_keys, *_OURS, *_REFUSED}
-        legal = [field for field in fields if field not in taken]
-        close = nearest(str(name), legal)  # several hundred legal names are too many to list
-        hint = f"; {did_you_mean(close)}" if close else ""
-        return f"the installed {MEGATRON_CLASSES[section_key][0]} has no such field{hint}"
-    return None
+    if name in fields or name in _REFUSED:
+        return _REFUSED.get(name)
+    legal = fields.keys() - own_keys.keys() - _REFUSED.keys()
+    close = nearest(str(name), legal)  # several hundred legal names are too many to list
+    hint = f"; {did_you_mean(close)}" if close else ""
+    return f"the installed {MEGATRON_CLASSES[section_key][0]} has no such field{hint}"
 
 
-def _size_problem(name: str, value: Any) -> str | None:
-    nullable = name in _NULLABLE_SIZES
-    if not (nullable or name in _SIZES) or (value is None and nullable):
-        return None
-    if type(value) is int and value >= 1:
-        return None
-    return "must be an integer from 1" + (", or null" if nullable else "")
-
-
-def _value_problem(name: str, field: MegatronField, value: Any) -> str | None:
-    named = _NAMED_VALUES.get(name)
-    if named is not None:
+def _value_problem(name: str, wanted: Any, value: Any) -> str | None:
+    nullable = name not in _SIZES
+    if name in _NAMED_VALUES:
+        named = _NAMED_VALUES[name]
         return None if value in named else "must be one of " + ", ".join(named)
-    if value is None and field.defaults_to_none:  # some fields are annotated `int` all the same
+    if value is None and nullable and type(None) in typing.get_args(wanted):
         return None
-    if any(word in str(field.type) for word in ("Callable", "torch.dtype", "ContextManager")):
-        return f"takes {_words(field.type)}, which a configuration file cannot hold; leave it out"
-    return None if _fits(field.type, value) else f"must be {_words(field.type)}"
+    if not nullable or name in _NULLABLE_SIZES:
+        fits = type(value) is int and value >= 1
+        return None if fits else "must be an integer from 1" + (", or null" if nullable else "")
+    if any(word in str(wanted) for word in ("Callable", "torch.dtype", "ContextManager")):
+        return f"takes {_words(wanted)}, which a configuration file cannot hold; leave it out"
+    return None if _fits(wanted, value) else f"must be {_words(wanted)}"
 
 
 def _fits(wanted: Any, value: Any) -> bool:

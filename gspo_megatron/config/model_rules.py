@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from gspo_megatron.config.megatron_fields import installed_literals
 from gspo_megatron.config.model_shape import ModelShape, shape_conflicts
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.config.precision import FP8, engine_lacks
@@ -68,50 +67,40 @@ def world_size_fits(plan: Plan) -> Problems:
         yield "parallel.data_parallel_size", f"{wrong}; legal: null, which takes all ranks"
 
 
-def tensor_parallel_divides(plan: Plan) -> Problems:
-    shape, tp = plan.shape, plan.layout.tp
-    key = "parallel.tensor_model_parallel_size"
-    heads, groups = shape.num_attention_heads, shape.num_query_groups
-    if heads % tp:
-        yield key, _must_divide("num_attention_heads", heads)
+def tensor_parallel_fits(plan: Plan) -> Problems:
+    section, tp = plan.config.parallel, plan.layout.tp
+    key, sequence_key = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"
+    if section.sequence_parallel and tp == 1:
+        wrong = "splits over tensor-parallel ranks, and there is only one"
+        yield sequence_key, f"{wrong}; legal: null, or tp > 1"
+    shape, groups = plan.shape, plan.shape.num_query_groups
+    if section.sequence_parallel is False and tp > 1 and shape.num_moe_experts is not None:
+        wrong = f"experts with tp = {tp} need it, or every token is routed tp times"
+        yield sequence_key, f"{wrong}; legal: null or true"
     if groups % tp and tp % groups:
         yield key, f"neither divides num_query_groups = {groups} nor is a multiple of it"
-    if heads % groups:
-        yield "model.megatron.num_query_groups", _must_divide("num_attention_heads", heads)
-    sizes = {"moe_shared_expert_intermediate_size": shape.moe_shared_expert_intermediate_size}
-    if plan.config.parallel.uses_sequence_parallel():
-        sizes["hidden_size"] = shape.hidden_size
-    if shape.has_dense_layers:
-        sizes["ffn_hidden_size"] = shape.ffn_hidden_size
-    for name, size in sizes.items():
+    if shape.num_attention_heads % groups:
+        wrong = _must_divide("num_attention_heads", shape.num_attention_heads)
+        yield "model.megatron.num_query_groups", wrong
+    sizes = ["num_attention_heads", "moe_shared_expert_intermediate_size"]
+    sizes += ["hidden_size"] if section.uses_sequence_parallel() else []
+    sizes += ["ffn_hidden_size"] if shape.has_dense_layers else []
+    for name in sizes:
+        size = getattr(shape, name)
         if size is not None and size % tp:
             yield key, _must_divide(name, size)
 
 
-def sequence_parallel_fits(plan: Plan) -> Problems:
-    given, tp = plan.config.parallel.sequence_parallel, plan.layout.tp
-    key = "parallel.sequence_parallel"
-    if given and tp == 1:
-        wrong = "splits over tensor-parallel ranks, and there is only one; legal: null, or tp > 1"
-        yield key, wrong
-    if given is False and tp > 1 and plan.shape.num_moe_experts is not None:
-        wrong = f"experts with tp = {tp} need it, or every token is routed tp times"
-        yield key, f"{wrong}; legal: null or true"
-
-
 def experts_divide(plan: Plan) -> Problems:
-    shape, ep, etp = plan.shape, plan.layout.ep, plan.layout.etp or 1
-    ep_key, etp_key = (f"parallel.expert_{kind}_parallel_size" for kind in ("model", "tensor"))
-    if shape.num_moe_experts is None:
-        for key, size in ((ep_key, ep), (etp_key, etp)):
-            if size > 1:
-                yield key, "the model has no experts; legal: 1"
-        return
-    if shape.num_moe_experts % ep:
-        yield ep_key, _must_divide("num_moe_experts", shape.num_moe_experts)
-    assert shape.moe_ffn_hidden_size is not None
-    if shape.moe_ffn_hidden_size % etp:
-        yield etp_key, _must_divide("moe_ffn_hidden_size", shape.moe_ffn_hidden_size)
+    for kind, ranks, name in (
+        ("model", plan.layout.ep, "num_moe_experts"),
+        ("tensor", plan.layout.etp or 1, "moe_ffn_hidden_size"),
+    ):
+        size, key = getattr(plan.shape, name), f"parallel.expert_{kind}_parallel_size"
+        if size is None and ranks > 1:
+            yield key, "the model has no experts; legal: 1"
+        if size is not None and size % ranks:
+            yield key, _must_divide(name, size)
 
 
 def _must_divide(name: str, size: int) -> str:
@@ -120,18 +109,15 @@ def _must_divide(name: str, size: int) -> str:
 
 
 def router_is_sound(plan: Plan) -> Problems:
-    shape = plan.shape
-    if shape.num_moe_experts is None:
+    shape, key = plan.shape, "model.megatron.moe_router_topk"
+    number, topk, megatron = shape.num_moe_experts, shape.moe_router_topk, shape.megatron
+    if number is None or topk is None:
         if plan.config.model.megatron.get("moe_ffn_hidden_size") is not None:
             wrong = "the model has no experts; leave it out, or set model.megatron.num_moe_experts"
             yield "model.megatron.moe_ffn_hidden_size", wrong
         return
-    topk, key = shape.moe_router_topk, "model.megatron.moe_router_topk"
-    assert topk is not None
-    if topk > shape.num_moe_experts:
-        number = shape.num_moe_experts
+    if topk > number:
         yield key, f"there are {number} experts; legal: 1 to {number}"
-    megatron = shape.megatron
     uses_softmax = megatron.get("moe_router_score_function", "softmax") == "softmax"
     if topk == 1 and uses_softmax and not megatron.get("moe_router_pre_softmax"):
         wrong = "a softmax over one expert has no gradient"
@@ -171,21 +157,17 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
         names = [name for way in used for name in way if megatron.get(name)]
         wrong = f"another way to place layers than {names[0]}; legal: one of the two"
         yield f"model.megatron.{names[-1]}", wrong
-    elif not used:
-        if layers % chunks:
-            wrong = f"{layers} layers do not split evenly into {_chunks(layout)} chunks"
-            yield _PP, f"{wrong}; legal: pp * vpp that divides {layers}"
-    elif WRITTEN_OUT in used[0]:
+    elif used == [(WRITTEN_OUT,)]:
         if (wrong := _written_out(layers, layout, megatron[WRITTEN_OUT])) is not None:
             yield f"model.megatron.{WRITTEN_OUT}", wrong
-    elif FIRST in used[0]:
+    elif used == [(FIRST, LAST)]:
         yield from _first_and_last(layers, layout, megatron)
     else:
         extra = bool(megatron.get(WITH_EMBEDDING)) + bool(megatron.get(WITH_LOSS))
         if (layers + extra) % chunks:
-            wrong = f"{layers} layers and {extra} for embedding and loss do not split evenly into"
-            legal = f"legal: pp * vpp that divides {layers + extra}"
-            yield _PP, f"{wrong} {_chunks(layout)} chunks; {legal}"
+            all_of = f"{layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
+            wrong = f"{all_of} do not split evenly into {_chunks(layout)} chunks"
+            yield _PP, f"{wrong}; legal: pp * vpp that divides {layers + extra}"
 
 
 def _chunks(layout: Layout) -> str:
@@ -245,71 +227,32 @@ def weights_are_named_once(plan: Plan) -> Problems:
 _PRECISION = "training.precision"
 
 
-def backend_is_installed(plan: Plan) -> Problems:
-    wanted = plan.config.model.backend == "transformer_engine"
-    if plan.here and wanted and importlib.util.find_spec("transformer_engine") is None:
-        wrong = "the package transformer_engine is not installed; legal: torch_native or auto"
-        yield "model.backend", wrong
-
-
 def precision_is_possible(plan: Plan) -> Problems:
     """All that can be known without the device; models.precision asks that."""
-    precision = plan.config.training.precision
+    precision, backend = plan.config.training.precision, plan.config.model.backend
+    if plan.here and backend == "transformer_engine" and importlib.util.find_spec(backend) is None:
+        wrong = "the package transformer_engine is not installed; legal: torch_native or auto"
+        yield "model.backend", wrong
     if plan.for_training and precision == "fp64":
         wrong = "Megatron-Core's optimizers do not support float64, it is for `verify`"
         yield _PRECISION, f"{wrong}; legal: fp32 or bf16"
     fp8 = FP8.get(precision)
     if fp8 is None:
         return
-    if plan.config.model.backend == "torch_native":
+    if backend == "torch_native":
         wrong = "model.backend = torch_native has no FP8"
         yield _PRECISION, f"{wrong}; legal: fp32 or bf16, or model.backend = transformer_engine"
     elif plan.here and (lacks := engine_lacks()) is not None:
         yield _PRECISION, f"{lacks}; legal: fp32 or bf16"
-    recipes = installed_literals("fp8_recipe")
-    if recipes is not None and fp8.recipe not in recipes:
-        wrong = f"the installed megatron-core has no fp8_recipe {fp8.recipe!r}; legal: bf16"
-        yield _PRECISION, wrong
     for name, (size, parts) in _fp8_sides(plan.shape, plan.layout).items():
         # Sizes that do not divide are the business of the rules above.
         if size % parts == 0 and (size // parts) % fp8.multiple:
             split = f" over {parts} ranks is {size // parts} each" if parts > 1 else f" is {size}"
             wrong = f"{name}{split}; FP8 matrix products take multiples of {fp8.multiple}"
             yield _PRECISION, f"{wrong}; legal: bf16"
-    yield from _fp8_fields(plan, fp8.recipe)
-
-
-def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
-    """The sides of the weights that FP8 multiplies by: size, and over how many ranks."""
-    tp, etp = layout.tp, layout.etp or 1
-    heads, groups = shape.num_attention_heads, shape.num_query_groups
-    sides = {"hidden_size": (shape.hidden_size, 1)}
-    if not shape.megatron.get("multi_latent_attention"):
-        channels = shape.kv_channels
-        sides["num_attention_heads * kv_channels"] = (heads * channels, tp)
-        sides["num_query_groups * kv_channels"] = (groups * channels, min(tp, groups))
-    if shape.has_dense_layers:
-        sides["ffn_hidden_size"] = (shape.ffn_hidden_size, tp)
-    if shape.moe_ffn_hidden_size is not None:  # the model has experts
-        sides["moe_ffn_hidden_size"] = (shape.moe_ffn_hidden_size, etp)
-    shared = shape.moe_shared_expert_intermediate_size
-    if shared is not None:
-        sides["moe_shared_expert_intermediate_size"] = (shared, tp)
-    return sides
-
-
-def _fp8_fields(plan: Plan, recipe: str) -> Problems:
-    """Fields below model.megatron that this recipe does not support."""
-    given, precision = plan.shape.megatron, plan.config.training.precision
-    in_attention = "a checkpoint does not hold the scales of attention"
-    if recipe == "delayed":
-        for name, reason in {
-            "first_last_layers_bf16": "scales from earlier micro-batches cover all layers",
-            "tp_only_amax_red": "every data-parallel rank would have scales of its own, and a "
-            "checkpoint keeps only one set",
-            "fp8_dot_product_attention": in_attention,
-            "fp8_multi_head_attention": in_attention,
-        }.items():
+    given = plan.shape.megatron
+    if fp8.recipe == "delayed":
+        for name, reason in _NOT_DELAYED.items():
             if given.get(name):
                 wrong = f"not with training.precision = {precision}: {reason}; legal: false"
                 yield f"model.megatron.{name}", wrong
@@ -321,15 +264,39 @@ def _fp8_fields(plan: Plan, recipe: str) -> Problems:
                 yield f"model.megatron.{name}", wrong
 
 
+def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
+    """The sides of the weights that FP8 multiplies by, 0 where the model has no such weights, and
+    over how many ranks each is split."""
+    tp, groups = layout.tp, shape.num_query_groups
+    channels = 0 if shape.megatron.get("multi_latent_attention") else shape.kv_channels
+    return {
+        "hidden_size": (shape.hidden_size, 1),
+        "num_attention_heads * kv_channels": (shape.num_attention_heads * channels, tp),
+        "num_query_groups * kv_channels": (groups * channels, min(tp, groups)),
+        "ffn_hidden_size": (shape.ffn_hidden_size if shape.has_dense_layers else 0, tp),
+        "moe_ffn_hidden_size": (shape.moe_ffn_hidden_size or 0, layout.etp or 1),
+        "moe_shared_expert_intermediate_size": (shape.moe_shared_expert_intermediate_size or 0, tp),
+    }
+
+
+# Fields that delayed scaling does not support, and why.
+_NOT_DELAYED = {
+    "first_last_layers_bf16": "scales from earlier micro-batches cover all layers",
+    "tp_only_amax_red": "every data-parallel rank would have scales of its own, and a checkpoint "
+    "keeps only one set",
+    **dict.fromkeys(
+        ("fp8_dot_product_attention", "fp8_multi_head_attention"),
+        "a checkpoint does not hold the scales of attention",
+    ),
+}
+
 MODEL_RULES: tuple[Rule, ...] = (
     world_size_fits,
-    tensor_parallel_divides,
-    sequence_parallel_fits,
+    tensor_parallel_fits,
     pipeline_divides,
     experts_divide,
     router_is_sound,
     dropout_is_off,
-    backend_is_installed,
     precision_is_possible,
     weights_are_named_once,
 )

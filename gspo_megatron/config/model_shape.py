@@ -1,14 +1,14 @@
-"""The sizes of a model: named presets, and what preset and configuration make together.
+"""The sizes of a model: what its preset and the configuration make together.
 
-Everything under `megatron` is a keyword argument of megatron-core's TransformerConfig, in its own
-names; what belongs to the whole model (vocabulary, positions, tied embeddings) stands beside it.
+`megatron` holds keyword arguments of Megatron-Core's TransformerConfig, in its own names; what
+belongs to the whole model (vocabulary, positions, tied embeddings) stands beside it.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,8 @@ from typing import Any
 from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import ConfigError
 
+# What the section `model` has keys for, beside the fields of TransformerConfig.
+WHOLE_MODEL_KEYS = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings")
 _CHECKPOINT_MODEL = "model.json"  # describes the model in a checkpoint of ours
 
 
@@ -31,69 +33,6 @@ class ModelPreset:
     tie_embeddings: bool
     megatron: Mapping[str, Any]
     joint_qk_norm: bool = False
-
-
-def _qwen3_moe(vocab_size: int | None, length: int, rotary_base: float, **sizes: int) -> Any:
-    settings = {
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": 1e-6,
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "gated_linear_unit": True,
-        "activation_func": "silu",
-        # With dropout the old and the new policy would differ by noise, and so would their ratio.
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        # Softmax over the chosen experts only is what Qwen3 calls norm_topk_prob.
-        "moe_router_pre_softmax": False,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 1e-3,
-        "moe_token_dispatcher_type": "alltoall",
-    }
-    return ModelPreset(vocab_size, length, rotary_base, False, MappingProxyType(sizes | settings))
-
-
-_QWEN3_30B = {
-    "num_layers": 48,
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_query_groups": 4,
-    "kv_channels": 128,
-    "ffn_hidden_size": 6144,
-    "num_moe_experts": 128,
-    "moe_router_topk": 8,
-    "moe_ffn_hidden_size": 768,
-}
-_QWEN3_235B = _QWEN3_30B | {
-    "num_layers": 94,
-    "hidden_size": 4096,
-    "num_attention_heads": 64,
-    "ffn_hidden_size": 12_288,
-    "moe_ffn_hidden_size": 1536,
-}
-# The Qwen3 sizes are those of config.json in Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
-PRESETS: Mapping[str, ModelPreset] = MappingProxyType(
-    {
-        "tiny": _qwen3_moe(
-            None,
-            128,
-            10_000.0,
-            num_layers=4,
-            hidden_size=64,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=16,
-            ffn_hidden_size=256,
-            num_moe_experts=8,
-            moe_router_topk=2,
-            moe_ffn_hidden_size=64,
-        ),
-        "qwen3-30b-a3b": _qwen3_moe(151_936, 40_960, 1_000_000.0, **_QWEN3_30B),
-        "qwen3-235b-a22b": _qwen3_moe(151_936, 40_960, 1_000_000.0, **_QWEN3_235B),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +62,9 @@ class ModelShape(ModelPreset):
 def shape_of(
     preset: ModelPreset, overrides: Mapping[str, Any] = MappingProxyType({}), **own: Any
 ) -> ModelShape:
-    """The model of a preset, with `overrides` of its TransformerConfig and of its `own` fields."""
-    preset = replace(preset, **own)
+    """The model of a preset, with `overrides` of its TransformerConfig and of its `own` fields, of
+    which None leaves the preset's."""
+    preset = replace(preset, **{name: value for name, value in own.items() if value is not None})
     megatron: dict[str, Any] = {**preset.megatron, **overrides}
     num_experts = megatron.get("num_moe_experts")
     if num_experts is None:
@@ -197,16 +137,26 @@ def preset_of_checkpoint(path: str) -> ModelPreset:
     file = checkpoint_model_file(path)
     if file is None:
         raise ConfigError([no_checkpoint(path)])
-    return _read_checkpoint_model(file, file.stat().st_mtime_ns)
+    changed = file.stat().st_mtime_ns
+    return read_model("model.checkpoint_path", file, checkpoint_preset, changed)
 
 
 @functools.lru_cache(maxsize=8)
-def _read_checkpoint_model(file: Path, _changed: int) -> ModelPreset:
-    """A model's shape is asked for many times in a run."""
+def read_model(
+    key: str, file: Path, describe: Callable[[Mapping[str, Any]], ModelPreset], _changed: object
+) -> ModelPreset:
+    """The model that a JSON file describes, which `key` names. It is read again only once it has
+    `_changed`: a model's shape is asked for many times in a run. Raises ConfigError."""
     try:
-        return checkpoint_preset(json.loads(file.read_bytes()))
+        content = json.loads(file.read_bytes())
+        if isinstance(content, dict):
+            return describe(content)
+        problems = ["not a JSON object"]
+    except ConfigError as error:
+        problems = error.problems
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError([f"model.checkpoint_path: {file}: cannot be read: {error}"]) from None
+        problems = [f"cannot be read: {error}"]
+    raise ConfigError([f"{key}: {file}: {line}" for line in problems])
 
 
 def checkpoint_preset(model: Mapping[str, Any]) -> ModelPreset:
@@ -219,14 +169,11 @@ def shape_conflicts(shape: ModelShape, preset: ModelPreset) -> Iterator[tuple[st
     """Keys of the `model` section in which a model's tensors differ from those of `preset`, with
     both values: weights of one cannot be loaded into the other."""
     theirs = shape_of(preset)
-    for key in ("vocab_size", "tie_embeddings", "joint_qk_norm"):
-        ours, its = getattr(shape, key), getattr(theirs, key)
-        if (ours or None) != (its or None):
-            yield key, ours, its
+    outer = ("vocab_size", "tie_embeddings", "joint_qk_norm")
+    values = [(key, getattr(shape, key), getattr(theirs, key)) for key in outer]
     for key in _TENSOR_FIELDS.split():
-        ours, its = shape.megatron.get(key), theirs.megatron.get(key)
-        if (ours or None) != (its or None):
-            yield f"megatron.{key}", ours, its
+        values.append((f"megatron.{key}", shape.megatron.get(key), theirs.megatron.get(key)))
+    yield from (each for each in values if (each[1] or None) != (each[2] or None))
     same_layers = shape.num_layers == theirs.num_layers
     if same_layers and experts_in_layers(shape) != experts_in_layers(theirs):
         frequencies = [each.megatron.get("moe_layer_freq", 1) for each in (shape, theirs)]

@@ -1,13 +1,12 @@
 """The section `objective`: the objectives by name, their parts and numbers, and what does not mix.
 
-The parts themselves are in gspo_megatron/objectives/, under the same names; this file needs no
-torch, so that a configuration is checked before anything is loaded. Another objective is one more
-entry here, and at most one more part there.
+The parts are in gspo_megatron/objectives/, under the same names; this file needs no torch. Another
+objective is one more entry here, and at most one more part there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -97,40 +96,28 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 ADVANTAGES = ("group_mean_std", "group_mean", "batch_std", "leave_one_out")
 AGGREGATIONS = ("sequence_mean", "token_mean", "token_sum", "constant_length")
-CORRECTIONS: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "token_tis": ("correction_high",),
-    "icepop": ("correction_low", "correction_high"),
-    "sequence_tis": ("correction_high",),
-    "sequence_mask": ("correction_low", "correction_high"),
-    "sequence_product_tis": ("correction_high",),
-    "k3_mask": ("correction_high",),
+# The numbers of a correction, with their defaults.
+CORRECTIONS: dict[str, dict[str, float]] = {
+    "none": {},
+    "token_tis": {"correction_high": 2.0},
+    "icepop": {"correction_low": 0.5, "correction_high": 5.0},
+    "sequence_tis": {"correction_high": 2.0},
+    # a geometric mean over a sequence: arXiv 2507.18071's noise is of the order of 1e-3
+    "sequence_mask": {"correction_low": 0.99, "correction_high": 1.01},
+    "sequence_product_tis": {"correction_high": 2.0},
+    "k3_mask": {"correction_high": 1e-3},
 }
 TOKEN_CORRECTIONS = ("token_tis", "icepop")
-# Those that are weights; the others are masks, 0 or 1.
-_WEIGHTING_CORRECTIONS = (*TOKEN_CORRECTIONS, "sequence_tis", "sequence_product_tis")
 # Numbers of parts that the objective's own recipe does not have. Dual clip: arXiv 1912.09729.
 _DEFAULTS: dict[str, float] = {"dual_clip": 3.0, **_SAPO_GATE, **_GMPO_CLIP}
 _CLIPPING_RULES = ("min_clip", "dual_clip", "masked")  # to which a clip range means the same
-CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
-    "token_tis": (None, 2.0),
-    "icepop": (0.5, 5.0),
-    "sequence_tis": (None, 2.0),
-    # a geometric mean over a sequence: arXiv 2507.18071's noise is of the order of 1e-3
-    "sequence_mask": (0.99, 1.01),
-    "sequence_product_tis": (None, 2.0),
-    "k3_mask": (None, 1e-3),
-}
 
 # A ratio of whole sequences mostly stays within 1e-3 of 1: with a range of 0.05 and above few are
 # clipped, and the algorithm is another one. 0.2 is usually left over from a token-level objective.
 WIDE_CLIP = 0.05
 
 _PARTS = ("ratio", "rule", "aggregation", "advantage", "correction")
-_NUMBERS = ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", "log_clip") + (
-    "correction_low",
-    "correction_high",
-)
+_NUMBERS = tuple(_DEFAULTS | _TOKEN_CLIP | CORRECTIONS["icepop"])
 
 
 # A part or a number that is null is that of the objective named.
@@ -214,13 +201,11 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
     named = RECIPES[section.name]
     chosen = {part: getattr(section, part) for part in _PARTS if getattr(section, part) is not None}
     recipe = replace(named, **chosen)
-    defaults: dict[str, Any] = _default_numbers(named, recipe)
-    bounds = CORRECTION_BOUNDS.get(recipe.correction, (None, None))
-    defaults |= zip(("correction_low", "correction_high"), bounds, strict=True)
-    parameters = {}
-    for name in (*RULES[recipe.rule][0], *CORRECTIONS[recipe.correction]):
-        given = getattr(section, name)
-        parameters[name] = defaults[name] if given is None else given
+    defaults = _default_numbers(named, recipe)
+    parameters = {name: defaults[name] for name in RULES[recipe.rule][0]}
+    parameters |= CORRECTIONS[recipe.correction]
+    given = {name: getattr(section, name) for name in parameters}
+    parameters |= {name: value for name, value in given.items() if value is not None}
     return replace(recipe, parameters=parameters)
 
 
@@ -249,15 +234,20 @@ def objective_problems(section: ObjectiveSection) -> Iterator[str]:
 _Problems = Iterator[tuple[str, str]]  # a key of the section, and what is wrong with its value
 
 
-def _custom_objective(section: ObjectiveSection, _: Recipe) -> _Problems:
-    unread: dict[str, Any] = dict.fromkeys(
-        ("ratio", "rule", "aggregation", "correction", *_NUMBERS, "off_policy_mask")
-    )
-    unread |= {"allow_wide_clip": False, "entropy_coefficient": 0.0}
-    for name, unset in unread.items():
+def _unread(section: ObjectiveSection, names: Iterable[str], why: str) -> _Problems:
+    """Of keys that nothing reads: those that are given."""
+    for name in names:
+        unset = ObjectiveSection.model_fields[name].default
         if getattr(section, name) != unset:
-            legal = format_value(unset)
-            yield name, f"a custom objective reads only objective.options; legal: {legal}"
+            legal = unset if isinstance(unset, str) else format_value(unset)
+            yield name, f"{why}; legal: {legal}"
+
+
+def _custom_objective(section: ObjectiveSection, _: Recipe) -> _Problems:
+    parts = ("ratio", "rule", "aggregation", "correction", *_NUMBERS)
+    others = ("off_policy_mask", "allow_wide_clip", "entropy_coefficient")
+    why = "a custom objective reads only objective.options"
+    yield from _unread(section, (*parts, *others), why)
     if section.kl != "none" and section.kl_in == "loss":
         wrong = "a custom objective has its own terms in the loss"
         yield "kl", f"{wrong}; legal: none, or objective.kl_in = reward"
@@ -284,14 +274,14 @@ def _correction_mixes(section: ObjectiveSection, recipe: Recipe) -> _Problems:
         wrong = "a product over all tokens is exponential in the length: beside a geometric mean "
         wrong += "over them it scales the update down many times"
         yield "correction", f"{wrong}; legal: sequence_tis"
-    if recipe.rule == "masked" and correction in _WEIGHTING_CORRECTIONS:
+    masks = ("none", "sequence_mask", "k3_mask")
+    if recipe.rule == "masked" and correction not in masks:
         wrong = "weights once more by the ratio to the rollout's log-probs, as rule masked does"
-        yield "correction", f"{wrong}; legal: none, sequence_mask, k3_mask"
+        yield "correction", f"{wrong}; legal: {', '.join(masks)}"
     if correction != "none" and section.old_logprobs == "rollout":
         wrong = "corrects for old log-probs that differ from the rollout's"
         yield "correction", f"{wrong}; with old_logprobs = rollout they are the same; legal: none"
-    low = recipe.parameters.get("correction_low")
-    high = recipe.parameters.get("correction_high")
+    low, high = (recipe.parameters.get(f"correction_{end}") for end in ("low", "high"))
     if low is not None and high is not None and low >= high:
         wrong = "every response would be dropped; legal: "
         if section.correction_high is None:
@@ -301,29 +291,25 @@ def _correction_mixes(section: ObjectiveSection, recipe: Recipe) -> _Problems:
 
 
 def _numbers_are_read(section: ObjectiveSection, recipe: Recipe) -> _Problems:
-    read = (*RULES[recipe.rule][0], *CORRECTIONS[recipe.correction])
-    for name in _NUMBERS:
-        if getattr(section, name) is not None and name not in read:
-            wrong = f"nothing reads it with rule {recipe.rule} and correction {recipe.correction}"
-            yield name, f"{wrong}; legal: null; read are {', '.join(read)}"
+    why = f"nothing reads it with rule {recipe.rule} and correction {recipe.correction}, which "
+    why += f"read {', '.join(recipe.parameters)}"
+    yield from _unread(section, [name for name in _NUMBERS if name not in recipe.parameters], why)
     if section.options:
         wrong = "nothing reads it without a custom objective"
         yield "options", f"{wrong}; legal: {{}}, or objective.import_path = package.module:function"
 
 
 def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> _Problems:
-    if section.allow_wide_clip:
-        if not recipe.clips_sequences:
-            wrong = f"{section.name} clips no ratios of whole sequences; legal: false"
-            yield "allow_wide_clip", wrong
+    if not recipe.clips_sequences:
+        why = f"{section.name} clips no ratios of whole sequences"
+        yield from _unread(section, ["allow_wide_clip"], why)
         return
     for name in ("clip_low", "clip_high"):
-        value = getattr(section, name)
-        if recipe.clips_sequences and value is not None and value >= WIDE_CLIP:
+        if not section.allow_wide_clip and (getattr(section, name) or 0) >= WIDE_CLIP:
             wrong = f"a range for ratios of single tokens; {section.name} clips ratios of whole "
             wrong += "sequences, which vary much less, so it would clip few of them"
-            legal = f"legal: below {WIDE_CLIP}, or objective.allow_wide_clip = true"
-            yield name, f"{wrong}; {legal}"
+            legal = f"below {WIDE_CLIP}, or objective.allow_wide_clip = true"
+            yield name, f"{wrong}; legal: {legal}"
 
 
 _RULES_OF_RECIPES = (_parts_mix, _correction_mixes, _numbers_are_read, _clip_range_is_sane)
@@ -334,21 +320,16 @@ def _advantage(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     divides = recipe.advantage in ("group_mean_std", "batch_std")
     if section.advantage_import_path is not None:
         reader, divides = "a custom advantage", False
-        if section.advantage is not None:
-            yield "advantage", "objective.advantage_import_path replaces it; legal: null"
-    if section.advantage_std != "sample" and not divides:
-        yield "advantage_std", f"{reader} does not read it; legal: sample, the default"
+        yield from _unread(section, ["advantage"], "objective.advantage_import_path replaces it")
+    if not divides:
+        yield from _unread(section, ["advantage_std"], f"{reader} does not read it")
 
 
 def _regularisation(section: ObjectiveSection, _: Recipe) -> _Problems:
-    if section.kl != "none":
-        if section.kl_coefficient is None:
-            yield "kl_coefficient", f"needed with kl = {section.kl}; legal: above 0"
-        return
-    unread = {"kl_coefficient": None, "kl_in": "loss"}
-    if section.import_path is None:  # a custom objective may ask for a reference policy
-        unread["reference_offload"] = False
-    for name, unset in unread.items():
-        if getattr(section, name) != unset:
-            legal = unset if isinstance(unset, str) else format_value(unset)
-            yield name, f"nothing reads it with kl = none; legal: {legal}"
+    if section.kl == "none":
+        # a custom objective may ask for a reference policy
+        names = ["reference_offload"] if section.import_path is None else []
+        why = "nothing reads it with kl = none"
+        yield from _unread(section, ["kl_coefficient", "kl_in", *names], why)
+    elif section.kl_coefficient is None:
+        yield "kl_coefficient", f"needed with kl = {section.kl}; legal: above 0"

@@ -68,20 +68,6 @@ class Layout:
             return self.model_parallel_size * self.dp
         return math.lcm(self.model_parallel_size, self.expert_parallel_size)
 
-    def resolve(self, world_size: int, sequence_parallel: bool) -> ResolvedParallel:
-        """All sizes for a world size that this layout fits."""
-        assert world_size % self.model_parallel_size == 0, "check_config comes first"
-        assert world_size % self.expert_parallel_size == 0, "check_config comes first"
-        sizes = {key: getattr(self, short) for short, key in LAYOUT_KEYS.items()}
-        sizes["expert_tensor_parallel_size"] = self.etp or 1
-        sizes["data_parallel_size"] = world_size // self.model_parallel_size
-        return ResolvedParallel(
-            **sizes,
-            expert_data_parallel_size=world_size // self.expert_parallel_size,
-            sequence_parallel=sequence_parallel,
-            world_size=world_size,
-        )
-
 
 @dataclass(frozen=True)
 class ResolvedParallel:

@@ -1,8 +1,5 @@
-"""Which keys may differ from those that a run was started with, when it is resumed.
-
-Every key has a resume class (config/section.py). A key that shapes the run would silently make its
-second half another experiment than the first: a change is refused. The other keys change where and
-how fast the run goes, what is written down and how long.
+"""Which keys may differ from those that a run was started with, when it is resumed: every key has
+a resume class (config/section.py). What would make the second half another experiment is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_megatron.config.problems import format_value, problem
-from gspo_megatron.config.section import ResumeClass, keys_of
+from gspo_megatron.config.section import keys_of
 from gspo_megatron.config.stages import AnyConfig
 
 # Fields below `model.megatron` that change where and how fast something is computed, and no result
@@ -57,19 +54,13 @@ def find_changes(
         # A version that did not know the key yet did what its default says.
         fallback = keys[top].default if key == top else None
         old, new = then.get(key, fallback), now.get(key, fallback)
-        resume = resume_class(keys[top])
-        if resume in ("contents", "shown"):
-            _compare_contents(changes, key, resume, (old, new), same_contents.get(key))
-        elif old != new and (key, old, new) != _RENAMED_PRESET:
-            _compare_values(changes, key, resume, (old, new), config)
-        elif resume == "code" and same_contents.get(key) is False:
-            changes.warned.append(f"{key}: the code of {format_value(new)}")
+        resume, same = keys[top].json_schema_extra["resume"], same_contents.get(key)
+        changed = old != new and (key, old, new) != _RENAMED_PRESET
+        if changed or (same is False and resume in ("contents", "shown", "code")):
+            decay = config.optimizer.decay
+            where, line = _compare(key, resume, old, new, same, decay)
+            getattr(changes, where).append(line)
     return changes
-
-
-def resume_class(info: Any) -> ResumeClass:
-    """The resume class of a key, from pydantic's description of it."""
-    return info.json_schema_extra["resume"]  # type: ignore[no-any-return]
 
 
 # Keys of earlier versions that acted before the first RL step only.
@@ -78,36 +69,26 @@ _GONE = ("training.warm_start.",)
 _RENAMED_PRESET = ("model.preset", "tiny", None)
 
 
-def _compare_contents(
-    changes: Changes, key: str, resume: ResumeClass, paths: tuple[Any, Any], same: bool | None
-) -> None:
-    old, new = paths
-    if same is not False and old == new:
-        return
-    renamed = f"{key}: {format_value(old)} -> {format_value(new)}"
-    if same:
-        changes.allowed.append(f"{renamed}, with the same contents")
-    elif resume == "shown":
-        changes.allowed.append(renamed if old != new else f"{key}: its contents")
-    elif old != new:
-        changes.refused.append(problem(key, new, f"was {format_value(old)}, of other contents"))
-    else:
-        changes.refused.append(problem(key, new, "its contents are not what they were"))
-
-
-def _compare_values(
-    changes: Changes, key: str, resume: ResumeClass, values: tuple[Any, Any], config: AnyConfig
-) -> None:
-    old, new = values
-    decay = config.optimizer.decay
+def _compare(
+    key: str, resume: str, old: Any, new: Any, same: bool | None, decay: str
+) -> tuple[str, str]:
+    """Where a key belongs, an attribute of Changes, and its line."""
+    was, renamed = f"was {format_value(old)}", f"{key}: {format_value(old)} -> {format_value(new)}"
+    if resume in ("contents", "shown"):
+        if same:
+            return "allowed", f"{renamed}, with the same contents"
+        if resume == "shown":
+            return "allowed", renamed if old != new else f"{key}: its contents"
+        if old != new:
+            return "refused", problem(key, new, f"{was}, of other contents")
+        return "refused", problem(key, new, "its contents are not what they were")
+    if resume == "code" and old == new:
+        return "warned", f"{key}: the code of {format_value(new)}"
     harmless = resume == "harmless" or key.rpartition(".")[2] in _HARMLESS_FIELDS.split()
     if harmless or (resume == "steps" and decay == "constant"):
-        changes.allowed.append(f"{key}: {format_value(old)} -> {format_value(new)}")
-    elif resume == "steps":
-        reason = f"was {old}, and optimizer.decay = {decay} ends there"
-        changes.refused.append(problem(key, new, reason))
-    else:
-        changes.refused.append(problem(key, new, f"was {format_value(old)}"))
+        return "allowed", renamed
+    ends = f", and optimizer.decay = {decay} ends there" if resume == "steps" else ""
+    return "refused", problem(key, new, f"{was}{ends}")
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

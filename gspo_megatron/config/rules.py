@@ -1,16 +1,16 @@
-"""What several keys must satisfy together, checked before any process group exists.
-
-Megatron-Core refuses most of these too, but one at a time, on a thousand ranks, minutes after the
-start. The rules about model, layout and precision are in model_rules.py.
+"""What several keys must satisfy together, checked before any process group exists: Megatron-Core
+refuses most of it too, but one at a time, on a thousand ranks, minutes after the start.
+The rules about model, layout and precision are in model_rules.py.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from gspo_megatron.config.families import family_of_shape
 from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule
-from gspo_megatron.config.model_shape import ModelShape
 from gspo_megatron.config.objectives import objective_problems
 from gspo_megatron.config.precision import tokens_multiple
 from gspo_megatron.config.problems import problem
@@ -35,12 +35,7 @@ def check_config(
     is_rl = isinstance(config, Config)
     plan = Plan(config, world_size, for_training or not is_rl, here)
     problems: list[str] = []
-    for rule in (
-        *MODEL_RULES,
-        learning_rates_agree,
-        checkpoints_can_be_kept,
-        *_RULES[type(config)],
-    ):
+    for rule in (*MODEL_RULES, *_RULES[type(config)]):
         try:
             problems.extend(problem(key, plan.value(key), wrong) for key, wrong in rule(plan))
         except ConfigError as error:  # the model's shape is not known; other rules do without
@@ -51,11 +46,17 @@ def check_config(
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def learning_rates_agree(plan: Plan) -> Problems:
-    optimizer = plan.config.optimizer
-    if optimizer.min_learning_rate > optimizer.learning_rate:
-        wrong = f"above the peak; legal: at most learning_rate = {optimizer.learning_rate}"
-        yield "optimizer.min_learning_rate", wrong
+def inputs_are_given(plan: Plan) -> Problems:
+    data, (learned, evaluated) = plan.config.data, plan.config.inputs
+    if plan.for_training and not getattr(data, learned):
+        legal = "a list of prefixes" if learned == "train" else "a .jsonl or .parquet file"
+        yield f"data.{learned}", f"needed to train; legal: {legal}"
+    names = [name for name in (evaluated, "evaluation_share") if hasattr(data, name)]
+    given = any(getattr(data, name) for name in names)
+    if plan.config.training.evaluation_interval and not given:
+        keys = " or ".join(f"data.{name}" for name in names)
+        wrong = f"there is nothing to evaluate on; legal: 0, or give {keys}"
+        yield "training.evaluation_interval", wrong
 
 
 def checkpoints_can_be_kept(plan: Plan) -> Problems:
@@ -85,20 +86,27 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
         )
 
 
-def lengths_fit(plan: Plan) -> Problems:
-    longest = plan.shape.max_sequence_length
-    response = plan.config.rollout.max_response_tokens
-    prompt = plan.config.data.max_prompt_tokens
-    if response >= longest:
-        wrong = f"leaves no room for a prompt in max_sequence_length = {longest}"
-        yield "rollout.max_response_tokens", f"{wrong}; legal: at most {longest - 1}"
-    elif prompt is not None and prompt + response > longest:
-        wrong = f"with max_response_tokens = {response} more than max_sequence_length = {longest}"
-        yield "data.max_prompt_tokens", f"{wrong}; legal: at most {longest - response}"
+def learning_rates_fit(plan: Plan) -> Problems:
+    optimizer, steps, key = plan.config.optimizer, plan.config.training.steps, "optimizer.wsd_steps"
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        wrong = f"above the peak; legal: at most learning_rate = {optimizer.learning_rate}"
+        yield "optimizer.min_learning_rate", wrong
+    if not isinstance(plan.config, StageConfig):
+        return
+    if steps is not None and optimizer.warmup_steps > steps:
+        yield "optimizer.warmup_steps", f"longer than training.steps = {steps}; legal: at most that"
+    if optimizer.decay != "wsd":
+        if optimizer.wsd_steps is not None:
+            yield key, "nothing reads it without optimizer.decay = wsd; legal: null"
+    elif optimizer.wsd_steps is None:
+        yield key, "optimizer.decay = wsd needs it; legal: from 1"
+    elif steps is not None and optimizer.warmup_steps + optimizer.wsd_steps > steps:
+        wrong = f"with warmup_steps = {optimizer.warmup_steps} more than training.steps = {steps}"
+        yield key, f"{wrong}; legal: at most {max(steps - optimizer.warmup_steps, 0)}"
 
 
-def batches_fit(plan: Plan) -> Problems:
-    rollout = plan.config.rollout
+def rollouts_fit(plan: Plan) -> Problems:
+    rollout, prompt = plan.config.rollout, plan.config.data.max_prompt_tokens
     if rollout.group_size < 2:
         wrong = "the advantage compares the responses of a group; legal: from 2"
         yield "rollout.group_size", wrong
@@ -106,6 +114,17 @@ def batches_fit(plan: Plan) -> Problems:
     if plan.config.objective.mini_batches > sequences:
         wrong = f"more than the prompts_per_step * group_size = {sequences} sequences of a step"
         yield "objective.mini_batches", f"{wrong}; legal: 1 to {sequences}"
+    usual = type(rollout).model_fields["max_refills"].default
+    if not rollout.dynamic_sampling and rollout.max_refills != usual:
+        wrong = f"nothing reads it without rollout.dynamic_sampling; legal: {usual}"
+        yield "rollout.max_refills", wrong
+    longest, response = plan.shape.max_sequence_length, rollout.max_response_tokens
+    if response >= longest:
+        wrong = f"leaves no room for a prompt in max_sequence_length = {longest}"
+        yield "rollout.max_response_tokens", f"{wrong}; legal: at most {longest - 1}"
+    elif prompt is not None and prompt + response > longest:
+        wrong = f"with max_response_tokens = {response} more than max_sequence_length = {longest}"
+        yield "data.max_prompt_tokens", f"{wrong}; legal: at most {longest - response}"
 
 
 def rewards_are_shaped(plan: Plan) -> Problems:
@@ -117,28 +136,6 @@ def rewards_are_shaped(plan: Plan) -> Problems:
     elif reward.overlong_buffer >= longest:
         wrong = f"leaves no response of max_response_tokens = {longest} without a penalty"
         yield "reward.overlong_buffer", f"{wrong}; legal: null, or below {longest}"
-
-
-def refills_are_read(plan: Plan) -> Problems:
-    rollout = plan.config.rollout
-    usual = type(rollout).model_fields["max_refills"].default
-    if not rollout.dynamic_sampling and rollout.max_refills != usual:
-        wrong = f"nothing reads it without rollout.dynamic_sampling; legal: {usual}"
-        yield "rollout.max_refills", wrong
-
-
-def prompts_are_given(plan: Plan) -> Problems:
-    data = plan.config.data
-    if plan.for_training and data.prompts is None:
-        yield "data.prompts", "needed to train; legal: a .jsonl or .parquet file"
-    if data.eval_prompts is None:
-        yield from _nothing_to_evaluate(plan, "data.eval_prompts")
-
-
-def _nothing_to_evaluate(plan: Plan, keys: str) -> Problems:
-    if plan.config.training.evaluation_interval:
-        wrong = f"there is nothing to evaluate on; legal: 0, or give {keys}"
-        yield "training.evaluation_interval", wrong
 
 
 # What changes or watches the routers' choice of experts, with the value that turns it off.
@@ -153,8 +150,7 @@ def routing_can_be_replayed(plan: Plan) -> Problems:
         if shape.num_moe_experts is None:
             reasons = [f"the model has no experts; legal: {str(idle).lower()}"]
         else:
-            reasons = _ways_past_the_hooks(shape)
-            reasons += _ways_to_drop(shape) if name.endswith("replay") else []
+            reasons = _unreplayable(shape.megatron, name.endswith("replay"))
         for reason in reasons:
             yield f"routing.{name}", reason
     if routing.store_on_host and not routing.modes:
@@ -165,9 +161,10 @@ def routing_can_be_replayed(plan: Plan) -> Problems:
         yield "routing.reference_replay", wrong
 
 
-def _ways_past_the_hooks(shape: ModelShape) -> list[str]:
-    """Settings with which a router chooses experts without calling its hook."""
-    megatron, found = shape.megatron, []  # what is wrong, and what is legal with the routing key
+def _unreplayable(megatron: Mapping[str, Any], replays: bool) -> list[str]:
+    """Settings with which a router chooses experts without calling its hook, and those that take
+    tokens away from experts that were replayed."""
+    found = []  # what is wrong, and what is legal with the routing key
     hook = "the hook that replays experts"
     if megatron.get("moe_router_fusion"):
         found.append((f"a fused router does not call {hook}", "{}moe_router_fusion = false"))
@@ -175,44 +172,17 @@ def _ways_past_the_hooks(shape: ModelShape) -> list[str]:
         if kind in str(megatron.get("moe_router_load_balancing_type")):
             wrong = f"{kind.replace('_', ' ')} does not call {hook}"
             found.append((wrong, "another {}moe_router_load_balancing_type"))
-    graphs = [name for name in ("enable_cuda_graph", "external_cuda_graph") if megatron.get(name)]
-    if megatron.get("cuda_graph_impl", "none") != "none":
-        graphs.append("cuda_graph_impl")
-    found += [
-        (f"a captured CUDA graph calls {hook} only once", f"no {{}}{name}") for name in graphs
-    ]
+    for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
+        if megatron.get(name, "none") not in (None, False, "none"):
+            found.append((f"a captured CUDA graph calls {hook} only once", f"no {{}}{name}"))
     if megatron.get("overlap_moe_expert_parallel_comm"):
         wrong = "layers of two micro-batches alternate, and would take each other's routes"
         found.append((wrong, "{}overlap_moe_expert_parallel_comm = false"))
+    for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
+        if replays and megatron.get(name) is not None:
+            wrong = "full experts drop tokens after the choice, so the experts that are used would "
+            found.append((f"{wrong}not be those that are replayed", f"{{}}{name} = null"))
     return [f"{wrong}; legal with it: {legal.format('model.megatron.')}" for wrong, legal in found]
-
-
-def _ways_to_drop(shape: ModelShape) -> list[str]:
-    """Settings that take tokens away from the experts that were replayed."""
-    return [
-        "full experts drop tokens after the choice, so the experts that are used would not be "
-        f"those that are replayed; legal with it: model.megatron.{name} = null"
-        for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor")
-        if shape.megatron.get(name) is not None
-    ]
-
-
-def decay_is_read(plan: Plan) -> Problems:
-    optimizer, steps, key = plan.config.optimizer, plan.config.training.steps, "optimizer.wsd_steps"
-    if optimizer.decay != "wsd":
-        if optimizer.wsd_steps is not None:
-            yield key, "nothing reads it without optimizer.decay = wsd; legal: null"
-    elif optimizer.wsd_steps is None:
-        yield key, "optimizer.decay = wsd needs it; legal: from 1"
-    elif steps is not None and optimizer.warmup_steps + optimizer.wsd_steps > steps:
-        wrong = f"with warmup_steps = {optimizer.warmup_steps} more than training.steps = {steps}"
-        yield key, f"{wrong}; legal: at most {max(steps - optimizer.warmup_steps, 0)}"
-
-
-def warm_up_ends(plan: Plan) -> Problems:
-    steps = plan.config.training.steps
-    if steps is not None and plan.config.optimizer.warmup_steps > steps:
-        yield "optimizer.warmup_steps", f"longer than training.steps = {steps}; legal: at most that"
 
 
 def export_has_a_family(plan: Plan) -> Problems:
@@ -224,22 +194,16 @@ def export_has_a_family(plan: Plan) -> Problems:
         yield "export.hf_path", f"{error}; legal: null"
 
 
-def examples_are_given(plan: Plan) -> Problems:
+def examples_are_sound(plan: Plan) -> Problems:
     data = plan.config.data
-    if data.examples is None:
-        yield "data.examples", "needed to train; legal: a .jsonl or .parquet file"
-    if data.eval_examples is None:
-        yield from _nothing_to_evaluate(plan, "data.eval_examples")
     if data.messages_field is not None and data.chat_template:
         yield "data.chat_template", "data.messages_field uses the template anyway; legal: false"
     if data.max_tokens is not None and data.max_tokens > (most := plan.shape.max_sequence_length):
         yield "data.max_tokens", f"more than max_sequence_length = {most}; legal: at most that"
 
 
-def corpora_are_given(plan: Plan) -> Problems:
+def corpora_are_sound(plan: Plan) -> Problems:
     data, training = plan.config.data, plan.config.training
-    if not data.train:
-        yield "data.train", "needed to train; legal: a list of prefixes"
     if training.steps is None and training.tokens is None:
         yield "training.steps", "needed to train, or training.tokens; legal: from 1"
     if data.weights is not None and len(data.weights) != len(data.train):
@@ -251,19 +215,6 @@ def corpora_are_given(plan: Plan) -> Problems:
     if data.evaluation and data.evaluation_share:
         wrong = "data.evaluation names data for it too; legal: 0, or leave that out"
         yield "data.evaluation_share", wrong
-    if not (data.evaluation or data.evaluation_share):
-        yield from _nothing_to_evaluate(plan, "data.evaluation or data.evaluation_share")
-
-
-def samples_fit(plan: Plan) -> Problems:
-    most, layout, key = plan.shape.max_sequence_length, plan.layout, "data.sequence_length"
-    length = plan.config.data.sequence_length or most
-    if length > most:
-        yield key, f"more than max_sequence_length = {most}; legal: at most that"
-    unit = sample_multiple(plan.config)
-    if length % unit:
-        wrong = f"{length} tokens do not split over cp = {layout.cp} and tp = {layout.tp}"
-        yield key, f"{wrong}; legal: multiples of {unit}"
 
 
 def sample_multiple(config: StageConfig) -> int:
@@ -274,23 +225,27 @@ def sample_multiple(config: StageConfig) -> int:
     return math.lcm(multiple * layout.cp, 2 * layout.cp if layout.cp > 1 else 1)
 
 
-def batches_divide(plan: Plan) -> Problems:
-    layout = plan.layout
-    if plan.world_size % layout.model_parallel_size:
-        return  # world_size_fits reports it
-    dp = plan.world_size // layout.model_parallel_size
+def samples_and_batches_divide(plan: Plan) -> Problems:
+    config, layout = plan.config, plan.layout
+    dp, left = divmod(plan.world_size, layout.model_parallel_size)
     unit = dp * (layout.pp if layout.vpp is not None else 1)
-    if plan.config.training.batch_size % unit:
+    if not left and config.training.batch_size % unit:  # else world_size_fits reports it
         of_stages = f", in rounds of pp = {layout.pp}" if unit > dp else ""
         wrong = f"does not split evenly over {dp} data-parallel ranks{of_stages}"
         yield "training.batch_size", f"{wrong}; legal: multiples of {unit}"
+    most, key = plan.shape.max_sequence_length, "data.sequence_length"
+    length, unit = config.data.sequence_length or most, sample_multiple(config)
+    if length > most:
+        yield key, f"more than max_sequence_length = {most}; legal: at most that"
+    if length % unit:
+        wrong = f"{length} tokens do not split over cp = {layout.cp} and tp = {layout.tp}"
+        yield key, f"{wrong}; legal: multiples of {unit}"
 
 
-_SHARED: tuple[Rule, ...] = (learning_rates_agree, checkpoints_can_be_kept)
-_STAGE: tuple[Rule, ...] = (warm_up_ends, decay_is_read, export_has_a_family)
+_SHARED: tuple[Rule, ...] = (inputs_are_given, learning_rates_fit, checkpoints_can_be_kept)
+_STAGE = (*_SHARED, export_has_a_family)
 _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
-    Config: (lengths_fit, batches_fit, rewards_are_shaped, refills_are_read)
-    + (prompts_are_given, routing_can_be_replayed),
-    FineTuningConfig: (*_STAGE, examples_are_given),
-    PretrainingConfig: (*_STAGE, corpora_are_given, samples_fit, batches_divide),
+    Config: (*_SHARED, rollouts_fit, rewards_are_shaped, routing_can_be_replayed),
+    FineTuningConfig: (*_STAGE, examples_are_sound),
+    PretrainingConfig: (*_STAGE, corpora_are_sound, samples_and_batches_divide),
 }

@@ -1,19 +1,18 @@
-"""Every key of a configuration: its type, its default and what it means.
+"""Every key of an RL configuration: its type, its default, its limits and what it means.
 
-What a single key can get wrong is refused here; what several keys together get wrong, in rules.py.
-The configurations of pre-training and fine-tuning are in stages.py.
+What several keys get wrong together is in rules.py; pre-training and fine-tuning are in stages.py.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from gspo_megatron.config.families import preset_of_folder
+from gspo_megatron.config.families import PRESETS, preset_of_folder
 from gspo_megatron.config.model_shape import (
-    PRESETS,
+    WHOLE_MODEL_KEYS,
     ModelPreset,
     ModelShape,
     preset_of_checkpoint,
@@ -78,18 +77,6 @@ class ModelSection(Section):
         if self.preset is None and self.checkpoint_path is not None:
             return preset_of_checkpoint(self.checkpoint_path)
         return PRESETS[self.preset or "tiny"]
-
-    def shape(self) -> ModelShape:
-        """The starting shape with the keys of this section in place; sizes that both leave open get
-        TransformerConfig's defaults. Raises ConfigError like `starting_shape`."""
-        given = {
-            "vocab_size": self.vocab_size,
-            "max_sequence_length": self.max_sequence_length,
-            "rotary_base": self.rotary_base,
-            "tie_embeddings": self.tie_embeddings,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        return shape_of(self.starting_shape(), self.megatron, **given)
 
 
 class ParallelSection(Section):
@@ -223,8 +210,7 @@ class RoutingSection(Section):
 
     @property
     def modes(self) -> frozenset[str]:
-        """The replay modes in use, by the policy or by the reference policy: r2, r3, both or
-        none."""
+        """The replay modes in use, by the policy or the reference policy: r2, r3, both or none."""
         return frozenset({self.replay, self.reference_replay} - {"off"})
 
 
@@ -324,8 +310,20 @@ class LoggingSection(RecordSection):
 class RunConfig(Section):
     """A model on a layout: what a run of any stage has."""
 
+    # The keys of the data section with what the stage learns from, and what it evaluates on.
+    inputs: ClassVar[tuple[str, str]]
+
     model: ModelSection = Field(default_factory=ModelSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
+
+    def input_files(self) -> dict[str, list[str]]:
+        """The files that are read to train, by the key that names them; without the tokenizer."""
+        named = {f"data.{name}": getattr(self.data, name) for name in self.inputs}
+        return {
+            key: [given] if isinstance(given, str) else [f"{prefix}.idx" for prefix in given]
+            for key, given in named.items()
+            if given
+        }
 
     def layout(self) -> Layout:
         """The parallel section in short form."""
@@ -336,12 +334,16 @@ class RunConfig(Section):
         return self.layout().world_size
 
     def resolved_model(self) -> ModelShape:
-        """The model's sizes. Raises ConfigError where weights are named that do not tell them."""
-        return self.model.shape()
+        """The starting shape with the keys of `model` in place; sizes that both leave open get
+        TransformerConfig's defaults. Raises ConfigError like `starting_shape`."""
+        given = {name: getattr(self.model, name) for name in WHOLE_MODEL_KEYS}
+        return shape_of(self.model.starting_shape(), self.model.megatron, **given)
 
 
 class Config(RunConfig):
     """The configuration of an RL run."""
+
+    inputs: ClassVar[tuple[str, str]] = ("prompts", "eval_prompts")
 
     data: DataSection
     rollout: RolloutSection = Field(default_factory=RolloutSection)
@@ -362,7 +364,18 @@ class Config(RunConfig):
 
 def resolve_parallel(config: RunConfig, world_size: int) -> ResolvedParallel:
     """Concrete sizes for a configuration that passed `check_config` at this world size."""
-    return config.layout().resolve(world_size, config.parallel.uses_sequence_parallel())
+    layout = config.layout()
+    sizes = {key: getattr(layout, short) for short, key in LAYOUT_KEYS.items()}
+    sizes["expert_tensor_parallel_size"] = layout.etp or 1
+    sizes["data_parallel_size"], left = divmod(world_size, layout.model_parallel_size)
+    expert_data_parallel_size, experts_left = divmod(world_size, layout.expert_parallel_size)
+    assert not (left or experts_left), "check_config comes first"
+    return ResolvedParallel(
+        **sizes,
+        expert_data_parallel_size=expert_data_parallel_size,
+        sequence_parallel=config.parallel.uses_sequence_parallel(),
+        world_size=world_size,
+    )
 
 
 def apply_layout(config: RunConfig, layout: Layout) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -16,13 +16,20 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]
 
 # May a key differ from what a run was started with, when the run is resumed?
-#   shapes    no: the second half of the run would be another experiment than the first
-#   harmless  yes: it changes where and how fast the run goes, or what is written down
-#   contents  it is a path: the path may change, the contents of the file may not
-#   shown     it is a path: the contents may change too; they are evaluated, not learned
-#   steps     yes, unless a learning-rate decay ends there
-#   code      it names a function: the name may not change; changed code is allowed with a warning
-ResumeClass = Literal["shapes", "harmless", "contents", "shown", "steps", "code"]
+RESUME = {
+    # the second half of the run would be another experiment than the first
+    "shapes": "no",
+    # it changes where and how fast the run goes, or what is written down
+    "harmless": "yes",
+    # it is a path: the path may change, the contents of the file may not
+    "contents": "with the same contents",
+    # it is a path whose contents may change too: they are evaluated, not learned
+    "shown": "yes",
+    # unless a learning-rate decay ends there
+    "steps": "without decay",
+    # it names a function: the name may not change; changed code is allowed with a warning
+    "code": "no; its code may",
+}
 
 
 class Section(BaseModel):
@@ -30,8 +37,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-def key(resume: ResumeClass, default: Any, meaning: str, **limits: Any) -> Any:
-    """A key of a section. `default` ... means that the key is required."""
+def key(resume: str, default: Any, meaning: str, **limits: Any) -> Any:
+    """A key of a section, `resume` one of RESUME. `default` ... means that the key is required."""
     return Field(default, description=meaning, json_schema_extra={"resume": resume}, **limits)
 
 

@@ -1,12 +1,10 @@
 """The configurations of pre-training and supervised fine-tuning.
 
-The sections that describe the model, its layout and its record are those of an RL run; data and
-training are each stage's own.
+What describes the model, its layout and its record is as in an RL run.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -20,8 +18,6 @@ from gspo_megatron.config.schema import (
     RunSection,
 )
 from gspo_megatron.config.section import Positive, Section, Text, harmless, key, shapes
-
-PRETRAINING, FINE_TUNING = "pretrain", "sft"  # the phases' names in metrics and checkpoints
 
 
 class StageOptimizerSection(OptimizerSection):
@@ -52,16 +48,12 @@ class ExportSection(Section):
 class StageConfig(RunConfig):
     """The sections that the stages share."""
 
-    phase: ClassVar[str]
+    phase: ClassVar[str]  # its name in metrics and checkpoints
 
     optimizer: StageOptimizerSection = Field(default_factory=StageOptimizerSection)
     checkpoint: StageCheckpointSection = Field(default_factory=StageCheckpointSection)
     logging: RecordSection = Field(default_factory=RecordSection)
     export: ExportSection = Field(default_factory=ExportSection)
-
-    @abstractmethod
-    def input_files(self) -> dict[str, list[str]]:
-        """The files that are read to train, by the key that names them; without the tokenizer."""
 
 
 class FineTuningDataSection(Section):
@@ -102,14 +94,11 @@ class FineTuningTrainingSection(RunSection):
 class FineTuningConfig(StageConfig):
     """Supervised fine-tuning, one section a subject."""
 
-    phase: ClassVar[str] = FINE_TUNING
+    phase: ClassVar[str] = "sft"
+    inputs: ClassVar[tuple[str, str]] = ("examples", "eval_examples")
 
     data: FineTuningDataSection
     training: FineTuningTrainingSection = Field(default_factory=FineTuningTrainingSection)
-
-    def input_files(self) -> dict[str, list[str]]:
-        files = {"data.examples": self.data.examples, "data.eval_examples": self.data.eval_examples}
-        return {key: [path] for key, path in files.items() if path is not None}
 
     def max_tokens(self) -> int:
         """data.max_tokens with its default filled in."""
@@ -118,11 +107,10 @@ class FineTuningConfig(StageConfig):
     def num_examples(self, size: int) -> int:
         """How many examples the run draws from a file of `size`, the last step cut short."""
         training = self.training
-        by_steps = None if training.steps is None else training.steps * training.batch_size
-        if training.epochs is None and by_steps is not None:
-            return by_steps
-        by_epochs = (training.epochs or 1) * size
-        return by_epochs if by_steps is None else min(by_steps, by_epochs)
+        if training.steps is None:
+            return (training.epochs or 1) * size
+        by_steps = training.steps * training.batch_size
+        return by_steps if training.epochs is None else min(by_steps, training.epochs * size)
 
     def with_steps(self, size: int) -> FineTuningConfig:
         """The same, with training.steps as the number of examples makes it."""
@@ -165,18 +153,11 @@ class PretrainingTrainingSection(RunSection):
 class PretrainingConfig(StageConfig):
     """Pre-training, one section a subject."""
 
-    phase: ClassVar[str] = PRETRAINING
+    phase: ClassVar[str] = "pretrain"
+    inputs: ClassVar[tuple[str, str]] = ("train", "evaluation")
 
     data: PretrainingDataSection
     training: PretrainingTrainingSection = Field(default_factory=PretrainingTrainingSection)
-
-    def input_files(self) -> dict[str, list[str]]:
-        files = {"data.train": self.data.train, "data.evaluation": self.data.evaluation}
-        return {
-            key: [f"{prefix}.idx" for prefix in prefixes]
-            for key, prefixes in files.items()
-            if prefixes
-        }
 
     def with_steps(self) -> PretrainingConfig:
         """The same, with training.steps as training.tokens makes it."""
@@ -184,7 +165,7 @@ class PretrainingConfig(StageConfig):
         if training.tokens is None:
             return self
         by_tokens = -(-training.tokens // (training.batch_size * self.sequence_length()))
-        steps = by_tokens if training.steps is None else min(training.steps, by_tokens)
+        steps = min(training.steps or by_tokens, by_tokens)
         return self.model_copy(update={"training": training.model_copy(update={"steps": steps})})
 
     def sequence_length(self) -> int:

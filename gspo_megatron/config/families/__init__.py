@@ -1,38 +1,42 @@
-"""The supported model families of Hugging Face, by the makers of the models."""
+"""The supported model families of Hugging Face, and the named presets."""
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config.families import deepseek_v3, mixtral, olmoe, qwen
+from gspo_megatron.config.families import deepseek_v3, softmax
 from gspo_megatron.config.families.family import Family, differences
 from gspo_megatron.config.model_shape import (
     ModelPreset,
     ModelShape,
     checkpoint_model_file,
     experts_in_layers,
+    read_model,
 )
 from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import ConfigError
 
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "describe",
-    "differences",
-    "family_of",
-    "family_of_shape",
-    "preset_of_folder",
-]
-
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
-    for family in (qwen.QWEN3_MOE, qwen.QWEN3, qwen.QWEN2_MOE)
-    + (mixtral.FAMILY, olmoe.FAMILY, deepseek_v3.FAMILY)
+    for family in (softmax.QWEN3_MOE, softmax.QWEN3, softmax.QWEN2_MOE)
+    + (softmax.MIXTRAL, softmax.OLMOE, deepseek_v3.FAMILY)
+}
+
+_PRESET_KEYS = """
+    num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size
+    num_experts num_experts_per_tok moe_intermediate_size max_position_embeddings rope_theta
+    vocab_size norm_topk_prob
+"""
+# The Qwen3 sizes are those of config.json in Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
+PRESETS: Mapping[str, ModelPreset] = {
+    name: softmax.QWEN3_MOE.preset(dict(zip(_PRESET_KEYS.split(), (*sizes, True))))[0]
+    for name, sizes in {
+        "tiny": (4, 64, 4, 2, 16, 256, 8, 2, 64, 128, 1e4, None),
+        "qwen3-30b-a3b": (48, 2048, 32, 4, 128, 6144, 128, 8, 768, 40_960, 1e6, 151_936),
+        "qwen3-235b-a22b": (94, 4096, 64, 4, 128, 12_288, 128, 8, 1536, 40_960, 1e6, 151_936),
+    }.items()
 }
 
 
@@ -75,22 +79,7 @@ def preset_of_folder(path: str) -> ModelPreset:
         if checkpoint_model_file(path) is not None:
             wrong = "holds checkpoints of gspo-megatron; use model.checkpoint_path for it"
         raise ConfigError([problem("model.hf_path", path, wrong)]) from None
-    return _read(file, changed.st_mtime_ns, changed.st_size)
-
-
-@functools.lru_cache(maxsize=8)
-def _read(file: Path, _changed: int, _size: int) -> ModelPreset:
-    """A model's shape is asked for many times in a run."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"model.hf_path: {file}: cannot be read: {error}"]) from None
-    if not isinstance(content, dict):
-        raise ConfigError([f"model.hf_path: {file}: not a JSON object"])
-    try:
-        return describe(content)
-    except ConfigError as error:
-        raise ConfigError([f"model.hf_path: {file}: {line}" for line in error.problems]) from None
+    return read_model("model.hf_path", file, describe, (changed.st_mtime_ns, changed.st_size))
 
 
 def _misfits(family: Family, shape: ModelShape) -> list[str]:

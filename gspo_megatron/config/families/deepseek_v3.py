@@ -32,13 +32,11 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
     if groups not in (None, 1) and topk != 2 * chosen:
         # both take the best two experts of each group for its score, but Megatron-Core calls them
         # topk / topk_group
-        problems.append(
-            f"num_experts_per_tok = {topk}: not supported with topk_group = {chosen}; "
-            f"legal: {2 * chosen}, or n_group = 1"
-        )
+        wrong = f"not supported with topk_group = {chosen}; legal: {2 * chosen}, or n_group = 1"
+        problems.append(f"num_experts_per_tok = {topk}: {wrong}")
     heads = hf.get("num_attention_heads")
-    if hf.get("num_key_value_heads", heads) not in (None, heads):
-        given = hf["num_key_value_heads"]
+    given = hf.get("num_key_value_heads", heads)
+    if given not in (None, heads):
         problems.append(f"num_key_value_heads = {given}: not supported; legal: {heads}")
     return problems
 
@@ -82,17 +80,16 @@ FAMILY = f.Family(
         f.Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 2.5),
     ),
     always={
+        **f.LINEAR_ROUTER,
         "multi_latent_attention": True,
         "rope_type": "rope",
         "qk_layernorm": True,
         "add_qkv_bias": False,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_dtype": "fp32",
         # the bias balances the load
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
     },
     only={
         "attention_bias": (False,),

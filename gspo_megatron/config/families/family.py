@@ -164,8 +164,8 @@ SIZES = (
     Field("hidden_act", "activation_func", "silu"),
 )
 
-# Routing by the softmax of a linear router.
-SOFTMAX_ROUTER: dict[str, Any] = {
+# What routers have in common.
+LINEAR_ROUTER: dict[str, Any] = {
     "moe_router_dtype": "fp32",
     "moe_router_load_balancing_type": "aux_loss",
     "moe_token_dispatcher_type": "alltoall",
@@ -238,15 +238,11 @@ def _windows(hf: Mapping[str, Any]) -> list[str]:
     window, used = hf.get("sliding_window"), hf.get("use_sliding_window", "sliding_window" in hf)
     problems = []
     if window is not None and used:
-        problems.append(
-            f"sliding_window = {format_value(window)}: not supported; legal: null, or "
-            "use_sliding_window = false"
-        )
-    others = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
+        legal = "null, or use_sliding_window = false"
+        problems.append(f"sliding_window = {format_value(window)}: not supported; legal: {legal}")
+    others = ", ".join(map(str, sorted(set(hf.get("layer_types") or ()) - {"full_attention"})))
     if others:
-        problems.append(
-            f"layer_types: {', '.join(map(str, others))}: not supported; legal: full_attention"
-        )
+        problems.append(f"layer_types: {others}: not supported; legal: full_attention")
     return problems
 
 

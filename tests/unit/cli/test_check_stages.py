@@ -126,7 +126,7 @@ def test_problems_of_all_parts_of_a_stage_are_told_at_once(
 
     words = ["training.batch_size=5", "data.sequence_length=15", "parallel.layout=cp=2,dp=2"]
     lines = gspo("check", pretrain, *words, f"data.train=[{nothing}]")[2].splitlines()
-    told = ["data.sequence_length", "training.batch_size"]
+    told = ["training.batch_size", "data.sequence_length"]
     assert [line.split(" = ")[0] for line in lines[:2]] == told
     assert str(nothing) in lines[2] and len(lines) == 3
 

@@ -45,12 +45,9 @@ def test_layout_reports_all_its_problems() -> None:
         "dp is '-1'",
         "'=3' is not KEY=SIZE",
     ]
-
-
-@pytest.mark.parametrize("text", ["", " ", ",", "tp=2,", "tp", "tp=2;pp=2", "tp=2.0", "tp=²"])
-def test_malformed_layouts_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        Layout.parse(text)
+    for text in ("", " ", ",", "tp=2,", "tp", "tp=2;pp=2", "tp=2.0", "tp=²"):
+        with pytest.raises(ConfigError):
+            Layout.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +204,8 @@ def test_null_experts_make_the_dense_model() -> None:
 def test_resolving_does_not_touch_preset_or_configuration() -> None:
     config = config_with("model.megatron.num_layers=2")
     config.resolved_model().megatron["num_layers"] = 99
-    assert config.model.megatron == {"num_layers": 2}
+    assert config.model.megatron == {"num_layers": 2} and config.resolved_model().num_layers == 2
     assert PRESETS["tiny"].megatron["num_layers"] == 4
-    assert config.resolved_model().num_layers == 2
 
 
 def test_prompts_may_take_what_the_response_leaves() -> None:

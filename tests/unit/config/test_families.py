@@ -13,6 +13,7 @@ from gspo_megatron.config import PRESETS, ModelShape, check_config, parse_config
 from gspo_megatron.config.families import FAMILIES, describe, family_of, family_of_shape
 from gspo_megatron.config.model_shape import shape_of
 from gspo_megatron.errors import ConfigError
+from tests.unit.checkpoint.hf.published import CONFIGS
 
 # Of Qwen/Qwen3-30B-A3B.
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -46,28 +47,6 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "vocab_size": 151936,
 }
 
-# Of mistralai/Mixtral-8x7B-v0.1.
-MIXTRAL_8X7B: dict[str, Any] = {
-    "architectures": ["MixtralForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mixtral",
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.02,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "vocab_size": 32000,
-}
-
 
 def shape(hf: dict[str, Any]) -> ModelShape:
     return shape_of(describe(hf))
@@ -80,8 +59,7 @@ def problems(hf: dict[str, Any]) -> list[str]:
 
 
 def test_the_preset_is_the_published_model() -> None:
-    preset = PRESETS["qwen3-30b-a3b"]
-    assert shape(QWEN3_30B_A3B) == shape_of(preset)
+    assert shape(QWEN3_30B_A3B) == shape_of(PRESETS["qwen3-30b-a3b"])
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -95,13 +73,15 @@ def test_presets_are_models_of_a_family(name: str) -> None:
 
 
 def test_mixtral() -> None:
-    found = shape(MIXTRAL_8X7B)
-    assert (found.kv_channels, found.num_query_groups) == (128, 8)
-    assert (found.moe_ffn_hidden_size, found.num_moe_experts) == (14336, 8)
-    assert found.rotary_base == 1e6 and found.max_sequence_length == 32768
+    hf = {key: value for key, value in CONFIGS["mixtral"].items() if key != "head_dim"}
+    found = shape(hf | {"hidden_size": 60})
+    assert (found.kv_channels, found.num_query_groups) == (10, 2)
+    assert (found.moe_ffn_hidden_size, found.num_moe_experts) == (52, 6)
     megatron = found.megatron
     assert megatron["moe_router_pre_softmax"] is False and megatron["qk_layernorm"] is False
-    assert megatron["moe_aux_loss_coeff"] == 0.02 and megatron["layernorm_epsilon"] == 1e-5
+    assert megatron["moe_aux_loss_coeff"] == 0.002 and found.rotary_base == 300.0
+    old = {key: value for key, value in hf.items() if key not in ("rope_theta", "rms_norm_eps")}
+    assert shape(old).megatron["layernorm_epsilon"] == 1e-5 and shape(old).rotary_base == 1e6
 
 
 @pytest.mark.parametrize(
@@ -186,38 +166,20 @@ def test_unknown_architectures_are_named(hf: dict[str, Any], named: str) -> None
     assert ": not supported; supported: Qwen3MoeForCausalLM, " in line
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"num_experts_per_tok": 8, "topk_group": 2, "n_group": 4}, "num_experts_per_tok = 8"),
+def test_deepseeks_options() -> None:
+    hf = CONFIGS["deepseek_v3"] | {"first_k_dense_replace": 3}
+    found = shape(hf)
+    assert found.megatron["moe_layer_freq"] == [0, 0, 0, 1]
+    assert found.moe_shared_expert_intermediate_size == 2 * 28
+    for changes, named in (
+        ({"num_experts_per_tok": 8}, "num_experts_per_tok = 8"),
         ({"norm_topk_prob": False}, "norm_topk_prob = false"),
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
         ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn'"),
-    ],
-)
-def test_deepseeks_options(changes: dict[str, Any], named: str) -> None:
-    hf = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "vocab_size": 100,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_shared_experts": 2,
-        "rms_norm_eps": 1e-6,
-    }
-    found = shape(hf)
-    assert found.megatron["moe_layer_freq"] == [0, 0, 0, 1]
-    assert found.moe_shared_expert_intermediate_size == 64
-    [line] = problems(hf | changes)
-    assert named in line
+    ):
+        [line] = problems(hf | changes)
+        assert named in line
 
 
 def folder(path: Path, **changes: Any) -> Path:

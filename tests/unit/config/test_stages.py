@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_megatron.config import parse_config, to_yaml
+from gspo_megatron.config import parse_config
 from gspo_megatron.config.load import dump_yaml, parse_yaml
-from gspo_megatron.config.resume import Changes, find_changes
+from gspo_megatron.config.resume import find_changes
 from gspo_megatron.config.rules import check_config, sample_multiple
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.errors import ConfigError
@@ -33,26 +33,9 @@ def refusal(config: StageConfig) -> str:
 
 
 @pytest.mark.parametrize("config", [sft(), pretrain()])
-def test_the_defaults_are_sound_and_written_out_whole(config: StageConfig) -> None:
+def test_the_defaults_are_sound(config: StageConfig) -> None:
     check_config(config, 1)
     assert config.logging.dir == "runs/x"
-    values = parse_yaml(to_yaml(config), "config.yaml")
-    assert parse_config(values, (), "y", type(config)) == config
-
-
-def test_all_slips_of_a_file_are_told_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(
-            {"data": {"prompts": "x"}, "rollout": {"group_size": 2}},
-            ["training.epoch=2", "optimizer.decay=wds"],
-            schema=FineTuningConfig,
-        )
-    text = str(caught.value)
-    assert "data.tokenizer: required and missing" in text
-    assert "data.prompts = 'x': unknown key; did you mean prompt_field?" in text
-    assert "rollout: unknown section" in text
-    assert "training.epoch = 2: unknown key; did you mean epochs?" in text
-    assert "optimizer.decay = 'wds': unknown value; did you mean wsd?" in text
 
 
 WHAT_IS_WRONG = [
@@ -131,21 +114,24 @@ def test_tokens_make_steps(steps: int | None, tokens: int | None, resolved: int)
     assert config.training.steps == resolved and config.with_steps() == config
 
 
-def changes(before: StageConfig, now: StageConfig, **contents: bool) -> Changes:
-    stored = parse_yaml(dump_yaml(before.model_dump()), "config.yaml")
-    return find_changes(stored, now, {f"data.{key}": value for key, value in contents.items()})
-
-
-def test_what_may_change_when_a_run_goes_on() -> None:
-    before = sft("training.steps=4", "optimizer.decay=constant")
-    moved = sft("training.steps=6", "optimizer.decay=constant", "parallel.layout=dp=2")
-    assert not changes(before, moved, tokenizer=True, examples=True).refused
-    assert changes(before, before, tokenizer=True, examples=False).refused == [
-        "data.examples = 'e.jsonl': its contents are not what they were"
-    ]
-    batch = sft("training.steps=4", "optimizer.decay=constant", "training.batch_size=3")
-    assert changes(before, batch).refused == ["training.batch_size = 3: was 64"]
-    decaying = changes(pretrain("training.steps=4"), pretrain("training.steps=5"))
-    (line,) = decaying.refused
-    assert line == "training.steps = 5: was 4, and optimizer.decay = cosine ends there"
-    assert changes(pretrain(), pretrain("data.weights=[2.0, 1.0]")).refused
+@pytest.mark.parametrize(
+    ("now", "refused"),
+    [
+        (sft("training.steps=6", "optimizer.decay=constant", "parallel.layout=dp=2"), None),
+        (sft("training.batch_size=3"), "training.batch_size = 3: was 64"),
+        (
+            sft("data.examples=f.jsonl"),
+            "data.examples = 'f.jsonl': was 'e.jsonl', of other contents",
+        ),
+        (
+            pretrain("training.steps=101"),
+            "training.steps = 101: was 100, and optimizer.decay = cosine ends there",
+        ),
+        (pretrain("data.weights=[2.0, 1.0]"), "data.weights = [2.0, 1.0]: was null"),
+    ],
+)
+def test_what_may_change_when_a_run_goes_on(now: StageConfig, refused: str | None) -> None:
+    decay = f"optimizer.decay={now.optimizer.decay}"
+    before = sft(decay) if isinstance(now, FineTuningConfig) else pretrain(decay)
+    found = find_changes(parse_yaml(dump_yaml(before.model_dump()), "config.yaml"), now, {})
+    assert found.refused == ([] if refused is None else [refused])

@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_megatron.config import resolve_parallel
-from gspo_megatron.config.model_shape import PRESETS
+from gspo_megatron.config.families import PRESETS
 from gspo_megatron.config.precision import FP8
 from gspo_megatron.errors import UserError
 from gspo_megatron.models import transformer_config as module
