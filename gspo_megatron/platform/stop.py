@@ -23,7 +23,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.groups import Ranks
-from gspo_megatron.platform.heartbeat import Heartbeat
+from gspo_megatron.observe.heartbeat import Heartbeat
 from gspo_megatron.platform.slurm import SlurmJob
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.platform.heartbeat import HUNG
+from gspo_megatron.observe.heartbeat import HUNG
 
 _PROGRAM = """
 import ctypes, sys, time
 from pathlib import Path
-from gspo_megatron.observe.heartbeat import heartbeat
-from gspo_megatron.platform.heartbeat import Heartbeat
+from gspo_megatron.observe.heartbeat import Heartbeat, heartbeat
 
 def stand_still():
     time.sleep(60)
