@@ -132,7 +132,7 @@ class TrackerSet:
 def open_trackers(
     names: Sequence[str], run_dir: Path, config: Mapping[str, Any] | None = None
 ) -> TrackerSet:
-    """Open the named trackers ("tensorboard", "wandb", "mlflow"), which continue after the last step
+    """Open the named trackers ("tensorboard", "wandb", "mlflow"), which go on after the last step
     of metrics.jsonl; to be called before a resumed run truncates that file.
 
     `config` is the run's configuration as plain data. Raises UserError for an unknown name and for

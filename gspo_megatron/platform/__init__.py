@@ -9,8 +9,8 @@ import logging
 import warnings
 from collections.abc import Iterator
 
-# Warnings of Megatron-Core and torch about each optional accelerator that is absent, at import or
-# first use, once a rank: they would hide the first line that matters. `doctor` lists what is absent.
+# Megatron-Core and torch warn about each optional accelerator that is absent, once a rank. This
+# would hide the first line that matters; `doctor` lists what is absent.
 _NOISE = (
     r".*[Aa]pex.*not installed.*",
     r".*Transformer ?Engine.*not.*install.*",

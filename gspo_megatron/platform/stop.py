@@ -23,10 +23,10 @@ import torch
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.stages import StageConfig
-from gspo_megatron.platform.collectives import on_main
-from gspo_megatron.platform.groups import Ranks
 from gspo_megatron.observe.environment import output_of
 from gspo_megatron.observe.heartbeat import Heartbeat
+from gspo_megatron.platform.collectives import on_main
+from gspo_megatron.platform.groups import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LONGEST_WAIT = 60.0  # seconds between two looks at the time left
