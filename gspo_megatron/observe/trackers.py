@@ -69,7 +69,7 @@ def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     run.define_metric("*", step_metric="step")
 
     def log(step: int, metrics: Mapping[str, Any]) -> None:
-        run.log(tracked_numbers({**metrics, "step": step}, keep_step=True))
+        run.log(tracked_numbers({**metrics, "step": step}))
 
     return Tracker(log, run.finish)
 
@@ -158,17 +158,15 @@ def _last_sent(run_dir: Path) -> Record | None:
     return last
 
 
-def tracked_numbers(metrics: Mapping[str, Any], keep_step: bool = False) -> dict[str, float]:
+def tracked_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a record; outside RL their names begin with the phase."""
     phase = phase_of(metrics)
     prefix = "" if phase == RL else f"{phase}/"
-    numbers = {}
-    for name, value in metrics.items():
-        if name == "step" and not keep_step:
-            continue
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            numbers[prefix + name] = float(value)
-    return numbers
+    return {
+        prefix + name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    }
 
 
 def _require(module: str, package: str) -> ModuleType:

@@ -58,8 +58,8 @@ def test_a_tracker_that_fails_is_dropped_and_the_others_stay(
     good = Tracker(lambda step, metrics: logged.append(metrics), lambda: closed.append("good"))
     trackers = TrackerSet({"bad": bad, "good": good})
     with caplog.at_level(logging.WARNING):
-        trackers.log(1, {"step": 1, "loss": np.float32(0.5)})
-        trackers.log(2, {"step": 2, "loss": 0.25})
+        trackers.log(1, {"loss": np.float32(0.5)})
+        trackers.log(2, {"loss": 0.25})
     trackers.close()
     assert [metrics["loss"] for metrics in logged] == [0.5, 0.25]
     assert closed == ["good"]
@@ -69,11 +69,9 @@ def test_a_tracker_that_fails_is_dropped_and_the_others_stay(
 
 
 def test_only_finite_numbers_are_tracked_and_those_of_another_phase_under_its_name() -> None:
-    record = {"phase": "rl", "step": 3, "loss": 0.5, "lr": None, "x": float("nan")}
+    record = {"phase": "rl", "loss": 0.5, "lr": None, "x": float("nan")}
     assert tracked_numbers(record) == {"loss": 0.5}
-    other = {**record, "phase": "sft"}
-    assert tracked_numbers(other) == {"sft/loss": 0.5}
-    assert tracked_numbers(other, keep_step=True) == {"sft/loss": 0.5, "sft/step": 3}
+    assert tracked_numbers({**record, "phase": "sft"}) == {"sft/loss": 0.5}
 
 
 class Run:
