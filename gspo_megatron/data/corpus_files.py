@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gspo_megatron.platform import quiet_imports
+from gspo_megatron.platform.quiet import quiet_imports
 
 with quiet_imports():
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder

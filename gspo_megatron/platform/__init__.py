@@ -4,38 +4,7 @@ Importing this package prepares the process for `import megatron.core`: every pa
 Megatron-Core imports this one first, in its own `__init__`.
 """
 
-import contextlib
-import logging
-import warnings
-from collections.abc import Iterator
-
-# Megatron-Core and torch warn about each optional accelerator that is absent, once a rank. This
-# would hide the first line that matters; `doctor` lists what is absent.
-_NOISE = (
-    r".*[Aa]pex.*not installed.*",
-    r".*Transformer ?Engine.*not.*install.*",
-    r".*CUDA initialization.*",
-    r".*CUDA_DEVICE_MAX_CONNECTIONS.*",
-    r".*full scope is deprecated.*",  # of CUDA graphs, which are not used
-    r".*\.grad attribute of a Tensor that is not a leaf.*",  # the distributed optimizer's shards
-    r".*torch\.distributed\.\w+ is deprecated.*|.*`torch\.distributed\.\w+` is deprecated.*",
-    r".*GPTModel.*deprecated.*",
-    r".*experimental and still under active development.*",
-    r".*torch\.cuda\.amp\.custom_[fb]wd.*",
-)
-
-
-@contextlib.contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Ignore every warning while Megatron-Core is imported, afterwards only the known ones."""
-    for name in ("megatron", "torch.distributed.distributed_c10d", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    for pattern in _NOISE:
-        warnings.filterwarnings("ignore", message=pattern)
-
+from gspo_megatron.platform.quiet import quiet_imports
 
 with quiet_imports():
     from gspo_megatron.platform import megatron_cpu
@@ -45,4 +14,4 @@ with quiet_imports():
 
     megatron_fixes.install()
 
-__all__ = ["megatron_cpu", "megatron_fixes", "quiet_imports"]
+__all__ = ["megatron_cpu", "megatron_fixes"]

@@ -346,11 +346,9 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty(
-            (*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device
-        )
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         dtype = torch.promote_types(query.dtype, torch.float32)
-        sums = torch.empty(query.shape[:-1], dtype=dtype, device=query.device)
+        sums = query.new_empty(query.shape[:-1], dtype=dtype)
         ctx.save_for_backward(query, key, value, out, sums)
         return out
 

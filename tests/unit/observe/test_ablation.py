@@ -143,9 +143,8 @@ def test_the_largest_fall_is_from_the_best_so_far() -> None:
 
 
 def test_collapsed_runs_are_named() -> None:
-    said = " ".join(
-        findings([VariantRuns("grpo", [], 2, {}, runs={2: run_of([0.8] * 40 + [0.1] * 10)})])
-    )
+    fallen = VariantRuns("grpo", [], 2, {}, runs={2: run_of([0.8] * 40 + [0.1] * 10)})
+    said = " ".join(findings([fallen]))
     told = "grpo, seed 2 (reward 0.100 at the end, 0.800 at its best)"
     assert f"Collapsed, 1 of 1 runs: {told}" in said
 
