@@ -38,8 +38,7 @@ from gspo_megatron.observe.metrics_files import METRICS_FILE
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import all_gather_objects, on_main
 from gspo_megatron.platform.groups import Ranks, patience_minutes, start_processes, stop_processes
-from gspo_megatron.platform.slurm import SlurmJob
-from gspo_megatron.platform.stop import StopRun, StopSignals, watched
+from gspo_megatron.platform.stop import SlurmJob, StopRun, StopSignals, watched
 
 if TYPE_CHECKING:
     from gspo_megatron.checkpoint.manager import Checkpoints

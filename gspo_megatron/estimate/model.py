@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from gspo_megatron.models import build
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.platform.groups import set_up_model_parallel
-from gspo_megatron.platform.megatron_meta import Trace, pretended_rank, replaced
+from gspo_megatron.platform.megatron_meta import Trace, pretended_rank
 
 EXPERTS, EMBEDDING, DENSE = "experts", "embedding", "dense"
 
@@ -78,7 +79,7 @@ def _build(config: Any, parallel: ResolvedParallel, vocab_size: int) -> tuple[Po
     # only shapes are initialised, and warnings are for those who train
     with (
         warnings.catch_warnings(),
-        replaced(build, "initialize_weights", lambda *_args, **_kwargs: None),
+        patch.object(build, "initialize_weights", lambda *_args, **_kwargs: None),
     ):
         warnings.simplefilter("ignore")
         policy = build.build_policy(config, parallel, vocab_size)

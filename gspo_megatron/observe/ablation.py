@@ -182,8 +182,7 @@ _UPDATES = (
 # --- comparisons ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """One variant's measure minus another's."""
 
     mean: float
@@ -210,16 +209,13 @@ def difference(variant: VariantRuns, other: VariantRuns, measure: Measure) -> Di
     return Difference(statistics.fmean(differences), half_width, count)
 
 
-Pair = tuple[VariantRuns, VariantRuns]
-
-
-def pairs(variants: Sequence[VariantRuns]) -> list[Pair]:
+def pairs(variants: Sequence[VariantRuns]) -> list[tuple[VariantRuns, VariantRuns]]:
     """What is compared: every variant to the first one, and replay to its baseline without it."""
     found = [(variant, variants[0]) for variant in variants[1:]]
     return found + [pair for pair in _replay_pairs(variants) if pair[1] is not variants[0]]
 
 
-def _replay_pairs(variants: Sequence[VariantRuns]) -> list[Pair]:
+def _replay_pairs(variants: Sequence[VariantRuns]) -> list[tuple[VariantRuns, VariantRuns]]:
     by_name = {variant.name: variant for variant in variants}
     return [(v, by_name[v.baseline]) for v in variants if v.baseline in by_name]
 
@@ -324,9 +320,7 @@ def _significant_differences(variants: Sequence[VariantRuns]) -> list[str]:
             judged = judged or (found is not None and found.half_width is not None)
             if found is not None and found.significant:
                 side = "above" if found.mean > 0 else "below"
-                size = _interval(
-                    Difference(abs(found.mean), found.half_width, found.seeds), measure
-                )
+                size = _interval(found._replace(mean=abs(found.mean)), measure)
                 texts.append(f"{one.name} is {side} {other.name} by {size}")
         if texts:
             significant.append(f"Significant differences in {measure.name}: {'; '.join(texts)}.")
@@ -400,20 +394,20 @@ def _cost(variants: Sequence[VariantRuns], volatility: bool) -> list[str | Table
     for variant, baseline in _replay_pairs(variants):
         ours, theirs = seconds.of(variant), seconds.of(baseline)
         longer = [100 * (ours[s] / theirs[s] - 1) for s in ours if s in theirs]
-        our_peaks, their_peaks = peak.of(variant), peak.of(baseline)
-        memory = [our_peaks[s] - their_peaks[s] for s in our_peaks if s in their_peaks]
+        if not longer:
+            continue
+        memory = difference(variant, baseline, peak)
         routes = list(stored.of(variant).values())
-        if longer:
-            rows.append(
-                [
-                    f"{variant.name} over {baseline.name}",
-                    duration(statistics.fmean(ours.values())),
-                    f"{statistics.fmean(longer):+.1f}%",
-                    f"{min(longer):+.1f}% to {max(longer):+.1f}%",
-                    f"{statistics.fmean(memory) / _MIB:+.1f} MiB" if memory else MISSING,
-                    f"{statistics.fmean(routes):,.0f} B" if routes else MISSING,
-                ]
-            )
+        rows.append(
+            [
+                f"{variant.name} over {baseline.name}",
+                duration(statistics.fmean(ours.values())),
+                f"{statistics.fmean(longer):+.1f}%",
+                f"{min(longer):+.1f}% to {max(longer):+.1f}%",
+                f"{memory.mean / _MIB:+.1f} MiB" if memory else MISSING,
+                f"{statistics.fmean(routes):,.0f} B" if routes else MISSING,
+            ]
+        )
     note = "The time of a step includes rollout, log-probs and updates."
     if volatility:
         note += " Volatility is measured in every variant; both sides include its time."

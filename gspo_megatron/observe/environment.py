@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gspo_megatron
+from gspo_megatron.files import write_atomically
 
 _PACKAGES = (
     *("torch", "megatron-core", "transformer-engine", "flash-attn"),
@@ -52,10 +54,8 @@ def describe_environment() -> dict[str, Any]:
 
 def write_environment(run_dir: str | Path) -> Path:
     """Write environment.json into a run folder and return its path."""
-    path = Path(run_dir) / "environment.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8")
-    return path
+    content = json.dumps(describe_environment(), indent=2) + "\n"
+    return write_atomically(Path(run_dir) / "environment.json", content.encode())
 
 
 def _version(package: str) -> str | None:
@@ -66,13 +66,10 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_name() -> str | None:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or None
+    cpuinfo = Path("/proc/cpuinfo")  # of Linux
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or None
 
 
 def _gpus() -> dict[str, Any] | None:
@@ -125,11 +122,8 @@ def output_of(*command: str, seconds: float = 10.0, **changes: str) -> str | Non
 
 
 def _world_size() -> int:
-    for variable in ("WORLD_SIZE", "SLURM_NTASKS"):
-        value = os.environ.get(variable, "")
-        if value.isdigit():
-            return int(value)
-    return 1
+    found = (os.environ.get(variable, "") for variable in ("WORLD_SIZE", "SLURM_NTASKS"))
+    return next((int(text) for text in found if text.isdigit()), 1)
 
 
 def _slurm_job() -> dict[str, str] | None:

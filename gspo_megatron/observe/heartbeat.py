@@ -1,12 +1,38 @@
-"""Heartbeats: long work reports its progress, and the hang watch listens.
+"""Ends a run in which nothing moves any more, and tells where every rank was standing.
 
-This module is below both, so that neither has to import the other.
+A collective that one rank does not join waits for ever, or until a time-out that names no rank.
+Here a thread of each rank notices the silence, writes the stacks of all threads, and ends the
+process; whoever started the ranks then ends the others.
+
+Heartbeats are forward passes, and pieces of long work without forward passes: tensors written or
+read, responses scored. A rank that waits for others has none. Before it ends the run, it looks at a
+shared file to see whether another rank still moves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+
+HANGS = "hang"  # in the run folder: rank_NNNNN.txt of each rank
+HUNG = 70  # exit code: sysexits.h's EX_SOFTWARE
+
+_FIRST = "first"  # in HANGS: made by the first rank that ends the run
+_MOVING = ".moving"  # in the run folder: touched again and again by ranks that move
+_TICKS = 20  # looks at the clock within the time-out
+_LONGEST_TICK = 5.0
+# A rank that moves touches the file four times within the time-out. Ranks that wait begin to look
+# at the file half way through the time-out, and must not miss it.
+_TOUCHES = 4
+
 
 _listeners: list[Callable[[], None]] = []
 
@@ -29,3 +55,113 @@ def heard_by(listener: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(listener)
+
+
+class Heartbeat:
+    """Inside the context, the process ends with HUNG once no rank has called `beat` or
+    `heartbeat` for `timeout` seconds; 0: it never does.
+
+    `folder` is the run folder, which all ranks see.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, timeout: float) -> None:
+        self._folder, self._rank, self._world_size = folder / HANGS, rank, world_size
+        self._moving = folder / _MOVING
+        self._timeout = timeout
+        # The others need time to write their stacks before their launcher ends them.
+        self._grace = min(30.0, max(2.0, timeout / 10))
+        self._last = time.monotonic()
+        self._ended = threading.Event()
+        self._hearing = contextlib.ExitStack()
+
+    def __enter__(self) -> Heartbeat:
+        if self._timeout:
+            self._last = time.monotonic()
+            self._hearing.enter_context(heard_by(self.beat))
+            self._arm()
+            threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._hearing.close()
+        if self._timeout:
+            faulthandler.cancel_dump_traceback_later()
+
+    def forget_earlier(self) -> None:
+        """Remove the files of an earlier start; on the main rank, before the others enter."""
+        with contextlib.suppress(OSError):
+            for path in (*self._folder.glob("*"), self._moving):
+                path.unlink(missing_ok=True)
+
+    def beat(self, *_: object) -> None:
+        """The rank is doing something. Takes arguments to serve as a hook."""
+        self._last = time.monotonic()
+
+    def _watch(self) -> None:
+        tick = min(_LONGEST_TICK, self._timeout / _TICKS)
+        touched = others = self._last  # when this rank touched the file; when another one had
+        seen: int | None = None
+        while not self._ended.wait(tick):
+            self._arm()
+            if self._ended.is_set():  # meanwhile
+                faulthandler.cancel_dump_traceback_later()
+                return
+            now = time.monotonic()
+            if self._last > touched and now - touched > self._timeout / _TOUCHES:
+                touched = now
+                with contextlib.suppress(OSError):
+                    self._moving.touch()
+            silence = now - max(self._last, others)
+            # Only a rank that has been silent for half the time-out looks at the shared files.
+            # Clocks of hosts differ, so another rank moves if the time of the file has changed
+            # between two looks. All ranks hang soon after the first, but not at once: those that
+            # are silent join the first that has reached the time-out.
+            is_suspicious = silence > self._timeout / 2
+            before, seen = seen, self._time_of_others() if is_suspicious else None
+            if before is not None and seen is not None and seen != before:
+                others, seen = now, None
+            elif silence > self._timeout or (is_suspicious and (self._folder / _FIRST).exists()):
+                self._end(silence)
+
+    def _time_of_others(self) -> int:
+        try:
+            return self._moving.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _arm(self) -> None:
+        """A thread that does not release the interpreter stops the watching thread too. Then
+        faulthandler, which needs no interpreter, prints the stacks and ends the process."""
+        faulthandler.dump_traceback_later(self._timeout + 2 * self._grace, exit=True)
+
+    def _end(self, silence: float) -> None:
+        is_first = False
+        with contextlib.suppress(OSError):  # another was first, or the file system hangs too
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / _FIRST).touch(exist_ok=False)
+            is_first = True
+        text = self._stacks(silence)
+        with contextlib.suppress(OSError):
+            self._path(self._rank).write_text(text, encoding="utf-8")
+        print(text, file=sys.stderr, flush=True)
+        time.sleep(self._grace)
+        silent = [r for r in range(self._world_size) if not self._path(r).exists()]
+        if is_first and silent:
+            names = ", ".join(map(str, silent))
+            text = f"no stacks from rank {names}: still moving, or gone with the node"
+            print(text, file=sys.stderr, flush=True)
+        os._exit(HUNG)
+
+    def _stacks(self, silence: float) -> str:
+        head = (
+            f"rank {self._rank} on {platform.node()}, process {os.getpid()}: nothing has moved for "
+            f"{silence:.0f} s (training.hang_timeout_seconds = {self._timeout:g}); all threads:\n"
+        )
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file=file, all_threads=True)
+            file.seek(0)
+            return head + file.read()
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"rank_{rank:05d}.txt"

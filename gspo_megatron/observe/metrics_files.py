@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ PRETRAINING, FINE_TUNING = "pretrain", "sft"  # runs of their own
 # In the order of training: going back to a phase drops those after it. Runs of earlier versions
 # have a warm start before RL.
 _PHASES = (PRETRAINING, FINE_TUNING, "warm_start", RL)
-_TAIL_BLOCK = 65536  # bytes read at a time when looking for the start of the last line
 # "gspo_seed1", "gspo-seed=2", "seed3", "gspo_s4": the part of a run's name that is its seed.
 _SEED = re.compile(r"(?:^|[-_.])(?:seed[-_=]?|s)\d+(?=$|[-_.])", re.IGNORECASE)
 
@@ -140,7 +138,7 @@ class JsonLinesWriter(AbstractContextManager):  # type: ignore[type-arg]
         with self._refusals():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _repair_last_line(self.path)
-            self._file = self._open()
+            self._open()
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record. NaN and infinities, which JSON does not have, are written as null."""
@@ -173,16 +171,16 @@ class JsonLinesWriter(AbstractContextManager):  # type: ignore[type-arg]
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(partial, self.path)
-            self._file = self._open()
+            self._open()
 
     def close(self) -> None:
         with self._refusals():
             self._file.close()
 
-    def _open(self) -> FileIO:
+    def _open(self) -> None:
         # Unbuffered: a buffer would try again, when the file is closed, to write what a full disk
         # has refused.
-        return self.path.open("ab", buffering=0)
+        self._file = self.path.open("ab", buffering=0)
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -222,27 +220,13 @@ class SampleWriter(JsonLinesWriter):
         super().__init__(Path(run_dir) / SAMPLES_FILE)
 
     def write(
-        self,
-        step: int,
-        samples: Sequence[Sample],
-        rewards: Sequence[float],
-        *,
-        split: str = "train",
+        self, step: int, samples: Sequence[Sample], rewards: Sequence[float], split: str = "train"
     ) -> None:
         """Write `samples` of a step with their rewards; `split` is "train" or "evaluation"."""
-        assert len(samples) == len(rewards), (len(samples), len(rewards))
-        for sample, reward in zip(samples, rewards):
-            self.append(
-                {
-                    "step": step,
-                    "split": split,
-                    "prompt": sample.prompt,
-                    "response": sample.response,
-                    "answer": sample.answer,
-                    "reward": reward,
-                    "truncated": sample.truncated,
-                }
-            )
+        for sample, reward in zip(samples, rewards, strict=True):
+            texts = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
+            outcome = {"reward": reward, "truncated": sample.truncated}
+            self.append({"step": step, "split": split, **texts, **outcome})
 
 
 def jsonable(value: Any) -> Any:
@@ -268,23 +252,13 @@ def _encode(record: Mapping[str, Any]) -> bytes:
 
 def _repair_last_line(path: Path) -> None:
     """Make the file end in a line feed: complete its last line if it parses, else cut it off."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        start, tail = size, b""
-        while start > 0 and b"\n" not in tail:
-            start = max(0, start - _TAIL_BLOCK)
-            file.seek(start)
-            tail = file.read(size - start)
-        last_line = tail[tail.rfind(b"\n") + 1 :]
-        if not last_line:
-            return
-        if parse_record(last_line) is not None:
-            file.seek(size)
+    content = path.read_bytes() if path.exists() else b""
+    last_line = content.rpartition(b"\n")[2]
+    if parse_record(last_line) is not None:
+        with path.open("ab") as file:
             file.write(b"\n")
-        else:
-            file.truncate(size - len(last_line))
+    elif last_line:
+        os.truncate(path, len(content) - len(last_line))
 
 
 # --- several runs together ------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from typing import Literal
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -41,6 +41,7 @@ _PANEL_HEIGHT = 2.75
 _DPI = 140
 _SMOOTH_FROM = 40  # curves of fewer points are drawn as they are
 
+_TICKS = {"color": _MUTED, "labelsize": 8, "major.size": 0}
 _STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so pictures are the same everywhere
     "font.size": 9,
@@ -59,12 +60,7 @@ _STYLE = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#e6e9ed",
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
+    **{f"{axis}tick.{name}": value for axis in "xy" for name, value in _TICKS.items()},
     "lines.linewidth": 1.7,
     "legend.frameon": False,
     "legend.fontsize": 8,
@@ -256,6 +252,7 @@ def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Pat
             for axes, panel in zip(all_axes, panels):
                 draw = {"lines": _draw_lines, "fan": _draw_fan, "stack": _draw_stack}[panel.kind]
                 _finish_axes(axes, panel.title, draw(axes, run, panel, page.phase))
+                _add_legend(axes)
             path = Path(run_dir if out_dir is None else out_dir) / "plots" / f"{page.name}.png"
             written.append(_save(figure, path))
     return written
@@ -274,7 +271,15 @@ def plot_comparison(runs: Sequence[Run], path: Path, page: Page) -> Path | None:
         figure, all_axes = _panel_grid(len(panels), page.title)
         for axes, panel in zip(all_axes, panels):
             _draw_runs(axes, runs, panel, page.phase)
-        _share_legend(figure, all_axes)
+        # One legend for all panels, which show the same runs in the same colours.
+        entries: dict[str, Artist] = {}
+        for axes in all_axes:
+            handles, labels = axes.get_legend_handles_labels()
+            entries = dict(zip(labels, handles)) | entries
+        columns = min(len(entries), 4)
+        figure.legend(
+            entries.values(), entries, loc="outside lower left", ncols=columns, fontsize=9
+        )
         return _save(figure, path)
 
 
@@ -307,19 +312,14 @@ def _draw_lines(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
 
 def _draw_fan(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
     """Median with the bands p01 to p99 and min to max, minus one."""
-    names = [f"{panel.keys[0]}{name}" for name in ("min", "p01", "p50", "p99", "max")]
-    present = [key for key in names if key in _present_keys(run, panel, phase)]
-    steps, values = _aligned([run.series(key, phase) for key in present])
-    curves = {_label(key): row - 1.0 for key, row in zip(present, values)}
+    names = ("min", "p01", "p50", "p99", "max")
+    steps, values = _aligned([run.series(f"{panel.keys[0]}{name}", phase) for name in names])
     scale, unit = small_unit((values - 1.0).ravel().tolist())
+    lowest, low, median, high, highest = (values - 1.0) * scale
     color = _PALETTE[0]
-    for low, high, alpha in (("min", "max", 0.12), ("p01", "p99", 0.28)):
-        if low in curves and high in curves:
-            bottom, top = curves[low] * scale, curves[high] * scale
-            label = f"{low} to {high}"
-            axes.fill_between(steps, bottom, top, color=color, alpha=alpha, lw=0, label=label)
-    if "p50" in curves:
-        axes.plot(steps, curves["p50"] * scale, color=color, label="median")
+    axes.fill_between(steps, lowest, highest, color=color, alpha=0.12, lw=0, label="min to max")
+    axes.fill_between(steps, low, high, color=color, alpha=0.28, lw=0, label="p01 to p99")
+    axes.plot(steps, median, color=color, label="median")
     floor_steps, floor = run.series(panel.floor, phase)
     for sign, label in ((1, "noise floor"), (-1, None)):
         if floor_steps:
@@ -332,16 +332,10 @@ def _draw_stack(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
     present = _present_keys(run, panel, phase)
     steps, values = _aligned([run.series(key, phase) for key in present])
     layers = np.nan_to_num(values)
-    means = [float(np.mean(layer)) if steps else 0.0 for layer in layers]
-    labels = [f"{_label(key)} {mean:.2g} s" for key, mean in zip(present, means)]
-    if len(steps) > 1:
-        colors = _PALETTE[: len(layers)]
-        axes.stackplot(steps, layers, labels=labels, colors=colors, alpha=0.85, linewidth=0)
-    else:  # areas need two points; the only step is shown as a bar
-        bottom = 0.0
-        for layer, label, color in zip(layers, labels, _PALETTE):
-            axes.bar(steps, layer, bottom=bottom, label=label, color=color, width=0.5)
-            bottom += float(np.sum(layer))
+    labels = [f"{_label(k)} {mean:.2g} s" for k, mean in zip(present, layers.mean(axis=1))]
+    if len(steps) == 1:  # areas need two points
+        steps, layers = [steps[0] - 0.25, steps[0] + 0.25], layers.repeat(2, axis=1)
+    axes.stackplot(steps, layers, labels=labels, colors=_PALETTE, alpha=0.85, linewidth=0)
     axes.plot(*run.series(panel.total, phase), color=_INK, linewidth=0.8, label="whole step")
     axes.set_ylim(bottom=0)
     return panel.ylabel
@@ -354,13 +348,11 @@ def _draw_runs(axes: Axes, runs: Sequence[Run], panel: Panel, phase: str) -> Non
         color = _PALETTE[index % len(_PALETTE)]
         curves = []
         for run in members:
-            present = _present_keys(run, panel, phase)
-            if present:
-                steps, values = run.series(present[0], phase)
+            for key in _present_keys(run, panel, phase)[:1]:
+                steps, values = run.series(key, phase)
                 curves.append((steps, [value * panel.scale for value in values]))
-                label = _label(present[0])
-                if len(panel.keys) > 1 and label not in title.lower():
-                    title = f"{panel.title}: {label}"
+                if len(panel.keys) > 1 and _label(key) not in title.lower():
+                    title = f"{panel.title}: {_label(key)}"
         if len(curves) == 1:
             _draw_curve(axes, *curves[0], color, name)
         elif curves:
@@ -374,11 +366,8 @@ def _draw_runs(axes: Axes, runs: Sequence[Run], panel: Panel, phase: str) -> Non
     _finish_axes(axes, title, panel.ylabel)
 
 
-Curve = tuple[list[int], list[float]]  # steps, values
-
-
-def _aligned(curves: Sequence[Curve]) -> tuple[list[int], np.ndarray]:
-    """The steps that all curves have, and [num_curves, num_steps] values at them."""
+def _aligned(curves: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int], np.ndarray]:
+    """Of curves (steps, values): the steps of all, and [num_curves, num_steps] values at them."""
     tables: list[Mapping[int, float]] = [dict(zip(*curve)) for curve in curves]
     steps = sorted(set.intersection(*map(set, tables)))
     return steps, np.array([[table[step] for step in steps] for table in tables])
@@ -393,22 +382,25 @@ def _panel_grid(count: int, title: str, columns: int = 3) -> tuple[Figure, list[
     rows = math.ceil(count / columns)
     width = max(1.25, columns) * _PANEL_WIDTH
     figure = Figure(figsize=(width, rows * _PANEL_HEIGHT + 0.45), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.02, hspace=0.04)  # type: ignore[union-attr]
     figure.suptitle(title, x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=_INK)
     return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
 
 
 def _finish_axes(axes: Axes, title: str, ylabel: str) -> None:
-    """Title, labels, ticks and, above the panel, the legend where there is more than one label."""
-    handles, labels = axes.get_legend_handles_labels()
-    rows = 0
+    axes.set_title(title)
+    axes.set_ylabel(ylabel)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.margins(x=0.015)
+
+
+def _add_legend(axes: Axes) -> None:
+    """Above the panel, where there is more than one label."""
+    labels = axes.get_legend_handles_labels()[1]
     if len(labels) > 1:
         columns = 4 if sum(map(len, labels)) <= 40 else 3  # so many fit over a panel
-        rows = math.ceil(len(labels) / columns)
         axes.legend(
-            handles,
-            labels,
             loc="lower left",
             bbox_to_anchor=(-0.01, 0.985),
             ncols=min(len(labels), columns),
@@ -417,28 +409,7 @@ def _finish_axes(axes: Axes, title: str, ylabel: str) -> None:
             handletextpad=0.5,
             columnspacing=1.2,
         )
-    axes.set_title(title, pad=6 + 14 * rows)
-    axes.set_ylabel(ylabel)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.margins(x=0.015)
-
-
-def _share_legend(figure: Figure, all_axes: Sequence[Axes]) -> None:
-    """One legend for all panels, which show the same runs in the same colours."""
-    entries: dict[str, object] = {}
-    for axes in all_axes:
-        handles, labels = axes.get_legend_handles_labels()
-        for handle, label in zip(handles, labels):
-            entries.setdefault(label, handle)
-        legend = axes.get_legend()
-        if legend is not None:
-            legend.remove()
-        axes.set_title(axes.get_title(loc="left"), pad=6)
-    columns = min(len(entries), 4)
-    figure.legend(
-        list(entries.values()), list(entries), loc="outside lower left", ncols=columns, fontsize=9
-    )
+        axes.set_title(axes.get_title("left"), pad=6 + 14 * math.ceil(len(labels) / columns))
 
 
 def _set_scale(axes: Axes, panel: Panel, values: Sequence[float]) -> None:
@@ -507,7 +478,6 @@ def _draw_curve(
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    """Write a PNG and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI)
     return path

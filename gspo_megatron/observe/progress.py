@@ -6,7 +6,6 @@ Also how numbers are written for people, here and in the reports.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import math
 import os
@@ -14,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TextIO, final
 
 from rich.console import Console, Group
@@ -28,6 +28,7 @@ MISSING = "–"
 _SECONDS_BETWEEN_LINES = 2.0
 _STEPS_IN_PACE = 16  # the pace is the mean over so many steps
 _REFRESHES_PER_SECOND = 4
+_GONE = (OSError, ValueError, AttributeError)  # what a closed or missing stream raises
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-class SafeStream(io.TextIOBase):
+class SafeStream:
     """Writes to another stream; does nothing when that one is closed, full or gone.
 
     Characters that the stream's encoding lacks are replaced. rich writes from its own thread, where
@@ -87,26 +88,16 @@ class SafeStream(io.TextIOBase):
 
     def __init__(self, stream: TextIO | Any) -> None:
         self._stream = stream
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self._stream, "encoding", None) or "utf-8"
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        try:
+        with contextlib.suppress(*_GONE):
             return bool(self._stream.isatty())
-        except (OSError, ValueError, AttributeError):
-            return False
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def writable(self) -> bool:
-        return True
+        return False
 
     def write(self, text: str) -> int:
         # On a closed pipe or terminal the text is lost; the run goes on.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(*_GONE):
             try:
                 self._stream.write(text)
             except UnicodeEncodeError:
@@ -115,14 +106,20 @@ class SafeStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(*_GONE):
             self._stream.flush()
-
-    def close(self) -> None:
-        """Leave the wrapped stream open: it belongs to its owner."""
 
 
 # --- progress -------------------------------------------------------------------------------------
+
+_SHOWN: tuple[tuple[str, Callable[[float | None], str], tuple[str, ...]], ...] = (
+    ("reward", fixed, ("reward/mean",)),
+    ("accuracy", fixed, ("evaluation/accuracy",)),
+    ("loss", number, ("loss",)),
+    ("grad norm", number, ("grad_norm",)),
+    # The objective clips sequences or tokens, and logs which.
+    ("clipped", percent, ("clip/sequence/binding", "clip/token/binding")),
+)
 
 
 @final
@@ -144,189 +141,113 @@ class Progress:
         initial_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._state = _State(total, title, initial_step, clock)
-        self._display: _LineDisplay | _LiveDisplay | None = None
-        if enabled:
-            safe = SafeStream(sys.stderr if stream is None else stream)
-            redraws = safe.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-            self._display = (_LiveDisplay if redraws else _LineDisplay)(self._state, safe)
+        self._total, self._title, self._step, self._clock = total, title, initial_step, clock
+        self._metrics: dict[str, Any] = {}
+        self._accuracy: dict[str, Any] = {}  # of the last evaluation; not every step has one
+        self._times: deque[tuple[int, float]] = deque(maxlen=_STEPS_IN_PACE + 1)
+        self._line_step, self._line_time = initial_step, -math.inf  # of the last line
+        self._enabled = enabled
+        self._stream = SafeStream(sys.stderr if stream is None else stream)
+        self._live: Live | None = None
 
     def __enter__(self) -> Progress:
-        self._state.start()
-        self._attempt(lambda display: display.start())
+        self._started = self._clock()
+        self._times.append((self._step, self._started))
+        redraws = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+        if self._enabled and redraws and self._stream.isatty():
+            # This is known to be a terminal; rich must not decide again.
+            console = Console(file=self._stream, force_terminal=True, highlight=False)  # type: ignore[arg-type]
+            self._live = Live(
+                console=console,
+                get_renderable=lambda: self._render(console.width),
+                refresh_per_second=_REFRESHES_PER_SECOND,
+            )
+            self._attempt(partial(self._live.start, refresh=True))
         return self
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show that `step` (counted from 1) is done; `metrics` by the names of metrics.jsonl."""
-        self._state.advance(step, metrics)
-        self._attempt(lambda display: display.refresh())
+        if metrics.get("evaluation/accuracy") is not None:
+            self._accuracy = {"evaluation/accuracy": metrics["evaluation/accuracy"]}
+        self._step, self._metrics = step, {**metrics, **self._accuracy}
+        now = self._clock()
+        self._times.append((step, now))
+        # A bar is redrawn by the clock, so that fast steps are not slowed down by the terminal.
+        is_due = now - self._line_time >= _SECONDS_BETWEEN_LINES or step >= self._total
+        if self._live is None and is_due:
+            self._attempt(self._write_line)
 
     def note(self, text: str) -> None:
         """Show a line of text that stays, above the bar or between the lines."""
-        self._attempt(lambda display: display.note(text))
+        show = self._write if self._live is None else self._live.console.print
+        self._attempt(partial(show, Text(text)))
 
     def __exit__(self, *_: object) -> None:
-        self._attempt(lambda display: display.stop())
+        if self._live is not None:
+            self._attempt(self._live.stop)
+        elif self._line_step != self._step and self._metrics:
+            self._attempt(self._write_line)
 
-    def _attempt(self, action: Callable[[_LineDisplay | _LiveDisplay], None]) -> None:
-        if self._display is None:
+    def _attempt(self, show: Callable[[], object]) -> None:
+        if not self._enabled:
             return
         try:
-            action(self._display)
+            show()
         except Exception:
             # The run matters more than its display, whatever is wrong with the terminal.
             _logger.debug("progress is no longer shown", exc_info=True)
-            self._display = None
+            self._enabled = False
 
-
-class _State:
-    """What is shown, for both displays."""
-
-    def __init__(
-        self, total: int, title: str, initial_step: int, clock: Callable[[], float]
-    ) -> None:
-        self.total = total
-        self.title = title
-        self.step = initial_step
-        self.clock = clock
-        self.metrics: dict[str, Any] = {}
-        self.accuracy: float | None = None  # of the last evaluation; not every step has one
-        self._times: deque[tuple[int, float]] = deque(maxlen=_STEPS_IN_PACE + 1)
-        self.start()
-
-    def start(self) -> None:
-        self.started = self.clock()
-        self._times.clear()
-        self._times.append((self.step, self.started))
-
-    def advance(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.step = step
-        self.metrics = dict(metrics)
-        if metrics.get("evaluation/accuracy") is not None:
-            self.accuracy = metrics["evaluation/accuracy"]
-        self._times.append((step, self.clock()))
-
-    @property
-    def done(self) -> bool:
-        return self.step >= self.total
-
-    def seconds_per_step(self) -> float | None:
-        """Mean over the last steps, with everything between them; None before the first."""
-        (first_step, first_time), (last_step, last_time) = self._times[0], self._times[-1]
-        if last_step <= first_step:
-            return None
-        return (last_time - first_time) / (last_step - first_step)
-
-    def shown_metrics(self) -> list[tuple[str, str]]:
+    def _shown_metrics(self) -> list[tuple[str, str]]:
         """Names and values of the metrics that this step has, as text."""
-        metrics = self.metrics
-        # The objective clips sequences or tokens, and logs which.
-        clips = [metrics.get(f"clip/{unit}/binding") for unit in ("sequence", "token")]
-        clipped = next((value for value in clips if value is not None), None)
-        shown: list[tuple[str, Any, Callable[[float | None], str], bool]] = [
-            ("reward", metrics.get("reward/mean"), fixed, "reward/mean" in metrics),
-            ("accuracy", self.accuracy, fixed, self.accuracy is not None),
-            ("loss", metrics.get("loss"), number, "loss" in metrics),
-            ("grad norm", metrics.get("grad_norm"), number, "grad_norm" in metrics),
-            ("clipped", clipped, percent, clipped is not None),
-        ]
-        # None stands for a number that was not finite, which must be shown.
-        return [
-            (name, write(math.nan if value is None else float(value)))
-            for name, value, write, present in shown
-            if present
-        ]
+        shown = []
+        for name, write, keys in _SHOWN:
+            values = [self._metrics[key] for key in keys if key in self._metrics]
+            if values:  # None stands for a number that was not finite, which must be shown
+                shown.append((name, write(math.nan if values[0] is None else float(values[0]))))
+        return shown
 
-    def timing(self) -> list[tuple[str, str]]:
+    def _timing(self) -> list[tuple[str, str]]:
         """Names and values of pace and remaining time, or of the total time when done."""
-        pace = self.seconds_per_step()
-        if self.done:
-            time_shown = ("took", duration(self.clock() - self.started))
+        now = self._clock()
+        (first_step, first_time), (last_step, last_time) = self._times[0], self._times[-1]
+        steps = last_step - first_step
+        pace = (last_time - first_time) / steps if steps > 0 else None  # over the last steps
+        if self._step >= self._total:
+            time_shown = ("took", duration(now - self._started))
         else:
             left = None
             if pace is not None:  # counts down while a step is running
-                since_last = self.clock() - self._times[-1][1]
-                left = max(0.0, (self.total - self.step) * pace - since_last)
+                left = max(0.0, (self._total - self._step) * pace - (now - last_time))
             time_shown = ("ETA", duration(left))
         return [time_shown] if pace is None else [("", f"{number(pace)} s/step"), time_shown]
 
+    def _write_line(self) -> None:
+        pairs = [*self._shown_metrics(), *self._timing()]
+        count = f"{self._step:>{len(str(self._total))}}/{self._total}"
+        parts = [f"{self._title}  {count}", *(f"{name} {value}".strip() for name, value in pairs)]
+        self._write("  ".join(parts))
+        self._line_step, self._line_time = self._step, self._clock()
 
-class _LineDisplay:
-    """A line of text every few seconds, for log files."""
-
-    def __init__(self, state: _State, stream: SafeStream) -> None:
-        self._state = state
-        self._stream = stream
-        self._last_time = -math.inf
-        self._last_step: int | None = None
-
-    def start(self) -> None:
-        pass
-
-    def refresh(self) -> None:
-        waited = self._state.clock() - self._last_time
-        if waited >= _SECONDS_BETWEEN_LINES or self._state.done:
-            self._write_line()
-
-    def note(self, text: str) -> None:
-        self._stream.write(text + "\n")
+    def _write(self, text: object) -> None:
+        self._stream.write(f"{text}\n")
         self._stream.flush()
 
-    def stop(self) -> None:
-        if self._last_step != self._state.step and self._state.metrics:
-            self._write_line()
-
-    def _write_line(self) -> None:
-        state = self._state
-        parts = [f"{name} {value}".strip() for name, value in state.shown_metrics()]
-        parts += [f"{name} {value}".strip() for name, value in state.timing()]
-        count = f"{state.step:>{len(str(state.total))}}/{state.total}"
-        self.note("  ".join([f"{state.title}  {count}", *parts]))
-        self._last_time = state.clock()
-        self._last_step = state.step
-
-
-class _LiveDisplay:
-    """A bar and a line of metrics that are redrawn in place."""
-
-    def __init__(self, state: _State, stream: SafeStream) -> None:
-        self._state = state
-        # Progress has decided that this is a terminal; rich must not decide again.
-        self._console = Console(file=stream, force_terminal=True, highlight=False)  # type: ignore[arg-type]
-        self._live = Live(
-            console=self._console,
-            get_renderable=self._render,
-            refresh_per_second=_REFRESHES_PER_SECOND,
-        )
-
-    def start(self) -> None:
-        self._live.start(refresh=True)
-
-    def refresh(self) -> None:
-        pass  # redrawn by the clock, so that fast steps are not slowed down by the terminal
-
-    def note(self, text: str) -> None:
-        self._console.print(Text(text))
-
-    def stop(self) -> None:
-        self._live.stop()
-
-    def _render(self) -> Group:
-        state = self._state
+    def _render(self, width: int) -> Group:
         bar = Table.grid(padding=(0, 2), expand=False)
         for _ in range(3):
             bar.add_column(no_wrap=True)
-        timing = Text("  ").join(_pair(name, value) for name, value in state.timing())
-        count = Text.assemble((f"{state.step}", "bold"), f"/{state.total}  ", timing)
+        timing = Text("  ").join(_pair(name, value) for name, value in self._timing())
+        count = Text.assemble((f"{self._step}", "bold"), f"/{self._total}  ", timing)
         progress_bar = ProgressBar(
-            total=max(1, state.total),
-            completed=state.step,
-            width=max(10, min(40, self._console.width - 50)),
-            complete_style="green" if state.done else "cyan",
+            total=max(1, self._total),
+            completed=self._step,
+            width=max(10, min(40, width - 50)),
+            complete_style="cyan",
             finished_style="green",
         )
-        bar.add_row(Text(state.title, style="bold"), progress_bar, count)
-        metrics = Text("   ").join(_pair(name, value) for name, value in state.shown_metrics())
+        bar.add_row(Text(self._title, style="bold"), progress_bar, count)
+        metrics = Text("   ").join(_pair(name, value) for name, value in self._shown_metrics())
         metrics.no_wrap, metrics.overflow = True, "ellipsis"
         return Group(bar, metrics)
 

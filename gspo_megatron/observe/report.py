@@ -9,7 +9,6 @@ import sys
 import tempfile
 from base64 import b64encode
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -68,8 +67,7 @@ class Folded(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class ReportSection:
+class ReportSection(NamedTuple):
     title: str
     items: list[str | Table | Picture | Folded]  # a string is a paragraph
 
@@ -94,7 +92,7 @@ def render_html(
 class _Metric(NamedTuple):
     name: str
     keys: tuple[str, ...]  # the first one that the run has
-    best: Callable[[Sequence[float]], float] | None  # None: neither high nor low is better
+    best: Callable[..., int] | None  # max or min; None: neither high nor low is better
     write: Callable[[float | None], str]
 
 
@@ -110,26 +108,18 @@ _RL_METRICS = (_REWARD, _ACCURACY, _LOSS, _GRAD_NORM, _CLIPPED, _THROUGHPUT, _ST
 _SUPERVISED_METRICS = (_HELD_OUT_LOSS, _LOSS, _GRAD_NORM, _THROUGHPUT, _STEP_TIME)
 
 # The columns of a comparison: which value of which metric.
+_BOTH = ("last", "best")
 _RL_COLUMNS = (
-    ("last", _REWARD),
-    ("best", _REWARD),
-    ("last", _ACCURACY),
-    ("best", _ACCURACY),
-    ("last", _GRAD_NORM),
-    ("last", _CLIPPED),
-    ("last", _THROUGHPUT),
+    *((kind, metric) for metric in (_REWARD, _ACCURACY) for kind in _BOTH),
+    *(("last", metric) for metric in (_GRAD_NORM, _CLIPPED, _THROUGHPUT)),
 )
 _SUPERVISED_COLUMNS = (
-    ("last", _HELD_OUT_LOSS),
-    ("best", _HELD_OUT_LOSS),
-    ("last", _LOSS),
-    ("last", _GRAD_NORM),
-    ("last", _THROUGHPUT),
+    *((kind, _HELD_OUT_LOSS) for kind in _BOTH),
+    *(("last", metric) for metric in (_LOSS, _GRAD_NORM, _THROUGHPUT)),
 )
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """A metric over a run; None where there is no value, or no value is the best."""
 
     metric: _Metric
@@ -158,8 +148,8 @@ def _summarize(records: Sequence[Record], metric: _Metric, phase: str) -> Summar
     finite = {step: value for step, value in zip(steps, values) if math.isfinite(value)}
     best = best_step = None
     if metric.best is not None and finite:
-        best = metric.best(list(finite.values()))
-        best_step = next(step for step, value in finite.items() if value == best)
+        best_step = metric.best(finite, key=finite.__getitem__)
+        best = finite[best_step]
     first, last = (values[0], values[-1]) if values else (None, None)
     return Summary(metric, first, last, best, best_step, len(values) - len(finite))
 
@@ -302,24 +292,24 @@ def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[R
         sections.append(ReportSection(f"Curves{suffix}", [Picture(path, f"curves{suffix}")]))
     columns = _RL_COLUMNS if phase == RL else _SUPERVISED_COLUMNS
     names = [f"{kind} {metric.name}" for kind, metric in columns]
-    values = {
-        run.name: [getattr(_summarize(run.records, m, phase), kind) for kind, m in columns]
-        for run in runs
-    }
+
+    def cells(members: Sequence[Run]) -> list[str]:
+        """Mean and spread over some runs; the value of a single one."""
+        return [
+            mean_and_spread(
+                [getattr(_summarize(run.records, m, phase), kind) for run in members], m.write
+            )
+            for kind, m in columns
+        ]
+
     if len(by_group) < len(runs):
-        rows = []
-        for name, members in by_group.items():
-            by_column = zip(*(values[run.name] for run in members))
-            cells = [mean_and_spread(v, m.write) for v, (_, m) in zip(by_column, columns)]
-            rows.append([name, str(len(members)), *cells])
-        sections.append(
-            ReportSection(f"Over seeds{suffix}", [Table(["runs", "seeds", *names], rows)])
-        )
+        rows = [[name, str(len(of_group)), *cells(of_group)] for name, of_group in by_group.items()]
+        table = Table(["runs", "seeds", *names], rows)
+        sections.append(ReportSection(f"Over seeds{suffix}", [table]))
     rows = []
     for run in runs:
-        cells = [metric.write(v) for v, (_, metric) in zip(values[run.name], columns)]
         steps, wall = str(steps_done(run.records, phase)), duration(wall_seconds(run.records))
-        rows.append([run.name, steps, *cells, wall])
+        rows.append([run.name, steps, *cells([run]), wall])
     table = Table(["run", "steps", *names, "wall time"], rows)
     return [*sections, ReportSection(f"Each run{suffix}", [table])]
 
@@ -366,15 +356,10 @@ def _sample_table(samples: Sequence[Record]) -> Table:
     for sample in shown:
         held_out = " held out" if sample.get("split") == "evaluation" else ""
         truncated = " [truncated]" if sample.get("truncated") else ""
-        rows.append(
-            [
-                f"{sample.get('step', '')}{held_out}",
-                str(sample.get("prompt", "")),
-                f"{sample.get('response', '')}{truncated}",
-                str(sample.get("answer", "")),
-                fixed(sample.get("reward")),
-            ]
-        )
+        names = ("step", "prompt", "response", "answer")
+        step, prompt, response, answer = (str(sample.get(name, "")) for name in names)
+        reward = fixed(sample.get("reward"))
+        rows.append([step + held_out, prompt, response + truncated, answer, reward])
     return Table(["step", "prompt", "response", "answer", "reward"], rows, is_text=True)
 
 

@@ -14,7 +14,7 @@ from gspo_megatron.observe.environment import write_environment
 from gspo_megatron.observe.metrics_files import METRICS_FILE, MetricsWriter, SampleWriter
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.report import finish_run
-from gspo_megatron.observe.trackers import note_sent, open_trackers
+from gspo_megatron.observe.trackers import open_trackers
 from gspo_megatron.types import Sample
 
 
@@ -46,15 +46,13 @@ class RunLogger:
         write_environment(self.folder)
         self._metrics = MetricsWriter(self.folder)
         self._samples = SampleWriter(self.folder)
-        if resumed_at is not None:
-            if config.logging.trackers:
-                note_sent(self.folder)
-            phase, step = resumed_at
-            self._metrics.truncate_after(step, phase)
-            self._samples.truncate_after(step, phase)
         self._trackers = open_trackers(
             config.logging.trackers, self.folder, config.model_dump(mode="json")
         )
+        if resumed_at is not None:
+            phase, step = resumed_at
+            self._metrics.truncate_after(step, phase)
+            self._samples.truncate_after(step, phase)
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:
         """A progress display of one phase, of which `done` steps were finished earlier."""

@@ -14,17 +14,20 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from gspo_megatron.errors import UserError
+from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.metrics_files import (
     RL,
+    Record,
     jsonable,
-    parse_record,
     phase_of,
     position_of,
+    read_json_lines,
     read_metrics,
 )
 
@@ -33,74 +36,66 @@ SENT_FILE = "trackers.json"  # in the run folder: phase and step of the last rec
 _logger = logging.getLogger(__name__)
 
 
-class Tracker(Protocol):
-    """A service or file that shows the metrics of a run."""
+class Tracker(NamedTuple):
+    """How a service or file that shows the metrics of a run is sent a step, and closed."""
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+    log: Callable[[int, Mapping[str, Any]], object]
+    close: Callable[[], object]
 
-    def close(self) -> None: ...
 
-
-class TensorBoardTracker:
+def _open_tensorboard(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     """Event files under RUN/tensorboard."""
+    module = _require("torch.utils.tensorboard", "tensorboard")
+    writer = module.SummaryWriter(log_dir=str(run_dir / "tensorboard"))
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        module = _require("torch.utils.tensorboard", "tensorboard", "tensorboard")
-        self._writer = module.SummaryWriter(log_dir=str(run_dir / "tensorboard"))
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in tracked_numbers(metrics).items():
-            self._writer.add_scalar(name, value, global_step=step)
-        self._writer.flush()
+            writer.add_scalar(name, value, global_step=step)
+        writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
+    return Tracker(log, writer.close)
 
 
-class WandbTracker:
+def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     """A Weights & Biases run; a resumed run goes on in the same one."""
+    wandb = _require("wandb", "wandb")
+    remembered = run_dir / "wandb_run_id"
+    run_id = remembered.read_text().strip() if remembered.exists() else None
+    run = wandb.init(
+        dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow", config=dict(config)
+    )
+    remembered.write_text(f"{run.id}\n")
+    # wandb's internal step must grow with every call; "step" is the step of the run.
+    run.define_metric("*", step_metric="step")
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        wandb = _require("wandb", "wandb", "wandb")
-        remembered = run_dir / "wandb_run_id"
-        run_id = remembered.read_text().strip() if remembered.exists() else None
-        self._run = wandb.init(
-            dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow", config=dict(config)
-        )
-        remembered.write_text(f"{self._run.id}\n")
-        # wandb's internal step must grow with every call; "step" is the step of the run.
-        self._run.define_metric("*", step_metric="step")
+    def log(step: int, metrics: Mapping[str, Any]) -> None:
+        run.log(tracked_numbers({**metrics, "step": step}))
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(tracked_numbers({**metrics, "step": step}, keep_step=True))
-
-    def close(self) -> None:
-        self._run.finish()
+    return Tracker(log, run.finish)
 
 
-class MlflowTracker:
+def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     """An MLflow run; a resumed run goes on in the same one."""
-
-    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        mlflow = _require("mlflow", "mlflow", "mlflow")
-        remembered = run_dir / "mlflow_run_id"
-        self._client = mlflow.tracking.MlflowClient()
-        if remembered.exists():
-            self._run_id = remembered.read_text().strip()
-            return
-        run = mlflow.start_run(run_name=run_dir.name)
+    mlflow = _require("mlflow", "mlflow")
+    remembered = run_dir / "mlflow_run_id"
+    client = mlflow.tracking.MlflowClient()
+    if remembered.exists():
+        run_id = remembered.read_text().strip()
+    else:
+        run_id = mlflow.start_run(run_name=run_dir.name).info.run_id
         mlflow.end_run()  # logging goes through the client, so no global run needs to stay open
-        self._run_id = run.info.run_id
-        remembered.write_text(f"{self._run_id}\n")
+        remembered.write_text(f"{run_id}\n")
         for section, values in config.items():
-            self._client.log_param(self._run_id, section, str(values)[:500])  # MLflow's limit
+            client.log_param(run_id, section, str(values)[:500])  # MLflow's limit
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in tracked_numbers(metrics).items():
-            self._client.log_metric(self._run_id, name, value, step=step)
+            client.log_metric(run_id, name, value, step=step)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+    return Tracker(log, partial(client.set_terminated, run_id))
+
+
+_TRACKERS = {"tensorboard": _open_tensorboard, "wandb": _open_wandb, "mlflow": _open_mlflow}
 
 
 class TrackerSet:
@@ -134,77 +129,51 @@ class TrackerSet:
         self._trackers.clear()
 
 
-_TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
-}
-
-
-def note_sent(run_dir: str | Path) -> None:
-    """Save the last step that the trackers of a run were sent: the last one of metrics.jsonl. To be
-    called before a resumed run truncates that file.
-
-    Raises UserError where this cannot be written, DataError where metrics.jsonl is damaged.
-    """
-    path = Path(run_dir) / SENT_FILE
-    records = [*read_metrics(run_dir), *filter(None, [_sent(run_dir)])]
-    if not records:
-        return
-    last = max(records, key=position_of)
-    content = json.dumps({"phase": phase_of(last), "step": last["step"]}) + "\n"
-    try:
-        path.write_text(content)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
-def _sent(run_dir: Path | str) -> Mapping[str, Any] | None:
-    """What `note_sent` wrote; None where it was killed while writing."""
-    try:
-        found = parse_record((Path(run_dir) / SENT_FILE).read_bytes())
-    except OSError:
-        return None
-    return found if found and {"phase", "step"} <= found.keys() else None
-
-
 def open_trackers(
-    names: Sequence[str], run_dir: str | Path, config: Mapping[str, Any] | None = None
+    names: Sequence[str], run_dir: Path, config: Mapping[str, Any] | None = None
 ) -> TrackerSet:
-    """Open the named trackers ("tensorboard", "wandb", "mlflow"); on resume, after `note_sent`.
+    """Open the named trackers ("tensorboard", "wandb", "mlflow"), which go on after the last step
+    of metrics.jsonl; to be called before a resumed run truncates that file.
 
     `config` is the run's configuration as plain data. Raises UserError for an unknown name and for
-    one whose package is not installed.
+    one whose package is not installed, DataError where metrics.jsonl is damaged.
     """
     unknown = [name for name in names if name not in _TRACKERS]
     if unknown:
         raise UserError(
             f"logging.trackers = {', '.join(unknown)}: unknown; choose from {', '.join(_TRACKERS)}"
         )
-    run_dir = Path(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
     trackers = {name: _TRACKERS[name](run_dir, config or {}) for name in names}
-    return TrackerSet(trackers, _sent(run_dir))
+    return TrackerSet(trackers, _last_sent(run_dir) if names else None)
 
 
-def tracked_numbers(metrics: Mapping[str, Any], keep_step: bool = False) -> dict[str, float]:
+def _last_sent(run_dir: Path) -> Record | None:
+    """The last record that earlier starts have sent; SENT_FILE remembers it for the next start."""
+    path = run_dir / SENT_FILE
+    earlier = read_json_lines(path) if path.exists() else []
+    last = max([*read_metrics(run_dir), *earlier], key=position_of, default=None)
+    if last is not None:
+        content = json.dumps({"phase": phase_of(last), "step": last["step"]}) + "\n"
+        write_atomically(path, content.encode())
+    return last
+
+
+def tracked_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a record; outside RL their names begin with the phase."""
     phase = phase_of(metrics)
     prefix = "" if phase == RL else f"{phase}/"
-    numbers = {}
-    for name, value in metrics.items():
-        if name == "step" and not keep_step:
-            continue
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            numbers[prefix + name] = float(value)
-    return numbers
+    return {
+        prefix + name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    }
 
 
-def _require(module: str, package: str, tracker: str) -> ModuleType:
+def _require(module: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(
-            f"logging.trackers = {tracker}: the package `{package}` cannot be imported ({error}); "
-            f"install it with `pip install {package}` or take {tracker} off the list"
+            f"logging.trackers = {package}: the package `{package}` cannot be imported ({error}); "
+            f"install it with `pip install {package}` or take {package} off the list"
         ) from error

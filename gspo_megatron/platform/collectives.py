@@ -20,27 +20,23 @@ def on_main(work: Callable[[], T]) -> T:
     An OSError that names a file becomes a UserError, so that all ranks end with it. Any other error
     is raised on rank 0 alone, and the launcher ends the others, which wait here.
     """
-    if dist.get_world_size() == 1:
-        return _naming_files(work)
     outcome: list[Any] = [None, None]  # the result, and the text of the error
+    error: UserError | None = None
     if dist.get_rank() == 0:
         try:
-            outcome[0] = _naming_files(work)
-        except UserError as error:
-            outcome[1] = str(error)
-    dist.broadcast_object_list(outcome, src=0)
+            outcome[0] = work()
+        except UserError as caught:
+            error = caught
+        except OSError as caught:
+            if caught.filename is None:
+                raise
+            error = UserError(f"{caught.filename}: {caught.strerror}")
+        outcome[1] = error and str(error)
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
-        raise UserError(outcome[1])
+        raise error or UserError(outcome[1])
     return outcome[0]
-
-
-def _naming_files(work: Callable[[], T]) -> T:
-    try:
-        return work()
-    except OSError as error:
-        if error.filename is None:
-            raise
-        raise UserError(f"{error.filename}: {error.strerror}") from error
 
 
 def all_gather_objects(value: T) -> list[T]:

@@ -14,10 +14,7 @@ from gspo_megatron.errors import UserError
 
 def local_rank() -> int:
     """This process's number on its node: torchrun's LOCAL_RANK, else Slurm's, else 0."""
-    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
-        if name in os.environ:
-            return int(os.environ[name])
-    return 0
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
 
 
 def select_device() -> torch.device:

@@ -49,7 +49,7 @@ _FOR_EVER_MINUTES = 30.0 * 24 * 60
 
 
 def patience_minutes(hang_timeout_seconds: float) -> float:
-    """The time-out of collectives: longer than that of the heartbeat (platform.heartbeat), which
+    """The time-out of collectives: longer than that of the heartbeat (observe.heartbeat), which
     names the rank that hangs. A heartbeat of 0 seconds never ends a run, so neither do these."""
     if not hang_timeout_seconds:
         return _FOR_EVER_MINUTES

@@ -31,14 +31,6 @@ FACTORIES = ("empty", "zeros", "ones", "tensor", "empty_like")
 # without a GPU, or with a GPU hidden for a dry run, where the kernels cannot compute.
 GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
 
-# DistributedOptimizer sorts parameters by these names.
-_CUDA_TYPE_NAMES = {
-    torch.float32: "torch.cuda.FloatTensor",
-    torch.float64: "torch.cuda.DoubleTensor",
-    torch.float16: "torch.cuda.HalfTensor",
-    torch.bfloat16: "torch.cuda.BFloat16Tensor",
-}
-
 _installed = False
 
 
@@ -128,9 +120,11 @@ def _redirect_tensor_methods() -> None:
     native_type = torch.Tensor.type
 
     def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:
-            return _CUDA_TYPE_NAMES.get(self.dtype) or native_type(self)
-        return native_type(self, dtype, *args, **kwargs)
+        if dtype is not None:
+            return native_type(self, dtype, *args, **kwargs)
+        name = native_type(self)
+        # DistributedOptimizer sorts parameters by names such as torch.cuda.FloatTensor.
+        return f"torch.cuda.{name.rpartition('.')[2]}" if self.is_floating_point() else name
 
     torch.Tensor.type = type_name
     torch.Tensor.cuda = lambda self, *_args, **_kwargs: self

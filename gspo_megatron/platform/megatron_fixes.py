@@ -11,25 +11,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.tensor_parallel.random import CheckpointFunction
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils, router
+from megatron.core.transformer.moe.router import TopKRouter
 
 
 def install() -> None:
     """Apply all of them; once, before a model is built."""
     _count_no_tokens_as_one()
-    _average_z_loss_over_tokens()
+    TopKRouter.apply_z_loss = _apply_z_loss
     _carry_context_into_recompute()
-    _latent_attention_without_transformer_engine()
     _count_real_tokens_of_experts()
-    _route_without_transformer_engine()
     _split_empty_extra_state()
+    # 0.16 imports mocks if Transformer Engine is missing, believes that it is installed, and then
+    # uses a mock in isinstance().
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+    # With moe_router_dtype 0.16 reads a name that it defines only with Transformer Engine; None
+    # means that it is not installed.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _count_no_tokens_as_one() -> None:
     """A micro-batch with only padding has 0 tokens by the padding mask, and the aux loss divides by
     the squared number: 0 / 0 would make every gradient NaN. Data-parallel ranks with fewer
     sequences than micro-batches run such micro-batches to take part in the collectives."""
-    from megatron.core.transformer.moe import router
-
     native = router.get_tokens_per_expert_and_token_count
 
     @functools.wraps(native)
@@ -40,28 +49,22 @@ def _count_no_tokens_as_one() -> None:
     router.get_tokens_per_expert_and_token_count = counted
 
 
-def _average_z_loss_over_tokens() -> None:
+def _apply_z_loss(
+    self: TopKRouter, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Stock takes the mean of the z loss over the real tokens of each shard (TP under sequence
     parallelism, CP), and then the mean of these means. With padding the shards have different
     numbers of real tokens, and this is not the mean over all tokens."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    def apply_z_loss(
-        self: TopKRouter, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        coefficient = self.config.moe_z_loss_coeff
-        if coefficient is None or not self.training or not torch.is_grad_enabled():
-            return logits
-        assert not self.calculate_per_token_loss, "micro-batches are counted, not tokens"
-        squares = torch.logsumexp(logits, dim=-1).square()  # [tokens of this shard]
-        real = torch.ones_like(squares) if padding_mask is None else (~padding_mask).to(squares)
-        total = real.sum()
-        torch.distributed.all_reduce(total, group=self.tp_cp_group)
-        loss = coefficient * (squares * real).sum() / total.clamp(min=1)
-        return MoEAuxLossAutoScaler.apply(logits, loss)
-
-    TopKRouter.apply_z_loss = apply_z_loss
+    coefficient = self.config.moe_z_loss_coeff
+    if coefficient is None or not self.training or not torch.is_grad_enabled():
+        return logits
+    assert not self.calculate_per_token_loss, "micro-batches are counted, not tokens"
+    squares = torch.logsumexp(logits, dim=-1).square()  # [tokens of this shard]
+    real = torch.ones_like(squares) if padding_mask is None else (~padding_mask).to(squares)
+    total = real.sum()
+    torch.distributed.all_reduce(total, group=self.tp_cp_group)
+    loss = coefficient * (squares * real).sum() / total.clamp(min=1)
+    return moe_utils.MoEAuxLossAutoScaler.apply(logits, loss)
 
 
 def _carry_context_into_recompute() -> None:
@@ -70,45 +73,37 @@ def _carry_context_into_recompute() -> None:
     routing.hooks would not know which micro-batch's experts to replay. (Megatron-Core's own
     RouterReplay relies on the order of micro-batches.) In FP8 Megatron-Core recomputes by
     Transformer Engine, which has the same defect."""
-    from megatron.core.tensor_parallel.random import CheckpointFunction
-
     native = CheckpointFunction.forward
 
     @functools.wraps(native)
     def forward(ctx: Any, run_function: Any, *args: Any) -> Any:
         outputs = native(ctx, run_function, *args)
-        ctx.run_function = in_present_context(run_function)
+        ctx.run_function = _in_present_context(run_function)
         return outputs
 
     CheckpointFunction.forward = staticmethod(forward)
     try:
         # Megatron-Core imports the function from this module at each call.
-        from transformer_engine.pytorch import distributed as transformer_engine
+        from transformer_engine.pytorch import distributed
     except ImportError:
         return
-    te_native = transformer_engine.checkpoint
+    te_native = distributed.checkpoint
 
     @functools.wraps(te_native)
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return te_native(in_present_context(function), *args, **kwargs)
+        return te_native(_in_present_context(function), *args, **kwargs)
 
-    transformer_engine.checkpoint = checkpoint
+    distributed.checkpoint = checkpoint
 
 
-def _latent_attention_without_transformer_engine() -> None:
-    """0.16 imports mocks if Transformer Engine is missing, believes that it is installed, and then
-    uses a mock in isinstance()."""
-    from megatron.core.transformer import multi_latent_attention
-
-    if not isinstance(multi_latent_attention.TELinear, type):
-        multi_latent_attention.HAVE_TE = False
+def _in_present_context(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the context variables of this moment, whenever it is called."""
+    return functools.partial(contextvars.copy_context().run, function)
 
 
 def _count_real_tokens_of_experts() -> None:
     """A router with expert biases counts the real tokens of each expert. Stock combines the padding
     mask [tokens] with the routing map [tokens, experts], whose shapes do not broadcast."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
     native = TopKRouter._apply_expert_bias
 
     @functools.wraps(native)
@@ -122,20 +117,9 @@ def _count_real_tokens_of_experts() -> None:
     TopKRouter._apply_expert_bias = counted
 
 
-def _route_without_transformer_engine() -> None:
-    """With moe_router_dtype 0.16 reads a name that it defines only with Transformer Engine; None
-    means that it is not installed."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
 def _split_empty_extra_state() -> None:
     """Recipes without state (blockwise, MXFP8) have an empty extra state since Transformer Engine
     2.16. In sharded_state_dict 0.16 looks for each expert's part in it, and fails."""
-    from megatron.core.extensions import transformer_engine
-
     grouped = getattr(transformer_engine, "TEGroupedLinear", None)
     if not hasattr(grouped, "_split_extra_state"):
         return
@@ -148,9 +132,3 @@ def _split_empty_extra_state() -> None:
         return native(self, state)
 
     grouped._split_extra_state = split
-
-
-def in_present_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the context variables of this moment, whenever it is called."""
-    context = contextvars.copy_context()
-    return lambda *args, **kwargs: context.run(function, *args, **kwargs)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,20 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from gspo_megatron.platform.meta_results import MetaResults, tensors_in
-
 META = torch.device("meta")
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, the attribute has another value."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -75,21 +63,106 @@ def pretended_rank(rank: int, world_size: int) -> Iterator[Trace]:
     record = "save_to_aux_losses_tracker"
     record = record if hasattr(router, record) else "get_moe_metrics_tracker"  # 0.16 or 0.19
     # each init_process_group makes torch put the rank before every line of a traceback once more
-    with replaced(sys, "excepthook", sys.excepthook):
+    with patch.object(sys, "excepthook", sys.excepthook):
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with (
-            replaced(torch.cuda, "current_device", lambda: META),
-            replaced(mappings, "_gather_along_first_dim", gather),
-            replaced(dist, "all_gather_object", gather_objects),
-            replaced(router, record, no_record),
+            patch.object(torch.cuda, "current_device", lambda: META),
+            patch.object(mappings, "_gather_along_first_dim", gather),
+            patch.object(dist, "all_gather_object", gather_objects),
+            patch.object(router, record, no_record),
             # a class attribute, on the device of the first backward pass
-            replaced(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
+            patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
             Trace() as trace,
         ):
             yield trace
     finally:
         stop_processes()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dictionaries. (This runs at every operation, and
+    torch's pytree takes ten times as long.)"""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
+
+
+# Tensor, tuple or list; and size, stride and dtype of the tensors, each of its own memory
+_Result = tuple[type, tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]]
+
+
+def _make(result: _Result) -> Any:
+    kind, tensors = result
+    made = (
+        torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        for size, stride, dtype in tensors
+    )
+    return next(made) if kind is Tensor else kind(made)
+
+
+class MetaResults:
+    """Runs operations on meta tensors, and caches them by the shapes and values of their inputs:
+    torch computes the shape of most results in Python, in up to a millisecond, and a dry run does
+    the same few hundred operations on the same shapes in every layer.
+
+    Cached are only operations that write nothing, that take only meta tensors, and whose results
+    are new, dense meta tensors.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, _Result | None] = {}
+        self._pure: dict[Any, bool] = {}
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in self._pure:
+            # By its schema. Some return a view although it denies this: see `_remembered`.
+            schema = func._schema
+            returns_new = all(each.alias_info is None for each in schema.returns)
+            self._pure[func] = returns_new and not schema.is_mutable
+        if not self._pure[func]:
+            return func(*args, **kwargs)
+        key = (func, _description(args), _description(tuple(kwargs.items())))
+        if key in self._results:
+            known = self._results[key]
+            return func(*args, **kwargs) if known is None else _make(known)
+        result = func(*args, **kwargs)
+        self._results[key] = _remembered(result, (args, kwargs))
+        return result
+
+
+def _description(value: Any) -> Hashable:
+    """A key of the cache. 1, 1.0 and True are equal in Python, so the type is part of the key."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple(_description(item) for item in value)
+    return type(value), value
+
+
+def _remembered(result: Any, inputs: Any) -> _Result | None:
+    """None: this operation cannot be cached."""
+    tensors = tuple(tensors_in(result))
+    kind = Tensor if isinstance(result, Tensor) else type(result)
+    if kind not in (Tensor, tuple, list) or not tensors:
+        return None
+    if kind is not Tensor and len(tensors) != len(result):
+        return None  # there are other values among them
+    given = list(tensors_in(inputs))
+    if not all(tensor.is_meta for tensor in (*given, *tensors)):
+        return None
+    storages = {tensor.untyped_storage()._cdata for tensor in given}
+    found = kind, tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+    for tensor, made in zip(tensors, tensors_in(_make(found))):
+        storage = tensor.untyped_storage()
+        if storage._cdata in storages or storage.nbytes() != made.untyped_storage().nbytes():
+            return None
+        storages.add(storage._cdata)
+    return found
 
 
 @dataclass(frozen=True)
@@ -102,16 +175,7 @@ class Collective:
     num_bytes: int
 
 
-_KINDS = {
-    "allreduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "alltoall_base_": "all_to_all",
-    "alltoall_": "all_to_all",
-    "broadcast_": "broadcast",
-}
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 # these return only a Work
 _WORK_ALONE = ("alltoall_base_", "barrier", "send", "recv_", "gather_", "reduce_")
 
@@ -166,14 +230,16 @@ class Trace(TorchDispatchMode):
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch._C._distributed_c10d import FakeWork
 
-        name = func._schema.name.split("::")[1]
+        name = func._schema.name.split("::")[1]  # such as _allgather_base_
+        joined = name.replace("_", "")
+        kind = next((kind for kind in _KINDS if joined.startswith(kind.replace("_", ""))), "other")
         named = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
         group = dist.ProcessGroup.unbox(named["process_group"])
         # the larger side of a gather or a scatter is the whole message
         num_bytes = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
         if num_bytes and group.size() > 1:
             ranks = tuple(dist.get_process_group_ranks(group))
-            self.collectives.append(Collective(_KINDS.get(name, "other"), ranks, num_bytes))
+            self.collectives.append(Collective(kind, ranks, num_bytes))
         work = FakeWork().boxed()
         return work if name in _WORK_ALONE else (args[0], work)
 
@@ -280,11 +346,9 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty(
-            (*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device
-        )
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         dtype = torch.promote_types(query.dtype, torch.float32)
-        sums = torch.empty(query.shape[:-1], dtype=dtype, device=query.device)
+        sums = query.new_empty(query.shape[:-1], dtype=dtype)
         ctx.save_for_backward(query, key, value, out, sums)
         return out
 

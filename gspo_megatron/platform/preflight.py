@@ -114,7 +114,11 @@ def run_preflight(
     the process.
     """
     rank, world = int(os.environ.get("RANK", "0")), parallel.world_size
-    store, thread_store = _stores(rank, world)
+    shared = dist.HashStore()  # a lone process needs no port
+    if world > 1:
+        shared, _, _ = next(iter(dist.rendezvous("env://", rank, world)))
+    store = dist.PrefixStore("preflight", shared)
+    thread_store = store.clone()  # a thread that waits on one does not block the other
     own, hosts = Report(rank, "", ""), dict.fromkeys(range(world), "unknown host")
 
     def work(phase: str) -> None:
@@ -146,19 +150,6 @@ def run_preflight(
         stop_processes()
     _leave(store, rank, reports)
     return is_fit, thread.is_alive()
-
-
-def _stores(rank: int, world: int) -> tuple[dist.Store, dist.Store]:
-    """Two connections to one store, so that a thread waiting on one does not block the other."""
-    if world == 1:
-        store = dist.HashStore()
-        return store, store
-    first, _, _ = next(iter(dist.rendezvous("env://", rank, world)))
-    while isinstance(first, dist.PrefixStore):  # the rendezvous may have added a prefix
-        first = first.underlying_store
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    second = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-    return dist.PrefixStore("preflight", first), dist.PrefixStore("preflight", second)
 
 
 def collect(

@@ -1,9 +1,5 @@
-"""Keep start-up quiet.
-
-Megatron-Core and torch warn about each optional accelerator that is absent (Transformer Engine,
-NVIDIA's apex, the CUDA driver). Four ranks with twelve warnings each would hide the first line that
-matters; `doctor` lists what is absent.
-"""
+"""Quiet imports: Megatron-Core and torch warn about each optional accelerator that is absent, once
+a rank. This would hide the first line that matters; `doctor` lists what is absent."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 
-# Each is emitted at import or first use by megatron.core or torch, once a rank.
 _NOISE = (
     r".*[Aa]pex.*not installed.*",
     r".*Transformer ?Engine.*not.*install.*",

@@ -19,10 +19,12 @@ from gspo_megatron.platform.collectives import all_gather_columns
 
 QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
-# Bins of |log ratio|, logarithmic from 1e-9 to 40: 64 a decade keep a quantile within 3.7% of the
-# deviation from 1 that it describes. Counts add up exactly over ranks.
-_DECADES, _PER_DECADE = (-9.0, 1.602), 64
-_BINS = int((_DECADES[1] - _DECADES[0]) * _PER_DECADE) + 1
+# Bins of the log ratio, logarithmic from 1e-9 to 40 on both sides, and one bin for what is smaller:
+# 64 a decade keep a quantile within 3.7% of the deviation from 1 that it describes. Counts add up
+# exactly over ranks.
+_SIZES = 10.0 ** torch.arange(-9.0, 1.602, 1 / 64, dtype=torch.float64)
+_EDGES = torch.cat([-_SIZES.flip(0), _SIZES])
+_MIDDLES = 10 ** (0.5 / 64) * torch.cat([-_SIZES.flip(0), _SIZES.new_zeros(1), _SIZES])
 
 
 class StepMetrics:
@@ -30,6 +32,7 @@ class StepMetrics:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._edges = _EDGES.to(device)
         self._means: dict[str, Tensor] = {}  # [2] float64: numerator, denominator
         self._maxima: dict[str, Tensor] = {}
         self._sequence_values: dict[str, list[Tensor]] = {}
@@ -59,7 +62,7 @@ class StepMetrics:
 
     def _add_token_ratios(self, name: str, ratios: Tensor) -> None:
         sketch = self._token_sketches.setdefault(
-            name, torch.zeros(2 * _BINS + 1, dtype=torch.float64, device=self.device)
+            name, torch.zeros(len(_MIDDLES), dtype=torch.float64, device=self.device)
         )
         extremes = self._token_extremes.setdefault(
             name, torch.full((2,), -math.inf, dtype=torch.float64, device=self.device)
@@ -68,11 +71,8 @@ class StepMetrics:
             return
         # a NaN ends the run at the gradient norm; here it must not hide behind an error of bincount
         logs = ratios.double().log().nan_to_num(nan=0.0)
-        exponent = logs.abs().clamp(min=10.0 ** _DECADES[0]).log10()
-        bins = ((exponent - _DECADES[0]) * _PER_DECADE).floor().clamp(0, _BINS - 1) + 1
-        bins = torch.where(logs.abs() < 10.0 ** _DECADES[0], 0.0, bins)
-        bins = (bins * logs.sign()).long() + _BINS
-        sketch += torch.bincount(bins, minlength=2 * _BINS + 1)
+        bins = torch.bucketize(logs, self._edges)
+        sketch += torch.bincount(bins, minlength=len(sketch))
         torch.maximum(extremes, torch.stack([-logs.min(), logs.max()]), out=extremes)
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
@@ -134,9 +134,7 @@ class StepMetrics:
         cumulative = sketch.cumsum(0)
         result = {}
         for label, share in QUANTILES.items():
-            place = int(torch.searchsorted(cumulative, max(share * total, 0.5))) - _BINS
-            middle = 10.0 ** (_DECADES[0] + (abs(place) - 0.5) / _PER_DECADE)
-            log = math.copysign(middle, place) if place else 0.0
+            log = float(_MIDDLES[int(torch.searchsorted(cumulative, max(share * total, 0.5)))])
             log = {"min": lowest, "max": highest}.get(label, min(max(log, lowest), highest))
             result[f"{name}/{label}"] = math.exp(log)
         return result

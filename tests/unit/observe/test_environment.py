@@ -12,14 +12,6 @@ from gspo_megatron.observe import environment
 from gspo_megatron.observe.environment import describe_environment, write_environment
 
 
-@pytest.fixture(autouse=True)
-def outside_of_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_JOB_NAME"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def test_versions_are_those_installed_and_none_where_not() -> None:
     versions = describe_environment()["versions"]
     assert versions["python"] == platform.python_version()
@@ -53,9 +45,7 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_commit_is_that_of_a_checkout_and_not_of_a_repository_around_it(
-    tmp_path: Path,
-) -> None:
+def test_the_commit_is_that_of_a_checkout_not_of_a_repository_around_it(tmp_path: Path) -> None:
     tracked, installed = tmp_path / "tracked.py", tmp_path / "installed.py"
     tracked.write_text("1\n")
     installed.write_text("1\n")

@@ -20,10 +20,6 @@ from gspo_megatron.observe.metrics_files import (
 from gspo_megatron.types import Sample
 
 
-def lines(path: Path) -> list[bytes]:
-    return path.read_bytes().split(b"\n")
-
-
 def test_a_record_is_on_disk_at_once_with_numbers_as_json_has_them(tmp_path: Path) -> None:
     arrays = {"b": np.float32("inf"), "c": np.int64(3), "d": np.array([2.0])}
     writer = MetricsWriter(tmp_path)
@@ -34,16 +30,6 @@ def test_a_record_is_on_disk_at_once_with_numbers_as_json_has_them(tmp_path: Pat
         writer.write({"step": 2, "a": object()})
     writer.close()
     assert (tmp_path / "metrics.jsonl").read_text() == text
-
-
-@pytest.mark.parametrize("padding", [0, 70_000, 200_000])  # within and beyond one tail block
-def test_opening_drops_a_half_written_last_line_and_only_that(tmp_path: Path, padding: int) -> None:
-    path = tmp_path / "metrics.jsonl"
-    whole = b'{"step": 1}\n{"step": 2}\n'
-    path.write_bytes(whole + b'{"step": 3, "note": "' + b"x" * padding)
-    with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 3})
-    assert path.read_bytes() == whole + b'{"step": 3}\n'
 
 
 def test_opening_cuts_in_every_place_leave_whole_records(tmp_path: Path) -> None:
@@ -108,7 +94,7 @@ def test_a_damaged_file_is_not_truncated_and_can_still_be_written(tmp_path: Path
         with pytest.raises(DataError, match=":1: "):
             writer.truncate_after(1)
         writer.write({"step": 3})
-    assert len(lines(path)) == 4
+    assert path.read_bytes().count(b"\n") == 3
 
 
 @pytest.fixture
@@ -182,8 +168,6 @@ def test_a_series_is_by_step_of_one_phase_and_the_later_record_counts() -> None:
         {"step": 3, "loss": None},
         {"step": 4},
     ]
-    steps, values = series(records, "loss")
-    assert steps == [1, 2, 3]
-    assert values[:2] == [2.0, 3.0] and math.isnan(values[2])
+    assert series(records, "loss") == ([1, 2, 3], pytest.approx([2.0, 3.0, math.nan], nan_ok=True))
     assert series(records, "loss", "sft") == ([1], [9.0])
     assert series(records, "name") == ([], [])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,44 +21,35 @@ from gspo_megatron.observe.plots import (
     small_unit,
     smoothed,
 )
-
-RunMaker = Callable[..., Path]
+from tests.unit.observe.conftest import RunMaker, rl_record
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_run_gets_a_picture_for_each_subject_it_has_figures_of(make_run: RunMaker) -> None:
-    run_dir = make_run("run")
-    written = plot_run(run_dir)
-    names = ["learning", "ratios", "optimizer", "routing", "timing"]
-    assert written == [run_dir / "plots" / f"{name}.png" for name in names]
+SUBJECTS = ["learning", "ratios", "optimizer", "routing", "timing"]
+QUANTILES = {f"ratio/sequence/{name}": 1.0 for name in ("min", "p01", "p50", "p99", "max")}
+BROKEN = {"step": 2, "loss": math.nan, "grad_norm": math.inf, "lr": math.nan}
+
+
+@pytest.mark.parametrize(
+    ("records", "pictures"),
+    [
+        ([rl_record(step, 0.1) for step in range(1, 7)], SUBJECTS),
+        ([rl_record(1, 0.1), BROKEN], SUBJECTS),
+        ([{"step": 1, "reward/mean": 0.5}], ["learning"]),
+        ([{"step": n, **QUANTILES, "clip/sequence/binding": 0.0} for n in (1, 2)], ["ratios"]),
+        ([], []),
+    ],
+)
+def test_a_run_gets_a_picture_for_each_subject_it_has_figures_of(
+    tmp_path: Path, records: list[dict[str, object]], pictures: list[str]
+) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for record in records:
+            writer.write(record)
+    written = plot_run(tmp_path)
+    assert written == [tmp_path / "plots" / f"{name}.png" for name in pictures]
     assert all(path.read_bytes().startswith(PNG) for path in written)
-
-
-def test_subjects_without_figures_are_left_out(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 1, "reward/mean": 0.5})
-    assert [path.stem for path in plot_run(tmp_path)] == ["learning"]
-
-
-def test_a_run_without_steps_gets_no_picture(tmp_path: Path) -> None:
-    MetricsWriter(tmp_path).close()
-    assert plot_run(tmp_path) == []
-
-
-def test_one_step_and_figures_that_are_not_finite_can_be_drawn(make_run: RunMaker) -> None:
-    run_dir = make_run("run", steps=1)
-    with MetricsWriter(run_dir) as writer:
-        writer.write({"step": 2, "loss": math.nan, "grad_norm": math.inf, "lr": math.nan})
-    assert "optimizer" in [path.stem for path in plot_run(run_dir)]
-
-
-def test_ratios_that_are_exactly_one_can_be_drawn(tmp_path: Path) -> None:
-    quantiles = {f"ratio/sequence/{name}": 1.0 for name in ("min", "p01", "p50", "p99", "max")}
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2):
-            writer.write({"step": step, **quantiles, "clip/sequence/binding": 0.0})
-    assert [path.stem for path in plot_run(tmp_path)] == ["ratios"]
 
 
 def test_plotting_leaves_matplotlib_as_it_was(make_run: RunMaker) -> None:
@@ -70,14 +60,6 @@ def test_plotting_leaves_matplotlib_as_it_was(make_run: RunMaker) -> None:
     assert dict(matplotlib.rcParams) == before
 
 
-def test_a_damaged_run_is_told(make_run: RunMaker) -> None:
-    run_dir = make_run("run")
-    path = run_dir / "metrics.jsonl"
-    path.write_bytes(b"{\n" + path.read_bytes())
-    with pytest.raises(DataError, match="metrics.jsonl:1: "):
-        plot_run(run_dir)
-
-
 def test_runs_of_different_lengths_and_figures_are_compared(make_run: RunMaker) -> None:
     paths = [make_run("gspo_seed1"), make_run("gspo_seed2", steps=4), make_run("grpo", steps=50)]
     picture = plot_comparison(load_runs(paths), paths[0].parent / "c.png", COMPARISONS["rl"])
@@ -85,14 +67,10 @@ def test_runs_of_different_lengths_and_figures_are_compared(make_run: RunMaker) 
 
 
 def test_runs_with_nothing_in_common_to_show_have_no_comparison(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        MetricsWriter(tmp_path / name).close()
-    assert (
-        plot_comparison(
-            load_runs([tmp_path / "a", tmp_path / "b"]), tmp_path / "c.png", COMPARISONS["rl"]
-        )
-        is None
-    )
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        MetricsWriter(folder).close()
+    assert plot_comparison(load_runs(folders), tmp_path / "c.png", COMPARISONS["rl"]) is None
 
 
 @pytest.mark.parametrize(
@@ -139,10 +117,7 @@ def test_smoothing_is_the_mean_of_the_finite_values_in_the_window() -> None:
         expected = np.nanmean(values[max(0, index - half) : index + half + 1])
         # float64 sums of seven values in another order
         assert smooth[index] == pytest.approx(expected, abs=1e-12)
-
-
-def test_short_curves_are_not_smoothed() -> None:
-    assert smoothed([1.0] * 39).tolist() == [1.0] * 39
+    assert smoothed(values[1:39]).tolist() == values[1:39].tolist()  # a short curve
 
 
 def test_small_values_are_brought_to_order_one() -> None:

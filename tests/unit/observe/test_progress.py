@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import re
@@ -36,24 +37,25 @@ class BrokenTerminal(Terminal):
         raise self._error
 
 
-def run_plain(steps: int, seconds: float) -> list[str]:
+def lines(
+    total: int, *steps: tuple[float, dict[str, object]], initial_step: int = 0, fails: bool = False
+) -> list[str]:
+    """The lines of steps that take so many seconds and have these metrics."""
     clock, stream = Clock(), io.StringIO()
-    with Progress(steps, "RL", stream, clock=clock) as progress:
-        for step in range(1, steps + 1):
+    outcome = pytest.raises(RuntimeError) if fails else contextlib.nullcontext()
+    with outcome, Progress(total, "RL", stream, initial_step=initial_step, clock=clock) as progress:
+        for step, (seconds, metrics) in enumerate(steps, start=initial_step + 1):
             clock.now += seconds
-            progress.update(step, {"reward/mean": step / steps})
+            progress.update(step, metrics)
+        if fails:
+            raise RuntimeError
     return stream.getvalue().splitlines()
 
 
 def test_slow_steps_each_get_a_line_with_all_figures() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with Progress(10, "RL", stream, clock=clock) as progress:
-        clock.now += 3
-        figures = {"reward/mean": 0.25, "loss": -1.2e-4, "grad_norm": 0.3}
-        progress.update(1, {**figures, "clip/token/binding": 0.125, "evaluation/accuracy": 0.5})
-        clock.now += 5
-        progress.update(2, figures)
-    first, second = stream.getvalue().splitlines()
+    figures = {"reward/mean": 0.25, "loss": -1.2e-4, "grad_norm": 0.3}
+    more = {"clip/token/binding": 0.125, "evaluation/accuracy": 0.5}
+    first, second = lines(10, (3, figures | more), (5, figures))
     assert first == (
         "RL   1/10  reward 0.250  accuracy 0.500  loss -0.000120  grad norm 0.300  "
         "clipped 12.5%  3.00 s/step  ETA 27 s"
@@ -66,47 +68,30 @@ def test_slow_steps_each_get_a_line_with_all_figures() -> None:
 
 
 def test_fast_steps_are_throttled_to_a_line_in_two_seconds_and_the_last() -> None:
-    shown = [int(line.split("/")[0].split()[1]) for line in run_plain(100, 0.125)]
+    shown = [int(line.split("/")[0].split()[1]) for line in lines(100, *[(0.125, {})] * 100)]
     assert shown == [1, 17, 33, 49, 65, 81, 97, 100]
 
 
 def test_the_last_line_tells_how_long_it_took() -> None:
-    assert run_plain(4, 30.0)[-1].endswith("took 2:00")
+    assert lines(4, *[(30.0, {})] * 4)[-1].endswith("took 2:00")
 
 
 def test_a_phase_that_ends_early_still_shows_its_last_step() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with pytest.raises(RuntimeError), Progress(10, "RL", stream, clock=clock) as progress:
-        for step in (1, 2, 3):
-            clock.now += 0.1
-            progress.update(step, {"loss": 1.0})
-        raise RuntimeError
-    assert [line.split("/")[0] for line in stream.getvalue().splitlines()] == ["RL   1", "RL   3"]
+    found = lines(10, *[(0.1, {"loss": 1.0})] * 3, fails=True)
+    assert [line.split("/")[0] for line in found] == ["RL   1", "RL   3"]
 
 
 def test_a_resumed_phase_counts_only_its_own_steps_for_the_pace() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with Progress(100, "RL", stream, initial_step=50, clock=clock) as progress:
-        clock.now += 2
-        progress.update(51, {})
-    assert "2.00 s/step  ETA 1:38" in stream.getvalue()
+    assert lines(100, (2, {}), initial_step=50)[0].endswith("2.00 s/step  ETA 1:38")
 
 
 def test_the_pace_follows_a_change_of_speed() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with Progress(1000, "RL", stream, clock=clock) as progress:
-        for step in range(1, 61):
-            clock.now += 10 if step <= 30 else 2
-            progress.update(step, {})
-    assert "2.00 s/step" in stream.getvalue().splitlines()[-1]
+    assert "2.00 s/step" in lines(1000, *[(10, {})] * 30, *[(2, {})] * 30)[-1]
 
 
 def test_a_loss_that_is_not_finite_is_told() -> None:
     for loss in (math.nan, None):
-        stream = io.StringIO()
-        with Progress(2, "RL", stream) as progress:
-            progress.update(1, {"loss": loss})
-        assert "loss not finite" in stream.getvalue()
+        assert "loss not finite" in lines(2, (1, {"loss": loss}))[0]
 
 
 def test_a_rank_that_does_not_print_shows_nothing() -> None:

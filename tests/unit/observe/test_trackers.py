@@ -14,26 +14,11 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.observe.metrics_files import MetricsWriter
 from gspo_megatron.observe.trackers import (
     SENT_FILE,
+    Tracker,
     TrackerSet,
-    note_sent,
     open_trackers,
     tracked_numbers,
 )
-
-
-class Recorder:
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-        self.logged: list[tuple[int, Mapping[str, Any]]] = []
-        self.closed = False
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self.fails:
-            raise ConnectionError("gone")
-        self.logged.append((step, metrics))
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
@@ -63,25 +48,30 @@ def test_a_missing_package_is_named_with_its_remedy(
 def test_a_tracker_that_fails_is_dropped_and_the_others_stay(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    good, bad = Recorder(), Recorder(fails=True)
+    logged: list[Mapping[str, Any]] = []
+    closed: list[str] = []
+
+    def fail(step: int, metrics: Mapping[str, Any]) -> None:
+        raise ConnectionError("gone")
+
+    bad = Tracker(fail, lambda: closed.append("bad"))
+    good = Tracker(lambda step, metrics: logged.append(metrics), lambda: closed.append("good"))
     trackers = TrackerSet({"bad": bad, "good": good})
     with caplog.at_level(logging.WARNING):
-        trackers.log(1, {"step": 1, "loss": np.float32(0.5)})
-        trackers.log(2, {"step": 2, "loss": 0.25})
+        trackers.log(1, {"loss": np.float32(0.5)})
+        trackers.log(2, {"loss": 0.25})
     trackers.close()
-    assert [metrics["loss"] for _, metrics in good.logged] == [0.5, 0.25]
-    assert good.closed and not bad.closed
+    assert [metrics["loss"] for metrics in logged] == [0.5, 0.25]
+    assert closed == ["good"]
     assert [record.getMessage() for record in caplog.records] == [
         "tracker bad failed and is no longer used"
     ]
 
 
 def test_only_finite_numbers_are_tracked_and_those_of_another_phase_under_its_name() -> None:
-    record = {"phase": "rl", "step": 3, "loss": 0.5, "lr": None, "x": float("nan")}
+    record = {"phase": "rl", "loss": 0.5, "lr": None, "x": float("nan")}
     assert tracked_numbers(record) == {"loss": 0.5}
-    other = {**record, "phase": "sft"}
-    assert tracked_numbers(other) == {"sft/loss": 0.5}
-    assert tracked_numbers(other, keep_step=True) == {"sft/loss": 0.5, "sft/step": 3}
+    assert tracked_numbers({**record, "phase": "sft"}) == {"sft/loss": 0.5}
 
 
 class Run:
@@ -95,10 +85,9 @@ class Run:
     def go_on(self, after: tuple[str, int] | None, *records: tuple[str, int]) -> None:
         """From `after`, write `records` down, each as phase and step."""
         with MetricsWriter(self.folder) as writer:
-            if after is not None:
-                note_sent(self.folder)
-                writer.truncate_after(after[1], after[0])
             trackers = open_trackers(["tensorboard"], self.folder)
+            if after is not None:
+                writer.truncate_after(after[1], after[0])
             for phase, step in records:
                 writer.write({"phase": phase, "step": step, "loss": 0.5})
                 trackers.log(step, {"phase": phase, "loss": 0.5})
@@ -171,6 +160,7 @@ def test_a_resumed_run_goes_on_in_its_wandb_run(
         return WandbRun()
 
     fake_module(monkeypatch, "wandb", init=init)
+    MetricsWriter(tmp_path).close()
     for _ in range(2):
         open_trackers(["wandb"], tmp_path, {"model": {}}).close()
     assert opened == [None, "abc123"]

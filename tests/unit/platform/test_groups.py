@@ -35,9 +35,6 @@ def test_alone_without_a_rendezvous() -> None:
         group, source = model_replica()
         assert (group.size(), source) == (1, 0)
         assert ranks.device == devices.select_device()
-        values = torch.tensor([1.0, 2.0], device=ranks.device)
-        dist.all_reduce(values)
-        assert values.tolist() == [1.0, 2.0]
     assert not dist.is_initialized() and not parallel_state.is_initialized()
     assert dict(os.environ) == before
     stop_processes()  # harmless when nothing runs
@@ -49,26 +46,19 @@ def test_a_collective_waits_longer_than_the_heartbeat() -> None:
     assert patience_minutes(0) > 7 * 24 * 60  # no limit there
 
 
-def test_megatrons_groups_wait_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_another_layout_wait_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = []
     make = dist.new_group
     monkeypatch.setattr(
         dist, "new_group", lambda *a, **k: waits.append(k["timeout"]) or make(*a, **k)
     )
     with one_rank_groups():
-        tear_down_model_parallel()
-        set_up_model_parallel(resolve_parallel(tiny_config(), 1), 0, timeout_minutes=77.0)
-    assert set(waits[-3:]) == {datetime.timedelta(minutes=77)}
-
-
-def test_one_layout_after_another() -> None:
-    config = tiny_config()
-    with one_rank_groups():
-        for _ in range(2):
+        for minutes in (77, 78):
             tear_down_model_parallel()
             assert not parallel_state.is_initialized()
-            set_up_model_parallel(resolve_parallel(config, 1), seed=3)
+            set_up_model_parallel(resolve_parallel(tiny_config(), 1), 0, timeout_minutes=minutes)
             assert parallel_state.get_tensor_model_parallel_world_size() == 1
+            assert set(waits[-3:]) == {datetime.timedelta(minutes=minutes)}
 
 
 def test_an_error_on_its_way_out_waits_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +86,6 @@ def test_an_error_on_its_way_out_waits_for_no_other_rank(monkeypatch: pytest.Mon
 def test_local_rank(
     variables: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
-        monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert devices.local_rank() == expected

@@ -81,10 +81,10 @@ def test_a_redirected_factory_creates_on_the_cpu(device: object) -> None:
     assert torch.empty(2, device="meta").is_meta  # only CUDA is redirected
 
 
-@pytest.mark.parametrize("name", ["FloatTensor", "HalfTensor", "BFloat16Tensor"])
-def test_the_optimizer_sorts_parameters_by_cuda_type_names(name: str) -> None:
+def test_the_optimizer_sorts_parameters_by_cuda_type_names() -> None:
     source = stock.source("optimizer/distrib_optimizer.py")
-    assert f"'torch.cuda.{name}'" in source
+    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor"):
+        assert f"'torch.cuda.{name}'" in source
     assert ".type()" in source
 
 
@@ -104,20 +104,16 @@ def test_type_names_of_tensors() -> None:
     assert torch.ones(1).type("torch.IntTensor").dtype == torch.int32
 
 
-@pytest.mark.parametrize("method", ["cuda", "record_stream"])
-def test_tensors_are_moved_to_cuda_and_recorded_on_streams(method: str) -> None:
-    assert any(name.endswith(f".{method}") for name in calls())
-
-
 RUNTIME = (
     "current_device set_device synchronize Stream Event current_stream default_stream stream "
     "nvtx.range_push nvtx.range_pop get_rng_state set_rng_state random.get_rng_state manual_seed"
 )
 
 
-@pytest.mark.parametrize("name", RUNTIME.split())
-def test_the_cuda_runtime_is_called(name: str) -> None:
-    assert f"torch.cuda.{name}" in dotted_names()
+def test_the_cuda_runtime_is_called() -> None:
+    assert {f"torch.cuda.{name}" for name in RUNTIME.split()} - dotted_names() == set()
+    for method in ("cuda", "record_stream"):  # of tensors
+        assert any(name.endswith(f".{method}") for name in calls())
 
 
 @needs_substitutions
@@ -151,31 +147,19 @@ def test_the_rng_tracker_forks_the_cpus_generator() -> None:
         assert not torch.equal(torch.rand(5), expected_inside)  # it goes on where it stopped
 
 
+# Gloo refuses unequal shares; tests of several processes run the substitutes.
+GATHER, SCATTER = "_gather_along_first_dim", "_reduce_scatter_along_first_dim"
+MAPPINGS = "tensor_parallel/mappings.py"
+RANDOM, MOE_UTILS = "tensor_parallel/random.py", "transformer/moe/moe_utils.py"
+
+
 @pytest.mark.parametrize(
     ("file", "name", "words"),
     [
-        (
-            "tensor_parallel/random.py",
-            "_set_cuda_rng_state",
-            ["torch.cuda.default_generators", "_lazy_call"],
-        ),
-        (
-            "transformer/moe/moe_utils.py",
-            "maybe_move_tensor_to_cpu",
-            ["tensor.is_cuda", "as_numpy"],
-        ),
-        # Which gloo refuses where the shares are unequal; tests of several processes run the
-        # substitutes.
-        (
-            "tensor_parallel/mappings.py",
-            "_gather_along_first_dim",
-            ["torch.distributed.all_gather(", "output_split_sizes"],
-        ),
-        (
-            "tensor_parallel/mappings.py",
-            "_reduce_scatter_along_first_dim",
-            ["torch.distributed.reduce_scatter(", "input_split_sizes"],
-        ),
+        (RANDOM, "_set_cuda_rng_state", ["torch.cuda.default_generators", "_lazy_call"]),
+        (MOE_UTILS, "maybe_move_tensor_to_cpu", ["tensor.is_cuda", "as_numpy"]),
+        (MAPPINGS, GATHER, ["torch.distributed.all_gather(", "output_split_sizes"]),
+        (MAPPINGS, SCATTER, ["torch.distributed.reduce_scatter(", "input_split_sizes"]),
     ],
 )
 def test_a_replaced_function_does_what_no_cpu_can(file: str, name: str, words: list[str]) -> None:
@@ -186,11 +170,8 @@ def test_a_replaced_function_does_what_no_cpu_can(file: str, name: str, words: l
 def test_importing_megatron_core_compiles_functions() -> None:
     assert "torch.compile" in stock.source("jit.py")
     assert sum(stock.source(file).count("@jit_fuser\n") for file in sources()) > 5
-
-
-def test_torch_compile_is_itself_again_after_the_import() -> None:
-    assert torch.compile.__module__ == "torch"
-    assert torch.compile.__qualname__ == "compile"
+    # and here torch.compile is itself again after the import
+    assert (torch.compile.__module__, torch.compile.__qualname__) == ("torch", "compile")
 
 
 def run_python(code: str, **environ: str) -> tuple[int, str, str]:
@@ -225,7 +206,7 @@ def test_packages_for_gpus_are_not_found_where_there_is_none(tmp_path: Path) -> 
 
 def test_the_dispatcher_leaves_split_sizes_of_cpu_tensors_as_tensors() -> None:
     assert "as_numpy=True" in stock.source("transformer/moe/token_dispatcher.py")
-    source = stock.function("transformer/moe/moe_utils.py", "maybe_move_tensor_to_cpu")
+    source = stock.function(MOE_UTILS, "maybe_move_tensor_to_cpu")
     namespace: dict[str, object] = {"torch": torch}
     # the function as on disk, without its annotations' names
     exec(f"from __future__ import annotations\n{source}", namespace)
@@ -250,7 +231,7 @@ def test_split_sizes_come_as_ints() -> None:
 def test_wrapped_collectives_take_what_the_native_ones_take() -> None:
     from megatron.core.tensor_parallel import mappings
 
-    for name in ("_gather_along_first_dim", "_reduce_scatter_along_first_dim"):
+    for name in (GATHER, SCATTER):
         wrapped = getattr(mappings, name)
         native = inspect.signature(wrapped)  # functools.wraps: that of the native function
         assert list(native.parameters)[:2] == ["input_", "group"]

@@ -16,16 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gspo_megatron.platform import preflight
-from gspo_megatron.platform.preflight import (
-    MEMORY,
-    Report,
-    blame,
-    collect,
-    judge,
-    least_advanced,
-    look,
-    matmul_rate,
-)
+from gspo_megatron.platform.preflight import MEMORY, Report, blame, collect, judge, look
 
 GPUS = 4  # of a host
 
@@ -192,7 +183,7 @@ def test_a_group_with_an_excused_rank_is_judged_by_the_others() -> None:
 
 
 def test_reports_are_waited_for_and_an_error_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gspo_megatron.platform.preflight._GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(preflight, "_GRACE_SECONDS", 0.2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def tell(report: Report) -> None:
@@ -218,9 +209,9 @@ def test_of_late_ranks_those_that_did_least_hold_the_others_up() -> None:
     for rank, done in ((1, 3), (2, 2), (4, 2)):
         store.set(f"done/{rank}", str(done))
     late = {rank: f"n{rank}" for rank in (1, 2, 4)}
-    assert least_advanced(store, late) == {2: "n2", 4: "n4"}
-    assert least_advanced(store, {**late, 5: "n5"}) == {5: "n5"}  # it never began
-    assert least_advanced(store, {}) == {}
+    assert preflight.least_advanced(store, late) == {2: "n2", 4: "n4"}
+    assert preflight.least_advanced(store, {**late, 5: "n5"}) == {5: "n5"}  # it never began
+    assert preflight.least_advanced(store, {}) == {}
 
 
 def test_a_cpu_is_a_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +219,7 @@ def test_a_cpu_is_a_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("this machine has a GPU")
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     assert look(3, "bf16") == Report(3, "n7", "cpu")
-    assert 1e-5 < matmul_rate(torch.device("cpu")) < 100.0  # TFLOP/s
+    assert 1e-5 < preflight.matmul_rate(torch.device("cpu")) < 100.0  # TFLOP/s
 
 
 @pytest.fixture

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.platform.heartbeat import HUNG
+from gspo_megatron.observe.heartbeat import HUNG
 
 _PROGRAM = """
 import ctypes, sys, time
 from pathlib import Path
-from gspo_megatron.observe.heartbeat import heartbeat
-from gspo_megatron.platform.heartbeat import Heartbeat
+from gspo_megatron.observe.heartbeat import Heartbeat, heartbeat
 
 def stand_still():
     time.sleep(60)
@@ -23,24 +22,10 @@ def stand_still():
 def keep_the_interpreter():
     ctypes.PyDLL(None).sleep(60)  # unlike CDLL's, its calls do not let other threads run
 
-def go_on():
-    for _ in range(40):
-        watcher.beat()
+def work(seconds, tell):
+    for _ in range(20 * seconds):
+        tell()
         time.sleep(0.05)
-
-def work_long():
-    for _ in range(200):
-        heartbeat()
-        time.sleep(0.05)
-
-def wait_for_work():
-    time.sleep(8)
-
-def work_and_stand_still():
-    for _ in range(120):
-        heartbeat()
-        time.sleep(0.05)
-    stand_still()
 
 rank, doing, timeout, together = int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5])
 folder = Path(sys.argv[1])
@@ -49,7 +34,7 @@ while len(list(folder.glob("ready_*"))) < together:
     time.sleep(0.01)
 watcher = Heartbeat(folder, rank, 2, timeout)
 with watcher:
-    globals()[doing]()
+    exec(doing)
 print("done")
 """
 
@@ -83,7 +68,7 @@ def silence_in(text: str) -> int:
 
 
 def test_all_who_stand_still_tell_where(tmp_path: Path) -> None:
-    processes = start_two(tmp_path, "stand_still", "stand_still", timeout=3.0)
+    processes = start_two(tmp_path, "stand_still()", "stand_still()", timeout=3.0)
     for rank, process in enumerate(processes):
         code, _, err = end(process)
         assert code == HUNG
@@ -95,41 +80,43 @@ def test_all_who_stand_still_tell_where(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_tells_nothing_is_named(tmp_path: Path) -> None:
-    code, _, err = end(start(tmp_path, 1, "stand_still"))
+    code, _, err = end(start(tmp_path, 1, "stand_still()"))
     assert code == HUNG and "no stacks from rank 0" in err
 
 
 def test_a_rank_that_looks_suspicious_joins_the_first(tmp_path: Path) -> None:
     (tmp_path / "hang").mkdir()
     (tmp_path / "hang" / "first").touch()
-    process = start(tmp_path, 0, "stand_still", timeout=60.0)
+    process = start(tmp_path, 0, "stand_still()", timeout=60.0)
     with pytest.raises(subprocess.TimeoutExpired):  # not in the first half of its time
         process.communicate(timeout=3)
     process.kill()
     process.communicate()
-    code, _, err = end(start(tmp_path, 0, "stand_still", timeout=8.0))
+    code, _, err = end(start(tmp_path, 0, "stand_still()", timeout=8.0))
     assert code == HUNG and silence_in(err) < 8  # its own time was not over yet
 
 
 def test_a_thread_that_keeps_the_interpreter_is_found_too(tmp_path: Path) -> None:
-    code, _, err = end(start(tmp_path, 0, "keep_the_interpreter"))
+    code, _, err = end(start(tmp_path, 0, "keep_the_interpreter()"))
     assert code == 1 and "Timeout" in err and "in keep_the_interpreter" in err
 
 
 @pytest.mark.parametrize("timeout", [1.0, 0.0])
 def test_a_rank_that_moves_is_left_alone(tmp_path: Path, timeout: float) -> None:
-    assert end(start(tmp_path, 0, "go_on", timeout)) == (0, "done\n", "")
+    assert end(start(tmp_path, 0, "work(2, watcher.beat)", timeout)) == (0, "done\n", "")
     assert not (tmp_path / "hang").exists()
 
 
 def test_a_rank_that_waits_for_one_that_works_is_left_alone(tmp_path: Path) -> None:
     """As all wait for the rank with the most to save, or with the slowest rewards."""
-    for process in start_two(tmp_path, "wait_for_work", "work_long", timeout=4.0):
+    for process in start_two(tmp_path, "time.sleep(8)", "work(10, heartbeat)", timeout=4.0):
         assert end(process) == (0, "done\n", "")
 
 
 def test_work_that_stops_is_found_by_all_who_wait_for_it(tmp_path: Path) -> None:
-    processes = start_two(tmp_path, "stand_still", "work_and_stand_still", timeout=4.0)
+    processes = start_two(
+        tmp_path, "stand_still()", "work(6, heartbeat); stand_still()", timeout=4.0
+    )
     for rank, process in enumerate(processes):
         code, _, err = end(process)
         assert code == HUNG
