@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config.families import deepseek_v3, softmax
+from gspo_megatron.config.families import deepseek_v3, mixtral, olmoe, qwen
 from gspo_megatron.config.families.family import Family, differences
 from gspo_megatron.config.model_shape import (
     ModelPreset,
@@ -20,8 +20,8 @@ from gspo_megatron.errors import ConfigError
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
-    for family in (softmax.QWEN3_MOE, softmax.QWEN3, softmax.QWEN2_MOE)
-    + (softmax.MIXTRAL, softmax.OLMOE, deepseek_v3.FAMILY)
+    for family in (qwen.QWEN3_MOE, qwen.QWEN3, qwen.QWEN2_MOE)
+    + (mixtral.FAMILY, olmoe.FAMILY, deepseek_v3.FAMILY)
 }
 
 _PRESET_KEYS = """
@@ -31,7 +31,7 @@ _PRESET_KEYS = """
 """
 # The Qwen3 sizes are those of config.json in Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
 PRESETS: Mapping[str, ModelPreset] = {
-    name: softmax.QWEN3_MOE.preset(dict(zip(_PRESET_KEYS.split(), (*sizes, True))))[0]
+    name: qwen.QWEN3_MOE.preset(dict(zip(_PRESET_KEYS.split(), (*sizes, True))))[0]
     for name, sizes in {
         "tiny": (4, 64, 4, 2, 16, 256, 8, 2, 64, 128, 1e4, None),
         "qwen3-30b-a3b": (48, 2048, 32, 4, 128, 6144, 128, 8, 768, 40_960, 1e6, 151_936),

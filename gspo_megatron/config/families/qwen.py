@@ -1,8 +1,4 @@
-"""Families whose routers choose experts by softmax, and the dense Qwen3.
-
-Qwen2MoeForCausalLM: Qwen1.5-MoE and Qwen2-57B-A14B. MixtralForCausalLM: Mixtral-8x7B and 8x22B.
-OlmoeForCausalLM: OLMoE-1B-7B, whose queries and keys are normalised over all heads together.
-"""
+"""Qwen3MoeForCausalLM, Qwen3ForCausalLM and Qwen2MoeForCausalLM (Qwen1.5-MoE, Qwen2-57B-A14B)."""
 
 from __future__ import annotations
 
@@ -81,58 +77,4 @@ QWEN2_MOE = f.Family(
         "shared_router": f"{_LAYER}mlp.shared_expert_gate.weight",
         **{f"shared_{p}": f"{_LAYER}mlp.shared_expert.{p}_proj.weight" for p in f.MLP},
     },
-)
-
-_ALL_LAYERS = (
-    *f.SIZES[:4],
-    # all layers have experts, of this width
-    f.Field("intermediate_size", "moe_ffn_hidden_size"),
-    f.Field("rms_norm_eps", "layernorm_epsilon", 1e-5),
-    f.Field("hidden_act", "activation_func", "silu"),
-    f.Field("num_experts_per_tok", "moe_router_topk"),
-)
-_MOE = f"{_LAYER}block_sparse_moe."
-MIXTRAL = f.Family(
-    model_type="mixtral",
-    architecture="MixtralForCausalLM",
-    fields=(
-        *_ALL_LAYERS,
-        f.Field("head_dim", "kv_channels", None),
-        f.Field("num_local_experts", "num_moe_experts"),
-        f.Field("router_aux_loss_coef", "moe_aux_loss_coeff", 1e-3),
-    ),
-    always={
-        **f.LINEAR_ROUTER,
-        "qk_layernorm": False,
-        "add_qkv_bias": False,
-        "moe_router_pre_softmax": False,
-    },
-    only={"router_jitter_noise": (0.0,), "sliding_window": (None,)},
-    rope_theta=1_000_000.0,
-    max_position_embeddings=131_072,
-    names={
-        **f.EMBEDDINGS,
-        **f.NORMS,
-        **f.ATTENTION,
-        "router": _MOE + "gate.weight",
-        **{
-            f"expert_{part}": f"{_MOE}experts.{{expert}}.{name}.weight"
-            for part, name in zip(f.MLP, ("w1", "w3", "w2"))
-        },
-    },
-)
-OLMOE = f.Family(
-    model_type="olmoe",
-    architecture="OlmoeForCausalLM",
-    fields=(
-        *_ALL_LAYERS,
-        f.Field("num_experts", "num_moe_experts", also="num_local_experts"),
-        f.Field("norm_topk_prob", "moe_router_pre_softmax", False, negated=True),
-        f.Field("router_aux_loss_coef", "moe_aux_loss_coeff", 1e-2),
-    ),
-    always={**f.LINEAR_ROUTER, "qk_layernorm": True, "add_qkv_bias": False},
-    only={"attention_bias": (False,), "clip_qkv": (None,)},
-    max_position_embeddings=4096,
-    joint_qk_norm=True,
-    names={**f.EMBEDDINGS, **f.NORMS, **f.ATTENTION, **f.QK_NORMS, **f.ROUTER, **f.EXPERTS},
 )
