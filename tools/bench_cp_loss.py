@@ -2,7 +2,7 @@
 
     python tools/bench_cp_loss.py [--cp 2] [--tokens 1024 … 131072] [--objectives gspo …]
 
-Runs the package's policy update (gspo_megatron.rl.policy_update) on real gloo ranks that hold
+Runs the package's policy update (gspo_megatron.rl.loop) on real gloo ranks that hold
 zig-zag shards of packed sequences; only the model is left out: log-probs are random numbers.
 It counts what goes into the collectives of torch.distributed, below its Python functions:
 the bytes of the tensors that a rank hands over. The first mini-batch measures the mismatch with
@@ -27,7 +27,7 @@ from gspo_megatron.cli.launch import launch
 from gspo_megatron.cli.ranks import join_launcher
 
 if TYPE_CHECKING:
-    from gspo_megatron.rl.policy_update import PolicyUpdater
+    from gspo_megatron.rl.loop import PolicyUpdater
 
 MOST_BYTES = 16  # a sequence
 PROMPT = 64  # tokens
@@ -113,7 +113,7 @@ def make_updater(objective: str, cp: int) -> PolicyUpdater:
     from gspo_megatron.batching.micro_batches import MicroBatchBuilder
     from gspo_megatron.config.schema import ObjectiveSection
     from gspo_megatron.objectives import build_objective
-    from gspo_megatron.rl.policy_update import PolicyUpdater
+    from gspo_megatron.rl.loop import PolicyUpdater
 
     policy: Any = SimpleNamespace(
         chunks=(),
@@ -138,7 +138,7 @@ def count_update(objective: str, step: Step, cp: int) -> list[tuple[int, int, in
     calls from the loss are counted."""
     import torch
 
-    from gspo_megatron.rl import policy_update as step_module
+    from gspo_megatron.rl import loop as step_module
 
     counted = []
 

@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gspo_megatron.batching.packing import batch_shape
+from gspo_megatron.batching.micro_batches import batch_shape
 from gspo_megatron.batching.plan import MiniBatch, plan_step
 
 MOST_PADDING, MOST_IMBALANCE = 0.02, 0.05

@@ -118,7 +118,7 @@ class Updates:
         from gspo_megatron.config.schema import ObjectiveSection, OptimizerSection, RoutingSection
         from gspo_megatron.models.optimizer import Schedule, build_trainer
         from gspo_megatron.objectives import build_objective
-        from gspo_megatron.rl.policy_update import PolicyUpdater
+        from gspo_megatron.rl.loop import PolicyUpdater
 
         self.policy = build_policy_of(WIDE)
         self.work = Workload.random()

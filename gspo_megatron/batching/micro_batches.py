@@ -1,10 +1,18 @@
-"""Micro-batches through Megatron's own pipeline schedules."""
+"""Sequences into micro-batches, and these through Megatron's own pipeline schedules.
+
+A packed micro-batch is one row of tokens [1, tokens] with the boundaries of its sequences
+(Megatron's THD layout); a padded one has a row for each sequence. Every rank of a model replica
+builds the same plan; a context-parallel rank then takes its zig-zag shard of each sequence: chunks
+r and 2CP-1-r of 2CP.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,12 +22,49 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from gspo_megatron.batching.packing import BatchShape, PackedBatch, batch_shape, pack
 from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import Sequences, StepIndex
 from gspo_megatron.models.build import Policy, unwrap
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.routing.hooks import Routes, routed
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Size of a micro-batch with the shards of all context-parallel ranks together."""
+
+    rows: int  # 1 where sequences are packed
+    tokens: int  # of a row
+
+
+@dataclass
+class PackedBatch:
+    """One micro-batch as one rank holds it.
+
+    `token_rows` says which row of this rank's shard predicts each local response token, in the
+    order of `sequence_index`; all per-token vectors of the loss follow that order.
+    """
+
+    input_ids: Tensor  # [rows, tokens / CP] int64
+    position_ids: Tensor  # [rows, tokens / CP] int64
+    boundaries: Tensor  # [sequences + 1] int32, of the padded sequences before the CP cut
+    longest: int  # tokens of the longest padded sequence
+    padding_mask: Tensor | None  # [rows, tokens / CP] bool, True on padding; None without any
+    token_index: Tensor  # [rows, tokens / CP] int64, into the members' tokens joined; -1: padding
+    token_rows: Tensor  # [response tokens] int64, into hidden states [tokens / CP, rows] flattened
+    targets: Tensor  # [response tokens] int64
+    sequence_index: Tensor  # [response tokens] int64
+    response_index: Tensor  # [response tokens] int64, into the flat responses of `members`
+    response_lengths: Tensor  # [sequences] int64, whole, not this shard's
+    members: tuple[int, ...]  # which sequences of the rank's batch these are
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same on a device; what only the host reads stays there."""
+        moved = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
+        }
+        return PackedBatch(**moved)
 
 
 @dataclass
@@ -70,33 +115,19 @@ class MicroBatchBuilder:
         """This data rank's micro-batches of each mini-batch."""
         shape = self.common_shape(plans, index.lengths)
         rank = parallel_state.get_data_parallel_rank()
-        return [
-            [
-                self._build_members(numbers, sequences, index, shape)
-                for numbers in plan.of_rank(rank)
-            ]
+        columns = sequences.tokens, index.response_lengths, sequences.offsets
+        mini_batches = [
+            [self.build(numbers, *columns, shape) for numbers in plan.micro_batches[rank]]
             for plan in plans
         ]
-
-    def _build_members(
-        self,
-        numbers: Sequence[int],
-        sequences: Sequences,
-        index: StepIndex,
-        shape: BatchShape | None,
-    ) -> MicroBatch:
-        tokens = [sequences.tokens[n] for n in numbers]
-        responses = [index.response_lengths[n] for n in numbers]
-        offsets = [sequences.offsets[n] for n in numbers]
-        batch = self.build(range(len(numbers)), tokens, responses, offsets, shape)
-        rows, routes = batch.packed.response_index, sequences.routes
-        batch.packed.members = tuple(numbers)
-        batch.rollout_logprobs = sequences.rollout_logprobs[rows]
-        if sequences.token_advantages is not None:
-            batch.token_advantages = sequences.token_advantages[rows]
-        if routes is not None:
-            batch.rollout_routes = [routes[n] for n in numbers]
-        return batch
+        for batch in chain.from_iterable(mini_batches):
+            rows = batch.packed.response_index
+            batch.rollout_logprobs = sequences.rollout_logprobs[rows]
+            if sequences.token_advantages is not None:
+                batch.token_advantages = sequences.token_advantages[rows]
+            if sequences.routes is not None:
+                batch.rollout_routes = [sequences.routes[n] for n in batch.packed.members]
+        return mini_batches
 
     def common_shape(self, plans: Sequence[MiniBatch], lengths: Sequence[int]) -> BatchShape | None:
         """A shape for all micro-batches of all ranks, where Megatron-Core wants them alike (the
@@ -119,12 +150,12 @@ class MicroBatchBuilder:
     def build(
         self,
         members: Sequence[int],
-        tokens: Sequence[Tensor],
+        tokens: Sequence[Tensor] | Mapping[int, Tensor],
         response_lengths: Sequence[int],
-        response_offsets: Sequence[int],
+        response_offsets: Sequence[int] | Mapping[int, int],
         shape: BatchShape | None = None,
     ) -> MicroBatch:
-        """See batching.packing.pack."""
+        """See `pack`."""
         packed = pack(
             tokens,
             response_lengths,
@@ -148,6 +179,129 @@ class MicroBatchBuilder:
                 max_seqlen_kv=packed.longest,
             )
         return MicroBatch(packed, bounds, head)
+
+
+def batch_shape(
+    lengths: Sequence[int], *, padded: bool, context_parallel_size: int = 1, multiple: int = 1
+) -> BatchShape:
+    """The smallest shape that holds sequences of these lengths.
+
+    Args:
+        padded: a row for each sequence instead of all in one.
+        multiple: a rank's tokens are a multiple of it (TP under sequence parallelism, times 16 or
+            32 in FP8).
+    """
+    chunks = 2 * context_parallel_size if context_parallel_size > 1 else 1
+    unit = math.lcm(multiple * context_parallel_size, chunks)
+    if padded:
+        longest = max(lengths, default=1)
+        return BatchShape(max(1, len(lengths)), -(-longest // unit) * unit)
+    total = sum(-(-length // chunks) * chunks for length in lengths)
+    return BatchShape(1, max(1, -(-total // unit)) * unit)
+
+
+def pack(
+    tokens: Sequence[Tensor] | Mapping[int, Tensor],
+    response_lengths: Sequence[int],
+    response_offsets: Sequence[int] | Mapping[int, int],
+    members: Sequence[int],
+    *,
+    pad_id: int,
+    padded: bool = False,
+    context_parallel_size: int = 1,
+    context_parallel_rank: int = 0,
+    multiple: int = 1,
+    shape: BatchShape | None = None,
+) -> PackedBatch:
+    """Make one micro-batch of the sequences `members`, each a prompt with its response at the end.
+
+    Args:
+        tokens: sequences by their number, [length] int64 each.
+        response_lengths: response tokens of each.
+        response_offsets: where each one's response starts in the rank's flat response vectors.
+        members: the sequences that go into this micro-batch; none gives a batch of padding, which
+            a data-parallel rank without sequences needs to take part in the collectives.
+        padded: a row for each sequence, padded to the longest, instead of one row for all.
+        multiple: this rank's tokens are padded to a multiple of it; see batch_shape.
+        shape: a larger shape to pad to, where all micro-batches must be alike.
+    """
+    cp, rank = context_parallel_size, context_parallel_rank
+    lengths = [len(tokens[number]) for number in members]
+    smallest = batch_shape(lengths, padded=padded, context_parallel_size=cp, multiple=multiple)
+    shape = shape or smallest
+    assert smallest.rows <= shape.rows and smallest.tokens <= shape.tokens, (smallest, shape)
+    boundaries = _boundaries(lengths, padded, 2 * cp if cp > 1 else 1, shape)
+    total = shape.rows * shape.tokens
+
+    ids = torch.full((total,), pad_id, dtype=torch.long)
+    positions = torch.zeros(total, dtype=torch.long)
+    targets = torch.zeros(total, dtype=torch.long)
+    owner = torch.full((total,), -1, dtype=torch.long)
+    flat = torch.zeros(total, dtype=torch.long)
+    source = torch.full((total,), -1, dtype=torch.long)
+    passed = 0
+    for place, (number, start) in enumerate(zip(members, boundaries)):
+        sequence = tokens[number]
+        length, response = len(sequence), response_lengths[number]
+        assert 0 <= response < length, "a response needs a prompt before it"
+        ids[start : start + length] = sequence
+        positions[start : start + length] = torch.arange(length)
+        source[start : start + length] = torch.arange(passed, passed + length)
+        passed += length
+        # the token before predicts: the row of the last prompt token is the first response row
+        first = start + length - response - 1
+        rows = slice(first, first + response)
+        targets[rows] = sequence[length - response :]
+        owner[rows] = place
+        offset = response_offsets[number]
+        flat[rows] = torch.arange(offset, offset + response)
+
+    if cp > 1:
+        shard = zigzag_shard(boundaries, cp, rank)
+        ids, positions, targets, owner, flat, source = (
+            vector[shard] for vector in (ids, positions, targets, owner, flat, source)
+        )
+    size = (shape.rows, shape.tokens // cp)
+    rows = (owner >= 0).nonzero()[:, 0]
+    return PackedBatch(
+        input_ids=ids.view(size),
+        position_ids=positions.view(size),
+        boundaries=torch.tensor(boundaries, dtype=torch.int32),
+        longest=max(end - start for start, end in zip(boundaries, boundaries[1:], strict=False)),
+        padding_mask=(source < 0).view(size) if sum(lengths) < total else None,
+        token_index=source.view(size),
+        # hidden states come with the tokens of a row first: [tokens, rows]
+        token_rows=rows % size[1] * size[0] + rows // size[1],
+        targets=targets[rows],
+        sequence_index=owner[rows],
+        response_index=flat[rows],
+        response_lengths=torch.tensor([response_lengths[i] for i in members], dtype=torch.long),
+        members=tuple(members),
+    )
+
+
+def _boundaries(lengths: Sequence[int], padded: bool, chunks: int, shape: BatchShape) -> list[int]:
+    """Where each sequence starts, and the end; what fills a packed batch up is a sequence too."""
+    if padded:
+        return [row * shape.tokens for row in range(shape.rows + 1)]
+    boundaries = [0]
+    for length in lengths:
+        boundaries.append(boundaries[-1] - (-length // chunks) * chunks)
+    return boundaries if boundaries[-1] == shape.tokens else [*boundaries, shape.tokens]
+
+
+def zigzag_shard(boundaries: Sequence[int], size: int, rank: int) -> Tensor:
+    """Which rows of a packed batch context-parallel rank `rank` holds, in its order."""
+    pieces = []
+    for start, end in zip(boundaries, boundaries[1:], strict=False):
+        chunk = (end - start) // (2 * size)
+        assert chunk * 2 * size == end - start, "sequences are padded to 2 * CP"
+        for number in (rank, 2 * size - 1 - rank):
+            pieces.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+    return torch.cat(pieces)
+
+
+# --- Through Megatron's schedules ----------------------------------------------------------------
 
 
 def micro_batch_multiple(policy: Policy) -> int:

@@ -26,9 +26,6 @@ class MiniBatch:
         """Over all ranks, the empty ones left out."""
         return sum(bool(members) for rank in self.micro_batches for members in rank)
 
-    def of_rank(self, data_parallel_rank: int) -> tuple[tuple[int, ...], ...]:
-        return self.micro_batches[data_parallel_rank]
-
 
 def largest_equal_share(count: int, most: int, multiple: int) -> int:
     """How many of `count` samples of one length make a micro-batch: as many as possible, `most` at

@@ -134,7 +134,7 @@ def _aux_losses_count_micro_batches(model: PolicyModel) -> None:
 
     Under `calculate_per_token_loss` a router multiplies its aux loss by the tokens of its own TP
     and CP shard. The later division by all tokens makes it TP x CP times too small. Our loss
-    callback counts micro-batches instead of tokens (rl.policy_update), so the router must not
+    callback counts micro-batches instead of tokens (rl.loop), so the router must not
     multiply, and the aux gradient is the same on every layout.
     """
     for module in model.modules():

@@ -11,36 +11,51 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from gspo_megatron.batching.micro_batches import MicroBatchBuilder, micro_batch_multiple
+from gspo_megatron.batching.micro_batches import (
+    MicroBatch,
+    MicroBatchBuilder,
+    forward_backward,
+    micro_batch_multiple,
+    response_logprobs,
+)
 from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.config import Config
 from gspo_megatron.config.objectives import resolve_objective
+from gspo_megatron.config.schema import ObjectiveSection, RoutingSection
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.models.build import Policy
-from gspo_megatron.models.optimizer import build_trainer
+from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
+from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.objectives import Objective
 from gspo_megatron.objectives.advantages import AdvantageEstimator
+from gspo_megatron.objectives.parts import divergence, segment_sum
 from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
-from gspo_megatron.platform.reduce_metrics import StepMetrics
+from gspo_megatron.platform.groups import data_parallel_group
+from gspo_megatron.platform.reduce_metrics import (
+    StepMetrics,
+    mismatch_metrics,
+    share_with_all_stages,
+)
 from gspo_megatron.rl.dumps import StepDumps
-from gspo_megatron.rl.dynamic_sampling import DynamicSampling
-from gspo_megatron.rl.policy_update import PolicyUpdater, learning_rates
 from gspo_megatron.rl.rollout_store import read_rollouts, write_rollouts
-from gspo_megatron.rl.rollouts import Collector, Experience, evaluate
+from gspo_megatron.rl.rollouts import Collector, Experience, collect
+from gspo_megatron.rl.routing_replay import build_routing_replay
 from gspo_megatron.rollout.engine import RolloutEngine, Sampling
-from gspo_megatron.types import Prompt
+from gspo_megatron.types import LossInputs, LossOutputs, Prompt
 
 NOISE_WARNING = "ratio/noise_floor"  # given once in a run, resumed or not
 
@@ -92,7 +107,7 @@ class ReinforcementLoop:
             self.config.training.seed,
             shuffle=self.config.data.shuffle,
         )
-        self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.data_group = data_parallel_group()
         self.done = run.checkpoints.restore(RL, self.trainer, self.loader)
         # The responses of the next step, if the run was stopped between them and its update.
         self.restored = read_rollouts(run.checkpoints.start, run.policy)
@@ -128,7 +143,7 @@ class ReinforcementLoop:
         run, logger = self.run_components, self.run_components.logger
         with logger.progress(steps, run.objective.name, self.done) as progress:
             if self.done == 0 and self.restored is None:
-                before = self.evaluate()
+                before = self.collector.evaluate(run.inputs.evaluation)
                 if before:
                     logger.write(RL, 0, before)
                     accuracy = before["evaluation/accuracy"]
@@ -137,7 +152,7 @@ class ReinforcementLoop:
             for step in range(self.done + 1, steps + 1):
                 metrics = self.step(step)
                 if step == steps or (interval and step % interval == 0):
-                    metrics |= self.evaluate()
+                    metrics |= self.collector.evaluate(run.inputs.evaluation)
                 logger.write(RL, step, metrics)
                 progress.update(step, metrics)
                 warning = self._noise_warning(metrics)
@@ -200,10 +215,6 @@ class ReinforcementLoop:
             "perf/peak_memory_bytes": peak_memory_bytes(),
         }
 
-    def evaluate(self) -> dict[str, float]:
-        """Metrics on the held-out prompts; nothing without such prompts."""
-        return evaluate(self.config, self.run_components.inputs.evaluation, self.collector)
-
     def _noise_warning(self, metrics: dict[str, float]) -> str | None:
         """Given once, if sequence ratios vary by more than the clip range without any learning: the
         clip then cuts noise."""
@@ -228,41 +239,6 @@ class ReinforcementLoop:
             f"{floor:.2g} (ratio/noise_floor: trainer against rollout engine, same weights): "
             f"{advice}"
         )
-
-
-def collect(
-    collector: Collector, draw: Callable[[], Sequence[Prompt]], sampling: Sampling, seed: int
-) -> Experience:
-    """The first half of a step: this rank's share of the responses that it trains on.
-
-    `draw` gives every rank the same `rollout.prompts_per_step` prompts at each call. With dynamic
-    sampling, ranks may be left with unequal numbers of groups. Raises RewardError, on all ranks, if
-    only some responses have rewards of turns.
-    """
-    start, rollout = time.perf_counter(), collector.config.rollout
-    metrics, drawn = StepMetrics(collector.device), []
-    chosen = DynamicSampling(
-        rollout.prompts_per_step, rollout.max_refills, enabled=rollout.dynamic_sampling
-    )
-    while chosen.wants_more:
-        first = chosen.num_groups
-        prompts = draw()
-        batch = collector.roll_out(prompts, first, rollout.group_size, sampling, seed)
-        experience = collector.score(batch, prompts, first)
-        collector.measure(experience, metrics)
-        chosen.add(collector.groups_with_spread(experience, first, len(prompts)))
-        if first == 0:
-            shown = collector.config.logging.samples_per_step
-            samples = experience.samples[:shown], experience.sample_rewards[:shown]
-        drawn.append(experience.of_groups(chosen.candidates(first)))
-    experience = Experience.join([part.of_groups(chosen.groups()) for part in drawn])
-    experience.metrics, experience.has_turns = collector.reduce(metrics)
-    length_mean = experience.metrics["response/length_mean"]
-    experience.num_tokens = round(length_mean * chosen.num_groups * rollout.group_size)
-    experience.metrics |= chosen.metrics()
-    experience.samples, experience.sample_rewards = samples
-    experience.rollout_seconds = time.perf_counter() - start
-    return experience
 
 
 def compute_advantages(
@@ -300,6 +276,188 @@ def update_policy(
         for mini_batch, micro_batches in zip(plan, mini_batches, strict=True):
             updater.train(mini_batch, micro_batches, advantages)
     return updater.reduce_metrics()
+
+
+class PolicyUpdater:
+    """The parts of a policy update, which `rl.loop.update_policy` calls in their order."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        trainer: Trainer,
+        builder: MicroBatchBuilder,
+        objective: Objective,
+        section: ObjectiveSection,
+        routing: RoutingSection | None = None,
+    ) -> None:
+        """The reference policy, if the objective needs one, is the policy as it is now."""
+        self.policy, self.trainer, self.builder = policy, trainer, builder
+        self.objective, self.section = objective, section
+        self.device = builder.device
+        self.reference = None
+        if objective.needs_reference:
+            self.reference = ReferencePolicy(policy, offload=section.reference_offload)
+        self.penalizes_rewards = self.reference is not None and section.kl_in == "reward"
+        self.replay = build_routing_replay(policy, routing, self.device)
+        self.cp_group = parallel_state.get_context_parallel_group()
+        self.data_group = data_parallel_group()
+        self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+        self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    def build_micro_batches(
+        self, plan: Sequence[MiniBatch], sequences: Sequences, index: StepIndex
+    ) -> list[list[MicroBatch]]:
+        """This data rank's micro-batches of each mini-batch. A new step begins."""
+        self._metrics = StepMetrics(self.device)
+        self._norms: list[float] = []
+        self._rates: list[float] = []
+        mini_batches = self.builder.build_step(plan, sequences, index)
+        sequences.routes = None  # the micro-batches have them
+        for micro_batch in chain.from_iterable(mini_batches):
+            micro_batch.head.entropy_gradient = self.objective.needs_entropy_gradient
+        self.replay.start(mini_batches)
+        return mini_batches
+
+    def compute_old_logprobs(self, mini_batches: Sequence[Sequence[MicroBatch]]) -> None:
+        """Log-probs under the policy at the start of the step, and under the reference policy.
+
+        The first mini-batch needs no pass for its old log-probs: no update lies between, so they
+        are those of its training pass.
+        """
+        everything = list(chain.from_iterable(mini_batches))
+        covers_first = self.penalizes_rewards or self.replay.records_all
+        wanted = everything if covers_first else everything[len(mini_batches[0]) :]
+        recomputes = self.section.old_logprobs == "recompute"
+        if recomputes or self.replay.records:
+            with self.replay.old_pass(wanted):
+                self._record(wanted, "old_logprobs")
+        if not recomputes:
+            for micro_batch in everything:
+                micro_batch.old_logprobs = micro_batch.rollout_logprobs
+        if self.reference is not None:
+            with self.replay.reference_pass(everything), self.reference.in_place():
+                self._record(everything, "reference_logprobs")
+
+    def penalized_advantages(
+        self, mini_batches: Sequence[Sequence[MicroBatch]], index: StepIndex
+    ) -> Tensor:
+        """[num_sequences] float32: advantages of the rewards, from each of which the divergence
+        from the reference policy is taken off, summed over the response's tokens."""
+        penalties = torch.zeros(len(index.rewards), dtype=torch.float64, device=self.device)
+        if self.is_last_stage:
+            for micro_batch in chain.from_iterable(mini_batches):
+                packed = micro_batch.packed
+                kl = divergence(
+                    self.section.kl, micro_batch.old_logprobs, micro_batch.reference_logprobs
+                )
+                sums = segment_sum(kl.double(), packed.sequence_index, len(packed.members))
+                members = torch.tensor(packed.members, dtype=torch.long, device=self.device)
+                penalties.index_add_(0, members, sums)
+            dist.all_reduce(penalties, group=self.data_group)
+        if self.pipeline_group.size() > 1:
+            last = dist.get_process_group_ranks(self.pipeline_group)[-1]
+            dist.broadcast(penalties, src=last, group=self.pipeline_group)
+        assert self.section.kl_coefficient is not None
+        rewards = index.rewards - self.section.kl_coefficient * penalties.cpu()
+        groups = torch.tensor(index.groups)
+        return self.objective.advantages.of_sequences(rewards, groups).to(self.device)
+
+    def train(
+        self, mini_batch: MiniBatch, micro_batches: Sequence[MicroBatch], advantages: Tensor
+    ) -> None:
+        """One optimizer update. `advantages`: [num_sequences] of the whole step."""
+        is_first = not self._norms
+
+        def loss(
+            micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor
+        ) -> tuple[Tensor, LossOutputs]:
+            packed, old = micro_batch.packed, micro_batch.old_logprobs
+            inputs = LossInputs(
+                logprobs=logprobs,
+                old_logprobs=logprobs.detach() if old is None else old,
+                mask=torch.ones_like(logprobs.detach()),
+                sequence_index=packed.sequence_index,
+                advantages=advantages[list(packed.members)],
+                sequence_lengths=packed.response_lengths.float(),
+                global_num_sequences=mini_batch.num_sequences,
+                global_num_tokens=mini_batch.num_response_tokens,
+                sum_over_shards=self.sum_over_shards,
+                is_primary_shard=self.cp_group.rank() == 0,
+                entropy=entropies,
+                token_advantages=micro_batch.token_advantages,
+                rollout_logprobs=micro_batch.rollout_logprobs,
+                reference_logprobs=micro_batch.reference_logprobs,
+            )
+            outputs = self.objective(inputs)
+            if is_first:
+                # The policy is still the one that sampled: what its log-probs differ by from the
+                # engine's is mismatch and noise, not learning.
+                self._measure_mismatch(inputs)
+            return outputs.loss, outputs
+
+        zero_gradients(self.policy.chunks, self.trainer.optimizer)
+        with self.replay.training_pass(micro_batches):
+            for outputs in forward_backward(
+                self.policy, micro_batches, loss, mini_batch.num_micro_batches
+            ):
+                self._metrics.add_means(outputs.means)
+                self._metrics.add_values(outputs.values)
+        norm, rate = self.trainer.update()
+        self._norms.append(norm)
+        self._rates.append(rate)
+
+    def reduce_metrics(self) -> dict[str, float]:
+        """The metrics of the step's mini-batches, the same on every rank. Every rank calls it."""
+        reduced = self._metrics.reduce(self.data_group) if self.is_last_stage else None
+        metrics = self.objective.complete(share_with_all_stages(reduced, self.pipeline_group))
+        metrics["ratio/noise_floor"] = metrics.pop("ratio/noise_floor_squared") ** 0.5
+        metrics["grad_norm"] = sum(self._norms) / len(self._norms)
+        metrics["lr"] = self._rates[-1]
+        return metrics | self.replay.metrics()
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Sum over the ranks that share the micro-batch's sequences."""
+        if self.cp_group.size() > 1:
+            dist.all_reduce(values, group=self.cp_group)
+        return values
+
+    def _record(self, micro_batches: Sequence[MicroBatch], name: str) -> None:
+        """Keep the log-probs of a forward pass with the present weights under `name`."""
+        if not micro_batches:
+            return
+        found = response_logprobs(self.policy, micro_batches)  # empty but on the last stage
+        for micro_batch, (logprobs, _) in zip(micro_batches, found):
+            setattr(micro_batch, name, logprobs)
+
+    def _measure_mismatch(self, inputs: LossInputs) -> None:
+        trained, rollout = inputs.logprobs.detach(), inputs.rollout_logprobs
+        means, largest = mismatch_metrics(trained, rollout, inputs.mask)
+        self._metrics.add_means(means)
+        self._metrics.add_maximum("mismatch/max", largest)
+        # The spread of log s that the engine's log-probs alone would give: a clip range inside
+        # it clips noise.
+        sums = segment_sum(
+            (trained - rollout).double(), inputs.sequence_index, len(inputs.advantages)
+        )
+        logs = inputs.sum_over_shards(sums) / inputs.sequence_lengths.clamp(min=1)
+        if not inputs.is_primary_shard:
+            logs = logs[:0]
+        count = logs.new_tensor(float(len(logs)))
+        squared = {"ratio/noise_floor_squared": torch.stack([(logs**2).sum(), count])}
+        self._metrics.add_means(squared)
+
+
+def learning_rates(config: Config) -> Schedule:
+    """The learning rate of all updates of a run's RL steps. The configuration counts steps, the
+    schedule counts optimizer updates."""
+    optimizer, updates_per_step = config.optimizer, config.objective.mini_batches
+    return Schedule(
+        peak=optimizer.learning_rate,
+        floor=optimizer.min_learning_rate,
+        warmup=optimizer.warmup_steps * updates_per_step,
+        total=config.training.steps * updates_per_step,
+        decay=optimizer.decay,
+    )
 
 
 class PhaseTimer:

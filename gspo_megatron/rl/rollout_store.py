@@ -22,8 +22,7 @@ from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.storage import raise_everywhere
 from gspo_megatron.models.build import Policy
-from gspo_megatron.rl.rollouts import Experience, select_sequences
-from gspo_megatron.rl.scoring import Scores
+from gspo_megatron.rl.rollouts import Experience, Scores, select_sequences
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch, Sample
 

@@ -21,8 +21,12 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch import Tensor
 
-from gspo_megatron.batching.micro_batches import MicroBatch, micro_batch_multiple
-from gspo_megatron.batching.packing import PackedBatch, zigzag_shard
+from gspo_megatron.batching.micro_batches import (
+    MicroBatch,
+    PackedBatch,
+    micro_batch_multiple,
+    zigzag_shard,
+)
 from gspo_megatron.batching.plan import largest_equal_share
 from gspo_megatron.checkpoint.resume import run_folder
 from gspo_megatron.config.stages import PretrainingConfig

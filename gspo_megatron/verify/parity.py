@@ -41,8 +41,7 @@ from gspo_megatron.platform.groups import (
     tear_down_model_parallel,
 )
 from gspo_megatron.rl.dumps import Dump, reference_of
-from gspo_megatron.rl.loop import compute_advantages, update_policy
-from gspo_megatron.rl.policy_update import PolicyUpdater, learning_rates
+from gspo_megatron.rl.loop import PolicyUpdater, compute_advantages, learning_rates, update_policy
 from gspo_megatron.rl.rollout_store import read_experience
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch

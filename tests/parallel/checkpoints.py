@@ -37,8 +37,7 @@ from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.collectives import all_gather_objects, gather_objects
-from gspo_megatron.rl.loop import update_policy
-from gspo_megatron.rl.policy_update import PolicyUpdater
+from gspo_megatron.rl.loop import PolicyUpdater, update_policy
 from gspo_megatron.verify import parity
 from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.parallel.models import NO_ROUTER_LOSSES, VOCAB_SIZE, build_on_ranks, odd_moe

@@ -17,8 +17,8 @@ from gspo_megatron.config import Config
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.rewards import Reward
-from gspo_megatron.rl.loop import collect, compute_advantages
-from gspo_megatron.rl.rollouts import Collector
+from gspo_megatron.rl.loop import compute_advantages
+from gspo_megatron.rl.rollouts import Collector, collect
 from gspo_megatron.rollout.engine import Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.types import Prompt, Sample, TurnRewards

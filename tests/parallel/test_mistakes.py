@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from gspo_megatron.batching import micro_batches as schedule
 from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.models import build, experts, logprob_head
-from gspo_megatron.rl import policy_update as step
+from gspo_megatron.rl import loop as step
 from gspo_megatron.verify import parity
 from gspo_megatron.verify.results import StepResult, compare
 from tests.parallel.matrix import Case

@@ -12,7 +12,7 @@ import torch
 
 from gspo_megatron.config import Config
 from gspo_megatron.models.reference import ReferencePolicy
-from gspo_megatron.rl import policy_update
+from gspo_megatron.rl import loop
 from gspo_megatron.verify.parity import Cut, run_update
 from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
@@ -64,7 +64,7 @@ class DistantReference(ReferencePolicy):
             weight.add_(0.1 * torch.sin(37.0 * weight))
 
 
-@mock.patch.object(policy_update, "ReferencePolicy", DistantReference)
+@mock.patch.object(loop, "ReferencePolicy", DistantReference)
 def update_away_from_the_reference(**arguments: Any) -> StepResult:
     """`run_update` with a reference, where there is one, that differs from the policy."""
     return run_update(**arguments)

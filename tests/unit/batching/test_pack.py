@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.batching.packing import PackedBatch, pack, zigzag_shard
+from gspo_megatron.batching.micro_batches import PackedBatch, pack, zigzag_shard
 
 PAD = 7
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.batching.packing import BatchShape, PackedBatch, batch_shape, pack
+from gspo_megatron.batching.micro_batches import BatchShape, PackedBatch, batch_shape, pack
 from gspo_megatron.batching.plan import split_padded
 
 PAD = 7

@@ -20,8 +20,7 @@ from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.rl import dumps
 from gspo_megatron.rl.dumps import DUMP_FILE, DUMPS, Dump, StepDumps, dumped_steps, find_weights
 from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
-from gspo_megatron.rl.rollouts import Experience
-from gspo_megatron.rl.scoring import Scores
+from gspo_megatron.rl.rollouts import Experience, Scores
 from gspo_megatron.types import RolloutBatch, Sample
 from tests.unit.models.one_rank import VOCABULARY, tiny_config, tiny_policy
 

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gspo_megatron.rl.dynamic_sampling import DynamicSampling
-from gspo_megatron.rl.rollouts import join, select_sequences
-from gspo_megatron.rl.scoring import Scores
+from gspo_megatron.rl.rollouts import DynamicSampling, Scores, join, select_sequences
 from gspo_megatron.types import RolloutBatch
 
 YES, NO = True, False

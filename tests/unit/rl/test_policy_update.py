@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gspo_megatron.models.optimizer import build_trainer
-from gspo_megatron.rl.policy_update import learning_rates
+from gspo_megatron.rl.loop import learning_rates
 from tests.unit.models.one_rank import tiny_config
 from tests.unit.routing.steps import moe_policy, update, updater_for
 

@@ -17,8 +17,8 @@ from gspo_megatron.errors import ConfigError, RewardError, UserError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.rewards import Reward
-from gspo_megatron.rl.loop import collect, compute_advantages
-from gspo_megatron.rl.rollouts import Collector, Experience, evaluate
+from gspo_megatron.rl.loop import compute_advantages
+from gspo_megatron.rl.rollouts import Collector, Experience, collect
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.types import Prompt, RolloutBatch, Sample, TurnRewards
 
@@ -301,7 +301,7 @@ def test_rewards_of_turns_with_an_objective_of_sequences() -> None:
 def test_an_evaluation_takes_the_sum_and_no_shaping() -> None:
     sections = {"reward": {"scale": 9.0, "overlong_buffer": 2}}
     found = collector(in_turns, **sections)
-    metrics = evaluate(found.config, Prompts()(), found)
+    metrics = found.evaluate(Prompts()())
     # one response a prompt, of 1, 2 and 3 tokens: 1, 1 and 1 + 2
     assert metrics == {
         "evaluation/reward": pytest.approx(5 / 3),
@@ -312,5 +312,5 @@ def test_an_evaluation_takes_the_sum_and_no_shaping() -> None:
 def test_each_response_that_is_scored_is_a_sign_of_life() -> None:
     signs: list[str] = []
     with heard_by(lambda: signs.append("")):
-        evaluate(config_of(), Prompts()(), collector())
+        collector().evaluate(Prompts()())
     assert len(signs) == PROMPTS

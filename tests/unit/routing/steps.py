@@ -19,8 +19,7 @@ from gspo_megatron.config.schema import ObjectiveSection, OptimizerSection, Rout
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import build_objective
-from gspo_megatron.rl.loop import update_policy
-from gspo_megatron.rl.policy_update import PolicyUpdater
+from gspo_megatron.rl.loop import PolicyUpdater, update_policy
 from gspo_megatron.routing import hooks
 from gspo_megatron.routing.hooks import Routes
 from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_policy

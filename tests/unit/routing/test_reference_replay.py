@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.models.reference import ReferencePolicy
-from gspo_megatron.rl.policy_update import PolicyUpdater
+from gspo_megatron.rl.loop import PolicyUpdater
 from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing.replay import Replaying
 from tests.unit.routing.steps import (
@@ -54,7 +54,7 @@ class Step:
 
     def __init__(self, recompute: str = "none", **routing: Any) -> None:
         self.policy = moe_policy(recompute)
-        with mock.patch("gspo_megatron.rl.policy_update.ReferencePolicy", DistantReference):
+        with mock.patch("gspo_megatron.rl.loop.ReferencePolicy", DistantReference):
             self.updater = updater_for(self.policy, routing, KL)
         self.spans: dict[str, slice] = {}
         self.kept: set[tuple[str, int]] = set()  # after the reference's pass: mode, sequence

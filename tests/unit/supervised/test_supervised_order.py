@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.batching.packing import pack
+from gspo_megatron.batching.micro_batches import pack
 from gspo_megatron.config import check_config, parse_config
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.data.corpus_files import write_indexed
