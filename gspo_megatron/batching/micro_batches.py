@@ -1,9 +1,8 @@
 """Sequences into micro-batches, and these through Megatron's own pipeline schedules.
 
 A packed micro-batch is one row of tokens [1, tokens] with the boundaries of its sequences
-(Megatron's THD layout); a padded one has a row for each sequence. Every rank of a model replica
-builds the same plan; a context-parallel rank then takes its zig-zag shard of each sequence: chunks
-r and 2CP-1-r of 2CP.
+(Megatron's THD layout); a padded one has a row for each sequence. A context-parallel rank takes its
+zig-zag shard of each sequence: chunks r and 2CP-1-r of 2CP.
 """
 
 from __future__ import annotations
@@ -184,13 +183,8 @@ class MicroBatchBuilder:
 def batch_shape(
     lengths: Sequence[int], *, padded: bool, context_parallel_size: int = 1, multiple: int = 1
 ) -> BatchShape:
-    """The smallest shape that holds sequences of these lengths.
-
-    Args:
-        padded: a row for each sequence instead of all in one.
-        multiple: a rank's tokens are a multiple of it (TP under sequence parallelism, times 16 or
-            32 in FP8).
-    """
+    """The smallest shape that holds sequences of these lengths. A rank's tokens are a multiple of
+    `multiple` (TP under sequence parallelism, times 16 or 32 in FP8)."""
     chunks = 2 * context_parallel_size if context_parallel_size > 1 else 1
     unit = math.lcm(multiple * context_parallel_size, chunks)
     if padded:
@@ -215,15 +209,10 @@ def pack(
 ) -> PackedBatch:
     """Make one micro-batch of the sequences `members`, each a prompt with its response at the end.
 
-    Args:
-        tokens: sequences by their number, [length] int64 each.
-        response_lengths: response tokens of each.
-        response_offsets: where each one's response starts in the rank's flat response vectors.
-        members: the sequences that go into this micro-batch; none gives a batch of padding, which
-            a data-parallel rank without sequences needs to take part in the collectives.
-        padded: a row for each sequence, padded to the longest, instead of one row for all.
-        multiple: this rank's tokens are padded to a multiple of it; see batch_shape.
-        shape: a larger shape to pad to, where all micro-batches must be alike.
+    tokens: sequences by their number, [length] int64 each; response_offsets: where each one's
+    response starts in the rank's flat response vectors; shape: a larger one to pad to, where all
+    micro-batches must be alike. Without members the batch is padding: a data-parallel rank without
+    sequences needs it to take part in the collectives.
     """
     cp, rank = context_parallel_size, context_parallel_rank
     lengths = [len(tokens[number]) for number in members]

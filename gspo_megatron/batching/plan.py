@@ -51,13 +51,9 @@ def plan_step(
     and the cut does not depend on the layout. Inside a mini-batch the sequences are balanced over
     data-parallel ranks by tokens and packed into micro-batches up to `token_budget`.
 
-    Args:
-        lengths: tokens of each sequence, prompt included.
-        response_lengths: response tokens of each sequence.
-        micro_batch_multiple: the number of micro-batches must be a multiple of it (interleaved
-            pipeline schedules ask for a multiple of the pipeline's size).
-        padded: a micro-batch has a row for each sequence, padded to its longest: the budget counts
-            the padding.
+    lengths: tokens of each sequence, prompt included; micro_batch_multiple: divides the number of
+    micro-batches (see batching.micro_batches); padded: a micro-batch has a row for each sequence,
+    padded to its longest, and the budget counts the padding.
     """
     count = len(lengths)
     plans = []

@@ -48,6 +48,13 @@ class Policy:
         for model in self.models:
             model.padding_token = token
 
+    def finish_parameter_gather(self) -> None:
+        """Fetch the weights of the last update from the ranks that share them. Under
+        overlap_param_gather the next forward pass would do it."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
     def train(self) -> None:
         for chunk in self.chunks:
             chunk.train()

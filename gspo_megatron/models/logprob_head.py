@@ -1,9 +1,8 @@
 """Log-probability of given tokens and entropy from hidden states, with a vocabulary in shards.
 
-Output layer, softmax, log-probability and entropy are one differentiable operation. It works on one
-tile of the logits at a time (some rows by some columns of the vocabulary), so the logits
-[rows, vocab/TP] never exist whole. Both results come from one softmax. The backward pass computes
-the logits of a tile again and needs only the saved log-sum-exp.
+One differentiable operation on one tile of the logits at a time (some rows by some columns of the
+vocabulary): the logits [rows, vocab/TP] never exist whole. The backward pass computes the logits of
+a tile again and needs only the saved log-sum-exp.
 """
 
 from __future__ import annotations
@@ -74,7 +73,15 @@ def logprob_and_entropy(
     The gradient of `hidden` is this rank's share, from its part of the vocabulary: the caller sums
     it over the group. Two collectives in the forward pass, none in the backward pass.
     """
-    _check(hidden, weight, targets, temperature, chunk_size)
+    assert hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1], (
+        f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply"
+    )
+    assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
+    assert targets.shape == hidden.shape[:1], (
+        f"targets {tuple(targets.shape)} for hidden {tuple(hidden.shape)}"
+    )
+    assert temperature > 0, f"temperature {temperature}"
+    assert chunk_size is None or chunk_size > 0, f"chunk_size {chunk_size}"
     used = len(weight)  # rows in the vocabulary; the last rank may hold only padding
     if vocab_size is not None:
         used = min(max(vocab_size - vocab_start, 0), used)
@@ -242,20 +249,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total += left @ right
-
-
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_size: int | None
-) -> None:
-    assert hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1], (
-        f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply"
-    )
-    assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
-    assert targets.shape == hidden.shape[:1], (
-        f"targets {tuple(targets.shape)} for hidden {tuple(hidden.shape)}"
-    )
-    assert temperature > 0, f"temperature {temperature}"
-    assert chunk_size is None or chunk_size > 0, f"chunk_size {chunk_size}"
 
 
 def _tiles(

@@ -15,16 +15,10 @@ from gspo_megatron.objectives.parts import Clipped, exponentiate, k3, segment_su
 from gspo_megatron.types import LossInputs
 
 
-def pair(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
-    """[2] float64 on the device of whichever is a tensor."""
-    tensors = [value for value in (numerator, denominator) if isinstance(value, Tensor)]
-    device = tensors[0].device if tensors else None
-    return torch.stack(
-        [
-            torch.as_tensor(value, dtype=torch.float64, device=device).detach()
-            for value in (numerator, denominator)
-        ]
-    )
+def pair(numerator: Tensor, denominator: Tensor | float) -> Tensor:
+    """[2] float64 on the device of `numerator`, detached."""
+    count = torch.as_tensor(denominator, dtype=torch.float64, device=numerator.device)
+    return torch.stack([numerator.detach().double(), count])
 
 
 def policy_metrics(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:

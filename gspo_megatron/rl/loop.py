@@ -3,8 +3,7 @@
     prompts -> responses -> rewards -> advantages -> plan -> redistribute -> old log-probs
             -> one optimizer update for each mini-batch -> weights to the rollout engine -> log
 
-`ReinforcementLoop.step` is the whole step; `collect` and `update_policy` are its two halves. Every
-rank runs the same lines.
+`ReinforcementLoop.step` is the whole step; every rank runs the same lines.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ from gspo_megatron.platform.reduce_metrics import (
     share_with_all_stages,
 )
 from gspo_megatron.rl.dumps import StepDumps
-from gspo_megatron.rl.rollout_store import read_rollouts, write_rollouts
+from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
 from gspo_megatron.rl.rollouts import Collector, Experience, collect
-from gspo_megatron.rl.routing_replay import build_routing_replay
+from gspo_megatron.rl.routing_replay import RoutingReplay, RoutingReplayOff
 from gspo_megatron.rollout.engine import RolloutEngine, Sampling
 from gspo_megatron.types import LossInputs, LossOutputs, Prompt
 
@@ -110,7 +109,10 @@ class ReinforcementLoop:
         self.data_group = data_parallel_group()
         self.done = run.checkpoints.restore(RL, self.trainer, self.loader)
         # The responses of the next step, if the run was stopped between them and its update.
-        self.restored = read_rollouts(run.checkpoints.start, run.policy)
+        start = run.checkpoints.start
+        self.restored: Experience | None = None
+        if start.checkpoint is not None and start.state and start.state.rollouts is not None:
+            self.restored = read_experience(start.checkpoint, start.state.rollouts, run.policy)
         self.dumps = StepDumps(self.config, run.policy, run.logger)
 
     def step(self, step: int) -> dict[str, float]:
@@ -298,7 +300,9 @@ class PolicyUpdater:
         if objective.needs_reference:
             self.reference = ReferencePolicy(policy, offload=section.reference_offload)
         self.penalizes_rewards = self.reference is not None and section.kl_in == "reward"
-        self.replay = build_routing_replay(policy, routing, self.device)
+        self.replay = RoutingReplayOff()
+        if routing is not None and (routing.modes or routing.volatility):
+            self.replay = RoutingReplay(policy, routing, self.device)
         self.cp_group = parallel_state.get_context_parallel_group()
         self.data_group = data_parallel_group()
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()

@@ -83,15 +83,19 @@ class RoutingReplay(RoutingReplayOff):
         self.records = "r2" in section.modes or section.volatility
         # There the reference replays routes that the policy's own training pass does without.
         self.records_all = section.reference_replay == "r2"
-        self._micro_batches: list[MicroBatch] = []
-        self._bytes = 0
-        self._metrics = self._new_metrics()
+        self._micro_batches: list[MicroBatch] = []  # of the present step
 
     def start(self, mini_batches: Sequence[MicroBatches]) -> None:
         """A new step begins: take over the rollout's routes where they are to be replayed."""
         self._assert_all_used()
         self._micro_batches = list(chain.from_iterable(mini_batches))
-        self._bytes, self._metrics = 0, self._new_metrics()
+        self._bytes, config = 0, self.config
+        self._metrics = RoutingMetrics(
+            config.num_layers,
+            config.num_moe_experts,
+            self.device,
+            replayed=self.section.replay != "off",
+        )
         for number, micro_batches in enumerate(mini_batches):
             for micro_batch in micro_batches:
                 micro_batch.recorded_routes = RecordedRoutes(in_first=number == 0)
@@ -177,12 +181,6 @@ class RoutingReplay(RoutingReplayOff):
     def _assert_all_used(self) -> None:
         unused = any(m.recorded_routes.tables for m in self._micro_batches)
         assert not unused, "recorded routes were never used"
-
-    def _new_metrics(self) -> RoutingMetrics:
-        config, replayed = self.config, self.section.replay != "off"
-        return RoutingMetrics(
-            config.num_layers, config.num_moe_experts, self.device, replayed=replayed
-        )
 
     def _is_observed(self, micro_batch: MicroBatch) -> bool:
         """No router has moved before the first mini-batch is trained on: its zeros would only
@@ -270,15 +268,6 @@ class RoutingReplay(RoutingReplayOff):
             size = self.config.tensor_model_parallel_size
             values = values.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
         return values.flatten()
-
-
-def build_routing_replay(
-    policy: Policy, section: RoutingSection | None, device: torch.device
-) -> RoutingReplayOff:
-    """What a configuration's routing section asks for."""
-    if section is None or not (section.modes or section.volatility):
-        return RoutingReplayOff()
-    return RoutingReplay(policy, section, device)
 
 
 def _are_sound(experts: Tensor, num_experts: int) -> Tensor:

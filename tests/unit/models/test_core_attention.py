@@ -11,6 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from gspo_megatron.batching.micro_batches import zigzag_shard
 from gspo_megatron.models import core_attention
 from gspo_megatron.models.core_attention import (
     TiledAttention,
@@ -146,7 +147,7 @@ def test_context_parallel_shards_join_to_the_whole(
     # The gather is by hand here; tests of several processes run the real one.
     boundaries = random_boundaries(9, unit=2 * cp) if packed else [0, 6 * cp]
     states = tuple(s.detach() for s in random_states(9, boundaries[-1], 4, 2))
-    shards = [zigzag_rows(boundaries, cp, rank) for rank in range(cp)]
+    shards = [zigzag_shard(boundaries, cp, rank) for rank in range(cp)]
     expected = reference(*states, boundaries)
 
     def gather(_: TorchCoreAttention, local: Tensor) -> Tensor:
@@ -199,16 +200,6 @@ def context_parallel_states(length: int, rank: int) -> tuple[Tensor, ...]:
     sizes = ((2, 4, length // 2, DIM), (2, 2, length, DIM), (2, 2, length, DIM))
     kind = {"generator": generator, "dtype": torch.float64, "requires_grad": True}
     return tuple(torch.randn(size, **kind) for size in sizes)
-
-
-def zigzag_rows(boundaries: list[int], cp: int, rank: int) -> Tensor:
-    """The rows of a CP rank: of each sequence in 2 CP chunks the ones number r and 2 CP - 1 - r."""
-    pieces = []
-    for start, end in zip(boundaries, boundaries[1:]):
-        chunk = (end - start) // (2 * cp)
-        for number in (rank, 2 * cp - 1 - rank):
-            pieces += range(start + number * chunk, start + (number + 1) * chunk)
-    return torch.tensor(pieces)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
-from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder
+from gspo_megatron.batching.micro_batches import MicroBatchBuilder, run_chunk
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.models.specs import choose_backend
@@ -34,19 +33,6 @@ def policy(request: pytest.FixtureRequest, one_rank: None) -> Policy:
     )
 
 
-def head_outputs(policy: Policy, batch: MicroBatch) -> Tensor:
-    """[2, rows]: log-probs and entropies."""
-    packed = batch.packed
-    return policy.models[0](
-        input_ids=packed.input_ids,
-        position_ids=packed.position_ids,
-        attention_mask=None,
-        labels=batch.head,
-        packed_seq_params=batch.packed_seq_params,
-        padding_mask=packed.padding_mask,
-    )
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("multiple", [1, 16, 32])
 def test_packed_logprobs_are_those_of_each_sequence_alone(
@@ -58,7 +44,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
     batch = micro_batch(builder, sequences)
     model = policy.models[0]
     with torch.no_grad():
-        logprobs, entropies = head_outputs(policy, batch)
+        logprobs, entropies = run_chunk(policy.models[0], batch)
         expected_logprobs, expected_entropies = [], []
         for prompt, response in sequences:
             hidden = hidden_states(policy, prompt + response)[len(prompt) - 1 : -1]

@@ -15,6 +15,7 @@ from gspo_megatron.batching.micro_batches import (
     MicroBatchBuilder,
     forward_backward,
     response_logprobs,
+    run_chunk,
 )
 from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.models.build import Policy
@@ -74,14 +75,7 @@ def explicit_gradients(
         for router in routers:
             router.gating = recording(router.gating, logits)
         packed = batch.packed
-        logprobs = model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            attention_mask=None,
-            labels=batch.head,
-            packed_seq_params=batch.packed_seq_params,
-            padding_mask=packed.padding_mask,
-        )[0]
+        logprobs = run_chunk(model, batch)[0]
         for router in routers:
             del router.gating
         real = torch.ones(packed.input_ids.shape[1], dtype=torch.bool)

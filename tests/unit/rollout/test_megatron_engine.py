@@ -74,7 +74,7 @@ def generate(
     eos_id: int | Sequence[int] = NEVER,
     batch_size: int | None = None,
     decode: Callable[[Sequence[int]], str] = letters,
-    symbol_id: Callable[[str], int | None] = lambda text: None,
+    special_tokens: dict[str, int] | None = None,
     **sampling: Any,
 ) -> RolloutBatch:
     engine = MegatronEngine(
@@ -83,7 +83,7 @@ def generate(
         eos_id=eos_id,
         batch_size=batch_size,
         decode=decode,
-        symbol_id=symbol_id,
+        special_tokens=special_tokens,
     )
     requests = Requests(prompts, groups or range(len(prompts)), per_prompt)
     return engine.generate(requests, Sampling(max_tokens, **sampling), seed)
@@ -170,7 +170,7 @@ def without_end(ids: Sequence[int]) -> str:
     return letters([i for i in ids if i != 11])
 
 
-SPECIAL = {"stop": ("<end>",), "symbol_id": {"<end>": 11}.get, "decode": without_end}
+SPECIAL = {"stop": ("<end>",), "special_tokens": {"<end>": 11}, "decode": without_end}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,6 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
             stop=stop,
             eos_id=ord(eos) - ord("A") if eos else NEVER,
             decode=decode,
-            symbol_id=lambda text: 3,  # a token that has a text is found in the text
             **options,
         )
         ends = [
@@ -245,25 +244,33 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
         assert checks <= len(decoded) <= checks + 4 * ended + len(stop)
 
 
-def test_a_stop_string_of_many_bytes_ends_a_response(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("a終🙂以上就是最终答案", "以上就是最终答案"),
+        ("a終\x01終\x01\n", "終<end>\n"),
+        ("\x01\x01b\x01", "b<end>"),
+        ("a\x01終b", "終b"),  # a special token inside a plain text does not matter
+    ],
+)
+def test_a_stop_string_of_many_bytes_or_with_special_tokens_ends_a_response(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, text: str, stop: str
 ) -> None:
-    """Every token is one byte, and all rows draw the same ones."""
-    stop, before = "以上就是最终答案", "a終🙂"
-    content = f"{before}{stop}。b".encode()
+    """Every token is one byte, of which 1 is special; all rows draw the same ones."""
+    content = f"{text}。b\n".encode()
     script = iter(content)
 
     def draw(self: Any, hidden: Any, sampling: Any, uniform: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full((len(uniform),), next(script)), torch.zeros(len(uniform))
 
     def decode(ids: Sequence[int]) -> str:
-        return bytes(ids).decode(errors="replace")
+        return bytes(i for i in ids if i != 1).decode(errors="replace")
 
     monkeypatch.setattr(MegatronEngine, "_draw", draw)
     monkeypatch.setattr(MegatronEngine, "_forward", lambda self, ids, *args: (ids[..., None], None))
     options = {"max_tokens": len(content), "stop": ("no such text", stop), "decode": decode}
-    for response in responses_of(generate(policy, **options)):
-        assert decode(response.tokens) == before + stop and not response.truncated
+    for response in responses_of(generate(policy, special_tokens={"<end>": 1}, **options)):
+        assert bytes(response.tokens).decode() == text and not response.truncated
 
 
 def test_one_token(policy: Policy) -> None:

@@ -16,7 +16,13 @@ from torch import Tensor
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
 from gspo_megatron.rollout import sampling as sampling_module
 from gspo_megatron.rollout.engine import Sampling
-from gspo_megatron.rollout.sampling import RouterRandomness, StopStrings, draw, uniforms
+from gspo_megatron.rollout.sampling import (
+    RouterRandomness,
+    StopStrings,
+    draw,
+    uniforms,
+    with_special_tokens,
+)
 from tests.unit.data.corpora import make_tokenizer
 
 # --- Random numbers -------------------------------------------------------------------------------
@@ -302,6 +308,19 @@ def test_special_tokens_inside_a_stop_string_do_not_hide_it(tokenizer: Tokenizer
             )
             ids[inside:inside] = [special, special]
             assert found_end(tokenizer, [stop], ids, 4) == end + 2
+
+
+def test_a_stop_of_text_and_a_special_token(tokenizer: Tokenizer) -> None:
+    name = "<|im_end|>"
+    special = tokenizer.special_tokens[name]
+    stops = StopStrings([f"is{name}a"], with_special_tokens(tokenizer.decode, {special: name}))
+    answer, after = tokenizer.encode("the answer is"), tokenizer.encode("a b")
+    text_alone = [*answer, *after]
+    assert stops.end(text_alone, searched=0) is None
+    ids = [special, *answer, special, *after]
+    end = stops.end(ids, searched=0)
+    assert end is not None and tokenizer.decode(ids[len(answer) + 2 : end]).startswith("a")
+    assert stops.end(ids[: end - 1], searched=0) is None
 
 
 def test_a_stop_string_may_end_inside_a_token() -> None:

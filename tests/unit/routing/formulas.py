@@ -34,7 +34,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 def chosen_experts(logits: Tensor, router: dict[str, Any]) -> list[list[int]]:
     """The k experts of each token, sorted by number."""
     scores = selection_scores(logits, router)
-    return [_best_of(row.tolist(), router) for row in scores]
+    return [best_experts(row.tolist(), router) for row in scores]
 
 
 def selection_scores(logits: Tensor, router: dict[str, Any]) -> Tensor:
@@ -45,7 +45,8 @@ def selection_scores(logits: Tensor, router: dict[str, Any]) -> Tensor:
     return torch.softmax(logits, dim=-1) if router.get("use_pre_softmax") else logits
 
 
-def _best_of(scores: Sequence[float], router: dict[str, Any]) -> list[int]:
+def best_experts(scores: Sequence[float], router: dict[str, Any]) -> list[int]:
+    """Of one token's `selection_scores`, sorted by number."""
     allowed = list(range(EXPERTS))
     if router.get("group_topk"):
         size, each = EXPERTS // router["num_groups"], TOP_K // router["group_topk"]
