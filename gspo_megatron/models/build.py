@@ -55,13 +55,12 @@ class Policy:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
-    def train(self) -> None:
+    def train(self, mode: bool = True) -> None:
         for chunk in self.chunks:
-            chunk.train()
+            chunk.train(mode)
 
     def eval(self) -> None:
-        for chunk in self.chunks:
-            chunk.eval()
+        self.train(False)
 
 
 def unwrap(module: torch.nn.Module) -> PolicyModel:

@@ -31,12 +31,9 @@ class ReferencePolicy:
         ]
         self._weights = []
         for tensor in self._tensors:
-            kept = tensor.detach()
-            if offload:
-                host = torch.empty_like(kept, device="cpu", pin_memory=kept.is_cuda)
-                self._weights.append(host.copy_(kept))
-            else:
-                self._weights.append(kept.clone())
+            device = torch.device("cpu") if offload else tensor.device
+            kept = torch.empty_like(tensor, device=device, pin_memory=offload and tensor.is_cuda)
+            self._weights.append(kept.detach().copy_(tensor.detach()))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -36,6 +36,14 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
     shape = config.resolved_model()
     precision = config.training.precision
     dtype = DTYPES[base_precision(precision)]
+    recompute = config.training.recompute
+    whole_layers = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    # The stages of an interleaved schedule send activations and gradients one by one, as in
+    # Megatron-LM. Batched at pp=2, both go between the same two ranks and are matched only by their
+    # order, which differs at the two ends. And if all micro-batches of the first stage are in the
+    # warm-up, the exchange of their lengths deadlocks over gloo, where a send ends only when it is
+    # received.
+    one_by_one = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     values: dict[str, Any] = {
         **parallel.group_sizes(),
         "sequence_parallel": parallel.sequence_parallel,
@@ -60,8 +68,9 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "moe_grouped_gemm": shape.num_moe_experts is not None,
-        **_recompute(config.training.recompute),
-        **_interleaving(parallel),
+        **({"recompute_granularity": recompute} if recompute != "none" else {}),
+        **(whole_layers if recompute == "full" else {}),
+        **(one_by_one if parallel.virtual_pipeline_model_parallel_size is not None else {}),
         **megatron_fields(precision),
         **shape.megatron,
         **({"moe_router_dtype": "fp64"} if dtype is torch.float64 else {}),
@@ -80,31 +89,6 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
 def leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
     """An initialisation method that draws nothing."""
     return weight
-
-
-def _interleaving(parallel: ResolvedParallel) -> dict[str, Any]:
-    """The stages of an interleaved schedule send activations and gradients one by one, as in
-    Megatron-LM.
-
-    Batched at pp=2, both go between the same two ranks and are matched only by their order, which
-    differs at the two ends. And if all micro-batches of the first stage are in the warm-up, the
-    exchange of their lengths deadlocks over gloo, where a send ends only when it is received.
-    """
-    if parallel.virtual_pipeline_model_parallel_size is None:
-        return {}
-    return {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-
-
-def _recompute(mode: str) -> dict[str, Any]:
-    if mode == "full":
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    if mode == "selective":
-        return {"recompute_granularity": "selective"}
-    return {}
 
 
 def refuse_impossible(precision: str, backend: str) -> None:

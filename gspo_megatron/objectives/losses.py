@@ -167,8 +167,6 @@ class Surrogate:
             means |= metrics.token_clip_metrics(limited or clipped, inputs)
         else:
             means |= metrics.sequence_clip_metrics(clipped, inputs)
-        if inputs.reference_logprobs is not None:
-            means |= metrics.reference_metrics(inputs)
         return LossOutputs(loss, means, metrics.ratio_values(inputs, log_ratio, log_ratio_means))
 
     def complete(self, reduced: dict[str, float]) -> dict[str, float]:

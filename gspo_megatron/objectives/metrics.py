@@ -22,26 +22,23 @@ def pair(numerator: Tensor, denominator: Tensor | float) -> Tensor:
 
 
 def policy_metrics(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:
-    """Means over the masked tokens: the entropy if given, and two estimates of KL(old, current).
+    """Means over the masked tokens: the entropy if given, and two estimates each of KL(old,
+    current) and, if there is a reference, of KL(current, reference).
 
-    With D = log pi - log pi_old of the token, k1 is -D and k3 is exp(D) - 1 - D.
+    With D = log p - log q of a token sampled from q, k1 is -D and k3 is exp(D) - 1 - D.
     """
     masked = inputs.mask > 0
-    log_ratio = log_ratio.detach()
-    means = {"kl/k1": _mean(-log_ratio, masked), "kl/k3": _mean(k3(log_ratio), masked)}
+    differences = {"kl/": log_ratio.detach()}
+    if inputs.reference_logprobs is not None:
+        reference = inputs.reference_logprobs - inputs.logprobs.detach()
+        differences["kl/reference_"] = reference.double()
+    means = {}
+    for prefix, difference in differences.items():
+        means[f"{prefix}k1"] = _mean(-difference, masked)
+        means[f"{prefix}k3"] = _mean(k3(difference), masked)
     if inputs.entropy is not None:
         means["policy/entropy"] = _mean(inputs.entropy, masked)
     return means
-
-
-def reference_metrics(inputs: LossInputs) -> dict[str, Tensor]:
-    """Means over the masked tokens of the k1 and k3 estimates of KL(pi, reference)."""
-    masked = inputs.mask > 0
-    difference = (inputs.reference_logprobs - inputs.logprobs.detach()).double()
-    return {
-        "kl/reference_k1": _mean(-difference, masked),
-        "kl/reference_k3": _mean(k3(difference), masked),
-    }
 
 
 def _mean(values: Tensor, chosen: Tensor) -> Tensor:

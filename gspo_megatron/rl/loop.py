@@ -53,7 +53,7 @@ from gspo_megatron.rl.dumps import StepDumps
 from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
 from gspo_megatron.rl.rollouts import Collector, Experience, collect
 from gspo_megatron.rl.routing_replay import RoutingReplay, RoutingReplayOff
-from gspo_megatron.rollout.engine import RolloutEngine, Sampling
+from gspo_megatron.rollout.engine import Sampling
 from gspo_megatron.types import LossInputs, LossOutputs, Prompt
 
 NOISE_WARNING = "ratio/noise_floor"  # given once in a run, resumed or not
@@ -66,7 +66,6 @@ class RunComponents:
     config: Config
     policy: Policy
     inputs: Inputs
-    engine: RolloutEngine
     collector: Collector
     builder: MicroBatchBuilder
     objective: Objective
@@ -92,7 +91,7 @@ class ReinforcementLoop:
                 self.config.objective,
                 self.config.routing,
             )
-        self.engine, self.collector, self.device = run.engine, run.collector, run.builder.device
+        self.collector, self.device = run.collector, run.builder.device
         self.sampling = Sampling(
             max_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,
@@ -135,8 +134,17 @@ class ReinforcementLoop:
         )
         metrics = update_policy(self.updater, sequences, index, plan, advantages, timer)
         with timer("sync"):
-            self.engine.update_weights()
-        return experience.metrics | metrics | self.performance(experience, timer)
+            self.collector.engine.update_weights()
+        seconds = timer.total()
+        return {
+            **experience.metrics,
+            **metrics,
+            "perf/step_seconds": seconds,
+            "perf/rollout_seconds": experience.rollout_seconds,
+            **timer.seconds,
+            "perf/tokens_per_second": experience.num_tokens / seconds,
+            "perf/peak_memory_bytes": peak_memory_bytes(),
+        }
 
     def run(self) -> None:
         """All steps that are not done yet. Raises StopRun if the run was told to stop, and is saved
@@ -172,7 +180,11 @@ class ReinforcementLoop:
         restored, self.restored = self.restored, None
         if restored is None:
             run, seed = self.run_components, (self.config.training.seed << 32) + step
-            experience = collect(self.collector, self.draw, self.sampling, seed)
+
+            def draw() -> list[Prompt]:
+                return [run.inputs.train[i] for i in self.loader.next()]
+
+            experience = collect(self.collector, draw, self.sampling, seed)
             run.checkpoints.after_rollouts(
                 step,
                 self.trainer,
@@ -186,10 +198,6 @@ class ReinforcementLoop:
             step, experience.samples, experience.sample_rewards
         )
         return experience
-
-    def draw(self) -> list[Prompt]:
-        """The next prompts, the same on every rank."""
-        return [self.run_components.inputs.train[i] for i in self.loader.next()]
 
     def plan(self, index: StepIndex) -> list[MiniBatch]:
         """Which data-parallel rank trains on which sequences, in which micro-batches."""
@@ -205,17 +213,6 @@ class ReinforcementLoop:
             micro_batch_multiple=micro_batch_multiple(policy),
             padded=builder.padded,
         )
-
-    def performance(self, experience: Experience, timer: PhaseTimer) -> dict[str, float]:
-        """Times, throughput and memory of the step."""
-        seconds = timer.total()
-        return {
-            "perf/step_seconds": seconds,
-            "perf/rollout_seconds": experience.rollout_seconds,
-            **timer.seconds,
-            "perf/tokens_per_second": experience.num_tokens / seconds,
-            "perf/peak_memory_bytes": peak_memory_bytes(),
-        }
 
     def _noise_warning(self, metrics: dict[str, float]) -> str | None:
         """Given once, if sequence ratios vary by more than the clip range without any learning: the

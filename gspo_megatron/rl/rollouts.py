@@ -43,13 +43,8 @@ class Scores:
     def select(self, rows: Tensor) -> Scores:
         """Those of the responses that `rows` [num_sequences] bool marks."""
         turns = rows.repeat_interleave(self.turns)
-        return Scores(
-            self.rewards[rows],
-            self.shaped[rows],
-            self.turns[rows],
-            self.turn_rewards[turns],
-            self.turn_tokens[turns],
-        )
+        chosen = {"turn_rewards": turns, "turn_tokens": turns}
+        return Scores(**{n: column[chosen.get(n, rows)] for n, column in vars(self).items()})
 
 
 @dataclass

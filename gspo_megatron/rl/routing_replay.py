@@ -29,7 +29,7 @@ from gspo_megatron.batching.micro_batches import MicroBatch
 from gspo_megatron.config.schema import RoutingSection
 from gspo_megatron.models.build import Policy
 from gspo_megatron.routing.hooks import Routes, attach_hooks
-from gspo_megatron.routing.replay import Recording, Replaying, RouteTable, expert_dtype
+from gspo_megatron.routing.replay import Recording, Replaying, RouteTable, no_routes
 from gspo_megatron.routing.volatility import Observing, RoutingMetrics
 
 MicroBatches = Sequence[MicroBatch]
@@ -196,17 +196,12 @@ class RoutingReplay(RoutingReplayOff):
         else:  # a stage of dense layers takes part in what the stages count together
             index = self._local(micro_batch.packed.token_index)
             assert index is not None
-            table = RouteTable((), self._no_routes(len(index)).transpose(0, 1), None)
+            nothing = no_routes(self.config, 0, len(index), device=self.device)
+            table = RouteTable((), nothing, None)
         if "r2" in self.section.modes:
             self._keep("r2", micro_batch, table)
         if self._is_observed(micro_batch):
             micro_batch.recorded_routes.natural = (table, recording.scores)
-
-    def _no_routes(self, tokens: int) -> Tensor:
-        """[tokens, layers, k], to fill places that no token uses."""
-        size = (tokens, len(self.layers), self.config.moe_router_topk)
-        dtype = expert_dtype(self.config.num_moe_experts)
-        return torch.zeros(size, dtype=dtype, device=self.device)
 
     def _keep(self, mode: str, micro_batch: MicroBatch, table: RouteTable) -> None:
         modes = {"training": self.section.replay, "reference": self.section.reference_replay}
@@ -243,7 +238,7 @@ class RoutingReplay(RoutingReplayOff):
         and no log-prob depends on its experts."""
         assert micro_batch.rollout_routes is not None, "the rollout engine recorded no routes"
         pieces = micro_batch.rollout_routes
-        nothing = self._no_routes(1)
+        nothing = no_routes(self.config, 1, len(self.layers), device=self.device)
         flat = torch.cat([*pieces, nothing])  # [tokens of the sequences + 1, layers, k]
         index = self._local(micro_batch.packed.token_index)
         assert index is not None

@@ -87,7 +87,6 @@ def assemble(
         config=config,
         policy=policy,
         inputs=inputs,
-        engine=engine,
         collector=Collector(config, engine, SingleTurn(tokenizer), reward, ranks.device),
         builder=MicroBatchBuilder(
             policy,

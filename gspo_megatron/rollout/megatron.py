@@ -28,7 +28,7 @@ from gspo_megatron.rollout.sampling import (
     with_special_tokens,
 )
 from gspo_megatron.routing.noise import noisy_routers
-from gspo_megatron.routing.replay import expert_dtype, recorded
+from gspo_megatron.routing.replay import no_routes, recorded
 from gspo_megatron.types import RolloutBatch
 
 # How many tokens are drawn between two checks of which sequences have ended. A check synchronises
@@ -153,7 +153,9 @@ class MegatronEngine:
         if not batches:
             batches = [_Responses.empty(0, sampling.max_tokens, self.device)]
             if self.record_routes:
-                batches[0].routes = self._no_routes(0, 0, self.num_routers)
+                batches[0].routes = no_routes(
+                    self.policy.config, 0, 0, self.num_routers, device=self.device
+                )
         return _join(prompts, samples, requests, batches)
 
     def _split_stops(self, stop: Sequence[str]) -> tuple[Tensor, list[StopStrings]]:
@@ -296,14 +298,8 @@ class MegatronEngine:
         # Routers see the first token of all sequences, then the second.
         layers = [experts[n].view(length, sequences, -1) for n in sorted(experts)]
         if not layers:  # a stage of dense layers
-            return hidden, self._no_routes(sequences, length, 0)
+            return hidden, no_routes(self.policy.config, sequences, length, 0, device=self.device)
         return hidden, torch.stack(layers, dim=2).transpose(0, 1)
-
-    def _no_routes(self, *sizes: int) -> Tensor:
-        """[*sizes, k] without tokens or without layers."""
-        config = self.policy.config
-        dtype = expert_dtype(config.num_moe_experts)
-        return torch.zeros((*sizes, config.moe_router_topk), dtype=dtype, device=self.device)
 
 
 class _PipelineForward:

@@ -122,12 +122,13 @@ def test_recompute(mode: str, expected: tuple) -> None:
     assert tuple(getattr(config, name) for name in names[: len(expected)]) == expected
 
 
-def test_megatron_draws_no_weights_itself() -> None:
+def test_megatron_draws_no_weights_itself_and_needs_no_kernels_of_apex() -> None:
     config = convert()
     weight = torch.full((2, 3), 5.0)
     for method in (config.init_method, config.output_layer_init_method):
         assert torch.equal(method(weight), torch.full((2, 3), 5.0))
     assert config.perform_initialization is True  # or TP shards would lose their marks
+    assert config.gradient_accumulation_fusion is False  # a kernel of apex, which a CPU has not
 
 
 @pytest.mark.parametrize("experts", [None, 8])

@@ -32,7 +32,7 @@ def test_the_engine_ends_responses_at_all_end_tokens_and_stops_of_the_tokenizer(
         run = assemble(config, read_inputs(config), reward, build_objective(config.objective, 8))
         run.logger.close()
         tokenizer = run.inputs.tokenizer
-        end_ids, found = run.engine._split_stops(("<|doc|>", "<sep>", "<|doc|><sep>"))
+        end_ids, found = run.collector.engine._split_stops(("<|doc|>", "<sep>", "<|doc|><sep>"))
     finally:
         stop_processes()
     # <|doc|> is special; <sep> is a token too, but one that stands in the text
