@@ -314,9 +314,8 @@ def forward_backward(
     counts micro-batches here and the loss is multiplied by their number, so that the loss comes out
     as it went in and the routers' aux and z losses as their mean over the micro-batches.
 
-    `total_micro_batches` is that of all ranks, the empty ones left out.
-
-    Returns the outputs of each micro-batch on the last pipeline stage, an empty list elsewhere.
+    `total_micro_batches` is that of all ranks, the empty ones left out. Returns the outputs of each
+    micro-batch on the last pipeline stage, an empty list elsewhere.
     """
     counts_here = parallel_state.get_context_parallel_rank() == 0  # a replica's other ranks do not
 

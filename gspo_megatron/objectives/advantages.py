@@ -140,7 +140,6 @@ def group_mean_std(
     `std` "sample" divides by size - 1 (rewards 0.8, 0.4, 0.6 give 1, -1, 0), "population" by size
     (1.22, -1.22, 0). No epsilon is added. A group without spread has advantages of exactly 0.
     """
-    assert std in ("sample", "population"), f"std {std!r}"
     groups, sizes, has_spread = _groups(rewards, group_index)
     centred = _centred(rewards, groups, sizes, has_spread)
     squares = segment_sum(centred.square(), groups, len(sizes))
@@ -160,7 +159,6 @@ def batch_std(
 ) -> Tensor:
     """(reward - mean of the group) / standard deviation of all rewards of the step: groups that
     are nearly all right or all wrong are not blown up (arXiv 2508.08221)."""
-    assert std in ("sample", "population"), f"std {std!r}"
     centred = _centred(rewards, *_groups(rewards, group_index))
     if not centred.any():  # no group has a spread, and perhaps the batch has none either
         return centred.float()

@@ -116,7 +116,7 @@ class ReinforcementLoop:
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step. Returns its metrics, the same on every rank."""
-        timer = PhaseTimer(self.device)
+        start, timer = time.perf_counter(), PhaseTimer(self.device)
         experience = self.roll_out(step)
         self.dumps.write(step, experience)
         index = gather_index(experience.batch, experience.scores.shaped, self.data_group)
@@ -135,7 +135,7 @@ class ReinforcementLoop:
         metrics = update_policy(self.updater, sequences, index, plan, advantages, timer)
         with timer("sync"):
             self.collector.engine.update_weights()
-        seconds = timer.total()
+        seconds = time.perf_counter() - start
         return {
             **experience.metrics,
             **metrics,
@@ -466,7 +466,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
-        self._device, self._start = device, time.perf_counter()
+        self._device = device
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -475,7 +475,3 @@ class PhaseTimer:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[f"perf/{phase}_seconds"] = time.perf_counter() - start
-
-    def total(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self._start

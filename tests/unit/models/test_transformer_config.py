@@ -58,13 +58,6 @@ def test_every_name_that_the_module_sets_is_known_to_megatron_core() -> None:
     assert names_set_by_the_module() - OPTIONAL - KNOWN == set()
 
 
-def test_every_name_of_presets_and_layout_is_known_to_megatron_core() -> None:
-    for name, preset in PRESETS.items():
-        assert set(preset.megatron) - KNOWN == set(), name
-    sizes = resolve_parallel(tiny_config(), 1).group_sizes()
-    assert set(sizes) - KNOWN == set()
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_arrive_key_by_key(preset: str) -> None:
     config = convert(model={"preset": preset})

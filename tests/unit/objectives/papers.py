@@ -35,15 +35,8 @@ NUMBERS: dict[str, dict[str, float]] = {
 
 # The spread of log-ratios at which these bind for a part of them.
 SPREADS = {
-    "gspo": 1e-3,
-    "gspo_token": 1e-3,
-    "luspo": 1e-3,
-    "grpo": 0.4,
-    "dapo": 0.4,
-    "dr_grpo": 0.4,
-    "sapo": 0.4,
-    "gmpo": 0.4,
-    "minirl": 0.4,
+    **dict.fromkeys(("gspo", "gspo_token", "luspo"), 1e-3),
+    **dict.fromkeys(("grpo", "dapo", "dr_grpo", "sapo", "gmpo", "minirl"), 0.4),
     "cispo": 1.2,
     "reinforce_leave_one_out": 0.1,
 }

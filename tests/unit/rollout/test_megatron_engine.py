@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,22 +71,16 @@ def generate(
     max_tokens: int = 12,
     seed: int = 5,
     groups: Sequence[int] | None = None,
-    eos_id: int | Sequence[int] = NEVER,
-    batch_size: int | None = None,
-    decode: Callable[[Sequence[int]], str] = letters,
-    special_tokens: dict[str, int] | None = None,
-    **sampling: Any,
+    stop: Sequence[str] = (),
+    temperature: float = 1.0,
+    top_k: int = 0,
+    **options: Any,
 ) -> RolloutBatch:
-    engine = MegatronEngine(
-        policy,
-        pad_id=PAD,
-        eos_id=eos_id,
-        batch_size=batch_size,
-        decode=decode,
-        special_tokens=special_tokens,
-    )
+    """`options` are those of the engine."""
+    engine = MegatronEngine(policy, pad_id=PAD, **{"eos_id": NEVER, "decode": letters} | options)
     requests = Requests(prompts, groups or range(len(prompts)), per_prompt)
-    return engine.generate(requests, Sampling(max_tokens, **sampling), seed)
+    sampling = Sampling(max_tokens, temperature, top_k=top_k, stop=tuple(stop))
+    return engine.generate(requests, sampling, seed)
 
 
 def test_greedy_decoding_is_the_argmax_of_the_full_forward_pass(policy: Policy) -> None:

@@ -13,22 +13,19 @@ from torch import Tensor
 from gspo_megatron.config import check_config
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.models.build import Policy
-from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import RouterHook, attach_hooks
 from gspo_megatron.routing.noise import noisy_routers, normal
 from gspo_megatron.types import RolloutBatch
 from tests.unit.models.one_rank import (
-    PAD,
     one_rank_groups,
-    random_sequences,
     tiny_config,
     tiny_policy,
 )
-from tests.unit.routing.formulas import EXPERTS, ROUTERS, TOP_K, best_experts, selection_scores
+from tests.unit.rollout.test_megatron_engine import PROMPTS
+from tests.unit.rollout.test_megatron_engine import generate as responses
+from tests.unit.routing.test_gates import EXPERTS, ROUTERS, TOP_K, best_experts, selection_scores
 
 TOKENS = 64
-NEVER = -1  # an end-of-sequence id that is not in the vocabulary
 
 
 def numbers(layer: int, experts: int) -> Tensor:
@@ -106,20 +103,9 @@ def policy() -> Iterator[Policy]:
         yield policy
 
 
-def generate(
-    policy: Policy, std: float, seed: int = 5, batch_size: int | None = None, **sampling: Any
-) -> RolloutBatch:
-    prompts = [prompt for prompt, _ in random_sequences(8, [(3, 0), (9, 0), (1, 0), (6, 0)])]
-    engine = MegatronEngine(
-        policy,
-        pad_id=PAD,
-        eos_id=NEVER,
-        batch_size=batch_size,
-        record_routes=True,
-        router_noise=std,
-    )
-    requests = Requests(prompts, range(len(prompts)), 3)
-    return engine.generate(requests, Sampling(12, **sampling), seed)
+def generate(policy: Policy, std: float, **options: Any) -> RolloutBatch:
+    options = {"per_prompt": 3, "record_routes": True, "router_noise": std} | options
+    return responses(policy, PROMPTS[:4], **options)
 
 
 def test_noise_depends_on_seed_sample_and_position_alone(policy: Policy) -> None:
