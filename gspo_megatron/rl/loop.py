@@ -310,8 +310,7 @@ class PolicyUpdater:
     ) -> list[list[MicroBatch]]:
         """This data rank's micro-batches of each mini-batch. A new step begins."""
         self._metrics = StepMetrics(self.device)
-        self._norms: list[float] = []
-        self._rates: list[float] = []
+        self._updates: list[tuple[float, float]] = []  # gradient norm and learning rate of each
         mini_batches = self.builder.build_step(plan, sequences, index)
         sequences.routes = None  # the micro-batches have them
         for micro_batch in chain.from_iterable(mini_batches):
@@ -367,7 +366,7 @@ class PolicyUpdater:
         self, mini_batch: MiniBatch, micro_batches: Sequence[MicroBatch], advantages: Tensor
     ) -> None:
         """One optimizer update. `advantages`: [num_sequences] of the whole step."""
-        is_first = not self._norms
+        is_first = not self._updates
 
         def loss(
             micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor
@@ -403,17 +402,15 @@ class PolicyUpdater:
             ):
                 self._metrics.add_means(outputs.means)
                 self._metrics.add_values(outputs.values)
-        norm, rate = self.trainer.update()
-        self._norms.append(norm)
-        self._rates.append(rate)
+        self._updates.append(self.trainer.update())
 
     def reduce_metrics(self) -> dict[str, float]:
         """The metrics of the step's mini-batches, the same on every rank. Every rank calls it."""
         reduced = self._metrics.reduce(self.data_group) if self.is_last_stage else None
         metrics = self.objective.complete(share_with_all_stages(reduced, self.pipeline_group))
         metrics["ratio/noise_floor"] = metrics.pop("ratio/noise_floor_squared") ** 0.5
-        metrics["grad_norm"] = sum(self._norms) / len(self._norms)
-        metrics["lr"] = self._rates[-1]
+        norms, rates = zip(*self._updates)
+        metrics["grad_norm"], metrics["lr"] = sum(norms) / len(norms), rates[-1]
         return metrics | self.replay.metrics()
 
     def sum_over_shards(self, values: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from tests.unit.objectives.batches import (
     run_shards,
 )
 from tests.unit.objectives.papers import SPREADS
-from tests.unit.objectives.test_corrections import BOUNDS, legal, section
+from tests.unit.objectives.test_parts import BOUNDS, legal, section
 
 
 def owners(kind: str, tokens: int, num_shards: int) -> torch.Tensor:

@@ -17,11 +17,9 @@ LAYERS = {0: [1, 4], 1: [], 2: [2, 3, 5]}  # of each pipeline stage
 TOP_K = 2
 
 
-def write(
-    folder: Path, groups: list[list[int]], with_turns: bool, with_routes: bool
-) -> tuple[Experience, int]:
+def write(folder: Path, groups: list[list[int]], with_turns: bool, with_routes: bool) -> Experience:
     """Files of `len(groups)` data ranks with these groups of 3 responses each; returns what is in
-    all of them together, data rank after data rank, and how many tokens that is."""
+    all of them together, data rank after data rank."""
     generator = torch.Generator().manual_seed(len(groups))
 
     def numbers(most: int, *size: int) -> Tensor:
@@ -60,7 +58,7 @@ def write(
                 save_file(
                     {n: t.contiguous() for n, t in tensors.items()}, folder / f"{name}.safetensors"
                 )
-    return whole, num_tokens
+    return whole
 
 
 def columns_of(experience: Experience) -> dict[str, Tensor]:
@@ -81,7 +79,7 @@ def columns_of(experience: Experience) -> dict[str, Tensor]:
 def test_every_sequence_comes_back_once_to_the_rank_of_its_group(
     tmp_path: Path, groups: list[list[int]], with_turns: bool, with_routes: bool, size: int
 ) -> None:
-    whole, _ = write(tmp_path, groups, with_turns, with_routes)
+    whole = write(tmp_path, groups, with_turns, with_routes)
     wanted = [3, 1]  # layers, of two stages
     for rank in range(size):
         found = columns_of(read_share(tmp_path, rank, size, lambda: wanted))
@@ -96,9 +94,9 @@ def test_every_sequence_comes_back_once_to_the_rank_of_its_group(
 
 
 def test_a_stage_of_dense_layers_reads_no_routes(tmp_path: Path) -> None:
-    _, num_tokens = write(tmp_path, [[0, 1], [2]], False, True)
+    whole = write(tmp_path, [[0, 1], [2]], False, True)
     routes = read_share(tmp_path, 0, 1, list).batch.routes
-    assert routes.shape == (num_tokens, 0, TOP_K) and routes.dtype == torch.uint8
+    assert routes.shape == (len(whole.batch.tokens), 0, TOP_K) and routes.dtype == torch.uint8
 
 
 def test_a_layer_that_nobody_recorded_is_an_error(tmp_path: Path) -> None:
