@@ -21,8 +21,7 @@ from tests.unit.models.one_rank import (
     tiny_config,
     tiny_policy,
 )
-from tests.unit.rollout.test_megatron_engine import PROMPTS
-from tests.unit.rollout.test_megatron_engine import generate as responses
+from tests.unit.rollout import test_megatron_engine as plain_rollouts
 from tests.unit.routing.test_gates import EXPERTS, ROUTERS, TOP_K, best_experts, selection_scores
 
 TOKENS = 64
@@ -105,7 +104,7 @@ def policy() -> Iterator[Policy]:
 
 def generate(policy: Policy, std: float, **options: Any) -> RolloutBatch:
     options = {"per_prompt": 3, "record_routes": True, "router_noise": std} | options
-    return responses(policy, PROMPTS[:4], **options)
+    return plain_rollouts.generate(policy, plain_rollouts.PROMPTS[:4], **options)
 
 
 def test_noise_depends_on_seed_sample_and_position_alone(policy: Policy) -> None:
