@@ -3,7 +3,7 @@
     python tools/bench_packing.py [--responses 512 2048] [--budgets 8192 16384 32768]
                                   [--context-parallel 1 2 4] [--tensor-parallel 1 2 4 8]
 
-Plans steps as the training loop does (gspo_megatron.batching.plan and .data.packing) and counts:
+Plans steps as the training loop does (gspo_megatron.batching.plan and .micro_batches) and counts:
 padding, as a share of all tokens that the model is given; imbalance, the tokens of the fullest
 data-parallel rank of a mini-batch over the mean, less 1; the same where ranks wait for each other
 after every micro-batch, as they do under expert parallelism ("in step"); how full micro-batches
