@@ -1,10 +1,11 @@
-"""Micro-batches through Megatron's own pipeline schedules."""
+"""Micro-batches of this rank's layout, and their way through Megatron's own pipeline schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -70,33 +71,19 @@ class MicroBatchBuilder:
         """This data rank's micro-batches of each mini-batch."""
         shape = self.common_shape(plans, index.lengths)
         rank = parallel_state.get_data_parallel_rank()
-        return [
-            [
-                self._build_members(numbers, sequences, index, shape)
-                for numbers in plan.of_rank(rank)
-            ]
+        columns = sequences.tokens, index.response_lengths, sequences.offsets
+        mini_batches = [
+            [self.build(numbers, *columns, shape) for numbers in plan.micro_batches[rank]]
             for plan in plans
         ]
-
-    def _build_members(
-        self,
-        numbers: Sequence[int],
-        sequences: Sequences,
-        index: StepIndex,
-        shape: BatchShape | None,
-    ) -> MicroBatch:
-        tokens = [sequences.tokens[n] for n in numbers]
-        responses = [index.response_lengths[n] for n in numbers]
-        offsets = [sequences.offsets[n] for n in numbers]
-        batch = self.build(range(len(numbers)), tokens, responses, offsets, shape)
-        rows, routes = batch.packed.response_index, sequences.routes
-        batch.packed.members = tuple(numbers)
-        batch.rollout_logprobs = sequences.rollout_logprobs[rows]
-        if sequences.token_advantages is not None:
-            batch.token_advantages = sequences.token_advantages[rows]
-        if routes is not None:
-            batch.rollout_routes = [routes[n] for n in numbers]
-        return batch
+        for batch in chain.from_iterable(mini_batches):
+            rows = batch.packed.response_index
+            batch.rollout_logprobs = sequences.rollout_logprobs[rows]
+            if sequences.token_advantages is not None:
+                batch.token_advantages = sequences.token_advantages[rows]
+            if sequences.routes is not None:
+                batch.rollout_routes = [sequences.routes[n] for n in batch.packed.members]
+        return mini_batches
 
     def common_shape(self, plans: Sequence[MiniBatch], lengths: Sequence[int]) -> BatchShape | None:
         """A shape for all micro-batches of all ranks, where Megatron-Core wants them alike (the
@@ -119,9 +106,9 @@ class MicroBatchBuilder:
     def build(
         self,
         members: Sequence[int],
-        tokens: Sequence[Tensor],
+        tokens: Sequence[Tensor] | Mapping[int, Tensor],
         response_lengths: Sequence[int],
-        response_offsets: Sequence[int],
+        response_offsets: Sequence[int] | Mapping[int, int],
         shape: BatchShape | None = None,
     ) -> MicroBatch:
         """See batching.packing.pack."""
@@ -171,9 +158,8 @@ def forward_backward(
     counts micro-batches here and the loss is multiplied by their number, so that the loss comes out
     as it went in and the routers' aux and z losses as their mean over the micro-batches.
 
-    `total_micro_batches` is that of all ranks, the empty ones left out.
-
-    Returns the outputs of each micro-batch on the last pipeline stage, an empty list elsewhere.
+    `total_micro_batches` is that of all ranks, the empty ones left out. Returns the outputs of each
+    micro-batch on the last pipeline stage, an empty list elsewhere.
     """
     counts_here = parallel_state.get_context_parallel_rank() == 0  # a replica's other ranks do not
 

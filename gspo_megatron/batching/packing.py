@@ -9,7 +9,7 @@ r and 2CP-1-r of 2CP.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,13 +57,8 @@ class PackedBatch:
 def batch_shape(
     lengths: Sequence[int], *, padded: bool, context_parallel_size: int = 1, multiple: int = 1
 ) -> BatchShape:
-    """The smallest shape that holds sequences of these lengths.
-
-    Args:
-        padded: a row for each sequence instead of all in one.
-        multiple: a rank's tokens are a multiple of it (TP under sequence parallelism, times 16 or
-            32 in FP8).
-    """
+    """The smallest shape that holds sequences of these lengths. A rank's tokens are a multiple of
+    `multiple` (TP under sequence parallelism, times 16 or 32 in FP8)."""
     chunks = 2 * context_parallel_size if context_parallel_size > 1 else 1
     unit = math.lcm(multiple * context_parallel_size, chunks)
     if padded:
@@ -74,9 +69,9 @@ def batch_shape(
 
 
 def pack(
-    tokens: Sequence[Tensor],
+    tokens: Sequence[Tensor] | Mapping[int, Tensor],
     response_lengths: Sequence[int],
-    response_offsets: Sequence[int],
+    response_offsets: Sequence[int] | Mapping[int, int],
     members: Sequence[int],
     *,
     pad_id: int,
@@ -88,18 +83,12 @@ def pack(
 ) -> PackedBatch:
     """Make one micro-batch of the sequences `members`, each a prompt with its response at the end.
 
-    Args:
-        tokens: all sequences of the rank's batch, [length] int64 each.
-        response_lengths: response tokens of each.
-        response_offsets: where each one's response starts in the batch's flat response vectors.
-        members: the sequences that go into this micro-batch; none gives a batch of padding, which
-            a data-parallel rank without sequences needs to take part in the collectives.
-        padded: a row for each sequence, padded to the longest, instead of one row for all.
-        multiple: this rank's tokens are padded to a multiple of it; see batch_shape.
-        shape: a larger shape to pad to, where all micro-batches must be alike.
+    tokens: sequences by their number, [length] int64 each; response_offsets: where each one's
+    response starts in the rank's flat response vectors; shape: a larger one to pad to, where all
+    micro-batches must be alike. Without members the batch is padding: a data-parallel rank without
+    sequences needs it to take part in the collectives.
     """
     cp, rank = context_parallel_size, context_parallel_rank
-    assert len(tokens) == len(response_lengths) == len(response_offsets)
     lengths = [len(tokens[number]) for number in members]
     smallest = batch_shape(lengths, padded=padded, context_parallel_size=cp, multiple=multiple)
     shape = shape or smallest

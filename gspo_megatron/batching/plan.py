@@ -26,9 +26,6 @@ class MiniBatch:
         """Over all ranks, the empty ones left out."""
         return sum(bool(members) for rank in self.micro_batches for members in rank)
 
-    def of_rank(self, data_parallel_rank: int) -> tuple[tuple[int, ...], ...]:
-        return self.micro_batches[data_parallel_rank]
-
 
 def largest_equal_share(count: int, most: int, multiple: int) -> int:
     """How many of `count` samples of one length make a micro-batch: as many as possible, `most` at
@@ -54,13 +51,9 @@ def plan_step(
     and the cut does not depend on the layout. Inside a mini-batch the sequences are balanced over
     data-parallel ranks by tokens and packed into micro-batches up to `token_budget`.
 
-    Args:
-        lengths: tokens of each sequence, prompt included.
-        response_lengths: response tokens of each sequence.
-        micro_batch_multiple: the number of micro-batches must be a multiple of it (interleaved
-            pipeline schedules ask for a multiple of the pipeline's size).
-        padded: a micro-batch has a row for each sequence, padded to its longest: the budget counts
-            the padding.
+    lengths: tokens of each sequence, prompt included; micro_batch_multiple: divides the number of
+    micro-batches (see batching.micro_batches); padded: a micro-batch has a row for each sequence,
+    padded to its longest, and the budget counts the padding.
     """
     count = len(lengths)
     plans = []

@@ -83,13 +83,11 @@ def redistribute(
     context_parallel_size: int = 1,
     token_advantages: Tensor | None = None,
 ) -> Sequences:
-    """Send every sequence to all context-parallel ranks of its data-parallel rank, and receive
-    this rank's own.
+    """Send every sequence to all context-parallel ranks of its data-parallel rank, data_ranks
+    [num_sequences], and receive this rank's own.
 
-    Args:
-        data_ranks: [num_sequences], the data-parallel rank that trains on each sequence.
-        group: data-parallel x context-parallel; CP ranks of a data-parallel rank are neighbours.
-        token_advantages: [response tokens of `batch`]; on all ranks, or on none.
+    group: data-parallel x context-parallel; CP ranks of a data-parallel rank are neighbours.
+    token_advantages: [response tokens of `batch`]; on all ranks, or on none.
     """
     me, size, cp = group.rank(), group.size(), context_parallel_size
     source, target = torch.tensor(index.source), torch.tensor(data_ranks)  # [num_sequences]

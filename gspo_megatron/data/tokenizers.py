@@ -85,7 +85,7 @@ class SentencePieceTokenizer:
         # None if no id stands for unknown characters alone.
         self.unk_id: int | None = self._processor.unk_id()
         # Plain text cannot spell these symbols; the output of a chat template can.
-        self._control_symbols = {
+        self.special_tokens = {
             self._processor.id_to_piece(token_id): token_id
             for token_id in range(self.vocab_size)
             if self._processor.is_control(token_id) or self._processor.is_unknown(token_id)
@@ -129,10 +129,10 @@ class SentencePieceTokenizer:
     def encode_rendered(self, text: str) -> Encoded:
         """Tokens of a chat template's output: control symbols in it become their ids."""
         encoded, position = Encoded([], [], []), 0
-        longest_first = sorted(self._control_symbols, key=len, reverse=True)
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
         for part in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
-            if part in self._control_symbols:
-                ids, offsets = [self._control_symbols[part]], [(0, len(part))]
+            if part in self.special_tokens:
+                ids, offsets = [self.special_tokens[part]], [(0, len(part))]
             else:
                 mapping = self._processor.encode(part, return_type="offset_mapping")
                 ids, offsets = mapping["ids"], mapping["offsets"]
@@ -175,6 +175,8 @@ class HuggingFaceTokenizer:
             )
         self.eos_id: int = self._tokenizer.eos_token_id
         self.eos_ids = _eos_ids(path, self.eos_id)
+        added = self._tokenizer.added_tokens_decoder.items()
+        self.special_tokens = {token.content: number for number, token in added if token.special}
         pad_id = self._tokenizer.pad_token_id
         self.pad_id: int = self.eos_id if pad_id is None else pad_id
         # Many folders name a BOS token that their models do not expect before a text (GPT-2): see

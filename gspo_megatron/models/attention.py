@@ -11,7 +11,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from gspo_megatron.models.core_attention import attend
-from gspo_megatron.models.transformer_config import without_fp8
+from gspo_megatron.models.transformer_config import changed, without_fp8
 
 
 class KeyValueCache:
@@ -131,30 +131,16 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterato
     """Let the attention layers of a policy's chunks use `cache`, without sequence parallelism (one
     token cannot be divided by TP) and without FP8."""
     modules = [module for model in models for module in model.modules()]
-    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
-    switched = [
-        (owner, name)
-        for owner in (*modules, *configs.values())
+    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}.values()
+    changes = [
+        (owner, name, False)
+        for owner in (*modules, *configs)
         for name in _SEQUENCE_PARALLEL_SWITCHES
         if getattr(owner, name, False)
     ]
-    attentions = [m for m in modules if hasattr(m, "key_value_cache")]
-    for module in attentions:
-        module.key_value_cache = cache
-    for owner, name in switched:
-        setattr(owner, name, False)
+    changes += [(m, "key_value_cache", cache) for m in modules if hasattr(m, "key_value_cache")]
     # The cache has the angles of each sequence's position. GPTModel cannot cut the angles of one
     # token for context parallelism.
-    position_embeddings = [model.position_embedding_type for model in models]
-    for model in models:
-        model.position_embedding_type = "none"
-    try:
-        with without_fp8(models):
-            yield
-    finally:
-        for module in attentions:
-            module.key_value_cache = None
-        for owner, name in switched:
-            setattr(owner, name, True)
-        for model, kind in zip(models, position_embeddings, strict=True):
-            model.position_embedding_type = kind
+    changes += [(model, "position_embedding_type", "none") for model in models]
+    with changed(changes), without_fp8(models):
+        yield

@@ -48,13 +48,19 @@ class Policy:
         for model in self.models:
             model.padding_token = token
 
-    def train(self) -> None:
+    def finish_parameter_gather(self) -> None:
+        """Fetch the weights of the last update from the ranks that share them. Under
+        overlap_param_gather the next forward pass would do it."""
         for chunk in self.chunks:
-            chunk.train()
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def train(self, mode: bool = True) -> None:
+        for chunk in self.chunks:
+            chunk.train(mode)
 
     def eval(self) -> None:
-        for chunk in self.chunks:
-            chunk.eval()
+        self.train(False)
 
 
 def unwrap(module: torch.nn.Module) -> PolicyModel:
@@ -134,7 +140,7 @@ def _aux_losses_count_micro_batches(model: PolicyModel) -> None:
 
     Under `calculate_per_token_loss` a router multiplies its aux loss by the tokens of its own TP
     and CP shard. The later division by all tokens makes it TP x CP times too small. Our loss
-    callback counts micro-batches instead of tokens (rl.policy_update), so the router must not
+    callback counts micro-batches instead of tokens (rl.loop), so the router must not
     multiply, and the aux gradient is the same on every layout.
     """
     for module in model.modules():

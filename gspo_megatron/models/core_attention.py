@@ -1,7 +1,7 @@
 """Causal attention of the torch_native backend, on torch's scaled_dot_product_attention.
 
 Megatron-Core's local DotProductAttention supports neither packed (THD) sequences nor context
-parallelism. This one supports both, in the layouts that Megatron-Core gives to Transformer Engine.
+parallelism; this one does, in the layouts that Megatron-Core gives to Transformer Engine.
 """
 
 from __future__ import annotations

@@ -99,15 +99,10 @@ class GroupedExperts(MegatronModule):
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """rows [rows, in] in runs of `counts` [experts] x weight [experts, out, in] -> [rows, out]."""
-    if _grouped_mm_takes(rows, weight):
+    # torch's grouped matmul needs rows of a multiple of 16 bytes, and has no float64
+    aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
+    if aligned and rows.dtype != torch.float64 and hasattr(F, "grouped_mm"):
         ends = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     runs = rows.split(counts.tolist())
     return torch.cat([F.linear(run, w) for run, w in zip(runs, weight.unbind(0), strict=True)])
-
-
-def _grouped_mm_takes(rows: Tensor, weight: Tensor) -> bool:
-    """torch's grouped matmul needs rows of a multiple of 16 bytes, and has no float64."""
-    if rows.dtype == torch.float64 or not hasattr(F, "grouped_mm"):
-        return False
-    return all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])

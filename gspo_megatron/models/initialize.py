@@ -1,8 +1,7 @@
 """Initial weights that do not depend on the layout.
 
-Megatron-Core draws each shard from its rank's generator: TP1 and TP2 start from different models,
-and their curves cannot be compared. Here each full tensor is drawn from a generator seeded by
-(seed, its name), and each rank keeps its slice.
+Megatron-Core draws each shard from its rank's generator, so that TP1 and TP2 start from different
+models. Here each full tensor is drawn from a generator seeded by (seed, its name).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gspo_megatron.models.shards import Shard, parameter_shards
+from gspo_megatron.models.shards import parameter_shards
 
 # Projections into the residual stream start smaller, by 1 / sqrt(2 * layers), since two per layer
 # are added to it (Megatron-Core's scaled_init_method_normal; GPT-2, section 2.3).
@@ -39,12 +38,8 @@ def initialize_weights(
         shape = list(shard.global_shape)
         if "word_embeddings" in shard.name or "output_layer" in shard.name:
             shape[0] = true_vocab_size  # without padding, whose size depends on TP
-        _fill(shard, shape, std, seed)
-
-
-def _fill(shard: Shard, shape: list[int], std: float, seed: int) -> None:
-    digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    drawn = torch.randn(shape, generator=generator)[shard.slices] * std
-    shard.data.zero_()  # vocabulary padding
-    shard.data[tuple(slice(size) for size in drawn.shape)].copy_(drawn)
+        digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        drawn = torch.randn(shape, generator=generator)[shard.slices] * std
+        shard.data.zero_()  # vocabulary padding
+        shard.data[tuple(slice(size) for size in drawn.shape)].copy_(drawn)

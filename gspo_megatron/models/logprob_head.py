@@ -1,9 +1,8 @@
 """Log-probability of given tokens and entropy from hidden states, with a vocabulary in shards.
 
-Output layer, softmax, log-probability and entropy are one differentiable operation. It works on one
-tile of the logits at a time (some rows by some columns of the vocabulary), so the logits
-[rows, vocab/TP] never exist whole. Both results come from one softmax. The backward pass computes
-the logits of a tile again and needs only the saved log-sum-exp.
+One differentiable operation on one tile of the logits at a time (some rows by some columns of the
+vocabulary): the logits [rows, vocab/TP] never exist whole. The backward pass computes the logits of
+a tile again and needs only the saved log-sum-exp.
 """
 
 from __future__ import annotations
@@ -74,40 +73,40 @@ def logprob_and_entropy(
     The gradient of `hidden` is this rank's share, from its part of the vocabulary: the caller sums
     it over the group. Two collectives in the forward pass, none in the backward pass.
     """
+    assert hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1], (
+        f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply"
+    )
+    assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
+    assert targets.shape == hidden.shape[:1], (
+        f"targets {tuple(targets.shape)} for hidden {tuple(hidden.shape)}"
+    )
+    assert temperature > 0, f"temperature {temperature}"
+    assert chunk_size is None or chunk_size > 0, f"chunk_size {chunk_size}"
+    used = len(weight)  # rows in the vocabulary; the last rank may hold only padding
+    if vocab_size is not None:
+        used = min(max(vocab_size - vocab_start, 0), used)
+    local = targets - vocab_start
     return VocabParallelLogProb.apply(
-        hidden,
-        weight,
-        targets,
-        temperature,
-        chunk_size,
-        process_group,
-        vocab_start,
-        vocab_size,
-        entropy_gradient,
+        hidden, weight, local, used, temperature, chunk_size, process_group, entropy_gradient
     )
 
 
 class VocabParallelLogProb(torch.autograd.Function):
-    """The autograd function behind `logprob_and_entropy`, with the same arguments by position."""
+    """The autograd function behind `logprob_and_entropy`. `local_targets` [rows] count from the
+    first row of `weight`, of which the first `used` rows are in the vocabulary."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        targets: Tensor,
+        local_targets: Tensor,
+        used: int,
         temperature: float,
         chunk_size: int | None,
         process_group: dist.ProcessGroup | None,
-        vocab_start: int,
-        vocab_size: int | None,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        _check(hidden, weight, targets, temperature, chunk_size)
-        used = len(weight)  # rows in the vocabulary; the last rank may hold only padding
-        if vocab_size is not None:
-            used = min(max(vocab_size - vocab_start, 0), used)
-        local_targets = targets - vocab_start
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         row_blocks, column_blocks = _tiles(
             len(hidden), used, chunk_size, dtype.itemsize, hidden.device
@@ -169,7 +168,7 @@ class VocabParallelLogProb(torch.autograd.Function):
         # Without an entropy gradient the gradient of a row's logits is (p - [is the target]) times
         # one factor. It is applied to the rows of the products, not to every element of the tiles.
         factors = -logprob_grad if entropy_grad is None else None
-        sums = _GradientSums(hidden, weight, ctx.tiles, ctx.needs_input_grad[:2], factors)
+        sums = _GradientSums(hidden, weight, row_blocks, ctx.needs_input_grad, factors)
         if exponentials is None:
             inputs, factor = _to_base_2(hidden, ctx.temperature, entropy.dtype)
             buffers = [
@@ -195,7 +194,7 @@ class VocabParallelLogProb(torch.autograd.Function):
                     at_target = logprob_grad[rows] * inside
                 gradient.scatter_add_(1, index[:, None], at_target[:, None])
                 sums.add(rows, columns, gradient.to(hidden.dtype))
-        return *sums.result(), None, None, None, None, None, None, None
+        return *sums.result(), None, None, None, None, None, None
 
 
 class _GradientSums:
@@ -209,46 +208,29 @@ class _GradientSums:
         self,
         hidden: Tensor,
         weight: Tensor,
-        tiles: tuple[list[slice], list[slice]],
+        row_blocks: Sequence[slice],
         wanted: Sequence[bool],
         factors: Tensor | None,
     ) -> None:
         """factors: [rows], to multiply the gradients of the logits with."""
         self.weight, self.factors = weight, factors
         self.hidden = hidden if factors is None else (hidden * factors[:, None]).to(hidden.dtype)
-        row_blocks, column_blocks = tiles
         precise = torch.promote_types(hidden.dtype, torch.float32)
-        self.hidden_grad = self.weight_grad = None
-        if wanted[0]:
-            self.hidden_grad = torch.zeros_like(hidden, dtype=precise)
-        if wanted[1]:
-            self.weight_grad = torch.empty_like(weight)
-            # rows of padding, or all rows if there is no tile, are not written below
-            written = column_blocks[-1].stop if row_blocks and column_blocks else 0
-            self.weight_grad[written:] = 0
+        self.hidden_grad = torch.zeros_like(hidden, dtype=precise) if wanted[0] else None
+        self.weight_grad = torch.zeros_like(weight) if wanted[1] else None
         self.block_dtype = precise if len(row_blocks) > 1 else weight.dtype
-        self.last_row = len(hidden)
 
     def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
         """gradient: of the logits of this tile, in the dtype of the inputs."""
-        total = None if self.hidden_grad is None else self.hidden_grad[rows]
-        if total is not None and total.dtype == gradient.dtype:
-            total.addmm_(gradient, self.weight[columns])
-        elif total is not None:
-            total += gradient @ self.weight[columns]
+        if self.hidden_grad is not None:
+            _add_product(self.hidden_grad[rows], gradient, self.weight[columns])
         if self.weight_grad is None:
             return
         target = self.weight_grad[columns]
-        if self.block_dtype == target.dtype:
-            if rows.start == 0:
-                torch.mm(gradient.t(), self.hidden[rows], out=target)
-            else:
-                target.addmm_(gradient.t(), self.hidden[rows])
-            return
         if rows.start == 0:
-            self.block_sum = torch.zeros_like(target, dtype=self.block_dtype)
-        self.block_sum += gradient.t() @ self.hidden[rows]
-        if rows.stop == self.last_row:
+            self.block_sum = target.to(self.block_dtype)  # zeros, or `target` itself
+        _add_product(self.block_sum, gradient.t(), self.hidden[rows])
+        if rows.stop == len(self.hidden) and self.block_sum.dtype != target.dtype:
             target.copy_(self.block_sum)
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
@@ -261,18 +243,12 @@ class _GradientSums:
         return hidden_grad, self.weight_grad
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_size: int | None
-) -> None:
-    assert hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1], (
-        f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply"
-    )
-    assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
-    assert targets.shape == hidden.shape[:1], (
-        f"targets {tuple(targets.shape)} for hidden {tuple(hidden.shape)}"
-    )
-    assert temperature > 0, f"temperature {temperature}"
-    assert chunk_size is None or chunk_size > 0, f"chunk_size {chunk_size}"
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, which may be more precise."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _tiles(

@@ -19,29 +19,26 @@ class ReferencePolicy:
 
     def __init__(self, policy: Policy, *, offload: bool) -> None:
         """offload: keep the copy in host memory, pinned if the policy is on a GPU."""
-        self._chunks = policy.chunks
+        self._policy = policy
         # the routers' expert biases (without auxiliary loss) are trained too, and are buffers
         self._tensors = [
             tensor
             for model in policy.models
-            for tensor in (*model.parameters(), *_expert_biases(model))
+            for tensor in (
+                *model.parameters(),
+                *(b for name, b in model.named_buffers() if name.endswith("expert_bias")),
+            )
         ]
         self._weights = []
         for tensor in self._tensors:
-            kept = tensor.detach()
-            if offload:
-                host = torch.empty_like(kept, device="cpu", pin_memory=kept.is_cuda)
-                self._weights.append(host.copy_(kept))
-            else:
-                self._weights.append(kept.clone())
+            device = torch.device("cpu") if offload else tensor.device
+            kept = torch.empty_like(tensor, device=device, pin_memory=offload and tensor.is_cuda)
+            self._weights.append(kept.detach().copy_(tensor.detach()))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the policy's modules compute with the reference's weights."""
-        for chunk in self._chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                # the gather of the updated weights may still be running
-                chunk.start_param_sync(force_sync=True)
+        self._policy.finish_parameter_gather()
         self._swap()
         try:
             yield
@@ -54,7 +51,3 @@ class ReferencePolicy:
             kept = tensor.clone()
             tensor.copy_(weight)
             weight.copy_(kept)
-
-
-def _expert_biases(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    return (b for name, b in model.named_buffers() if name.endswith("expert_bias"))

@@ -36,6 +36,14 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
     shape = config.resolved_model()
     precision = config.training.precision
     dtype = DTYPES[base_precision(precision)]
+    recompute = config.training.recompute
+    whole_layers = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    # The stages of an interleaved schedule send activations and gradients one by one, as in
+    # Megatron-LM. Batched at pp=2, both go between the same two ranks and are matched only by their
+    # order, which differs at the two ends. And if all micro-batches of the first stage are in the
+    # warm-up, the exchange of their lengths deadlocks over gloo, where a send ends only when it is
+    # received.
+    one_by_one = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     values: dict[str, Any] = {
         **parallel.group_sizes(),
         "sequence_parallel": parallel.sequence_parallel,
@@ -60,8 +68,9 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "moe_grouped_gemm": shape.num_moe_experts is not None,
-        **_recompute(config.training.recompute),
-        **_interleaving(parallel),
+        **({"recompute_granularity": recompute} if recompute != "none" else {}),
+        **(whole_layers if recompute == "full" else {}),
+        **(one_by_one if parallel.virtual_pipeline_model_parallel_size is not None else {}),
         **megatron_fields(precision),
         **shape.megatron,
         **({"moe_router_dtype": "fp64"} if dtype is torch.float64 else {}),
@@ -82,78 +91,50 @@ def leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _interleaving(parallel: ResolvedParallel) -> dict[str, Any]:
-    """The stages of an interleaved schedule send activations and gradients one by one, as in
-    Megatron-LM.
-
-    Batched at pp=2, both go between the same two ranks and are matched only by their order, which
-    differs at the two ends. And if all micro-batches of the first stage are in the warm-up, the
-    exchange of their lengths deadlocks over gloo, where a send ends only when it is received.
-    """
-    if parallel.virtual_pipeline_model_parallel_size is None:
-        return {}
-    return {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-
-
-def _recompute(mode: str) -> dict[str, Any]:
-    if mode == "full":
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    if mode == "selective":
-        return {"recompute_granularity": "selective"}
-    return {}
-
-
 def refuse_impossible(precision: str, backend: str) -> None:
     """Raise UserError, in one line, if FP8 is configured and the layers or the device lack it."""
     if precision not in FP8:
         return
+    legal, reason = "bf16", engine_lacks()
     if backend != "transformer_engine":
-        reason = (
-            (engine_lacks() or "needs a CUDA device")
-            if not torch.cuda.is_available()
-            else f"model.backend is {backend} here, which has no FP8: set transformer_engine"
+        legal, reason = "fp32 or bf16", reason or "needs a CUDA device"
+        if torch.cuda.is_available():
+            reason = f"model.backend is {backend} here, which has no FP8: set transformer_engine"
+    else:
+        capability = torch.cuda.get_device_capability()
+        reason = reason or device_lacks(precision, capability, built_for_cuda())
+        if reason is None:
+            return
+        reason += (
+            f"; this is a {torch.cuda.get_device_name()} ({'.'.join(map(str, capability))}) with "
+            f"torch for CUDA {torch.version.cuda}"
         )
-        raise UserError(problem("training.precision", precision, f"{reason}; legal: fp32 or bf16"))
-    reason = engine_lacks() or device_lacks(
-        precision, torch.cuda.get_device_capability(), built_for_cuda()
-    )
-    if reason is not None:
-        name = torch.cuda.get_device_name()
-        capability = ".".join(map(str, torch.cuda.get_device_capability()))
-        raise UserError(
-            problem(
-                "training.precision",
-                precision,
-                f"{reason}; this is a {name} ({capability}) with torch for CUDA "
-                f"{torch.version.cuda}; legal: bf16",
-            )
-        )
+    raise UserError(problem("training.precision", precision, f"{reason}; legal: {legal}"))
 
 
 @contextlib.contextmanager
-def without_fp8(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+def changed(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """(owner, attribute, value): attributes that have other values inside."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def without_fp8(models: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Let a policy's chunks compute in bf16 inside.
 
     Decoding has one row per sequence, and FP8 matrix products need multiples of 16 or 32 rows; the
     exported weights are bf16 anyway. Transformer Engine's scales stay unchanged. Megatron-Core
-    reads the field in every forward pass.
+    reads the fields in every forward pass.
     """
     found = (m.config for model in models for m in model.modules() if hasattr(m, "config"))
-    configs = {id(config): config for config in found if getattr(config, "fp8", None)}
-    formats = {key: config.fp8 for key, config in configs.items()}
-    padded = [c for c in configs.values() if getattr(c, "moe_router_padding_for_quantization", 0)]
-    for config in configs.values():
-        config.fp8 = None
-    for config in padded:
-        config.moe_router_padding_for_quantization = False
-    try:
-        yield
-    finally:
-        for key, config in configs.items():
-            config.fp8 = formats[key]
-        for config in padded:
-            config.moe_router_padding_for_quantization = True
+    configs = {id(config): config for config in found if getattr(config, "fp8", None)}.values()
+    changes = [(config, "fp8", None) for config in configs]
+    padding = "moe_router_padding_for_quantization"
+    changes += [(config, padding, False) for config in configs if hasattr(config, padding)]
+    return changed(changes)

@@ -7,6 +7,7 @@ consecutive. They compute in float64 and return float32 [num_sequences].
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,9 @@ from torch import Tensor
 from gspo_megatron.config.objectives import RECIPES, resolve_objective
 from gspo_megatron.config.problems import problem
 from gspo_megatron.config.schema import ObjectiveSection
-from gspo_megatron.errors import ConfigError
-from gspo_megatron.objectives.custom import custom_advantages
+from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.objectives.parts import segment_sum
+from gspo_megatron.plugins import load_function
 
 # Rewards that differ by float32 rounding alone have no spread: divided by such a difference they
 # would have advantages of +-1.
@@ -42,11 +43,9 @@ class AdvantageEstimator:
         Every turn is one observation of its group: its advantage is its reward relative to all
         turns of all responses to the same prompt, and each of its tokens has it.
 
-        Args:
-            rewards: [turns of all sequences] float64, sequence after sequence.
-            turns: [num_sequences] int64, how many turns each has.
-            tokens: [turns of all sequences] int64, how many response tokens each has.
-            group_index: [num_sequences] int64; whole groups, in any order.
+        rewards [turns of all sequences] float64 and tokens, int64, how many response tokens each
+        turn has: sequence after sequence; turns [num_sequences] int64: how many each has;
+        group_index [num_sequences] int64: whole groups, in any order.
 
         Raises ConfigError, with all its lines, where the objective cannot use rewards of turns. A
         custom objective is taken to read `LossInputs.token_advantages`.
@@ -81,36 +80,56 @@ def build_advantages(section: ObjectiveSection) -> AdvantageEstimator:
     )
 
 
+def custom_advantages(import_path: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The custom function of (rewards, group_index), whose results are checked."""
+    name = f"objective.advantage_import_path = {import_path}"
+    function = load_function("objective.advantage_import_path", import_path)
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        raise ConfigError(
+            [f"{name}: it has to take two arguments, rewards and group_index"]
+        ) from None
+    except ValueError:  # written in C: nothing to check against
+        pass
+
+    def advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
+        found = function(rewards, group_index)
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        if shape != tuple(rewards.shape):
+            raise UserError(
+                f"{name}: returned {shape}, not a tensor of shape {tuple(rewards.shape)}"
+            )
+        if not found.isfinite().all():
+            raise UserError(f"{name}: returned numbers that are not finite")
+        return found.detach().float()
+
+    return advantages
+
+
 def _turn_problems(section: ObjectiveSection) -> Iterator[str]:
-    reason = "the reward function returns rewards of turns"
     recipe = resolve_objective(section)
+
+    def wrong(key: str, why: str, legal: str, value: object = None) -> str:
+        value = getattr(section, key) if value is None else value
+        reason = f"the reward function returns rewards of turns, {why}; legal: {legal}"
+        return problem(f"objective.{key}", value, reason)
+
     if section.import_path is None and recipe.terms != "token":
-        names = ", ".join(name for name, each in RECIPES.items() if each.terms == "token")
-        by_ratio = section.ratio is not None
-        yield problem(
-            "objective.ratio" if by_ratio else "objective.name",
-            recipe.ratio if by_ratio else section.name,
-            f"{reason}, and its terms are of whole responses; "
-            f"legal: {'sequence_token, token' if by_ratio else names}",
-        )
+        why = "and its terms are of whole responses"
+        if section.ratio is not None:
+            yield wrong("ratio", why, "sequence_token, token")
+        else:
+            names = [name for name, each in RECIPES.items() if each.terms == "token"]
+            yield wrong("name", why, ", ".join(names))
     if section.advantage_import_path is not None:
-        yield problem(
-            "objective.advantage_import_path",
-            section.advantage_import_path,
-            f"{reason}, and it judges whole responses; legal: null",
-        )
+        yield wrong("advantage_import_path", "and it judges whole responses", "null")
     elif recipe.advantage not in ("group_mean_std", "group_mean"):
-        yield problem(
-            "objective.advantage",
-            recipe.advantage,
-            f"{reason}, for which it is not defined; legal: group_mean_std, group_mean",
-        )
+        why, legal = "for which it is not defined", "group_mean_std, group_mean"
+        yield wrong("advantage", why, legal, recipe.advantage)
     if section.kl_in == "reward":
-        yield problem(
-            "objective.kl_in",
-            section.kl_in,
-            f"{reason}, and the divergence is taken off that of a whole response; legal: loss",
-        )
+        why = "and the divergence is taken off that of a whole response"
+        yield wrong("kl_in", why, "loss")
 
 
 def group_mean_std(
@@ -121,7 +140,6 @@ def group_mean_std(
     `std` "sample" divides by size - 1 (rewards 0.8, 0.4, 0.6 give 1, -1, 0), "population" by size
     (1.22, -1.22, 0). No epsilon is added. A group without spread has advantages of exactly 0.
     """
-    assert std in ("sample", "population"), f"std {std!r}"
     groups, sizes, has_spread = _groups(rewards, group_index)
     centred = _centred(rewards, groups, sizes, has_spread)
     squares = segment_sum(centred.square(), groups, len(sizes))
@@ -141,7 +159,6 @@ def batch_std(
 ) -> Tensor:
     """(reward - mean of the group) / standard deviation of all rewards of the step: groups that
     are nearly all right or all wrong are not blown up (arXiv 2508.08221)."""
-    assert std in ("sample", "population"), f"std {std!r}"
     centred = _centred(rewards, *_groups(rewards, group_index))
     if not centred.any():  # no group has a spread, and perhaps the batch has none either
         return centred.float()

@@ -7,9 +7,9 @@ objective is made of which parts, with which numbers: RECIPES in config/objectiv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -21,9 +21,10 @@ from gspo_megatron.config.objectives import (
     resolve_objective,
 )
 from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.objectives import metrics, parts
 from gspo_megatron.objectives.advantages import AdvantageEstimator, build_advantages
-from gspo_megatron.objectives.custom import custom_objective
+from gspo_megatron.plugins import load_function, option_problems
 from gspo_megatron.types import LossInputs, LossOutputs
 
 
@@ -67,6 +68,30 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
     )
 
 
+def custom_objective(
+    import_path: str, options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Callable[[LossInputs], LossOutputs]]:
+    """The custom function itself, and the same with its options, whose results are checked."""
+    key = "objective.import_path"
+    function = load_function(key, import_path)
+    problems = option_problems("objective", import_path, function, options)
+    if problems:
+        raise ConfigError(problems)
+
+    def objective(inputs: LossInputs) -> LossOutputs:
+        outputs = function(inputs, **options)
+        if not isinstance(outputs, LossOutputs):
+            raise UserError(
+                f"{key} = {import_path}: returned {type(outputs).__name__}, not LossOutputs"
+            )
+        if outputs.loss.dim() != 0:
+            shape = tuple(outputs.loss.shape)
+            raise UserError(f"{key} = {import_path}: the loss has shape {shape}; legal: a scalar")
+        return outputs
+
+    return function, objective
+
+
 @dataclass(frozen=True)
 class Surrogate:
     """A recipe with its numbers, and what the section adds to it. Minimising the loss maximises
@@ -97,7 +122,8 @@ class Surrogate:
         if recipe.correction != "none":
             log_k = parts.log_mismatch(inputs)  # [tokens]
             if recipe.correction not in TOKEN_CORRECTIONS:
-                summed["correction"] = parts.summed_by_correction(recipe.correction, log_k)
+                is_k3 = recipe.correction == "k3_mask"
+                summed["correction"] = parts.k3(log_k) if is_k3 else log_k
         sums = dict(zip(summed, parts.sequence_sums(inputs, *summed.values()), strict=True))
         log_ratio_means = sums["log_ratio"] / inputs.sequence_lengths.clamp_min(1)
 
@@ -107,6 +133,9 @@ class Surrogate:
         if of_tokens:
             given = inputs.token_advantages
             advantages = spread_advantages if given is None else given
+        assert ratio.shape == advantages.shape, (
+            f"ratio {tuple(ratio.shape)} and advantages {tuple(advantages.shape)} would broadcast"
+        )
         clipped = parts.RULES[recipe.rule](inputs, ratio, advantages, **numbers)
 
         # Weights of the terms.
@@ -138,8 +167,6 @@ class Surrogate:
             means |= metrics.token_clip_metrics(limited or clipped, inputs)
         else:
             means |= metrics.sequence_clip_metrics(clipped, inputs)
-        if inputs.reference_logprobs is not None:
-            means |= metrics.reference_metrics(inputs)
         return LossOutputs(loss, means, metrics.ratio_values(inputs, log_ratio, log_ratio_means))
 
     def complete(self, reduced: dict[str, float]) -> dict[str, float]:

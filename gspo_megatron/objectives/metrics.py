@@ -15,39 +15,30 @@ from gspo_megatron.objectives.parts import Clipped, exponentiate, k3, segment_su
 from gspo_megatron.types import LossInputs
 
 
-def pair(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
-    """[2] float64 on the device of whichever is a tensor."""
-    tensors = [value for value in (numerator, denominator) if isinstance(value, Tensor)]
-    device = tensors[0].device if tensors else None
-    return torch.stack(
-        [
-            torch.as_tensor(value, dtype=torch.float64, device=device).detach()
-            for value in (numerator, denominator)
-        ]
-    )
+def pair(numerator: Tensor, denominator: Tensor | float) -> Tensor:
+    """[2] float64 on the device of `numerator`, detached."""
+    count = torch.as_tensor(denominator, dtype=torch.float64, device=numerator.device)
+    return torch.stack([numerator.detach().double(), count])
 
 
 def policy_metrics(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:
-    """Means over the masked tokens: the entropy if given, and two estimates of KL(old, current).
+    """Means over the masked tokens: the entropy if given, and two estimates each of KL(old,
+    current) and, if there is a reference, of KL(current, reference).
 
-    With D = log pi - log pi_old of the token, k1 is -D and k3 is exp(D) - 1 - D.
+    With D = log p - log q of a token sampled from q, k1 is -D and k3 is exp(D) - 1 - D.
     """
     masked = inputs.mask > 0
-    log_ratio = log_ratio.detach()
-    means = {"kl/k1": _mean(-log_ratio, masked), "kl/k3": _mean(k3(log_ratio), masked)}
+    differences = {"kl/": log_ratio.detach()}
+    if inputs.reference_logprobs is not None:
+        reference = inputs.reference_logprobs - inputs.logprobs.detach()
+        differences["kl/reference_"] = reference.double()
+    means = {}
+    for prefix, difference in differences.items():
+        means[f"{prefix}k1"] = _mean(-difference, masked)
+        means[f"{prefix}k3"] = _mean(k3(difference), masked)
     if inputs.entropy is not None:
         means["policy/entropy"] = _mean(inputs.entropy, masked)
     return means
-
-
-def reference_metrics(inputs: LossInputs) -> dict[str, Tensor]:
-    """Means over the masked tokens of the k1 and k3 estimates of KL(pi, reference)."""
-    masked = inputs.mask > 0
-    difference = (inputs.reference_logprobs - inputs.logprobs.detach()).double()
-    return {
-        "kl/reference_k1": _mean(-difference, masked),
-        "kl/reference_k3": _mean(k3(difference), masked),
-    }
 
 
 def _mean(values: Tensor, chosen: Tensor) -> Tensor:

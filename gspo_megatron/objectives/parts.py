@@ -160,7 +160,6 @@ def min_clip(
     The upper bound binds for positive advantages only, the lower one for negative ones only, and
     neither for an advantage of 0.
     """
-    _check_shapes(ratio, advantages)
     lower, upper = 1.0 - clip_low, 1.0 + clip_high
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
     below, above = ratio.detach() < lower, ratio.detach() > upper
@@ -192,7 +191,6 @@ def capped(inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_high: flo
     The weight is cut and the gradient is not: every token keeps learning. `high` says where the cut
     changes the loss, which it does for advantages of both signs.
     """
-    _check_shapes(ratio, advantages)
     above = ratio.detach() > 1.0 + clip_high
     weights = ratio.detach().clamp(max=1.0 + clip_high)
     surrogate = weights * advantages * inputs.logprobs.where(inputs.mask > 0, 0.0)
@@ -208,7 +206,6 @@ def soft_gate(
 ) -> Clipped:
     """(4 / tau) sigmoid(tau (ratio - 1)) A (SAPO, arXiv 2511.20347): its slope at ratio 1 is 1 and
     falls off to both sides, faster with a larger tau. Nothing is clipped."""
-    _check_shapes(ratio, advantages)
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     return _unclipped(torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages)
 
@@ -232,14 +229,12 @@ def geometric_clip(
     inputs: LossInputs, ratio: Tensor, advantages: Tensor, log_clip: float
 ) -> Clipped:
     """ratio A: `clip_log_ratio` has limited the tokens before their mean became the ratio."""
-    _check_shapes(ratio, advantages)
     return _unclipped(ratio * advantages)
 
 
 def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, log_clip: float) -> Clipped:
     """Token log-ratios limited, on the side that the advantage rewards, to +-log_clip (GMPO, arXiv
     2507.20673, eq. 4). `surrogate` are the limited log-ratios, for a geometric mean."""
-    _check_shapes(log_ratio, advantages)
     high = (log_ratio.detach() > log_clip) & (advantages > 0)
     low = (log_ratio.detach() < -log_clip) & (advantages < 0)
     limited = log_ratio.where(~high, log_clip).where(~low, -log_clip)
@@ -249,12 +244,6 @@ def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, log_clip: float) -> Cl
 def _unclipped(surrogate: Tensor) -> Clipped:
     nothing = torch.zeros_like(surrogate, dtype=torch.bool)
     return Clipped(surrogate, nothing, nothing, nothing)
-
-
-def _check_shapes(ratio: Tensor, advantages: Tensor) -> None:
-    assert ratio.shape == advantages.shape, (
-        f"ratio {tuple(ratio.shape)} and advantages {tuple(advantages.shape)} would broadcast"
-    )
 
 
 _RULES = (min_clip, dual_clip, capped, soft_gate, masked, geometric_clip)
@@ -286,11 +275,6 @@ def token_weights(
     return k.where((k >= correction_low) & (k <= correction_high), 0.0)
 
 
-def summed_by_correction(correction: str, log_k: Tensor) -> Tensor:
-    """[tokens] whose sums over sequences `sequence_weights` needs."""
-    return k3(log_k) if correction == "k3_mask" else log_k
-
-
 def sequence_weights(
     correction: str,
     sums: Tensor,
@@ -298,7 +282,7 @@ def sequence_weights(
     correction_high: float,
     correction_low: float = 0.0,
 ) -> Tensor:
-    """[num_sequences] from `sums` of `summed_by_correction` over whole sequences.
+    """[num_sequences] from `sums` of log k over whole sequences; for k3_mask of `k3(log k)`.
 
     With g the geometric mean of k over the sequence: sequence_tis: min(g, high); sequence_mask: 1
     where low <= g <= high, else 0. sequence_product_tis: min(product of k, high). k3_mask: 1 where

@@ -1,8 +1,7 @@
 """The inputs of a run's last steps, kept to compute a step again that went wrong.
 
-A dump is what a policy update needs beside the weights: sequences, the rollout's log-probs, shaped
-rewards, advantages of tokens, routes. It depends on no layout, and is written before the update, so
-that the step that ends a run leaves one too.
+A dump is what a policy update needs beside the weights: the step's Experience. It depends on no
+layout, and is written before the update, so that the step that ends a run leaves one too.
 """
 
 from __future__ import annotations
@@ -87,21 +86,18 @@ class StepDumps:
         folder = publication.folder
         write_rollouts(experience, folder, self.policy)
         if dist.get_rank() == 0:
-            write_file(folder / DUMP_FILE, self._describe(step, experience))
+            content = {
+                "format": _FORMAT,
+                "version": 2,
+                "step": step,
+                "precision": self.config.training.precision,
+                "vocab_size": self.policy.vocab_size,
+                "has_routes": experience.batch.routes is not None,
+                "rollouts": experience.describe(),
+            }
+            write_file(folder / DUMP_FILE, (json.dumps(content, indent=1) + "\n").encode())
         names = owned_by(files_below(folder), dist.get_rank(), dist.get_world_size())
         return {name: record_of(folder / name) for name in names}
-
-    def _describe(self, step: int, experience: Experience) -> bytes:
-        content = {
-            "format": _FORMAT,
-            "version": 2,
-            "step": step,
-            "precision": self.config.training.precision,
-            "vocab_size": self.policy.vocab_size,
-            "has_routes": experience.batch.routes is not None,
-            "rollouts": experience.describe(),
-        }
-        return (json.dumps(content, indent=1) + "\n").encode()
 
     def _publish(self, publication: Publication, step: int, files: Files) -> None:
         """Dumps of later steps are of a time before the run was resumed: they go too."""
@@ -194,42 +190,38 @@ def find_weights(dump: Dump, config: Config, given: str | None) -> StepWeights:
     """The weights of the checkpoint `given`, or of the newest whole one of the dump's run that is
     not of a later time, or the first ones. All that is read of them is held against its checksum,
     the reference too where the objective needs one. Raises DataError."""
+    notes = []
     if given is not None:
         checkpoint = Path(given)
         _check_whole(checkpoint)
-        return _weights_of(dump, config, checkpoint, ())
-    notes = []
-    start = Position(RL, dump.step - 1, True)  # all of the step before, and its own rollouts
-    for position in positions(dump.run / CHECKPOINTS):
-        if position.order > start.order:
-            continue
-        checkpoint = dump.run / CHECKPOINTS / position.name
-        damage = find_damage(checkpoint)
-        if not damage:
-            return _weights_of(dump, config, checkpoint, tuple(notes))
-        notes.append(f"{checkpoint} is damaged and not used: {damage[0]}")
-    return StepWeights(None, dump.step == 1, False, tuple(notes))
-
-
-def reference_of(checkpoint: Path) -> Path | None:
-    """The weights that RL started from, where they lie beside a checkpoint."""
-    reference = checkpoint.parent / REFERENCE
-    return reference if (reference / MANIFEST).is_file() else None
-
-
-def _weights_of(
-    dump: Dump, config: Config, checkpoint: Path, notes: tuple[str, ...]
-) -> StepWeights:
+    else:
+        start = Position(RL, dump.step - 1, True)  # all of the step before, and its own rollouts
+        for position in positions(dump.run / CHECKPOINTS):
+            if position.order > start.order:
+                continue
+            checkpoint = dump.run / CHECKPOINTS / position.name
+            damage = find_damage(checkpoint)
+            if not damage:
+                break
+            notes.append(f"{checkpoint} is damaged and not used: {damage[0]}")
+        else:
+            return StepWeights(None, dump.step == 1, False, tuple(notes))
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     if objective.needs_reference and (reference := reference_of(checkpoint)) is not None:
         # without one, the run's first weights, which are the same, take its place
         way = "put a whole copy in its place, or move it away: the run's first weights are the same"
         _check_whole(reference, f"damaged, and needed; {way}")
     if not (checkpoint / STATE_FILE).is_file():  # weights alone
-        return StepWeights(checkpoint, False, False, notes)
+        return StepWeights(checkpoint, False, False, tuple(notes))
     state = RunState.read(checkpoint)
     is_start = state.step == dump.step - 1
-    return StepWeights(checkpoint, is_start, state.phase == RL and is_start, notes)
+    return StepWeights(checkpoint, is_start, state.phase == RL and is_start, tuple(notes))
+
+
+def reference_of(checkpoint: Path) -> Path | None:
+    """The weights that RL started from, where they lie beside a checkpoint."""
+    reference = checkpoint.parent / REFERENCE
+    return reference if (reference / MANIFEST).is_file() else None
 
 
 def _check_whole(folder: Path, *advice: str, contents: bool = True) -> None:

@@ -1,10 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
-
-Groups whose rewards are all the same have no gradient: further prompts take their places.
-
-The choice follows from the groups' numbers in the step and from which of them have a spread. All
-ranks know both, so the choice is the same on every layout.
-"""
+"""Dynamic sampling: a step trains on groups whose rewards differ (DAPO, arXiv 2503.14476, 3.2)."""
 
 from __future__ import annotations
 
@@ -14,7 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DynamicSampling:
-    """The groups that a step trains on, out of those sampled so far."""
+    """The groups that a step trains on, out of those sampled so far.
+
+    Groups whose rewards are all the same have no gradient: further prompts take their places. All
+    ranks know which groups have a spread, so that the choice is the same on every layout."""
 
     wanted: int  # groups
     max_refills: int  # further draws of prompts

@@ -33,13 +33,14 @@ from gspo_megatron.objectives.advantages import AdvantageEstimator
 from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
+from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.platform.reduce_metrics import StepMetrics
 from gspo_megatron.rl.dumps import StepDumps
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
 from gspo_megatron.rl.policy_update import PolicyUpdater, learning_rates
-from gspo_megatron.rl.rollout_store import read_rollouts, write_rollouts
-from gspo_megatron.rl.rollouts import Collector, Experience, evaluate
-from gspo_megatron.rollout.engine import RolloutEngine, Sampling
+from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
+from gspo_megatron.rl.rollouts import Collector, Experience
+from gspo_megatron.rollout.engine import Sampling
 from gspo_megatron.types import Prompt
 
 NOISE_WARNING = "ratio/noise_floor"  # given once in a run, resumed or not
@@ -52,7 +53,6 @@ class RunComponents:
     config: Config
     policy: Policy
     inputs: Inputs
-    engine: RolloutEngine
     collector: Collector
     builder: MicroBatchBuilder
     objective: Objective
@@ -78,7 +78,7 @@ class ReinforcementLoop:
                 self.config.objective,
                 self.config.routing,
             )
-        self.engine, self.collector, self.device = run.engine, run.collector, run.builder.device
+        self.collector, self.device = run.collector, run.builder.device
         self.sampling = Sampling(
             max_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,
@@ -92,15 +92,18 @@ class ReinforcementLoop:
             self.config.training.seed,
             shuffle=self.config.data.shuffle,
         )
-        self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.data_group = data_parallel_group()
         self.done = run.checkpoints.restore(RL, self.trainer, self.loader)
         # The responses of the next step, if the run was stopped between them and its update.
-        self.restored = read_rollouts(run.checkpoints.start, run.policy)
+        start = run.checkpoints.start
+        self.restored: Experience | None = None
+        if start.checkpoint is not None and start.state and start.state.rollouts is not None:
+            self.restored = read_experience(start.checkpoint, start.state.rollouts, run.policy)
         self.dumps = StepDumps(self.config, run.policy, run.logger)
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step. Returns its metrics, the same on every rank."""
-        timer = PhaseTimer(self.device)
+        start, timer = time.perf_counter(), PhaseTimer(self.device)
         experience = self.roll_out(step)
         self.dumps.write(step, experience)
         index = gather_index(experience.batch, experience.scores.shaped, self.data_group)
@@ -118,8 +121,17 @@ class ReinforcementLoop:
         )
         metrics = update_policy(self.updater, sequences, index, plan, advantages, timer)
         with timer("sync"):
-            self.engine.update_weights()
-        return experience.metrics | metrics | self.performance(experience, timer)
+            self.collector.engine.update_weights()
+        seconds = time.perf_counter() - start
+        return {
+            **experience.metrics,
+            **metrics,
+            "perf/step_seconds": seconds,
+            "perf/rollout_seconds": experience.rollout_seconds,
+            **timer.seconds,
+            "perf/tokens_per_second": experience.num_tokens / seconds,
+            "perf/peak_memory_bytes": peak_memory_bytes(),
+        }
 
     def run(self) -> None:
         """All steps that are not done yet. Raises StopRun if the run was told to stop, and is saved
@@ -128,7 +140,7 @@ class ReinforcementLoop:
         run, logger = self.run_components, self.run_components.logger
         with logger.progress(steps, run.objective.name, self.done) as progress:
             if self.done == 0 and self.restored is None:
-                before = self.evaluate()
+                before = self.collector.evaluate(run.inputs.evaluation)
                 if before:
                     logger.write(RL, 0, before)
                     accuracy = before["evaluation/accuracy"]
@@ -137,7 +149,7 @@ class ReinforcementLoop:
             for step in range(self.done + 1, steps + 1):
                 metrics = self.step(step)
                 if step == steps or (interval and step % interval == 0):
-                    metrics |= self.evaluate()
+                    metrics |= self.collector.evaluate(run.inputs.evaluation)
                 logger.write(RL, step, metrics)
                 progress.update(step, metrics)
                 warning = self._noise_warning(metrics)
@@ -155,7 +167,11 @@ class ReinforcementLoop:
         restored, self.restored = self.restored, None
         if restored is None:
             run, seed = self.run_components, (self.config.training.seed << 32) + step
-            experience = collect(self.collector, self.draw, self.sampling, seed)
+
+            def draw() -> list[Prompt]:
+                return [run.inputs.train[i] for i in self.loader.next()]
+
+            experience = collect(self.collector, draw, self.sampling, seed)
             run.checkpoints.after_rollouts(
                 step,
                 self.trainer,
@@ -169,10 +185,6 @@ class ReinforcementLoop:
             step, experience.samples, experience.sample_rewards
         )
         return experience
-
-    def draw(self) -> list[Prompt]:
-        """The next prompts, the same on every rank."""
-        return [self.run_components.inputs.train[i] for i in self.loader.next()]
 
     def plan(self, index: StepIndex) -> list[MiniBatch]:
         """Which data-parallel rank trains on which sequences, in which micro-batches."""
@@ -188,21 +200,6 @@ class ReinforcementLoop:
             micro_batch_multiple=micro_batch_multiple(policy),
             padded=builder.padded,
         )
-
-    def performance(self, experience: Experience, timer: PhaseTimer) -> dict[str, float]:
-        """Times, throughput and memory of the step."""
-        seconds = timer.total()
-        return {
-            "perf/step_seconds": seconds,
-            "perf/rollout_seconds": experience.rollout_seconds,
-            **timer.seconds,
-            "perf/tokens_per_second": experience.num_tokens / seconds,
-            "perf/peak_memory_bytes": peak_memory_bytes(),
-        }
-
-    def evaluate(self) -> dict[str, float]:
-        """Metrics on the held-out prompts; nothing without such prompts."""
-        return evaluate(self.config, self.run_components.inputs.evaluation, self.collector)
 
     def _noise_warning(self, metrics: dict[str, float]) -> str | None:
         """Given once, if sequence ratios vary by more than the clip range without any learning: the
@@ -307,7 +304,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
-        self._device, self._start = device, time.perf_counter()
+        self._device = device
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -316,7 +313,3 @@ class PhaseTimer:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[f"perf/{phase}_seconds"] = time.perf_counter() - start
-
-    def total(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self._start

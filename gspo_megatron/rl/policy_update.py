@@ -24,12 +24,13 @@ from gspo_megatron.models.optimizer import Schedule, Trainer, zero_gradients
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.objectives import Objective
 from gspo_megatron.objectives.parts import divergence, segment_sum
+from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.platform.reduce_metrics import (
     StepMetrics,
     mismatch_metrics,
     share_with_all_stages,
 )
-from gspo_megatron.rl.routing_replay import build_routing_replay
+from gspo_megatron.rl.routing_replay import RoutingReplay, RoutingReplayOff
 from gspo_megatron.types import LossInputs, LossOutputs
 
 
@@ -66,9 +67,11 @@ class PolicyUpdater:
         if objective.needs_reference:
             self.reference = ReferencePolicy(policy, offload=section.reference_offload)
         self.penalizes_rewards = self.reference is not None and section.kl_in == "reward"
-        self.replay = build_routing_replay(policy, routing, self.device)
+        self.replay = RoutingReplayOff()
+        if routing is not None and (routing.modes or routing.volatility):
+            self.replay = RoutingReplay(policy, routing, self.device)
         self.cp_group = parallel_state.get_context_parallel_group()
-        self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.data_group = data_parallel_group()
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
@@ -77,8 +80,7 @@ class PolicyUpdater:
     ) -> list[list[MicroBatch]]:
         """This data rank's micro-batches of each mini-batch. A new step begins."""
         self._metrics = StepMetrics(self.device)
-        self._norms: list[float] = []
-        self._rates: list[float] = []
+        self._updates: list[tuple[float, float]] = []  # gradient norm and learning rate of each
         mini_batches = self.builder.build_step(plan, sequences, index)
         sequences.routes = None  # the micro-batches have them
         for micro_batch in chain.from_iterable(mini_batches):
@@ -134,12 +136,28 @@ class PolicyUpdater:
         self, mini_batch: MiniBatch, micro_batches: Sequence[MicroBatch], advantages: Tensor
     ) -> None:
         """One optimizer update. `advantages`: [num_sequences] of the whole step."""
-        is_first = not self._norms
+        is_first = not self._updates
 
         def loss(
             micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor
         ) -> tuple[Tensor, LossOutputs]:
-            inputs = self._loss_inputs(mini_batch, micro_batch, advantages, logprobs, entropies)
+            packed, old = micro_batch.packed, micro_batch.old_logprobs
+            inputs = LossInputs(
+                logprobs=logprobs,
+                old_logprobs=logprobs.detach() if old is None else old,
+                mask=torch.ones_like(logprobs.detach()),
+                sequence_index=packed.sequence_index,
+                advantages=advantages[list(packed.members)],
+                sequence_lengths=packed.response_lengths.float(),
+                global_num_sequences=mini_batch.num_sequences,
+                global_num_tokens=mini_batch.num_response_tokens,
+                sum_over_shards=self.sum_over_shards,
+                is_primary_shard=self.cp_group.rank() == 0,
+                entropy=entropies,
+                token_advantages=micro_batch.token_advantages,
+                rollout_logprobs=micro_batch.rollout_logprobs,
+                reference_logprobs=micro_batch.reference_logprobs,
+            )
             outputs = self.objective(inputs)
             if is_first:
                 # The policy is still the one that sampled: what its log-probs differ by from the
@@ -154,17 +172,15 @@ class PolicyUpdater:
             ):
                 self._metrics.add_means(outputs.means)
                 self._metrics.add_values(outputs.values)
-        norm, rate = self.trainer.update()
-        self._norms.append(norm)
-        self._rates.append(rate)
+        self._updates.append(self.trainer.update())
 
     def reduce_metrics(self) -> dict[str, float]:
         """The metrics of the step's mini-batches, the same on every rank. Every rank calls it."""
         reduced = self._metrics.reduce(self.data_group) if self.is_last_stage else None
         metrics = self.objective.complete(share_with_all_stages(reduced, self.pipeline_group))
         metrics["ratio/noise_floor"] = metrics.pop("ratio/noise_floor_squared") ** 0.5
-        metrics["grad_norm"] = sum(self._norms) / len(self._norms)
-        metrics["lr"] = self._rates[-1]
+        norms, rates = zip(*self._updates)
+        metrics["grad_norm"], metrics["lr"] = sum(norms) / len(norms), rates[-1]
         return metrics | self.replay.metrics()
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
@@ -180,32 +196,6 @@ class PolicyUpdater:
         found = response_logprobs(self.policy, micro_batches)  # empty but on the last stage
         for micro_batch, (logprobs, _) in zip(micro_batches, found):
             setattr(micro_batch, name, logprobs)
-
-    def _loss_inputs(
-        self,
-        mini_batch: MiniBatch,
-        micro_batch: MicroBatch,
-        advantages: Tensor,
-        logprobs: Tensor,
-        entropies: Tensor,
-    ) -> LossInputs:
-        packed, old = micro_batch.packed, micro_batch.old_logprobs
-        return LossInputs(
-            logprobs=logprobs,
-            old_logprobs=logprobs.detach() if old is None else old,
-            mask=torch.ones_like(logprobs.detach()),
-            sequence_index=packed.sequence_index,
-            advantages=advantages[list(packed.members)],
-            sequence_lengths=packed.response_lengths.float(),
-            global_num_sequences=mini_batch.num_sequences,
-            global_num_tokens=mini_batch.num_response_tokens,
-            sum_over_shards=self.sum_over_shards,
-            is_primary_shard=self.cp_group.rank() == 0,
-            entropy=entropies,
-            token_advantages=micro_batch.token_advantages,
-            rollout_logprobs=micro_batch.rollout_logprobs,
-            reference_logprobs=micro_batch.reference_logprobs,
-        )
 
     def _measure_mismatch(self, inputs: LossInputs) -> None:
         trained, rollout = inputs.logprobs.detach(), inputs.rollout_logprobs

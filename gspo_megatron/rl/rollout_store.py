@@ -19,11 +19,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from gspo_megatron.checkpoint.folder import write_file
-from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.storage import raise_everywhere
 from gspo_megatron.models.build import Policy
-from gspo_megatron.rl.rollouts import Experience, select_sequences
-from gspo_megatron.rl.scoring import Scores
+from gspo_megatron.rl.rollouts import Experience, Scores, select_sequences
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch, Sample
 
@@ -49,14 +47,6 @@ def write_rollouts(experience: Experience, folder: Path, policy: Policy) -> None
     path = folder / FOLDER / name
     path.parent.mkdir(exist_ok=True)
     write_file(path, save({n: t.detach().cpu().contiguous() for n, t in tensors.items()}))
-
-
-def read_rollouts(start: Start, policy: Policy) -> Experience | None:
-    """The responses of the step in which the run was stopped, if its checkpoint has them; see
-    `read_experience`."""
-    if start.state is None or start.checkpoint is None or start.state.rollouts is None:
-        return None
-    return read_experience(start.checkpoint, start.state.rollouts, policy)
 
 
 def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -> Experience:

@@ -8,21 +8,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from gspo_megatron.config import Config
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import RewardError
 from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
+from gspo_megatron.observe.heartbeat import heartbeat
+from gspo_megatron.platform.groups import data_parallel_group, model_replica
 from gspo_megatron.platform.reduce_metrics import StepMetrics
-from gspo_megatron.rewards.registry import Reward, name_of
+from gspo_megatron.rewards.registry import Reward, name_of, score
 from gspo_megatron.rewards.shaping import Shaping
-from gspo_megatron.rl.scoring import Scorer, Scores
 from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
-from gspo_megatron.types import Prompt, RolloutBatch, Sample
+from gspo_megatron.types import Prompt, RolloutBatch, Sample, TurnRewards
+
+
+@dataclass
+class Scores:
+    """The rewards of this rank's responses, in their order.
+
+    `turn_rewards` and `turn_tokens` hold the turns of all responses, response after response.
+    `turns` is 0 for a response whose turns were not rewarded.
+    """
+
+    rewards: Tensor  # [num_sequences] float64, as the reward function returned them, turns summed
+    shaped: Tensor  # [num_sequences] float64, what is trained on
+    turns: Tensor  # [num_sequences] int64
+    turn_rewards: Tensor  # [turns] float64, shaped
+    turn_tokens: Tensor  # [turns] int64, response tokens of each
+
+    def select(self, rows: Tensor) -> Scores:
+        """Those of the responses that `rows` [num_sequences] bool marks."""
+        turns = rows.repeat_interleave(self.turns)
+        chosen = {"turn_rewards": turns, "turn_tokens": turns}
+        return Scores(**{n: column[chosen.get(n, rows)] for n, column in vars(self).items()})
 
 
 @dataclass
@@ -92,9 +114,11 @@ class Collector:
     ) -> None:
         self.config, self.engine, self.environment = config, engine, environment
         self.device = device
-        self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.data_group = data_parallel_group()
         self.shaping = Shaping(config.reward, config.rollout.max_response_tokens)
-        self.scorer = Scorer(reward, self.shaping, device)
+        self.reward = reward
+        self.replica, _ = model_replica()
+        self.reward_rank = dist.get_process_group_ranks(self.replica)[0]
 
     def roll_out(
         self, prompts: Sequence[Prompt], first: int, per_prompt: int, sampling: Sampling, seed: int
@@ -111,9 +135,14 @@ class Collector:
         return self.engine.generate(requests, sampling, seed)
 
     def score(self, batch: RolloutBatch, prompts: Sequence[Prompt], first: int) -> Experience:
-        """The responses with what the reward function gives for them."""
-        samples = []
-        if self.scorer.calls_reward:
+        """The responses with what the reward function gives for them. It may be slow or not
+        deterministic: one rank of each model replica calls it and sends the scores to the others.
+        """
+        samples: list[Sample] = []
+        scores = torch.zeros((3, len(batch.sample_index)), dtype=torch.float64, device=self.device)
+        turns = torch.zeros((2, 0), dtype=torch.float64, device=self.device)
+        calls_reward = dist.get_rank() == self.reward_rank
+        if calls_reward:
             columns = (batch.prompt_lengths, batch.response_lengths, batch.truncated)
             samples = self.environment.samples(
                 batch.tokens.cpu(),
@@ -121,8 +150,35 @@ class Collector:
                 prompts,
                 first,
             )
-        scores = self.scorer(samples, len(batch.sample_index))
-        return Experience(batch, scores, samples, scores.rewards.tolist())
+            scores, turns = (
+                torch.as_tensor(values, device=self.device) for values in self._rewards(samples)
+            )
+        if self.replica.size() > 1:
+            dist.broadcast(scores, src=self.reward_rank, group=self.replica)
+            number = int(scores[2].sum())
+            if number:
+                if not calls_reward:
+                    turns = turns.new_empty((2, number))
+                dist.broadcast(turns, src=self.reward_rank, group=self.replica)
+        rewards, shaped, counts = scores
+        found = Scores(rewards, shaped, counts.long(), turns[0], turns[1].long())
+        return Experience(batch, found, samples, rewards.tolist())
+
+    def _rewards(self, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+        """[3, num_sequences]: reward, shaped reward, number of turns; [2, turns]: shaped reward and
+        tokens of each turn. Counts are exact in float64."""
+        columns = np.zeros((3, len(samples)))
+        turns = [np.zeros((2, 0))]
+        for row, sample in enumerate(samples):
+            found = score(self.reward, sample)
+            heartbeat()  # a reward may take long, and all ranks wait for the last
+            of_turns = isinstance(found, TurnRewards)
+            rewards = np.asarray(found.rewards) if of_turns else np.array([found])
+            shaped = self.shaping(rewards, sample)
+            columns[:, row] = rewards.sum(), shaped.sum(), len(rewards) if of_turns else 0
+            if of_turns:
+                turns.append(np.stack([shaped, np.diff(found.ends, prepend=0)]))
+        return columns, np.concatenate(turns, axis=1)
 
     def measure(self, experience: Experience, metrics: StepMetrics) -> None:
         """Add the metrics of one draw."""
@@ -148,7 +204,7 @@ class Collector:
         reduced["reward/std"] = math.sqrt(max(squared - reduced["reward/mean"] ** 2, 0.0))
         if 0 < turns_share < 1:
             raise RewardError(
-                f"reward {name_of(self.scorer.reward)!r} returned rewards of turns for "
+                f"reward {name_of(self.reward)!r} returned rewards of turns for "
                 f"{turns_share:.1%} of a step's responses; legal: for all of them, or for none"
             )
         return reduced, turns_share == 1
@@ -164,22 +220,24 @@ class Collector:
         dist.all_reduce(found, group=self.data_group)
         return [bool(has) for has in found.tolist()]
 
-
-def evaluate(config: Config, prompts: Sequence[Prompt], collector: Collector) -> dict[str, float]:
-    """One greedy response to each held-out prompt: the mean reward as the reward function gives it,
-    and accuracy, the share with full reward (1). Nothing without prompts. Every rank calls it."""
-    prompts = prompts[: config.training.evaluation_prompts]
-    if not prompts:
-        return {}
-    rollout = config.rollout
-    greedy = Sampling(rollout.max_response_tokens, temperature=0.0, stop=tuple(rollout.stop))
-    batch = collector.roll_out(prompts, 0, 1, greedy, config.training.seed)
-    rewards = collector.score(batch, prompts, 0).scores.rewards
-    metrics = StepMetrics(collector.device)
-    metrics.add_means(
-        {"evaluation/reward": mean_pair(rewards), "evaluation/accuracy": mean_pair(rewards >= 1.0)}
-    )
-    return metrics.reduce(collector.data_group)
+    def evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """One greedy response to each held-out prompt: the mean reward as the reward function gives
+        it, and accuracy, the share with full reward (1). Nothing without prompts."""
+        rollout, training = self.config.rollout, self.config.training
+        prompts = prompts[: training.evaluation_prompts]
+        if not prompts:
+            return {}
+        greedy = Sampling(rollout.max_response_tokens, temperature=0.0, stop=tuple(rollout.stop))
+        batch = self.roll_out(prompts, 0, 1, greedy, training.seed)
+        rewards = self.score(batch, prompts, 0).scores.rewards
+        metrics = StepMetrics(self.device)
+        metrics.add_means(
+            {
+                "evaluation/reward": mean_pair(rewards),
+                "evaluation/accuracy": mean_pair(rewards >= 1.0),
+            }
+        )
+        return metrics.reduce(self.data_group)
 
 
 def mean_pair(values: Tensor) -> Tensor:

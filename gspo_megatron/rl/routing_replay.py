@@ -29,7 +29,7 @@ from gspo_megatron.batching.micro_batches import MicroBatch
 from gspo_megatron.config.schema import RoutingSection
 from gspo_megatron.models.build import Policy
 from gspo_megatron.routing.hooks import Routes, attach_hooks
-from gspo_megatron.routing.replay import Recording, Replaying, RouteTable, expert_dtype
+from gspo_megatron.routing.replay import Recording, Replaying, RouteTable, no_routes
 from gspo_megatron.routing.volatility import Observing, RoutingMetrics
 
 MicroBatches = Sequence[MicroBatch]
@@ -83,15 +83,19 @@ class RoutingReplay(RoutingReplayOff):
         self.records = "r2" in section.modes or section.volatility
         # There the reference replays routes that the policy's own training pass does without.
         self.records_all = section.reference_replay == "r2"
-        self._micro_batches: list[MicroBatch] = []
-        self._bytes = 0
-        self._metrics = self._new_metrics()
+        self._micro_batches: list[MicroBatch] = []  # of the present step
 
     def start(self, mini_batches: Sequence[MicroBatches]) -> None:
         """A new step begins: take over the rollout's routes where they are to be replayed."""
         self._assert_all_used()
         self._micro_batches = list(chain.from_iterable(mini_batches))
-        self._bytes, self._metrics = 0, self._new_metrics()
+        self._bytes, config = 0, self.config
+        self._metrics = RoutingMetrics(
+            config.num_layers,
+            config.num_moe_experts,
+            self.device,
+            replayed=self.section.replay != "off",
+        )
         for number, micro_batches in enumerate(mini_batches):
             for micro_batch in micro_batches:
                 micro_batch.recorded_routes = RecordedRoutes(in_first=number == 0)
@@ -178,12 +182,6 @@ class RoutingReplay(RoutingReplayOff):
         unused = any(m.recorded_routes.tables for m in self._micro_batches)
         assert not unused, "recorded routes were never used"
 
-    def _new_metrics(self) -> RoutingMetrics:
-        config, replayed = self.config, self.section.replay != "off"
-        return RoutingMetrics(
-            config.num_layers, config.num_moe_experts, self.device, replayed=replayed
-        )
-
     def _is_observed(self, micro_batch: MicroBatch) -> bool:
         """No router has moved before the first mini-batch is trained on: its zeros would only
         lower the volatility of the others."""
@@ -198,17 +196,12 @@ class RoutingReplay(RoutingReplayOff):
         else:  # a stage of dense layers takes part in what the stages count together
             index = self._local(micro_batch.packed.token_index)
             assert index is not None
-            table = RouteTable((), self._no_routes(len(index)).transpose(0, 1), None)
+            nothing = no_routes(self.config, 0, len(index), device=self.device)
+            table = RouteTable((), nothing, None)
         if "r2" in self.section.modes:
             self._keep("r2", micro_batch, table)
         if self._is_observed(micro_batch):
             micro_batch.recorded_routes.natural = (table, recording.scores)
-
-    def _no_routes(self, tokens: int) -> Tensor:
-        """[tokens, layers, k], to fill places that no token uses."""
-        size = (tokens, len(self.layers), self.config.moe_router_topk)
-        dtype = expert_dtype(self.config.num_moe_experts)
-        return torch.zeros(size, dtype=dtype, device=self.device)
 
     def _keep(self, mode: str, micro_batch: MicroBatch, table: RouteTable) -> None:
         modes = {"training": self.section.replay, "reference": self.section.reference_replay}
@@ -245,7 +238,7 @@ class RoutingReplay(RoutingReplayOff):
         and no log-prob depends on its experts."""
         assert micro_batch.rollout_routes is not None, "the rollout engine recorded no routes"
         pieces = micro_batch.rollout_routes
-        nothing = self._no_routes(1)
+        nothing = no_routes(self.config, 1, len(self.layers), device=self.device)
         flat = torch.cat([*pieces, nothing])  # [tokens of the sequences + 1, layers, k]
         index = self._local(micro_batch.packed.token_index)
         assert index is not None
@@ -270,15 +263,6 @@ class RoutingReplay(RoutingReplayOff):
             size = self.config.tensor_model_parallel_size
             values = values.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
         return values.flatten()
-
-
-def build_routing_replay(
-    policy: Policy, section: RoutingSection | None, device: torch.device
-) -> RoutingReplayOff:
-    """What a configuration's routing section asks for."""
-    if section is None or not (section.modes or section.volatility):
-        return RoutingReplayOff()
-    return RoutingReplay(policy, section, device)
 
 
 def _are_sound(experts: Tensor, num_experts: int) -> Tensor:

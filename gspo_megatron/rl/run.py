@@ -72,7 +72,7 @@ def assemble(
         eos_id=tokenizer.eos_ids,
         batch_size=config.rollout.batch_size,
         decode=tokenizer.decode,
-        symbol_id=tokenizer.symbol_id,
+        special_tokens=tokenizer.special_tokens,
         record_routes="r3" in routing.modes,
         router_noise=routing.rollout_noise,
     )
@@ -87,7 +87,6 @@ def assemble(
         config=config,
         policy=policy,
         inputs=inputs,
-        engine=engine,
         collector=Collector(config, engine, SingleTurn(tokenizer), reward, ranks.device),
         builder=MicroBatchBuilder(
             policy,

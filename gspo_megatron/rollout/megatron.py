@@ -1,8 +1,7 @@
 """Rollouts by the training model itself, on whatever layout it is sharded.
 
-There is no second copy of the weights and no transfer: after an optimizer step the next token is
-drawn from the new policy. Data-parallel and context-parallel ranks draw different responses; the
-ranks of a model replica (TP x PP) work on the same ones.
+There is no second copy of the weights. Data-parallel and context-parallel ranks draw different
+responses; the ranks of a model replica (TP x PP) work on the same ones.
 """
 
 from __future__ import annotations
@@ -21,9 +20,15 @@ from gspo_megatron.models.attention import KeyValueCache, decoding, rotary_frequ
 from gspo_megatron.models.build import Policy
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.sampling import RouterRandomness, StopStrings, draw, uniforms
+from gspo_megatron.rollout.sampling import (
+    RouterRandomness,
+    StopStrings,
+    draw,
+    uniforms,
+    with_special_tokens,
+)
 from gspo_megatron.routing.noise import noisy_routers
-from gspo_megatron.routing.replay import expert_dtype, recorded
+from gspo_megatron.routing.replay import no_routes, recorded
 from gspo_megatron.types import RolloutBatch
 
 # How many tokens are drawn between two checks of which sequences have ended. A check synchronises
@@ -67,7 +72,7 @@ class _Draws:
     uniforms: Tensor  # [sequences, max_tokens] float64
     router_randomness: RouterRandomness | None  # None: no noise on the routers
     end_ids: Tensor  # [end ids] int64, the tokens that end a response
-    stop_strings: StopStrings | None
+    stop_strings: list[StopStrings]
 
 
 class MegatronEngine:
@@ -81,20 +86,20 @@ class MegatronEngine:
         eos_id: int | Sequence[int],
         batch_size: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
-        symbol_id: Callable[[str], int | None] = lambda text: None,
+        special_tokens: Mapping[str, int] | None = None,
         record_routes: bool = False,
         router_noise: float = 0.0,
     ) -> None:
         """eos_id: one or several; batch_size: responses decoded together on a rank, in whole groups
-        (None: all at once); decode: token ids to text, needed for stops; symbol_id: the id of a
-        text that is one token; record_routes: return the experts of every token with the responses;
-        router_noise: its standard deviation on the routers' scores while sampling; greedy decoding
-        has none, so that an evaluation measures the policy itself."""
+        (None: all at once); decode: token ids to text, needed for stops; special_tokens: their ids
+        by name, for stops that name one; record_routes: return the experts of every token with the
+        responses; router_noise: its standard deviation on the routers' scores while sampling;
+        greedy decoding has none, so that an evaluation measures the policy itself."""
         self.policy = policy
         self.pad_id = pad_id
         self.eos_ids = (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
         self.batch_size = batch_size
-        self.decode, self.symbol_id = decode, symbol_id
+        self.decode, self.special_tokens = decode, special_tokens or {}
         self.record_routes = record_routes
         self.router_noise = router_noise
         self.device = torch.device(torch.cuda.current_device())
@@ -116,7 +121,8 @@ class MegatronEngine:
     @torch.no_grad()
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         """See RolloutEngine.generate."""
-        self._finish_parameter_gather()
+        # a rank without requests runs no forward pass, and the others would wait for its weights
+        self.policy.finish_parameter_gather()
         self.policy.eval()
         per_prompt = requests.responses_per_prompt
         samples = torch.tensor(requests.sample_indices(), dtype=torch.long, device=self.device)
@@ -144,31 +150,29 @@ class MegatronEngine:
             filled = chosen + [(self.pad_id,)] * (count - len(chosen))
             batches.append(self._generate_batch(filled, per_prompt, real, draws).first(real))
         self.policy.train()
-        joined = _join(prompts, samples, requests, batches, sampling.max_tokens)
-        if self.record_routes and not batches:
-            joined.routes = self._no_routes(0, self.num_routers)
-        return joined
+        if not batches:
+            batches = [_Responses.empty(0, sampling.max_tokens, self.device)]
+            if self.record_routes:
+                batches[0].routes = no_routes(
+                    self.policy.config, 0, 0, self.num_routers, device=self.device
+                )
+        return _join(prompts, samples, requests, batches)
 
-    def _finish_parameter_gather(self) -> None:
-        """Under overlap_param_gather a forward pass fetches the weights of the last update from the
-        ranks that share them. A rank without requests runs no forward pass, and the others would
-        wait for it: fetch them here."""
-        for chunk in self.policy.chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
-
-    def _split_stops(self, stop: Sequence[str]) -> tuple[Tensor, StopStrings | None]:
+    def _split_stops(self, stop: Sequence[str]) -> tuple[Tensor, list[StopStrings]]:
         """The ids of all tokens that end a response [end ids], and the stops to find in its text.
-        Decoding leaves special tokens out, so a stop that is one of them goes by its id."""
+        Decoding leaves special tokens out: a stop that is one of them goes by its id, and those
+        with such tokens inside are looked for in a text that has these tokens."""
         assert not stop or self.decode is not None, "stop strings need the tokenizer"
-        special = {
-            text: token
-            for text in stop
-            if (token := self.symbol_id(text)) is not None and not self.decode([token])
-        }
-        end_ids = torch.tensor([*self.eos_ids, *special.values()], device=self.device)
-        texts = [text for text in stop if text not in special]
-        return end_ids, StopStrings(texts, self.decode) if texts else None
+        special = [self.special_tokens[text] for text in stop if text in self.special_tokens]
+        texts = [text for text in stop if text not in self.special_tokens]
+        names = [name for name in self.special_tokens if any(name in text for text in texts)]
+        mixed = [text for text in texts if any(name in text for name in names)]
+        plain = [text for text in texts if text not in mixed]
+        found = [StopStrings(plain, self.decode)] if plain else []
+        if mixed:
+            named = {self.special_tokens[name]: name for name in names}
+            found.append(StopStrings(mixed, with_special_tokens(self.decode, named)))
+        return torch.tensor([*self.eos_ids, *special], device=self.device), found
 
     def _agreed_maximum(self, value: int) -> int:
         """The largest value of all ranks, where every rank must join every forward pass."""
@@ -229,10 +233,16 @@ class MegatronEngine:
         longest = int(positions.max())
         for step in range(max_tokens):
             tokens, logprobs = self._draw(hidden, draws.sampling, draws.uniforms[active, step])
-            _append(responses, step, active, tokens, logprobs, draws.end_ids)
+            responses.tokens[active, step] = tokens
+            responses.logprobs[active, step] = logprobs
+            ended = responses.ended[active]
+            ends = ~ended & (tokens[:, None] == draws.end_ids).any(1)
+            responses.lengths[active] = torch.where(ends, step + 1, responses.lengths[active])
+            responses.ended[active] = ended | ends
             is_last, is_check = step + 1 == max_tokens, (step + 1) % CHECK_INTERVAL == 0
-            if draws.stop_strings is not None and (is_last or is_check):
-                _end_at_stop_strings(responses, step + 1, active, draws.stop_strings)
+            if is_last or is_check:
+                for stop_strings in draws.stop_strings:
+                    _end_at_stop_strings(responses, step + 1, active, stop_strings)
             if is_last:
                 return
             if is_check:
@@ -274,7 +284,13 @@ class MegatronEngine:
         """One pass of ids [sequences, length] through all stages. Returns, on the last stage, the
         hidden states [sequences, length, hidden], and the routes [sequences, length, layers, k] if
         they are recorded."""
-        with self._routers(positions, randomness) as experts:
+        watched: AbstractContextManager[Mapping[int, Tensor]] = nullcontext({})
+        if randomness is not None:
+            numbers = randomness.numbers(positions)
+            watched = noisy_routers(self.router_noise, numbers, record=self.record_routes)
+        elif self.record_routes:
+            watched = recorded()
+        with watched as experts:  # the chosen ones, [tokens, k] by layer number
             hidden = self.pipeline(ids, positions)
         if not self.record_routes:
             return hidden, None
@@ -282,24 +298,8 @@ class MegatronEngine:
         # Routers see the first token of all sequences, then the second.
         layers = [experts[n].view(length, sequences, -1) for n in sorted(experts)]
         if not layers:  # a stage of dense layers
-            return hidden, self._no_routes(sequences, length, 0)
+            return hidden, no_routes(self.policy.config, sequences, length, 0, device=self.device)
         return hidden, torch.stack(layers, dim=2).transpose(0, 1)
-
-    def _routers(
-        self, positions: Tensor, randomness: RouterRandomness | None
-    ) -> AbstractContextManager[Mapping[int, Tensor]]:
-        """A context for a forward pass: adds noise to the routers' scores, and yields the chosen
-        experts [tokens, k] by layer number, if they are recorded."""
-        if randomness is not None:
-            numbers = randomness.numbers(positions)
-            return noisy_routers(self.router_noise, numbers, record=self.record_routes)
-        return recorded() if self.record_routes else nullcontext({})
-
-    def _no_routes(self, *sizes: int) -> Tensor:
-        """[*sizes, k] without tokens or without layers."""
-        config = self.policy.config
-        dtype = expert_dtype(config.num_moe_experts)
-        return torch.zeros((*sizes, config.moe_router_topk), dtype=dtype, device=self.device)
 
 
 class _PipelineForward:
@@ -348,23 +348,6 @@ class _PipelineForward:
             dist.send(output.contiguous(), dst=self.following, group=self.group)
 
 
-def _append(
-    responses: _Responses,
-    step: int,
-    active: Tensor,
-    tokens: Tensor,
-    logprobs: Tensor,
-    end_ids: Tensor,
-) -> None:
-    """Write down the tokens of the `active` rows, and end those that drew an end token."""
-    responses.tokens[active, step] = tokens
-    responses.logprobs[active, step] = logprobs
-    ended = responses.ended[active]
-    ends = ~ended & (tokens[:, None] == end_ids).any(1)
-    responses.lengths[active] = torch.where(ends, step + 1, responses.lengths[active])
-    responses.ended[active] = ended | ends
-
-
 def _end_at_stop_strings(
     responses: _Responses, drawn: int, active: Tensor, stop_strings: StopStrings
 ) -> None:
@@ -399,12 +382,9 @@ def _join(
     samples: Tensor,
     requests: Requests,
     batches: list[_Responses],
-    max_tokens: int,
 ) -> RolloutBatch:
     """Flatten batches of padded responses into one RolloutBatch."""
     device, per_prompt = samples.device, requests.responses_per_prompt
-    if not batches:
-        batches = [_Responses.empty(0, max_tokens, device)]
     tokens, logprobs, lengths, ended = (
         torch.cat([getattr(batch, name) for batch in batches])
         for name in ("tokens", "logprobs", "lengths", "ended")
@@ -415,7 +395,16 @@ def _join(
     longest = max((len(p) for p in prompts), default=0)
     prompt_tokens = _padded(prompts, longest, 0, device).repeat_interleave(per_prompt, 0)
     in_prompt = torch.arange(longest, device=device) < prompt_lengths[:, None]
-    in_response = torch.arange(max_tokens, device=device) < lengths[:, None]
+    in_response = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
+    routes = None
+    if batches[0].routes is not None:
+        ends = (prompt_lengths + lengths).split([len(batch.lengths) for batch in batches])
+        routes = torch.cat(
+            [
+                batch.routes[torch.arange(batch.routes.shape[1], device=device) < end[:, None]]
+                for batch, end in zip(batches, ends)
+            ]
+        )
     return RolloutBatch(
         tokens=torch.cat([prompt_tokens, tokens], 1)[torch.cat([in_prompt, in_response], 1)],
         prompt_lengths=prompt_lengths,
@@ -424,18 +413,5 @@ def _join(
         truncated=~ended,
         sample_index=samples,
         group_index=groups.repeat_interleave(per_prompt),
-        routes=_flat_routes(batches, prompt_lengths + lengths),
+        routes=routes,
     )
-
-
-def _flat_routes(batches: list[_Responses], lengths: Tensor) -> Tensor | None:
-    """[tokens, layers, k] of all sequences; lengths [sequences] count prompt and response."""
-    flat, start = [], 0
-    for batch in batches:
-        if batch.routes is None:
-            return None
-        end = start + len(batch.routes)
-        positions = torch.arange(batch.routes.shape[1], device=lengths.device)
-        flat.append(batch.routes[positions < lengths[start:end, None]])
-        start = end
-    return torch.cat(flat)

@@ -1,14 +1,14 @@
 """Random numbers, the choice of the next token, and stop strings.
 
-There is no generator state: every random number is derived from seed, sample index and position. A
-response's randomness does not depend on the layout, on the other responses of its batch, or on
-resuming.
+Every random number is derived from seed, sample index and position: a response does not depend on
+the layout, on the other responses of its batch, or on resuming.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -102,6 +102,18 @@ def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
         total_before = ordered.cumsum(dim=-1) - ordered
         ordered = ordered * (total_before < sampling.top_p * ordered.sum(dim=-1, keepdim=True))
     return torch.zeros_like(probabilities).scatter(1, order, ordered)
+
+
+def with_special_tokens(
+    decode: Callable[[Sequence[int]], str], names: Mapping[int, str]
+) -> Callable[[Sequence[int]], str]:
+    """`decode`, which leaves special tokens out, with those in `names` written by their names."""
+
+    def decode_all(ids: Sequence[int]) -> str:
+        runs = ((name, list(run)) for name, run in groupby(ids, names.get))
+        return "".join(decode(run) if name is None else name * len(run) for name, run in runs)
+
+    return decode_all
 
 
 class StopStrings:

@@ -1,10 +1,9 @@
 """Hooks on the routers: each forward pass can decide which experts its tokens go to.
 
 Megatron-Core's TopKRouter asks its `router_replay` object for the experts, if it has one. The stock
-object keeps one process-wide list in the order of construction and knows one micro-batch at a time.
-A second model, virtual stages or recomputation in the backward pass mix it up. Here each router has
-a hook that knows its layer number only. What to do comes from the running forward pass, by a
-context variable, which recomputation restores (platform/megatron_fixes.py).
+object keeps one process-wide list, which a second model, virtual stages or recomputation mix up.
+Here each router has a hook that knows its layer number only. What to do comes from the running
+forward pass, by a context variable, which recomputation restores (platform/megatron_fixes.py).
 """
 
 from __future__ import annotations

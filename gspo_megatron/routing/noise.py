@@ -1,8 +1,7 @@
 """Noise on the routers' scores during rollouts. It imitates an engine that computes differently.
 
-A separate rollout engine, or one of lower precision, sends some tokens to other experts than the
-trainer does. The engine of this package uses the trainer's weights and agrees with it up to
-rounding. Noise makes the two differ by a known amount, on any machine.
+A separate engine sends some tokens to other experts than the trainer does; the engine of this
+package agrees with it up to rounding. Noise makes the two differ by a known amount.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from gspo_megatron.routing.hooks import Choice, Routes, routed
@@ -24,6 +25,12 @@ MAX_SCORED_TOKENS = 512
 def expert_dtype(num_experts: int) -> torch.dtype:
     """How the numbers of experts are stored: one byte for up to 256 experts, two beyond."""
     return torch.uint8 if num_experts <= 256 else torch.int16
+
+
+def no_routes(config: TransformerConfig, *sizes: int, device: torch.device) -> Tensor:
+    """[*sizes, k], for places without tokens or without layers."""
+    dtype = expert_dtype(config.num_moe_experts)
+    return torch.zeros((*sizes, config.moe_router_topk), dtype=dtype, device=device)
 
 
 @dataclass

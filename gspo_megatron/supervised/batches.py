@@ -101,7 +101,7 @@ class FineTuningBatches:
         self, plan: MiniBatch, examples: Sequence[Example], lengths: Sequence[int]
     ) -> Iterator[MicroBatch]:
         shape = self.builder.common_shape([plan], lengths)
-        for numbers in plan.of_rank(parallel_state.get_data_parallel_rank()):
+        for numbers in plan.micro_batches[parallel_state.get_data_parallel_rank()]:
             members = [examples[n] for n in numbers]
             tokens = [torch.from_numpy(member.token_ids.astype(np.int64)) for member in members]
             # The builder predicts every token from the first learned one on. Those that are not

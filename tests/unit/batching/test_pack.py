@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.batching.packing import PackedBatch, pack, zigzag_shard
+from gspo_megatron.batching.packing import (
+    BatchShape,
+    PackedBatch,
+    batch_shape,
+    pack,
+    zigzag_shard,
+)
 
 PAD = 7
 
@@ -22,7 +29,7 @@ class Batch:
     response_offsets: list[int]  # with gaps: not all of a rank's sequences are packed together
     flat_responses: list[int]
 
-    def pack(self, members: list[int], **options: int) -> PackedBatch:
+    def pack(self, members: list[int], **options: Any) -> PackedBatch:
         return pack(
             self.tokens,
             self.response_lengths,
@@ -61,11 +68,14 @@ def random_batch(seed: int, count: int = 7, longest: int = 23) -> Batch:
 
 
 def predictions_of(packed: PackedBatch) -> list[tuple[int, int, int, int, int]]:
-    rows = packed.token_rows
+    """Of one rank's shard, packed or with a row for each sequence."""
+    rows = packed.input_ids.shape[0]
+    step, row = packed.token_rows // rows, packed.token_rows % rows  # of [tokens / CP, rows]
+    assert rows == 1 or torch.equal(row, packed.sequence_index)
     columns = (
         packed.sequence_index,
-        packed.position_ids[0, rows],
-        packed.input_ids[0, rows],
+        packed.position_ids[row, step],
+        packed.input_ids[row, step],
         packed.targets,
         packed.response_index,
     )
@@ -214,3 +224,61 @@ def test_to_moves_the_tensors_and_keeps_the_rest() -> None:
     moved = packed.to(torch.device("meta"))
     assert moved.input_ids.is_meta and moved.padding_mask.is_meta and moved.token_rows.is_meta
     assert (moved.longest, moved.members) == (packed.longest, (1, 5))
+
+
+# --- Padded: a row for each sequence; and micro-batches of one shape for all ----------------------
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3])
+@pytest.mark.parametrize("multiple", [1, 2, 3])
+@pytest.mark.parametrize("extra", [None, (2, 36), (0, 72)])
+def test_padded_shards_predict_every_response_token_once(
+    cp: int, multiple: int, extra: tuple[int, int] | None
+) -> None:
+    batch, members = random_batch(10 * cp + multiple), [4, 0, 3]
+    lengths = [len(batch.tokens[n]) for n in members]
+    shape = batch_shape(lengths, padded=True, context_parallel_size=cp, multiple=multiple)
+    if extra is not None:
+        shape = BatchShape(shape.rows + extra[0], shape.tokens + extra[1])
+    options = {"padded": True, "context_parallel_size": cp, "multiple": multiple}
+    options["shape"] = shape if extra else None
+    shards = [batch.pack(members, context_parallel_rank=rank, **options) for rank in range(cp)]
+    together = sorted(p for shard in shards for p in predictions_of(shard))
+    assert together == sorted(batch.predictions(members))
+    for shard in shards:
+        assert shard.input_ids.shape == shard.position_ids.shape
+        assert shard.input_ids.shape == (shape.rows, shape.tokens // cp)
+        assert shard.input_ids.shape[1] % multiple == 0
+        assert shard.padding_mask.shape == shard.input_ids.shape
+        assert (shard.input_ids[shard.padding_mask] == PAD).all()
+    assert sum(int((~shard.padding_mask).sum()) for shard in shards) == sum(lengths)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_packed_batch_filled_up_to_a_shape_predicts_the_same(seed: int) -> None:
+    batch, members = random_batch(seed), [1, 2, 5]
+    plain = batch.pack(members, multiple=2)
+    total = plain.input_ids.shape[1] + 14
+    filled = batch.pack(members, multiple=2, shape=BatchShape(1, total))
+    assert filled.input_ids.shape == (1, total)
+    assert predictions_of(filled) == predictions_of(plain)
+    assert filled.boundaries[-1] == total
+    assert int(filled.padding_mask.sum()) == total - sum(len(batch.tokens[n]) for n in members)
+
+
+def test_rows_of_equal_length_have_no_padding() -> None:
+    tokens = [torch.arange(5), torch.arange(5, 10)]
+    batch = pack(tokens, [2, 3], [0, 2], [0, 1], pad_id=PAD, padded=True)
+    assert batch.input_ids.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert batch.padding_mask is None
+    # rows of the hidden states [5 tokens, 2 rows]
+    assert batch.token_rows.tolist() == [2 * 2, 3 * 2, 1 * 2 + 1, 2 * 2 + 1, 3 * 2 + 1]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_batch_without_sequences_is_padding_of_the_common_shape(padded: bool) -> None:
+    shape = BatchShape(3, 8) if padded else BatchShape(1, 24)
+    batch = pack([], [], [], [], pad_id=PAD, padded=padded, shape=shape, multiple=2)
+    assert batch.input_ids.shape == (shape.rows, shape.tokens)
+    assert batch.padding_mask is not None and batch.padding_mask.all()
+    assert len(batch.token_rows) == 0

@@ -1,4 +1,4 @@
-"""Who trains on which sequence, when."""
+"""Who trains on which sequence, when: budgets and balance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from gspo_megatron.batching.plan import MiniBatch, plan_step
+from gspo_megatron.batching.plan import (
+    MiniBatch,
+    plan_step,
+    split_by_budget,
+    split_evenly,
+    split_padded,
+)
 
 BUDGET = 64
 
@@ -53,8 +59,6 @@ def test_every_sequence_is_trained_on_once(
         assert per_rank % multiple == 0
         full = [members for rank in mini_batch.micro_batches for members in rank if members]
         assert mini_batch.num_micro_batches == len(full)
-        for rank in range(data_parallel_size):
-            assert mini_batch.of_rank(rank) == mini_batch.micro_batches[rank]
 
 
 @pytest.mark.parametrize("mini_batches", [1, 3, 5, 48])
@@ -97,7 +101,7 @@ def test_levelling_the_number_of_micro_batches_keeps_to_the_token_budget() -> No
         token_budget=54,
         micro_batch_multiple=2,
     )
-    assert max(sum(TIGHT[n] for n in m) for m in mini_batch.of_rank(0)) <= 54
+    assert max(sum(TIGHT[n] for n in m) for m in mini_batch.micro_batches[0]) <= 54
 
 
 def test_a_rank_with_fewer_micro_batches_splits_rather_than_idles() -> None:
@@ -124,3 +128,54 @@ def test_tokens_are_balanced_over_ranks() -> None:
             for rank in mini_batch.micro_batches
         ]
         assert max(loads) - min(loads) <= max(lengths)
+
+
+# --- The splits by themselves ---------------------------------------------------------------------
+
+SEEDS = range(40)
+
+
+def random_lengths(seed: int) -> list[int]:
+    source = random.Random(seed)
+    largest = source.choice([3, 20, 150])  # at 150 some sequences alone exceed the budget
+    return [source.randint(1, largest) for _ in range(source.randint(0, 40))]
+
+
+def first_fit(lengths: list[int], budget: int) -> list[list[int]]:
+    """Longest first, each into the first bin with room; bins looked through one by one."""
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for members in bins:
+            if lengths[index] <= budget - sum(lengths[i] for i in members):
+                members.append(index)
+                break
+        else:
+            bins.append([index])
+    return [sorted(members) for members in bins]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("budget", [1, 7, 100, 10_000])
+def test_micro_batches_are_those_of_first_fit(seed: int, budget: int) -> None:
+    lengths = random_lengths(seed)
+    assert split_by_budget(lengths, budget) == first_fit(lengths, budget)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("parts", [1, 2, 5, 13])
+def test_each_goes_to_the_lightest_group_of_fewest(seed: int, parts: int) -> None:
+    lengths = random_lengths(seed)
+    groups: list[list[int]] = [[] for _ in range(parts)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        min(groups, key=lambda g: (sum(lengths[i] for i in g), len(g))).append(index)
+    assert split_evenly(lengths, parts) == [sorted(members) for members in groups]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_split_padded_counts_padding_and_loses_nothing(seed: int) -> None:
+    source = random.Random(seed)
+    lengths = [source.randint(1, 90) for _ in range(source.randint(0, 60))]
+    bins = split_padded(lengths, 64)
+    assert sorted(n for members in bins for n in members) == list(range(len(lengths)))
+    for members in bins:
+        assert len(members) == 1 or len(members) * max(lengths[n] for n in members) <= 64

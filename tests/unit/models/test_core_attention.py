@@ -11,6 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from gspo_megatron.batching.packing import zigzag_shard
 from gspo_megatron.models import core_attention
 from gspo_megatron.models.core_attention import (
     TiledAttention,
@@ -28,22 +29,16 @@ TOLERANCES = {
 }
 
 
-class Group:
+def cp_group(size: int = 1, rank: int = 0) -> SimpleNamespace:
     """Stands in for a context-parallel process group."""
-
-    def __init__(self, size: int = 1, rank: int = 0) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
-def attention(group: Group | None = None, scale: float | None = None) -> TorchCoreAttention:
+def attention(
+    group: SimpleNamespace | None = None, scale: float | None = None
+) -> TorchCoreAttention:
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=DIM)
-    groups = SimpleNamespace(cp=group or Group())
+    groups = SimpleNamespace(cp=group or cp_group())
     return TorchCoreAttention(config, 1, None, "self", softmax_scale=scale, pg_collection=groups)
 
 
@@ -146,7 +141,7 @@ def test_context_parallel_shards_join_to_the_whole(
     # The gather is by hand here; tests of several processes run the real one.
     boundaries = random_boundaries(9, unit=2 * cp) if packed else [0, 6 * cp]
     states = tuple(s.detach() for s in random_states(9, boundaries[-1], 4, 2))
-    shards = [zigzag_rows(boundaries, cp, rank) for rank in range(cp)]
+    shards = [zigzag_shard(boundaries, cp, rank) for rank in range(cp)]
     expected = reference(*states, boundaries)
 
     def gather(_: TorchCoreAttention, local: Tensor) -> Tensor:
@@ -155,7 +150,7 @@ def test_context_parallel_shards_join_to_the_whole(
 
     monkeypatch.setattr(TorchCoreAttention, "_gather", gather)
     for rank, rows in enumerate(shards):
-        module = attention(Group(cp, rank))
+        module = attention(cp_group(cp, rank))
         local = tuple(s[rows] for s in states)
         if packed:
             output = module(*local, packed_seq_params=packed_params(boundaries))
@@ -171,7 +166,7 @@ def test_tiles_are_attention_with_a_whole_mask(
 ) -> None:
     monkeypatch.setattr(core_attention, "MASK_ELEMENTS", mask_elements)
     query, key, value = context_parallel_states(length=24, rank=rank)
-    _, of_queries = zigzag_order(12, Group(2, rank))
+    _, of_queries = zigzag_order(12, cp_group(2, rank))
     positions = cut_into_tiles(of_queries[None], len(query), torch.device("cpu"))
     rows = [row for tile, _ in positions.tiles for row in range(12)[tile]]
     assert rows == list(range(12))
@@ -186,7 +181,7 @@ def test_tiles_are_attention_with_a_whole_mask(
 def test_no_tensor_has_an_element_for_every_query_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_attention, "MASK_ELEMENTS", 2048)
     states = context_parallel_states(length=1024, rank=1)
-    _, of_queries = zigzag_order(512, Group(2, 1))
+    _, of_queries = zigzag_order(512, cp_group(2, 1))
     with LargestTensor() as largest:
         positions = cut_into_tiles(of_queries[None], len(states[0]), torch.device("cpu"))
         TiledAttention.apply(*states, 1.0, positions).sum().backward()
@@ -201,23 +196,13 @@ def context_parallel_states(length: int, rank: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(size, **kind) for size in sizes)
 
 
-def zigzag_rows(boundaries: list[int], cp: int, rank: int) -> Tensor:
-    """The rows of a CP rank: of each sequence in 2 CP chunks the ones number r and 2 CP - 1 - r."""
-    pieces = []
-    for start, end in zip(boundaries, boundaries[1:]):
-        chunk = (end - start) // (2 * cp)
-        for number in (rank, 2 * cp - 1 - rank):
-            pieces += range(start + number * chunk, start + (number + 1) * chunk)
-    return torch.tensor(pieces)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_the_plan_holds_every_token_once_in_few_well_filled_blocks(seed: int) -> None:
     source = random.Random(seed)
     lengths = [source.randint(1, 60) for _ in range(source.randint(1, 30))]
     boundaries = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     tokens = boundaries[-1]
-    plan = plan_attention(packed_params(boundaries), Group(), torch.device("cpu"))
+    plan = plan_attention(packed_params(boundaries), cp_group(), torch.device("cpu"))
 
     joined = torch.cat([block.query_rows.flatten() for block in plan.blocks])
     assert joined[plan.restore].tolist() == list(range(tokens))
@@ -244,5 +229,5 @@ def test_the_plan_is_made_once_a_micro_batch() -> None:
 def test_padded_boundaries_are_the_ones_that_count() -> None:
     packed = packed_params([0, 3, 7])
     packed.cu_seqlens_q_padded = torch.tensor([0, 4, 8], dtype=torch.int32)
-    plan = plan_attention(packed, Group(), torch.device("cpu"))
+    plan = plan_attention(packed, cp_group(), torch.device("cpu"))
     assert len(plan.restore) == 8

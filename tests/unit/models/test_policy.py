@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
-from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder
+from gspo_megatron.batching.micro_batches import MicroBatchBuilder, run_chunk
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.models.specs import choose_backend
 from tests.unit.models.one_rank import (
     PAD,
@@ -34,19 +34,6 @@ def policy(request: pytest.FixtureRequest, one_rank: None) -> Policy:
     )
 
 
-def head_outputs(policy: Policy, batch: MicroBatch) -> Tensor:
-    """[2, rows]: log-probs and entropies."""
-    packed = batch.packed
-    return policy.models[0](
-        input_ids=packed.input_ids,
-        position_ids=packed.position_ids,
-        attention_mask=None,
-        labels=batch.head,
-        packed_seq_params=batch.packed_seq_params,
-        padding_mask=packed.padding_mask,
-    )
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("multiple", [1, 16, 32])
 def test_packed_logprobs_are_those_of_each_sequence_alone(
@@ -58,7 +45,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
     batch = micro_batch(builder, sequences)
     model = policy.models[0]
     with torch.no_grad():
-        logprobs, entropies = head_outputs(policy, batch)
+        logprobs, entropies = run_chunk(policy.models[0], batch)
         expected_logprobs, expected_entropies = [], []
         for prompt, response in sequences:
             hidden = hidden_states(policy, prompt + response)[len(prompt) - 1 : -1]
@@ -136,3 +123,29 @@ def test_fp8_pads_micro_batches_to_what_its_matrix_products_take(
     batch = micro_batch(MicroBatchBuilder(policy, PAD, 1.0), random_sequences(5, [(3, 4)]))
     assert batch.packed.input_ids.shape == (1, multiple)
     assert int(batch.packed.padding_mask.sum()) == multiple - 7
+
+
+# --- The reference policy's weights in the policy's place, and back ------------------------------
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_all_that_decides_the_output_changes_places(offload: bool) -> None:
+    """The routers' biases too, which balance without an auxiliary loss and are no parameters."""
+    balancing = {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    policy = tiny_policy(model={"megatron": balancing})
+    (model,) = policy.models
+    tensors = dict(model.named_parameters())
+    tensors |= {n: b for n, b in model.named_buffers() if n.endswith("expert_bias")}
+    assert len(tensors) > len(dict(model.named_parameters()))
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    reference = ReferencePolicy(policy, offload=offload)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.add_(1.0)
+    with reference.in_place():
+        assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+    assert all(torch.equal(tensor, before[name] + 1.0) for name, tensor in tensors.items())

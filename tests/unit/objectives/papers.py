@@ -35,15 +35,8 @@ NUMBERS: dict[str, dict[str, float]] = {
 
 # The spread of log-ratios at which these bind for a part of them.
 SPREADS = {
-    "gspo": 1e-3,
-    "gspo_token": 1e-3,
-    "luspo": 1e-3,
-    "grpo": 0.4,
-    "dapo": 0.4,
-    "dr_grpo": 0.4,
-    "sapo": 0.4,
-    "gmpo": 0.4,
-    "minirl": 0.4,
+    **dict.fromkeys(("gspo", "gspo_token", "luspo"), 1e-3),
+    **dict.fromkeys(("grpo", "dapo", "dr_grpo", "sapo", "gmpo", "minirl"), 0.4),
     "cispo": 1.2,
     "reinforce_leave_one_out": 0.1,
 }
@@ -213,35 +206,28 @@ def minirl(response: Response, clip_low: float, clip_high: float) -> list[Term]:
 # --- The objective and its divisor ---------------------------------------------------------------
 
 
-def sequence_mean(i: Response, n: int, tokens: int, longest: int) -> float:
-    return 1 / (n * len(i))
-
-
-def token_mean(i: Response, n: int, tokens: int, longest: int) -> float:
-    return 1 / tokens
-
-
-def token_sum(i: Response, n: int, tokens: int, longest: int) -> float:
-    return 1 / n
-
-
-def constant_length(i: Response, n: int, tokens: int, longest: int) -> float:
-    return 1 / (n * longest)
+# By response, sequences, tokens and the longest response.
+DIVISORS: dict[str, Callable[[Response, int, int, int], float]] = {
+    "sequence_mean": lambda i, n, tokens, longest: 1 / (n * len(i)),
+    "token_mean": lambda i, n, tokens, longest: 1 / tokens,
+    "token_sum": lambda i, n, tokens, longest: 1 / n,
+    "constant_length": lambda i, n, tokens, longest: 1 / (n * longest),
+}
 
 
 # What divides each token's term; a single term for a response is divided by N.
-PAPERS: dict[str, tuple[Callable[..., Term | list[Term]], Callable[..., float]]] = {
-    "gspo": (gspo, sequence_mean),
-    "gspo_token": (gspo_token, sequence_mean),
-    "grpo": (grpo, sequence_mean),
-    "dapo": (grpo, token_mean),
-    "dr_grpo": (grpo, constant_length),
-    "cispo": (cispo, token_mean),
-    "sapo": (sapo, sequence_mean),
-    "gmpo": (gmpo, token_sum),  # its terms are parts of one for the response already
-    "luspo": (luspo, token_sum),
-    "minirl": (minirl, token_sum),
-    "reinforce_leave_one_out": (reinforce_leave_one_out, sequence_mean),
+PAPERS: dict[str, tuple[Callable[..., Term | list[Term]], str]] = {
+    "gspo": (gspo, "sequence_mean"),
+    "gspo_token": (gspo_token, "sequence_mean"),
+    "grpo": (grpo, "sequence_mean"),
+    "dapo": (grpo, "token_mean"),
+    "dr_grpo": (grpo, "constant_length"),
+    "cispo": (cispo, "token_mean"),
+    "sapo": (sapo, "sequence_mean"),
+    "gmpo": (gmpo, "token_sum"),  # its terms are parts of one for the response already
+    "luspo": (luspo, "token_sum"),
+    "minirl": (minirl, "token_sum"),
+    "reinforce_leave_one_out": (reinforce_leave_one_out, "sequence_mean"),
 }
 
 
@@ -287,7 +273,8 @@ def expect(
     """The loss of a micro-batch: -J + coefficient * KL - coefficient * entropy."""
     new = inputs.logprobs.detach().double().requires_grad_()
     entropy = inputs.entropy.detach().double().requires_grad_()
-    terms_of, divisor_of = PAPERS[name]
+    terms_of, divided = PAPERS[name]
+    divisor_of = DIVISORS[divided]
     numbers = NUMBERS[name] if numbers is None else numbers
     sizes = inputs.global_num_sequences, inputs.global_num_tokens, longest
     loss = torch.zeros((), dtype=torch.float64)
@@ -315,7 +302,7 @@ def expect(
             if kl is not None:
                 penalty = divergence(kl[0], response.new[t], response.reference[t])
                 # a penalty is a token's whatever the ratio: by the objective's own divisor
-                by = sequence_mean if name == "gmpo" else divisor_of
+                by = DIVISORS["sequence_mean"] if name == "gmpo" else divisor_of
                 loss = loss + by(response, *sizes) * kl[1] * penalty
             loss = loss - entropy_coefficient * response.entropy[t] / inputs.global_num_tokens
         found.binding.append([term.side for term in terms])

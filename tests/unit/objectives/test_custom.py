@@ -46,10 +46,6 @@ def without_reference(inputs):
 without_reference.needs_reference = False
 
 
-def needs_an_option(inputs, beta: float):
-    return reinforce(inputs, beta)
-
-
 def returns_a_tensor(inputs):
     return inputs.logprobs.sum()
 
@@ -110,13 +106,6 @@ def test_a_custom_objective_gets_its_options_or_has_its_defaults(options, scale)
             {"scael": 1.0},
             ".options.scael = 1.0: my_losses:reinforce has no such option; legal: scale, label",
         ),
-        ("reinforce", {"scale": "x"}, ".options.scale = 'x': wrong type; float is wanted"),
-        (
-            "reinforce",
-            {"inputs": 1},
-            ".options.inputs: not an option of my_losses:reinforce but its input",
-        ),
-        ("needs_an_option", {}, ".options.beta: missing; my_losses:needs_an_option needs it"),
         (
             "no_inputs",
             {},

@@ -21,40 +21,20 @@ from gspo_megatron.rl import dumps
 from gspo_megatron.rl.dumps import DUMP_FILE, DUMPS, Dump, StepDumps, dumped_steps, find_weights
 from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
 from gspo_megatron.rl.rollouts import Experience
-from gspo_megatron.rl.scoring import Scores
-from gspo_megatron.types import RolloutBatch, Sample
+from gspo_megatron.types import Sample
 from tests.unit.models.one_rank import VOCABULARY, tiny_config, tiny_policy
+from tests.unit.rl.test_rollouts import batch_of, scores_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-PROMPTS, RESPONSES = [3, 1, 6, 4], [5, 9, 2, 7]
-LAYERS, TOP_K, EXPERTS = 2, 2, 8
-
 
 def rollouts(seed: int, *, routes: bool = True) -> Experience:
-    generator = torch.Generator().manual_seed(seed)
-    total, responses = sum(PROMPTS) + sum(RESPONSES), sum(RESPONSES)
-    experts = torch.rand((total, LAYERS, EXPERTS), generator=generator).topk(TOP_K).indices
+    batch = batch_of(seed)
     return Experience(
-        batch=RolloutBatch(
-            tokens=torch.randint(VOCABULARY, (total,), generator=generator),
-            prompt_lengths=torch.tensor(PROMPTS),
-            response_lengths=torch.tensor(RESPONSES),
-            rollout_logprobs=-torch.rand(responses, generator=generator),
-            truncated=torch.tensor([False, True, False, False]),
-            sample_index=torch.arange(4),
-            group_index=torch.tensor([0, 0, 1, 1]),
-            routes=experts.to(torch.uint8) if routes else None,
-        ),
-        scores=Scores(
-            rewards=torch.rand(4, generator=generator, dtype=torch.float64),
-            shaped=torch.rand(4, generator=generator, dtype=torch.float64),
-            turns=torch.tensor([1, 2, 1, 1]),
-            turn_rewards=torch.rand(5, generator=generator, dtype=torch.float64),
-            turn_tokens=torch.tensor([5, 4, 5, 2, 7]),
-        ),
+        batch if routes else dataclasses.replace(batch, routes=None),
+        scores_of(seed),
         metrics={"reward/mean": 0.25},
-        num_tokens=responses,
+        num_tokens=len(batch.rollout_logprobs),
         rollout_seconds=1.5,
         samples=[Sample("1+1", "2", "3", truncated=False)],
         sample_rewards=[0.5],

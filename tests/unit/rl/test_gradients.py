@@ -15,11 +15,20 @@ from gspo_megatron.batching.micro_batches import (
     MicroBatchBuilder,
     forward_backward,
     response_logprobs,
+    run_chunk,
 )
 from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
-from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_policy
+from gspo_megatron.rl.policy_update import learning_rates
+from tests.unit.models.one_rank import (
+    PAD,
+    micro_batch,
+    random_sequences,
+    tiny_config,
+    tiny_policy,
+)
+from tests.unit.routing.steps import moe_policy, update, updater_for
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -74,14 +83,7 @@ def explicit_gradients(
         for router in routers:
             router.gating = recording(router.gating, logits)
         packed = batch.packed
-        logprobs = model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            attention_mask=None,
-            labels=batch.head,
-            packed_seq_params=batch.packed_seq_params,
-            padding_mask=packed.padding_mask,
-        )[0]
+        logprobs = run_chunk(model, batch)[0]
         for router in routers:
             del router.gating
         real = torch.ones(packed.input_ids.shape[1], dtype=torch.bool)
@@ -212,3 +214,30 @@ def test_the_log_prob_pass_agrees_with_the_training_pass(balanced: Setting) -> N
     # bit for bit: before the first update the ratio is one
     for trained, (logprobs, _) in zip(seen, collected, strict=True):
         assert torch.equal(trained, logprobs)
+
+
+# --- Learning rates: the configuration counts steps, the schedule counts updates ------------------
+
+PEAK, STEPS, MINI_BATCHES, WARMUP = 1e-3, 5, 3, 2
+
+
+def rate_of(number: int) -> float:
+    """Of optimizer update `number`, from 0: up over WARMUP steps, then linearly down to 0."""
+    warmup, total = WARMUP * MINI_BATCHES, STEPS * MINI_BATCHES
+    if number < warmup:
+        return PEAK * (number + 1) / warmup
+    return PEAK * (total - number) / (total - warmup)
+
+
+def test_the_rate_of_a_step_is_that_of_its_last_update() -> None:
+    config = tiny_config(
+        objective={"mini_batches": MINI_BATCHES},
+        optimizer={"learning_rate": PEAK, "warmup_steps": WARMUP, "decay": "linear"},
+        training={"steps": STEPS},
+    )
+    policy = moe_policy()
+    updater = updater_for(policy, {})
+    updater.trainer = build_trainer(policy, config.optimizer, learning_rates(config))
+    rates = [update(updater)["lr"] for _ in range(STEPS)]
+    last = [rate_of(step * MINI_BATCHES + MINI_BATCHES - 1) for step in range(STEPS)]
+    assert rates == pytest.approx(last, rel=1e-6)

@@ -32,10 +32,12 @@ def test_the_engine_ends_responses_at_all_end_tokens_and_stops_of_the_tokenizer(
         run = assemble(config, read_inputs(config), reward, build_objective(config.objective, 8))
         run.logger.close()
         tokenizer = run.inputs.tokenizer
-        end_ids, stop_strings = run.engine._split_stops(("<|doc|>", "<sep>"))
+        end_ids, found = run.collector.engine._split_stops(("<|doc|>", "<sep>", "<|doc|><sep>"))
     finally:
         stop_processes()
     # <|doc|> is special; <sep> is a token too, but one that stands in the text
     assert end_ids.tolist() == [tokenizer.eos_id, 7, tokenizer.symbol_id("<|doc|>")]
-    separator = [tokenizer.symbol_id("<sep>")]
-    assert stop_strings is not None and stop_strings.end(separator, searched=0) == 1
+    document, separator = (tokenizer.symbol_id(symbol) for symbol in ("<|doc|>", "<sep>"))
+    plain, mixed = found
+    assert plain.end([separator], searched=0) == 1
+    assert mixed.end([separator, document, separator], searched=0) == 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,22 +71,16 @@ def generate(
     max_tokens: int = 12,
     seed: int = 5,
     groups: Sequence[int] | None = None,
-    eos_id: int | Sequence[int] = NEVER,
-    batch_size: int | None = None,
-    decode: Callable[[Sequence[int]], str] = letters,
-    symbol_id: Callable[[str], int | None] = lambda text: None,
-    **sampling: Any,
+    stop: Sequence[str] = (),
+    temperature: float = 1.0,
+    top_k: int = 0,
+    **options: Any,
 ) -> RolloutBatch:
-    engine = MegatronEngine(
-        policy,
-        pad_id=PAD,
-        eos_id=eos_id,
-        batch_size=batch_size,
-        decode=decode,
-        symbol_id=symbol_id,
-    )
+    """`options` are those of the engine."""
+    engine = MegatronEngine(policy, pad_id=PAD, **{"eos_id": NEVER, "decode": letters} | options)
     requests = Requests(prompts, groups or range(len(prompts)), per_prompt)
-    return engine.generate(requests, Sampling(max_tokens, **sampling), seed)
+    sampling = Sampling(max_tokens, temperature, top_k=top_k, stop=tuple(stop))
+    return engine.generate(requests, sampling, seed)
 
 
 def test_greedy_decoding_is_the_argmax_of_the_full_forward_pass(policy: Policy) -> None:
@@ -170,7 +164,7 @@ def without_end(ids: Sequence[int]) -> str:
     return letters([i for i in ids if i != 11])
 
 
-SPECIAL = {"stop": ("<end>",), "symbol_id": {"<end>": 11}.get, "decode": without_end}
+SPECIAL = {"stop": ("<end>",), "special_tokens": {"<end>": 11}, "decode": without_end}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +222,6 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
             stop=stop,
             eos_id=ord(eos) - ord("A") if eos else NEVER,
             decode=decode,
-            symbol_id=lambda text: 3,  # a token that has a text is found in the text
             **options,
         )
         ends = [
@@ -245,25 +238,33 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
         assert checks <= len(decoded) <= checks + 4 * ended + len(stop)
 
 
-def test_a_stop_string_of_many_bytes_ends_a_response(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("a終🙂以上就是最终答案", "以上就是最终答案"),
+        ("a終\x01終\x01\n", "終<end>\n"),
+        ("\x01\x01b\x01", "b<end>"),
+        ("a\x01終b", "終b"),  # a special token inside a plain text does not matter
+    ],
+)
+def test_a_stop_string_of_many_bytes_or_with_special_tokens_ends_a_response(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, text: str, stop: str
 ) -> None:
-    """Every token is one byte, and all rows draw the same ones."""
-    stop, before = "以上就是最终答案", "a終🙂"
-    content = f"{before}{stop}。b".encode()
+    """Every token is one byte, of which 1 is special; all rows draw the same ones."""
+    content = f"{text}。b\n".encode()
     script = iter(content)
 
     def draw(self: Any, hidden: Any, sampling: Any, uniform: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full((len(uniform),), next(script)), torch.zeros(len(uniform))
 
     def decode(ids: Sequence[int]) -> str:
-        return bytes(ids).decode(errors="replace")
+        return bytes(i for i in ids if i != 1).decode(errors="replace")
 
     monkeypatch.setattr(MegatronEngine, "_draw", draw)
     monkeypatch.setattr(MegatronEngine, "_forward", lambda self, ids, *args: (ids[..., None], None))
     options = {"max_tokens": len(content), "stop": ("no such text", stop), "decode": decode}
-    for response in responses_of(generate(policy, **options)):
-        assert decode(response.tokens) == before + stop and not response.truncated
+    for response in responses_of(generate(policy, special_tokens={"<end>": 1}, **options)):
+        assert bytes(response.tokens).decode() == text and not response.truncated
 
 
 def test_one_token(policy: Policy) -> None:

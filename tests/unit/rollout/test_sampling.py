@@ -16,7 +16,13 @@ from torch import Tensor
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
 from gspo_megatron.rollout import sampling as sampling_module
 from gspo_megatron.rollout.engine import Sampling
-from gspo_megatron.rollout.sampling import RouterRandomness, StopStrings, draw, uniforms
+from gspo_megatron.rollout.sampling import (
+    RouterRandomness,
+    StopStrings,
+    draw,
+    uniforms,
+    with_special_tokens,
+)
 from tests.unit.data.corpora import make_tokenizer
 
 # --- Random numbers -------------------------------------------------------------------------------
@@ -137,10 +143,6 @@ def draw_many(sampling: Sampling, seed: int = 1) -> tuple[Tensor, Tensor]:
     return draw(torch.tensor([LOGITS]).expand(DRAWS, -1), sampling, uniform)
 
 
-def options(**values: Any) -> Sampling:
-    return Sampling(max_tokens=1, **values)
-
-
 CASES: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7},
@@ -155,7 +157,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("values", CASES, ids=str)
 def test_frequencies_are_those_of_the_truncated_softmax(values: dict[str, Any]) -> None:
-    tokens, logprobs = draw_many(options(**values))
+    tokens, logprobs = draw_many(Sampling(1, **values))
     probabilities = softmax(LOGITS, values.get("temperature", 1.0))
     left = kept(probabilities, **values)
     counts = torch.bincount(tokens, minlength=len(LOGITS)).tolist()
@@ -175,7 +177,7 @@ def test_tokens_invert_the_cumulative_distribution(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = 2.0 * torch.randn(40, 53, generator=generator)
     uniform = torch.rand(40, generator=generator, dtype=torch.float64)
-    tokens, logprobs = draw(logits, options(temperature=0.9), uniform)
+    tokens, logprobs = draw(logits, Sampling(1, temperature=0.9), uniform)
     compared = 0
     for row, u, token, logprob in zip(logits.tolist(), uniform.tolist(), tokens, logprobs):
         probabilities = softmax(row, 0.9)
@@ -192,7 +194,7 @@ def test_greedy_takes_the_largest_logit_and_its_logprob_at_temperature_one() -> 
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(12, 31, generator=generator)
     uniform = torch.rand(12, generator=generator, dtype=torch.float64)
-    tokens, logprobs = draw(logits, options(temperature=0.0), uniform)
+    tokens, logprobs = draw(logits, Sampling(1, temperature=0.0), uniform)
     assert torch.equal(tokens, logits.argmax(-1))
     expected = torch.log_softmax(logits.double(), -1).amax(-1)
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-6, rtol=0.0)
@@ -204,14 +206,14 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     for u, expected in ((2.0**-54, 1), (0.25, 1), (0.75, 3), (1.0 - 2.0**-53, 3)):
         uniform = torch.tensor([u], dtype=torch.float64)
         for values in ({}, {"top_k": 3}, {"top_p": 0.999}):
-            tokens, _ = draw(logits, options(**values), uniform)
+            tokens, _ = draw(logits, Sampling(1, **values), uniform)
             assert tokens.tolist() == [expected]
 
 
 def test_logits_are_left_as_they_were() -> None:
     logits = torch.tensor([LOGITS])
     before = logits.clone()
-    draw(logits, options(temperature=0.5, top_k=2, top_p=0.5), torch.tensor([0.3]).double())
+    draw(logits, Sampling(1, temperature=0.5, top_k=2, top_p=0.5), torch.tensor([0.3]).double())
     assert torch.equal(logits, before)
 
 
@@ -302,6 +304,19 @@ def test_special_tokens_inside_a_stop_string_do_not_hide_it(tokenizer: Tokenizer
             )
             ids[inside:inside] = [special, special]
             assert found_end(tokenizer, [stop], ids, 4) == end + 2
+
+
+def test_a_stop_of_text_and_a_special_token(tokenizer: Tokenizer) -> None:
+    name = "<|im_end|>"
+    special = tokenizer.special_tokens[name]
+    stops = StopStrings([f"is{name}a"], with_special_tokens(tokenizer.decode, {special: name}))
+    answer, after = tokenizer.encode("the answer is"), tokenizer.encode("a b")
+    text_alone = [*answer, *after]
+    assert stops.end(text_alone, searched=0) is None
+    ids = [special, *answer, special, *after]
+    end = stops.end(ids, searched=0)
+    assert end is not None and tokenizer.decode(ids[len(answer) + 2 : end]).startswith("a")
+    assert stops.end(ids[: end - 1], searched=0) is None
 
 
 def test_a_stop_string_may_end_inside_a_token() -> None:

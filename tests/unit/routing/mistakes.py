@@ -18,7 +18,7 @@ from gspo_megatron.batching import micro_batches as schedule
 from gspo_megatron.batching.micro_batches import MicroBatch
 from gspo_megatron.rl import routing_replay as step_routes
 from gspo_megatron.rl.routing_replay import RoutingReplay
-from gspo_megatron.routing import hooks, replay
+from gspo_megatron.routing import hooks
 from gspo_megatron.routing.hooks import Choice, RouterHook, Routes, attach_hooks
 from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
 
@@ -177,7 +177,3 @@ def experts_are_recorded_twice() -> Mistake:
         return made
 
     return mock.patch.object(step_routes, "Recording", recording)
-
-
-def a_byte_for_any_number_of_experts() -> Mistake:
-    return mock.patch.object(replay, "expert_dtype", return_value=torch.uint8)

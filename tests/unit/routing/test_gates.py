@@ -1,17 +1,103 @@
-"""Megatron-Core's routing function with a hook: the experts of the table, the live weights."""
+"""Megatron-Core's routing function with a hook, against loops, one token at a time."""
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.router import Router, TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
-from gspo_megatron.routing.hooks import RouterHook, Routes, routed
-from gspo_megatron.routing.replay import Recording, Replaying, RouteTable, expert_dtype
-from tests.unit.routing.formulas import EXPERTS, ROUTERS, TOP_K, chosen_experts, gate_weights
+from gspo_megatron.models.build import Policy
+from gspo_megatron.rl.routing_replay import RoutingReplay
+from gspo_megatron.routing.hooks import NEVER_ASKING, RouterHook, Routes, attach_hooks, routed
+from gspo_megatron.routing.replay import Recording, Replaying, RouteTable, expert_dtype, recorded
+from tests.unit.routing.steps import (
+    LAYERS,
+    micro_batches,
+    moe_policy,
+    update,
+    updater_for,
+)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+EXPERTS, TOP_K = 8, 4
+
+# Arguments of topk_routing_with_score_function, as TransformerConfig's fields would give them.
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax of the chosen": {},
+    "softmax of all": {"use_pre_softmax": True},
+    "sigmoid": {"score_function": "sigmoid"},
+    "sigmoid with expert bias": {
+        "score_function": "sigmoid",
+        "expert_bias": torch.linspace(0.2, -0.2, EXPERTS),
+        "scaling_factor": 2.5,
+    },
+    "limited groups": {"num_groups": 4, "group_topk": 2},
+    "sigmoid, bias, limited groups": {
+        "score_function": "sigmoid",
+        "expert_bias": torch.linspace(-0.1, 0.1, EXPERTS),
+        "num_groups": 4,
+        "group_topk": 2,
+        "scaling_factor": 1.5,
+    },
+}
+
+
+def chosen_experts(logits: Tensor, router: dict[str, Any]) -> list[list[int]]:
+    """The k experts of each token, sorted by number."""
+    scores = selection_scores(logits, router)
+    return [best_experts(row.tolist(), router) for row in scores]
+
+
+def selection_scores(logits: Tensor, router: dict[str, Any]) -> Tensor:
+    """[tokens, experts]: of these a router takes the largest."""
+    if router.get("score_function") == "sigmoid":
+        scores = torch.sigmoid(logits)
+        return scores + router["expert_bias"] if "expert_bias" in router else scores
+    return torch.softmax(logits, dim=-1) if router.get("use_pre_softmax") else logits
+
+
+def best_experts(scores: Sequence[float], router: dict[str, Any]) -> list[int]:
+    """Of one token's `selection_scores`, sorted by number."""
+    allowed = list(range(EXPERTS))
+    if router.get("group_topk"):
+        size, each = EXPERTS // router["num_groups"], TOP_K // router["group_topk"]
+        groups = [allowed[start : start + size] for start in range(0, EXPERTS, size)]
+        worth = [sum(sorted((scores[e] for e in group), reverse=True)[:each]) for group in groups]
+        best = sorted(range(len(groups)), key=lambda g: -worth[g])[: router["group_topk"]]
+        allowed = [expert for g in best for expert in groups[g]]
+    return sorted(sorted(allowed, key=lambda e: -scores[e])[:TOP_K])
+
+
+def gate_weights(logits: Tensor, experts: Tensor, router: dict[str, Any]) -> Tensor:
+    """[tokens, experts]: the weights of the given experts [tokens, k], 0 elsewhere. Differentiable
+    in the logits."""
+    rows = []
+    for row, chosen in zip(logits, experts.tolist()):
+        if router.get("score_function") == "sigmoid":
+            scores = torch.stack([torch.sigmoid(row[e]) for e in chosen])
+            scores = scores / (scores.sum() + 1e-20)
+        elif router.get("use_pre_softmax"):
+            scores = torch.stack([row[e].exp() for e in chosen]) / row.exp().sum()
+        else:
+            scores = torch.stack([row[e].exp() for e in chosen])
+            scores = scores / scores.sum()
+        scores = scores * router.get("scaling_factor", 1.0)
+        weights = dict(zip(chosen, scores))
+        rows.append(torch.stack([weights.get(e, row.new_zeros(())) for e in range(EXPERTS)]))
+    return torch.stack(rows)
+
+
+# --- The routing function with a hook: the experts of the table, the live weights ----------------
 
 TOKENS, LAYER = 11, 3
 
@@ -122,3 +208,119 @@ def test_routes_of_another_number_of_tokens_are_refused() -> None:
     table = recorded_table(random_logits(1), {})
     with pytest.raises(AssertionError, match="layer 3: routes of 11 tokens for 10"):
         route(random_logits(2)[:10], {}, Replaying(table))
+
+
+# --- Which routers get a hook, and that nobody pays for one who does not want it -----------------
+
+
+def routers(policy: Policy) -> list[TopKRouter]:
+    return [m for m in policy.models[0].modules() if isinstance(m, TopKRouter)]
+
+
+def test_every_router_gets_a_hook_with_its_layer_number() -> None:
+    policy = moe_policy(num_layers=4, moe_layer_freq=[0, 1, 0, 1])
+    assert attach_hooks(policy.models) == (2, 4)
+    assert [router.router_replay.layer for router in routers(policy)] == [2, 4]
+    assert attach_hooks(policy.models) == (2, 4)  # once more is no harm
+
+
+def test_without_replay_and_volatility_there_is_no_hook_and_no_work() -> None:
+    policy = moe_policy()
+    updater = updater_for(policy, {})
+    assert not isinstance(updater.replay, RoutingReplay)
+    metrics = update(updater)
+    assert all(router.router_replay is None for router in routers(policy))
+    assert not [name for name in metrics if name.startswith(("routing/", "replay/"))]
+
+
+def test_routers_that_never_ask_are_refused() -> None:
+    policy = moe_policy()
+    policy.config.moe_router_fusion = True
+    with pytest.raises(AssertionError, match="a fused router never asks"):
+        attach_hooks(policy.models)
+    policy.config.moe_router_fusion = False
+    for kind in ("sinkhorn", "quantile_balancing"):
+        routers(policy)[1].routing_type = kind
+        with pytest.raises(AssertionError, match=f"{kind} routing never asks"):
+            attach_hooks(policy.models)
+
+
+def test_whatever_chooses_experts_asks_its_hook_or_is_refused() -> None:
+    """Megatron-Core's own list of what a router can do: a new way past the hook is seen here."""
+    source = inspect.getsource(TopKRouter.routing)
+    kinds = set(re.findall(r'self\.routing_type == "(\w+)"', source))
+    assert "sinkhorn" in kinds and kinds <= set(NEVER_ASKING)
+    call = r"topk_routing_with_score_function\((.*?)\n            \)"
+    (asking,) = re.findall(call, source, re.DOTALL)
+    assert "router_replay=self.router_replay" in asking
+    function = inspect.getsource(topk_routing_with_score_function)
+    choices = re.findall(r"(?<!_)torch\.topk\(|= compute_topk\(|return fused_\w+\(", function)
+    # The one torch.topk is the default that the hook is given, and the fused way is refused.
+    assert choices.count("torch.topk(") == 1
+    assert sum(choice.startswith("return fused") for choice in choices) == 1
+    assert choices.count("= compute_topk(") == 4
+
+
+def test_full_experts_drop_no_replayed_tokens() -> None:
+    policy = moe_policy(moe_expert_capacity_factor=1.0)
+    for routing in ({"replay": "r2"}, {"reference_replay": "r3"}):
+        with pytest.raises(AssertionError, match="would drop tokens that are replayed"):
+            updater_for(policy, routing)
+    updater_for(policy, {"volatility": True})
+
+
+def test_routers_of_another_kind_are_refused() -> None:
+    class HashRouter(Router):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.config = SimpleNamespace(moe_router_fusion=False)
+
+        def routing(self, logits: torch.Tensor) -> None:
+            """Abstract in Router; nothing is routed here."""
+
+        def forward(self, hidden: torch.Tensor) -> None:
+            """Likewise."""
+
+    policy = torch.nn.Module()
+    policy.router = HashRouter()
+    with pytest.raises(AssertionError, match="HashRouter has no place for a hook"):
+        attach_hooks([policy])
+
+
+def test_hooks_stay_out_of_megatrons_process_wide_list() -> None:
+    before = len(RouterReplay.global_router_replay_instances)
+    attach_hooks(moe_policy().models)
+    assert len(RouterReplay.global_router_replay_instances) == before
+
+
+def test_routes_hold_for_the_passes_inside_and_no_longer() -> None:
+    policy = moe_policy()
+    attach_hooks(policy.models)
+    (batch, *_) = micro_batches(policy)
+    outer, inner = Recording(), Recording()
+
+    def forward() -> None:
+        packed = batch.packed
+        policy.models[0](
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            attention_mask=None,
+            labels=batch.head,
+            packed_seq_params=batch.packed_seq_params,
+        )
+
+    with torch.no_grad():
+        forward()
+        with routed(outer):
+            with routed(inner):
+                forward()
+            assert not outer.experts and len(inner.experts) == LAYERS
+            forward()
+        forward()  # a third recording of a layer would be an error
+        with recorded() as experts:
+            forward()
+    assert experts.keys() == outer.experts.keys() == {1, 2}
+    tokens = batch.packed.input_ids.numel()
+    for layer, chosen in experts.items():
+        assert chosen.shape == (tokens, policy.config.moe_router_topk)
+        assert torch.equal(chosen, outer.experts[layer])

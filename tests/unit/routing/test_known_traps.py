@@ -290,20 +290,6 @@ def test_trap_a_pass_is_recorded_or_replayed_twice() -> None:
         replaying.assert_used(training=True)
 
 
-def test_trap_a_byte_for_more_than_256_experts() -> None:
-    scores = torch.zeros((2, 300))
-    scores[:, 299] = 1.0
-
-    def last() -> int:
-        recording = Recording()
-        recording.choose(1, scores, lambda: scores.topk(1))
-        return int(Replaying(recording.table()).choose(1, scores, lambda: scores.topk(1))[1][0])
-
-    assert last() == 299
-    with mistakes.a_byte_for_any_number_of_experts():
-        assert last() == 299 - 256
-
-
 def test_trap_layers_of_multi_token_prediction_are_counted_in() -> None:
     """Their layer numbers begin at 1 again."""
     model, other = moe_policy().models[0], moe_policy().models[0]

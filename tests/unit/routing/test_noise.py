@@ -13,41 +13,23 @@ from torch import Tensor
 from gspo_megatron.config import check_config
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.models.build import Policy
-from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import RouterHook, attach_hooks
 from gspo_megatron.routing.noise import noisy_routers, normal
 from gspo_megatron.types import RolloutBatch
 from tests.unit.models.one_rank import (
-    PAD,
     one_rank_groups,
-    random_sequences,
     tiny_config,
     tiny_policy,
 )
+from tests.unit.rollout import test_megatron_engine as plain_rollouts
+from tests.unit.routing.test_gates import EXPERTS, ROUTERS, TOP_K, best_experts, selection_scores
 
-TOKENS, EXPERTS, TOPK = 64, 8, 2
-NEVER = -1  # an end-of-sequence id that is not in the vocabulary
-ROUTERS: list[dict[str, Any]] = [
-    {},
-    {"use_pre_softmax": True},
-    {"score_function": "sigmoid"},
-    {"score_function": "sigmoid", "expert_bias": torch.linspace(-0.2, 0.2, EXPERTS)},
-    {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2},
-]
+TOKENS = 64
 
 
 def numbers(layer: int, experts: int) -> Tensor:
     generator = torch.Generator().manual_seed(layer)
     return torch.rand((TOKENS, experts), dtype=torch.float64, generator=generator)
-
-
-def scores_of(logits: Tensor, router: dict[str, Any]) -> Tensor:
-    """What the router takes the top k of."""
-    if router.get("use_pre_softmax"):
-        return logits.softmax(-1)
-    scores = logits if "score_function" not in router else logits.sigmoid()
-    return scores + router.get("expert_bias", 0.0)
 
 
 @pytest.fixture
@@ -58,7 +40,9 @@ def logits() -> Tensor:
 def route(logits: Tensor, router: dict[str, Any], layer: int = 3) -> Tensor:
     """[tokens, experts] bool."""
     hook = RouterHook(layer)
-    _, chosen = topk_routing_with_score_function(logits.clone(), TOPK, router_replay=hook, **router)
+    _, chosen = topk_routing_with_score_function(
+        logits.clone(), TOP_K, router_replay=hook, **router
+    )
     return chosen
 
 
@@ -71,27 +55,23 @@ def test_uniform_numbers_become_normal_ones() -> None:
     assert below == pytest.approx(0.158655, abs=1e-4)
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=lambda r: "-".join(map(str, r)) or "softmax")
-def test_the_experts_are_those_of_the_noisy_scores(router: dict[str, Any], logits: Tensor) -> None:
-    std = 0.3
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_experts_are_those_of_the_noisy_scores(name: str, logits: Tensor) -> None:
+    std, router = 0.3, ROUTERS[name]
     with torch.no_grad(), noisy_routers(std, numbers, record=True) as experts:
         chosen = route(logits, router)
-    noisy = scores_of(logits, router) + std * normal(numbers(3, EXPERTS)).float()
-    if "num_groups" in router:  # a group is worth its best expert: topk / group_topk = 1
-        best = noisy.view(TOKENS, 4, 2).max(-1).values.topk(2).indices
-        outside = torch.ones(TOKENS, 4, dtype=torch.bool).scatter(1, best, False)
-        noisy = noisy.masked_fill(outside.repeat_interleave(2, 1), float("-inf"))
-    expected = torch.zeros_like(chosen).scatter(1, noisy.topk(TOPK).indices, True)
-    assert torch.equal(chosen, expected)
+    noisy = selection_scores(logits, router) + std * normal(numbers(3, EXPERTS)).float()
+    expected = [best_experts(row, router) for row in noisy.tolist()]
+    assert [row.nonzero()[:, 0].tolist() for row in chosen] == expected
     assert not torch.equal(chosen, route(logits, router)), "no token went elsewhere"
-    assert torch.equal(torch.zeros_like(chosen).scatter(1, experts[3].long(), True), chosen)
+    assert experts[3].sort().values.tolist() == expected
 
 
 def test_nothing_is_recorded_unless_wanted_and_nothing_lasts(logits: Tensor) -> None:
     with torch.no_grad(), noisy_routers(0.3, numbers, record=False) as experts:
         route(logits, {})
     assert not experts
-    assert torch.equal(route(logits, {}), topk_routing_with_score_function(logits, TOPK)[1])
+    assert torch.equal(route(logits, {}), topk_routing_with_score_function(logits, TOP_K)[1])
 
 
 def test_a_pass_with_gradients_is_no_rollout(logits: Tensor) -> None:
@@ -122,20 +102,9 @@ def policy() -> Iterator[Policy]:
         yield policy
 
 
-def generate(
-    policy: Policy, std: float, seed: int = 5, batch_size: int | None = None, **sampling: Any
-) -> RolloutBatch:
-    prompts = [prompt for prompt, _ in random_sequences(8, [(3, 0), (9, 0), (1, 0), (6, 0)])]
-    engine = MegatronEngine(
-        policy,
-        pad_id=PAD,
-        eos_id=NEVER,
-        batch_size=batch_size,
-        record_routes=True,
-        router_noise=std,
-    )
-    requests = Requests(prompts, range(len(prompts)), 3)
-    return engine.generate(requests, Sampling(12, **sampling), seed)
+def generate(policy: Policy, std: float, **options: Any) -> RolloutBatch:
+    options = {"per_prompt": 3, "record_routes": True, "router_noise": std} | options
+    return plain_rollouts.generate(policy, plain_rollouts.PROMPTS[:4], **options)
 
 
 def test_noise_depends_on_seed_sample_and_position_alone(policy: Policy) -> None:

@@ -18,7 +18,7 @@ from gspo_megatron.models.build import build_policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.supervised.batches import FineTuningBatches
 from gspo_megatron.supervised.loop import SupervisedUpdater
-from tests.unit.models.hf_reference import SIZES, random_model
+from tests.unit.models.test_transformers_oracle import SIZES, random_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
