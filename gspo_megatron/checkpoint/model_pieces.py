@@ -180,9 +180,7 @@ def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
     computed yet; empty where none are kept. `originals_only`: of copies, only the first rank's; all
     ranks of a pipeline stage hold the same.
 
-    Not stored in Transformer Engine's form, `_extra_state`, one pickle per module: newer versions
-    refuse to read it, it is empty after a forward pass in bf16, and Megatron-Core cuts an expert's
-    scales out of it in an order that versions since 2.3 do not have.
+    Not stored in Transformer Engine's form, a pickle per module: newer versions refuse to read it.
     """
     if not keeps_scales(policy):
         return []

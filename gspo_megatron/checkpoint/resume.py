@@ -180,12 +180,11 @@ def is_of_model(name: str) -> bool:
 
 def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
     """Notes on allowed changes of keys and versions. Raises ConfigError with the other ones."""
-    path = checkpoint / CONFIG_FILE
+    path, now = checkpoint / CONFIG_FILE, fingerprints(config)
     try:
         before = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, ConfigError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    now = fingerprints(config)
     same = {key: now[key] == known for key, known in state.fingerprints.items() if key in now}
     changes = find_changes(before, config, same)
     if changes.refused:

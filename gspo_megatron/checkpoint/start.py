@@ -46,16 +46,6 @@ if TYPE_CHECKING:
 RESTARTS_FILE = "restarts.json"
 
 
-def find_start(config: Config, *, fresh: bool) -> Start:
-    """The newest undamaged checkpoint of the run, if it has one; every rank calls it.
-
-    Raises UserError, on all ranks alike: with `fresh` if the folder is not empty, if all
-    checkpoints are damaged, and for keys that must not change and have changed.
-    """
-    chosen, damage = first_whole(on_main(lambda: candidates(config, fresh=fresh)), _damage_of)
-    return on_main(lambda: conclude(config, chosen, damage))
-
-
 def _damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) -> list[str]:
     """As find_damage; every rank calls it and gets the same."""
     share = (dist.get_rank(), dist.get_world_size())
@@ -78,16 +68,15 @@ def load_initial_weights(config: Config, policy: Policy) -> Any:
     configured; without it the policy keeps its random weights. Returns the config.json of the
     Hugging Face model that the weights come from, or None.
     """
+    hf = None
     if config.model.checkpoint_path is not None:
-        checkpoint = load_weights(config, policy, config.model.checkpoint_path)
-        return set_padding_token(policy, read_model(checkpoint)["hf"])
-    if config.model.hf_path is not None:
+        hf = read_model(load_weights(config, policy, config.model.checkpoint_path))["hf"]
+    elif config.model.hf_path is not None:
         from gspo_megatron.checkpoint.hf.load import load_hf
 
         load_hf(config.model.hf_path, policy)
         hf = json.loads((Path(config.model.hf_path) / "config.json").read_bytes())
-        return set_padding_token(policy, hf)
-    return None
+    return set_padding_token(policy, hf)
 
 
 def set_padding_token(policy: Policy, hf: Any) -> Any:
@@ -214,11 +203,18 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(config: Config | StageConfig, *, fresh: bool) -> Iterator[Session]:
-    """Join the other ranks and find the checkpoint to resume; every rank enters it."""
+    """Join the other ranks and find the checkpoint to resume; every rank enters it.
+
+    Raises UserError, on all ranks alike: with `fresh` if the folder is not empty, if all
+    checkpoints are damaged, and for keys that must not change and have changed.
+    """
     with RunLock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
         try:
             ranks = start_processes(patience_minutes(config.training.hang_timeout_seconds))
             on_main(lambda: lock.hold(run_folder(config)))
-            yield Session(config, ranks, find_start(config, fresh=fresh), stop, lock)
+            found = on_main(lambda: candidates(config, fresh=fresh))
+            chosen, damage = first_whole(found, _damage_of)
+            start = on_main(lambda: conclude(config, chosen, damage))
+            yield Session(config, ranks, start, stop, lock)
         finally:
             stop_processes()

@@ -59,7 +59,7 @@ def save_tensors(
     when this rank's bytes are on the disk, and raises DataError, on all ranks, where a file of any
     rank cannot be written.
     """
-    finish_parameter_gather(policy)
+    policy.finish_parameter_gather()
     model = model_pieces(policy)
     parts = [(MODEL, list(pieces_to_write(model)), {})]  # folders: pieces and further files
     if trainer is not None:
@@ -89,7 +89,7 @@ def load_model(folder: Path, policy: Policy) -> None:
 
     Raises DataError, the same on all ranks.
     """
-    finish_parameter_gather(policy)
+    policy.finish_parameter_gather()
     with torch.no_grad():
         read_pieces(folder / MODEL, list(pieces_to_read(model_pieces(policy))))
 
@@ -122,13 +122,6 @@ def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
                 if not torch.equal(own.tensors()["param"].to(weight.dtype), weight):  # rounded
                     weights = folder.parent / MODEL
                     raise DataError(f"{folder}: its fp32 weights are not those of {weights}")
-
-
-def finish_parameter_gather(policy: Policy) -> None:
-    """Under overlap_param_gather, the last update's weights may still be in transit."""
-    for chunk in policy.chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
 
 
 def _copies(pieces: list[Piece]) -> list[Piece]:

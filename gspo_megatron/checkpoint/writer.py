@@ -36,12 +36,9 @@ class CheckpointWriter:
 
     def lacks_room(self) -> str | None:
         """On the main rank: why a checkpoint does not fit on the disk; None where it fits."""
-        free = free_bytes(self.folder)
-        return (
-            None
-            if free >= self._bytes
-            else f"it takes {self._bytes:,} bytes, and {free:,} are free"
-        )
+        if (free := free_bytes(self.folder)) >= self._bytes:
+            return None
+        return f"it takes {self._bytes:,} bytes, and {free:,} are free"
 
     def begin(
         self,

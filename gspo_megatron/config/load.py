@@ -145,7 +145,11 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         if len(location) == 1:
             return f"{key}: unknown section; {suggest(key, list(schema.model_fields))}"
-        return problem(key, value, f"unknown key; {_key_hint(*location, schema)}")
+        section, name = location
+        elsewhere = [known for known in keys_of(schema) if known.endswith(f".{name}")]
+        siblings = list(sections_of(schema)[section].model_fields)
+        hint = did_you_mean(elsewhere[:3]) if elsewhere else suggest(str(name), siblings)
+        return problem(key, value, f"unknown key; {hint}")
     if kind == "invalid_key":
         return f"{key}: a key must be text"
     if kind == "missing":
@@ -160,14 +164,6 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
     if kind == "string_pattern_mismatch":
         return problem(key, value, f"malformed; {description}")
     return problem(key, value, re.sub(r"^\w+ should", "must", error["msg"]))
-
-
-def _key_hint(section: str, key: str, schema: type[BaseModel]) -> str:
-    """Where an unknown key may have been meant to go: another section has it, or a similar name."""
-    elsewhere = [known for known in keys_of(schema) if known.endswith(f".{key}")]
-    if elsewhere:
-        return did_you_mean(elsewhere[:3])
-    return suggest(str(key), list(sections_of(schema)[section].model_fields))
 
 
 STAGES: dict[str, type[AnyConfig]] = {

@@ -13,10 +13,9 @@ class PromptLoader:
     """Draws the indices of `prompts_per_step` prompts for each step, epoch after epoch.
 
     The order of an epoch is a permutation that depends on `seed` and the epoch's number only (or
-    the file's order without `shuffle`). If a step takes the end of one epoch and the beginning of
-    the next and would hold a prompt twice, the second one is deferred to the following step: no
-    step holds a prompt twice unless it is larger than the file, and each epoch still draws every
-    prompt once. All ranks get the same indices.
+    the file's order without `shuffle`). Where two epochs meet in a step, a prompt that the step has
+    already is deferred to the next step. So each epoch draws every prompt once, and no step has a
+    prompt twice unless it is larger than the file. All ranks get the same indices.
     """
 
     def __init__(

@@ -299,10 +299,9 @@ def _merges(
 def with_exact_scores(model: bytes, user_symbols: Collection[str]) -> bytes:
     """A unigram model with rounded scores, in which `user_symbols` always win.
 
-    A unigram tokenizer takes the path of pieces with the greatest sum of scores. In a run of one
-    character ("-----" of "--" and "---") many paths have equal sums, and rounding decides between
-    them: sentencepiece adds in float32, transformers in float64, and their ids differ. Multiples of
-    1 / STEP are added without rounding in both.
+    A unigram tokenizer takes the path of pieces with the greatest sum of scores. Of equal sums
+    rounding decides: sentencepiece adds in float32, transformers in float64, and their ids differ.
+    Multiples of 1 / STEP are added without rounding in both.
 
     The model file is a protocol buffer: a piece's text, a key and its score as float32; unless the
     piece is a normal one, then another key and its type. Scores and types are changed in place.

@@ -6,9 +6,8 @@
     addition  37+45=  82       two numbers of 2 digits, 10 to 49
     mixed     reversal and addition, 3 to 1
 
-One character is one token, so a prompt has 4 to 6 tokens and an answer 2 to 4.
-`python -m gspo_megatron.data.toy -o DIR` writes a data set with its tokenizer; with --documents, it
-writes text to train a tokenizer and to pre-train on instead of the tokenizer.
+One character is one token. `python -m gspo_megatron.data.toy -o DIR` writes a data set with its
+tokenizer; with --documents, text to train a tokenizer and to pre-train on instead.
 """
 
 from __future__ import annotations

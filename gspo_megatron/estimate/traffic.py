@@ -2,8 +2,7 @@
 
 Seconds of a step, roughly:
 
-    compute   model FLOPs of all passes (6 per weight and token forward and backward, 2 forward),
-              attention included, over the ranks, at a fixed share of a GPU's peak
+    compute   FLOPs of all passes, attention included, at a fixed share of a GPU's peak
     exchange  bytes sent along tp, ep, etp and cp, at NVLink's rate if the group is inside a node,
               else at the network's
     bubble    (compute + exchange) * idle share / (1 - idle share)

@@ -306,10 +306,8 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """Write left [rows, width] @ right [columns, width].t() to `out` [rows, columns]; returns it.
 
     `left` and `right` have one dtype. `out` has the same dtype, or float32 for low precision: then
-    the sums are not rounded to the dtype of the inputs. (The product of two bf16 numbers is exact
-    in float32, but torch.mm rounds the sums to bf16 at its end, by up to 0.06 at logits of 16 to
-    32.) A GPU needs no memory for that, a CPU two strips of STRIP_BYTES, or of one row if that is
-    more.
+    the sums are not rounded to the dtype of the inputs, as torch.mm rounds them at its end. A GPU
+    needs no memory for that, a CPU two strips of STRIP_BYTES, or of one row if that is more.
     """
     if left.dtype == out.dtype:
         return torch.mm(left, right.t(), out=out)

@@ -29,6 +29,20 @@ class Schedule:
     wsd_steps: int | None = None
     wsd_decay: str | None = None  # linear | cosine | exponential | minus_sqrt
 
+    @classmethod
+    def of(cls, section: OptimizerSection, steps: int, updates_per_step: int = 1) -> Schedule:
+        """That of a run. The configuration counts steps, the schedule counts optimizer updates."""
+        return cls(
+            peak=section.learning_rate,
+            floor=section.min_learning_rate,
+            warmup=section.warmup_steps * updates_per_step,
+            total=steps * updates_per_step,
+            decay=section.decay,
+            # keys of pre-training and fine-tuning, whose steps have one update
+            wsd_steps=getattr(section, "wsd_steps", None),
+            wsd_decay=getattr(section, "wsd_decay", None),
+        )
+
 
 class WarmUpFromFirstUpdate(OptimizerParamScheduler):
     """Megatron-Core's schedule, whose first update would have a learning rate of 0."""

@@ -246,7 +246,9 @@ def write_ablation_report(
     runs = [run for variant in present for run in variant.runs.values()]
     if not runs:
         raise DataError(f"{out}: no run of any variant is finished; there is nothing to report")
-    layers = _layer_keys(runs)
+    keys = {key for run in runs for record in run.records for key in record}
+    found = {int(match[1]): match[0] for match in map(_LAYER_KEY.fullmatch, keys) if match}
+    layers = dict(sorted(found.items()))
     volatility_page = Page(
         "volatility",
         "Volatility by layer",
@@ -377,12 +379,6 @@ def _difference_table(variants: Sequence[VariantRuns]) -> Table:
         if seeds:
             rows.append([f"{one.name} − {other.name}", str(seeds), *cells])
     return Table(["difference of", "seeds", *(measure.name for measure in measures)], rows)
-
-
-def _layer_keys(runs: Sequence[Run]) -> dict[int, str]:
-    keys = {key for run in runs for record in run.records for key in record}
-    layers = {int(match[1]): match[0] for match in map(_LAYER_KEY.fullmatch, keys) if match}
-    return dict(sorted(layers.items()))
 
 
 def _cost(variants: Sequence[VariantRuns], volatility: bool) -> list[str | Table]:

@@ -48,7 +48,7 @@ def describe_environment() -> dict[str, Any]:
         "gpu": _gpus(),
         "git": _git_state(Path(__file__).resolve()),
         "world_size": _world_size(),
-        "slurm": _slurm_job(),
+        "slurm": {k: os.environ[v] for k, v in _SLURM_VARIABLES.items() if v in os.environ} or None,
     }
 
 
@@ -124,8 +124,3 @@ def output_of(*command: str, seconds: float = 10.0, **changes: str) -> str | Non
 def _world_size() -> int:
     found = (os.environ.get(variable, "") for variable in ("WORLD_SIZE", "SLURM_NTASKS"))
     return next((int(text) for text in found if text.isdigit()), 1)
-
-
-def _slurm_job() -> dict[str, str] | None:
-    found = {name: os.environ.get(variable) for name, variable in _SLURM_VARIABLES.items()}
-    return {name: value for name, value in found.items() if value is not None} or None

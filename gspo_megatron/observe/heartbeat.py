@@ -1,8 +1,7 @@
 """Ends a run in which nothing moves any more, and tells where every rank was standing.
 
-A collective that one rank does not join waits for ever, or until a time-out that names no rank.
-Here a thread of each rank notices the silence, writes the stacks of all threads, and ends the
-process; whoever started the ranks then ends the others.
+A collective that one rank does not join waits for a time-out that names no rank. Here a thread of
+each rank notices the silence, writes the stacks of all threads, and ends the process.
 
 Heartbeats are forward passes, and pieces of long work without forward passes: tensors written or
 read, responses scored. A rank that waits for others has none. Before it ends the run, it looks at a

@@ -189,7 +189,7 @@ class JsonLinesWriter(AbstractContextManager):  # type: ignore[type-arg]
         except OSError as error:
             raise UserError(
                 f"{self.path}: cannot be written: {error.strerror or error}; when that is solved "
-                "(on a full disk: free some space), the same command goes on from the newest "
+                "(on a full disk: free some space), the same command continues from the newest "
                 "checkpoint"
             ) from error
 

@@ -202,12 +202,11 @@ def _terminal_table(run_dir: str | Path) -> rich_table.Table:
 def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     """Write OUT/report.html, a single file with its pictures inside, and return its path.
 
-    One run is shown in full, with its pictures also in OUT/plots. Several runs are compared: their
-    curves in one picture, and a table of their metrics; runs whose names differ only by their seed
-    are shown as mean and standard deviation.
+    One run is shown in full, with its pictures also in OUT/plots. Several runs are compared; those
+    whose names differ only by their seed are shown as mean and standard deviation.
 
-    Raises DataError when a folder holds no run or a damaged one, UserError when `out_dir` cannot be
-    written.
+    Raises DataError for a folder without a run or with a damaged one, UserError when `out_dir`
+    cannot be written.
     """
     assert run_dirs, "a report of no run"
     runs = load_runs(run_dirs)

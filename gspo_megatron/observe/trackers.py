@@ -1,10 +1,7 @@
 """Experiment trackers behind one small interface: TensorBoard, Weights & Biases, MLflow.
 
-Trackers hold copies; metrics.jsonl is the record. A tracker that fails during a run is dropped with
-a logged warning, and the run goes on.
-
-A resumed run repeats the steps after its checkpoint. A tracker cannot delete what it was sent, so
-these steps are not sent again: it keeps their first metrics, while metrics.jsonl has the last.
+Trackers hold copies of metrics.jsonl. One that fails during a run is dropped with a warning. Steps
+that a resumed run repeats are not sent again: a tracker keeps their first metrics.
 """
 
 from __future__ import annotations

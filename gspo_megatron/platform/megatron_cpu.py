@@ -1,15 +1,10 @@
 """Stock Megatron-Core on a machine without CUDA: every substitution in one place.
 
 Megatron-Core allocates on 'cuda', synchronises streams and compares tensor type names in a few
-dozen places. The mathematics does not need this. With the substitutes below the unchanged package
-runs over gloo on CPU tensors, by the same code as on GPUs. With CUDA `install` does nothing.
-
-Ordinary tensor operations are not slowed down: a global TorchFunctionMode, the obvious way to
-redirect device arguments, costs 1 to 2 microseconds per torch call. Instead the tensor factories
-are wrapped, which costs a dictionary look-up.
-
-tests/unit/platform/test_megatron_cpu.py compares each substitution with the installed
-Megatron-Core, and fails when an upgrade makes one superfluous.
+dozen places. With the substitutes below the unchanged package runs over gloo on CPU tensors, by the
+same code as on GPUs. Tensor factories are wrapped; all other operations run as they are. With CUDA
+`install` does nothing. tests/unit/platform/test_megatron_cpu.py fails when an upgrade of
+Megatron-Core makes a substitution superfluous.
 """
 
 from __future__ import annotations

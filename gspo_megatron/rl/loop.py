@@ -27,7 +27,7 @@ from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.models.build import Policy
-from gspo_megatron.models.optimizer import build_trainer
+from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import Objective
 from gspo_megatron.objectives.advantages import AdvantageEstimator
 from gspo_megatron.observe.metrics_files import RL
@@ -37,7 +37,7 @@ from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.platform.reduce_metrics import StepMetrics
 from gspo_megatron.rl.dumps import StepDumps
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
-from gspo_megatron.rl.policy_update import PolicyUpdater, learning_rates
+from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
 from gspo_megatron.rl.rollouts import Collector, Experience
 from gspo_megatron.rollout.engine import Sampling
@@ -67,9 +67,9 @@ class ReinforcementLoop:
         """Continues where the run's checkpoint was taken, if there is one."""
         self.run_components, self.config, rollout = run, run.config, run.config.rollout
         with run.checkpoints.reference_weights(needed=run.objective.needs_reference):
-            self.trainer = build_trainer(
-                run.policy, self.config.optimizer, learning_rates(self.config)
-            )
+            optimizer, updates = self.config.optimizer, self.config.objective.mini_batches
+            schedule = Schedule.of(optimizer, self.config.training.steps, updates)
+            self.trainer = build_trainer(run.policy, optimizer, schedule)
             self.updater = PolicyUpdater(
                 run.policy,
                 self.trainer,

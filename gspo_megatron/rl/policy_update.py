@@ -18,9 +18,9 @@ from gspo_megatron.batching.micro_batches import (
 )
 from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import Sequences, StepIndex
-from gspo_megatron.config.schema import Config, ObjectiveSection, RoutingSection
+from gspo_megatron.config.schema import ObjectiveSection, RoutingSection
 from gspo_megatron.models.build import Policy
-from gspo_megatron.models.optimizer import Schedule, Trainer, zero_gradients
+from gspo_megatron.models.optimizer import Trainer, zero_gradients
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.objectives import Objective
 from gspo_megatron.objectives.parts import divergence, segment_sum
@@ -32,19 +32,6 @@ from gspo_megatron.platform.reduce_metrics import (
 )
 from gspo_megatron.rl.routing_replay import RoutingReplay, RoutingReplayOff
 from gspo_megatron.types import LossInputs, LossOutputs
-
-
-def learning_rates(config: Config) -> Schedule:
-    """The learning rate of all updates of a run's RL steps. The configuration counts steps, the
-    schedule counts optimizer updates."""
-    optimizer, updates_per_step = config.optimizer, config.objective.mini_batches
-    return Schedule(
-        peak=optimizer.learning_rate,
-        floor=optimizer.min_learning_rate,
-        warmup=optimizer.warmup_steps * updates_per_step,
-        total=config.training.steps * updates_per_step,
-        decay=optimizer.decay,
-    )
 
 
 class PolicyUpdater:

@@ -27,9 +27,8 @@ def run_training(config: Config, *, fresh: bool = False) -> bool:
     which has passed `check_config`. A run that is already in the run folder is continued, unless
     `fresh` is true: then the folder has to be empty.
 
-    Returns whether the run is done; False if it was told to stop, and is saved. Raises UserError
-    for what the user can mend: prompt files, tokenizer, reward, keys that must not change in the
-    middle of a run. All input is read before any process group exists.
+    Returns whether the run is done; False if it was stopped and saved. Raises UserError for what
+    the user can mend. All input is read before any process group exists.
     """
     inputs = read_inputs(config)
     reward = get_reward(config.reward.name, config.reward.import_path, config.reward.options)

@@ -104,9 +104,11 @@ class FineTuningBatches:
         for numbers in plan.micro_batches[parallel_state.get_data_parallel_rank()]:
             members = [examples[n] for n in numbers]
             tokens = [torch.from_numpy(member.token_ids.astype(np.int64)) for member in members]
-            # The builder predicts every token from the first learned one on. Those that are not
-            # learned are removed: several answers have questions between them.
-            tails = [member.loss_mask[_first_learned(member) :] for member in members]
+            # The builder predicts every token from the first learned one on (the first token of all
+            # is never predicted). Those that are not learned are removed: several answers have
+            # questions between them.
+            masks = [member.loss_mask[1:] for member in members]
+            tails = [mask[mask.argmax() :] if mask.any() else mask[:0] for mask in masks]
             counts = [len(tail) for tail in tails]
             offsets = [sum(counts[:place]) for place in range(len(counts))]
             built = self.builder.build(range(len(members)), tokens, counts, offsets, shape)
@@ -120,9 +122,3 @@ class FineTuningBatches:
             packed = replace(packed, **{name: getattr(packed, name)[keep] for name in names})
             head = HeadInputs(packed.token_rows, packed.targets, built.head.temperature)
             yield replace(built, packed=packed, head=head)
-
-
-def _first_learned(example: Example) -> int:
-    """The place of the first learned token that another token predicts; the length without one."""
-    found = np.flatnonzero(example.loss_mask[1:])
-    return 1 + int(found[0]) if len(found) else len(example.token_ids)

@@ -81,28 +81,28 @@ class SupervisedLoop:
     config: StageConfig  # training.steps is known
     policy: Policy
     batches: Batches
-    record: RunLogger
+    logger: RunLogger
     checkpoints: Checkpoints
 
     def run(self) -> None:
         """All steps that the run's checkpoint leaves. Raises StopRun if the run was told to stop;
         then it is saved."""
-        config, record, batches, phase = self.config, self.record, self.batches, self.config.phase
+        config, logger, batches, phase = self.config, self.logger, self.batches, self.config.phase
         steps, interval = config.training.steps, config.training.evaluation_interval
-        trainer = build_trainer(self.policy, config.optimizer, learning_rates(config))
+        trainer = build_trainer(self.policy, config.optimizer, Schedule.of(config.optimizer, steps))
         updater = SupervisedUpdater(self.policy, trainer)
         done = self.checkpoints.restore(phase, trainer, batches)
-        with record.progress(steps, TITLES[phase], done) as progress:
+        with logger.progress(steps, TITLES[phase], done) as progress:
             before = updater.evaluate(batches.evaluation()) if done == 0 else {}
             if before:
-                record.write(phase, 0, before)
+                logger.write(phase, 0, before)
                 progress.note(f"held-out loss before: {before['evaluation/loss']:.4f}")
             for step in range(done + 1, steps + 1):
                 metrics = timed_step(updater, batches)
                 is_last = step == steps
                 if is_last or (interval and step % interval == 0):
                     metrics |= updater.evaluate(batches.evaluation())
-                record.write(phase, step, metrics)
+                logger.write(phase, step, metrics)
                 progress.update(step, metrics)
                 if is_last and "evaluation/loss" in metrics:
                     progress.note(f"held-out loss: {metrics['evaluation/loss']:.4f}")
@@ -127,17 +127,3 @@ def timed_step(updater: SupervisedUpdater, batches: Batches) -> dict[str, float]
 
 
 TITLES = {"pretrain": "pre-training", "sft": "supervised fine-tuning"}
-
-
-def learning_rates(config: StageConfig) -> Schedule:
-    """The learning rate of all updates of a stage."""
-    optimizer = config.optimizer
-    return Schedule(
-        peak=optimizer.learning_rate,
-        floor=optimizer.min_learning_rate,
-        warmup=optimizer.warmup_steps,
-        total=config.training.steps,
-        decay=optimizer.decay,
-        wsd_steps=optimizer.wsd_steps,
-        wsd_decay=optimizer.wsd_decay,
-    )

@@ -49,9 +49,9 @@ class PretrainingBatches:
         policy: Policy,
         inputs: PretrainingInputs,
         *,
-        goes_on: bool = False,
+        resumed: bool = False,
     ) -> None:
-        """All ranks call it together. With `goes_on`, the index in the run folder is used again.
+        """All ranks call it together. With `resumed`, the index in the run folder is used again.
 
         Raises DataError if the evaluation data hold no whole batch.
         """
@@ -59,7 +59,7 @@ class PretrainingBatches:
         self.batch_size = config.training.batch_size
         self.device = torch.device(torch.cuda.current_device())
         index = run_folder(config) / INDEX
-        on_main(lambda: _open_index(index, goes_on))
+        on_main(lambda: _open_index(index, resumed))
         self.samples = _training_samples(config, inputs)
         self.evaluation_samples = _evaluation_samples(config, inputs)
         on_main((index / _WHOLE).touch)
@@ -175,11 +175,11 @@ def rows_of_samples(
     )
 
 
-def _open_index(folder: Path, goes_on: bool) -> None:
+def _open_index(folder: Path, resumed: bool) -> None:
     """Removes the files of another run or of a killed process: Megatron-Core uses any index file
     of the right name."""
     whole = folder / _WHOLE
-    if not (goes_on and whole.exists()):
+    if not (resumed and whole.exists()):
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     whole.unlink(missing_ok=True)

@@ -31,8 +31,8 @@ def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bo
     which has passed `check_config` and knows its steps. A run that is already in the run folder is
     continued, unless `fresh` is true: then the folder has to be empty.
 
-    Returns whether the run is done; False if it was told to stop, and is saved. Raises UserError
-    for what the user can mend.
+    Returns whether the run is done; False if it was stopped and saved. Raises UserError for what
+    the user can mend.
     """
     export = None if config.export.hf_path is None else Path(config.export.hf_path)
     with open_session(config, fresh=fresh) as session:
@@ -44,14 +44,14 @@ def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bo
             on_main(lambda: check_destination(export))
         session.begin()
         loop, hf = assemble_stage(config, inputs, session.start, session.stop)
-        with closing(loop.record):
-            done = session.train(loop.run, loop.policy, loop.checkpoints, loop.record)
+        with closing(loop.logger):
+            done = session.train(loop.run, loop.policy, loop.checkpoints, loop.logger)
             if done:  # not watched: one rank writes, the others wait, for as long as it takes
                 if export is not None:
                     tokenizer = config.data.tokenizer
                     export_hf(loop.policy, str(export), hf_config=hf, tokenizer=tokenizer)
-                loop.record.finish()
-                if export is not None and loop.record.is_main:
+                loop.logger.finish()
+                if export is not None and loop.logger.is_main:
                     print(f"model   {config.export.hf_path}", flush=True)
         return done
 
@@ -67,9 +67,9 @@ def assemble_stage(
     parallel = resolve_parallel(config, ranks.world_size)
     set_up_model_parallel(parallel, config.training.seed, patience)
     policy = build_policy(config, parallel, model_vocab_size(config, inputs.tokenizer))
-    record = open_logger(config, ranks.is_main, start)
-    hf = load_starting_weights(config, policy, start, record)
-    checkpoints = Checkpoints(config, policy, record, start, stop, hf)
+    logger = open_logger(config, ranks.is_main, start)
+    hf = load_starting_weights(config, policy, start, logger)
+    checkpoints = Checkpoints(config, policy, logger, start, stop, hf)
     batches: Batches
     if isinstance(config, FineTuningConfig):
         assert isinstance(inputs, FineTuningInputs)
@@ -79,11 +79,11 @@ def assemble_stage(
             counts = data.counts if data is not None else Counts()
             for what, count in (("left out", counts.dropped), ("cut", counts.truncated)):
                 if count:
-                    record.note(f"{name} examples that are too long: {count} {what}")
+                    logger.note(f"{name} examples that are too long: {count} {what}")
         for line in inputs.warnings:
-            record.note(f"warning: {line}")
+            logger.note(f"warning: {line}")
     else:
         assert isinstance(config, PretrainingConfig) and isinstance(inputs, PretrainingInputs)
-        goes_on = start.checkpoint is not None
-        batches = PretrainingBatches(config, policy, inputs, goes_on=goes_on)
-    return SupervisedLoop(config, policy, batches, record, checkpoints), hf
+        resumed = start.checkpoint is not None
+        batches = PretrainingBatches(config, policy, inputs, resumed=resumed)
+    return SupervisedLoop(config, policy, batches, logger, checkpoints), hf

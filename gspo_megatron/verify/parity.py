@@ -43,7 +43,7 @@ from gspo_megatron.platform.groups import (
 )
 from gspo_megatron.rl.dumps import Dump, reference_of
 from gspo_megatron.rl.loop import compute_advantages, update_policy
-from gspo_megatron.rl.policy_update import PolicyUpdater, learning_rates
+from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollout_store import read_experience
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
@@ -183,7 +183,9 @@ def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
     finite, which ends a run, the loss is NaN and `lost_in` is the mini-batch.
     """
     config, checkpoint = task.config, task.checkpoint
-    recorder, builder = _set_up(config, task.vocab_size, learning_rates(config))
+    steps, updates = config.training.steps, config.objective.mini_batches
+    schedule = Schedule.of(config.optimizer, steps, updates)
+    recorder, builder = _set_up(config, task.vocab_size, schedule)
     recorder.keeps_first, recorder.moves = True, task.updates
     policy, group = recorder.policy, data_parallel_group()
     objective = build_objective(config.objective, config.rollout.max_response_tokens)

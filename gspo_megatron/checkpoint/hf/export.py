@@ -18,7 +18,6 @@ from gspo_megatron.checkpoint.hf.side_files import export_config, generation_fil
 from gspo_megatron.checkpoint.hf.weight_map import Box, WeightMap, weight_map
 from gspo_megatron.checkpoint.hf.writer import MAX_SHARD_BYTES, HfWriter
 from gspo_megatron.checkpoint.storage import raised_everywhere
-from gspo_megatron.checkpoint.tensors import finish_parameter_gather
 from gspo_megatron.config.families import Family, family_of, family_of_shape
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
@@ -97,7 +96,7 @@ def stream_hf(
     """
     family = family_of_shape(policy.shape) if family is None else family
     weights = weight_map(family, policy.shape, policy.vocab_size)
-    finish_parameter_gather(policy)
+    policy.finish_parameter_gather()
     copy = _ModelCopy(weight_shards(policy, weights), weights)
     device = torch.device(torch.cuda.current_device())
     for name, kind in _dtypes(weights, dtype or policy.config.params_dtype).items():

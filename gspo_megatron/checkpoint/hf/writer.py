@@ -95,9 +95,8 @@ class HfWriter(NewFolder):
             writer.publish({"config.json": config}, copies=[folder / "tokenizer.json"])
 
     Tensors come in any order, whole or in blocks, from any thread, and are written at once
-    (safetensors' save_file needs all tensors of a file in memory). Until `finish`, the files have
-    no headers, so no reader accepts them. Several processes can write one folder, each the tensors
-    of its own `files`. Of the `tensors` that it is made with, only dtypes and shapes are read.
+    (safetensors' save_file needs all tensors of a file in memory). Until `finish` no reader accepts
+    the files. Several processes can write one folder, each the tensors of its own `files`.
     """
 
     def __init__(

@@ -14,11 +14,6 @@ _ATTENTION = "model.layers.{layer}.self_attn."
 _MLP = "model.layers.{layer}.mlp."
 
 
-def _read_dense_first(hf: Mapping[str, Any]) -> list[bool]:
-    dense = hf.get("first_k_dense_replace", 3)
-    return [layer >= dense for layer in range(hf["num_hidden_layers"])]
-
-
 def _write_dense_first(experts: list[bool]) -> dict[str, Any] | None:
     dense = experts.index(True) if True in experts else len(experts)
     return {"first_k_dense_replace": dense} if all(experts[dense:]) else None
@@ -101,7 +96,9 @@ FAMILY = f.Family(
         "num_nextn_predict_layers": (0, None),
     },
     max_position_embeddings=4096,
-    read_pattern=_read_dense_first,
+    read_pattern=lambda hf: [
+        layer >= hf.get("first_k_dense_replace", 3) for layer in range(hf["num_hidden_layers"])
+    ],
     write_pattern=_write_dense_first,
     check=_check,
     read_rest=_read_rest,

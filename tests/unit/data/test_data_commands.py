@@ -52,7 +52,7 @@ def test_options_that_nothing_would_read_are_refused(capsys: pytest.CaptureFixtu
 def test_all_missing_options_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (INPUT, (*INPUT[:1], "-o", "c"), (*INPUT[1:], "-o", "c"), ()):
         message = refused(capsys, *words)
-        assert message.endswith("error: INPUT, --tokenizer and --output are needed, or --check")
+        assert message.endswith("error: give INPUT, --tokenizer and --output, or --check")
     message = refused(capsys, "in.txt", parse=train_tokenizer.parse)
     assert message.endswith("the following arguments are required: -o/--output, --vocab-size")
 

@@ -20,7 +20,6 @@ from gspo_megatron.batching.micro_batches import (
 from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
-from gspo_megatron.rl.policy_update import learning_rates
 from tests.unit.models.one_rank import (
     PAD,
     micro_batch,
@@ -237,7 +236,9 @@ def test_the_rate_of_a_step_is_that_of_its_last_update() -> None:
     )
     policy = moe_policy()
     updater = updater_for(policy, {})
-    updater.trainer = build_trainer(policy, config.optimizer, learning_rates(config))
+    updater.trainer = build_trainer(
+        policy, config.optimizer, Schedule.of(config.optimizer, STEPS, MINI_BATCHES)
+    )
     rates = [update(updater)["lr"] for _ in range(STEPS)]
     last = [rate_of(step * MINI_BATCHES + MINI_BATCHES - 1) for step in range(STEPS)]
     assert rates == pytest.approx(last, rel=1e-6)

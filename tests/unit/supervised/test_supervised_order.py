@@ -112,7 +112,7 @@ class Corpora:
         self,
         policy: Policy,
         run: str = "run",
-        goes_on: bool = False,
+        resumed: bool = False,
         eod_id: int = 0,
         **sections: dict[str, object],
     ) -> PretrainingBatches:
@@ -128,7 +128,7 @@ class Corpora:
         )
         check_config(config, 1)
         inputs = PretrainingInputs(SimpleNamespace(vocab_size=VOCABULARY), eod_id)  # type: ignore[arg-type]
-        return PretrainingBatches(config, policy, inputs, goes_on=goes_on)
+        return PretrainingBatches(config, policy, inputs, resumed=resumed)
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_no_token_is_seen_twice_or_lost_over_a_resume(
     assert len(whole) == 6 * 4 * 16 == len(set(whole))
     first = corpora.batches(policy, "other")
     begun = drawn(first, stop)
-    second = corpora.batches(policy, "other", goes_on=True)
+    second = corpora.batches(policy, "other", resumed=True)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert begun + drawn(second, 6 - stop) == whole
 
@@ -207,7 +207,7 @@ def test_a_damaged_index_of_a_killed_run_is_built_again(policy: Policy, corpora:
     for path in folder.glob("*shuffle_index.npy"):
         path.write_bytes(path.read_bytes()[:-40])
     (folder / "whole").unlink()  # as it is while files are written
-    assert drawn(corpora.batches(policy, goes_on=True), 6) == whole
+    assert drawn(corpora.batches(policy, resumed=True), 6) == whole
 
 
 def test_what_follows_the_end_of_a_document_may_be_left_out(

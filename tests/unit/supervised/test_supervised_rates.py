@@ -8,8 +8,7 @@ import pytest
 
 from gspo_megatron.config import check_config, parse_config
 from gspo_megatron.config.stages import PretrainingConfig
-from gspo_megatron.models.optimizer import build_trainer, zero_gradients
-from gspo_megatron.supervised.loop import learning_rates
+from gspo_megatron.models.optimizer import Schedule, build_trainer, zero_gradients
 from tests.unit.models.one_rank import tiny_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -33,7 +32,7 @@ def rates(**optimizer: object) -> list[float]:
     )
     check_config(config, 1)
     policy = tiny_policy()
-    trainer = build_trainer(policy, config.optimizer, learning_rates(config))
+    trainer = build_trainer(policy, config.optimizer, Schedule.of(config.optimizer, STEPS))
     found = []
     for _ in range(STEPS):
         zero_gradients(policy.chunks, trainer.optimizer)
