@@ -80,16 +80,14 @@ def load_initial_weights(config: Config, policy: Policy) -> Any:
 
 
 def set_padding_token(policy: Policy, hf: Any) -> Any:
-    """Give the policy the pad_token_id of `hf`, the config.json that its weights come from; see
-    Policy.set_padding_token. Returns `hf`."""
+    """Give the policy the pad_token_id of `hf`, its weights' config.json or None; returns `hf`."""
     token = (hf or {}).get("pad_token_id")
     policy.set_padding_token(token if isinstance(token, int) else None)
     return hf
 
 
 def load_reference(config: Config, policy: Policy) -> None:
-    """Read the weights that RL started from. Raises UserError, on all ranks alike, where they are
-    damaged."""
+    """Read the weights that RL started from. Raises UserError, on all ranks, for damaged ones."""
     reference = run_folder(config) / CHECKPOINTS / REFERENCE
     refuse_damage(reference, _damage_of(reference))
     load_model(reference, policy)

@@ -10,12 +10,13 @@ from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import stop_processes
 from gspo_megatron.rewards.registry import get_reward
+from gspo_megatron.rl.loop import ReinforcementLoop
 from gspo_megatron.rl.run import assemble
 from tests.unit.data.corpora import make_tokenizer, write_jsonl
 from tests.unit.models.one_rank import tiny_config
 
 
-def test_the_engine_ends_responses_at_all_end_tokens_and_stops_of_the_tokenizer(
+def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE"):
@@ -26,15 +27,19 @@ def test_the_engine_ends_responses_at_all_end_tokens_and_stops_of_the_tokenizer(
     config = tiny_config(
         data={"tokenizer": str(folder), "prompts": str(prompts), "answer_field": "prompt"},
         logging={"dir": str(tmp_path / "run")},
+        optimizer={"warmup_steps": 3},
+        objective={"mini_batches": 2},
     )
     reward = get_reward("exact_match", None, {})
     try:
         run = assemble(config, read_inputs(config), reward, build_objective(config.objective, 8))
         run.logger.close()
+        schedule = ReinforcementLoop(run).trainer.scheduler
         tokenizer = run.inputs.tokenizer
         end_ids, found = run.collector.engine._split_stops(("<|doc|>", "<sep>", "<|doc|><sep>"))
     finally:
         stop_processes()
+    assert schedule.lr_warmup_steps == 3 * 2  # it counts updates, the configuration steps
     # <|doc|> is special; <sep> is a token too, but one that stands in the text
     assert end_ids.tolist() == [tokenizer.eos_id, 7, tokenizer.symbol_id("<|doc|>")]
     document, separator = (tokenizer.symbol_id(symbol) for symbol in ("<|doc|>", "<sep>"))
