@@ -124,7 +124,7 @@ def test_mistakes_are_named_without_a_traceback(corpus: Path, tmp_path: Path) ->
     lines = refused("prepare_data", bad, "--tokenizer", tokenizer, *out).splitlines()
     assert [line for line in lines if line.startswith(str(bad))] == faults
     assert refused("train_tokenizer", bad, *out, "--vocab-size", 400).splitlines() == faults
-    assert "are needed" in refused("prepare_data", bad)
+    assert "give INPUT, --tokenizer and --output" in refused("prepare_data", bad)
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}\n{% endfor %}")
     assert "chat_template: not valid Jinja: line 2: " in refused(
