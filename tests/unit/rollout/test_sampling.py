@@ -155,6 +155,12 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+def test_top_p_ends_with_the_token_that_reaches_it() -> None:
+    uniforms = torch.arange(1, 100, dtype=torch.float64)[:, None] / 100
+    tokens, _ = draw(torch.zeros(99, 2), Sampling(1, top_p=0.5), uniforms[:, 0])
+    assert len(tokens.unique()) == 1  # of two tokens with a half each
+
+
 @pytest.mark.parametrize("values", CASES, ids=str)
 def test_frequencies_are_those_of_the_truncated_softmax(values: dict[str, Any]) -> None:
     tokens, logprobs = draw_many(Sampling(1, **values))
