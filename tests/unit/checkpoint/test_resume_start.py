@@ -1,4 +1,4 @@
-"""What a run goes on from, by what is in its folder; and weights that are given to a new one."""
+"""What a run starts from: the checkpoints in its folder, or weights that are given to a new run."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def small_files() -> Iterator[None]:
 
 @pytest.mark.usefixtures("small_files")
 def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> None:
-    told = r"metrics\.jsonl: cannot be written: File too large; .*the same command goes on"
+    told = r"metrics\.jsonl: cannot be written: File too large; .*the same command continues"
     with MetricsWriter(tmp_path) as writer:
         writer.write({"step": 1})
         with pytest.raises(UserError, match=told):
