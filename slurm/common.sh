@@ -4,11 +4,12 @@
 #
 # A script sets GSPO_HOME, the folder of this repository, sources this file, and calls one of
 #
-#     gspo_main COMMAND CONFIG [section.key=value ...] [--check-only] [--fresh]
+#     gspo_main COMMAND CONFIG [section.key=value ...] [--check-only] [--fresh] [--rollout-nodes K]
 #                                    # COMMAND: train, sft or pretrain
 #     gspo_once WORD ...             # `gspo-megatron WORD ...` in one process
 
-GSPO_STOPPED=75 # the program's exit code for "told to stop, and saved": cli/failures.py
+# The program's exit codes for "told to stop, and saved" and "another rank is gone": cli/failures.py
+GSPO_STOPPED=75 GSPO_LOST_PEER=76
 
 gspo_say() { echo "slurm: $*" >&2; }
 
@@ -58,10 +59,11 @@ gspo_set_up() {
 }
 
 # Sets the words before a command that runs once (gspo_before_once), the options of srun
-# (gspo_srun_options) and the words before the command of each task (gspo_before_task).
+# (gspo_srun_options; those for a container's image alone: gspo_image_options) and the words before the
+# command of each task (gspo_before_task).
 gspo_container() {
     local mounts=$GSPO_HOME:$GSPO_HOME,$PWD:$PWD${GSPO_CONTAINER_MOUNTS:+,$GSPO_CONTAINER_MOUNTS}
-    gspo_before_once=() gspo_before_task=()
+    gspo_before_once=() gspo_before_task=() gspo_image_options=()
     gspo_srun_options=(--kill-on-bad-exit=1 --label --cpu-bind="${GSPO_CPU_BIND:-cores}")
     case ${GSPO_CONTAINER:-} in
     '') ;;
@@ -70,10 +72,10 @@ gspo_container() {
         gspo_before_once=("${gspo_before_task[@]}")
         ;;
     *) # enroot, through the srun options of the pyxis plugin
-        local image=(--container-image="$GSPO_CONTAINER" --container-mounts="$mounts"
+        gspo_image_options=(--container-image="$GSPO_CONTAINER" --container-mounts="$mounts"
             --container-workdir="$PWD")
-        gspo_srun_options+=("${image[@]}")
-        gspo_before_once=(srun --nodes=1 --ntasks=1 "${image[@]}")
+        gspo_srun_options+=("${gspo_image_options[@]}")
+        gspo_before_once=(srun --nodes=1 --ntasks=1 "${gspo_image_options[@]}")
         ;;
     esac
     # Split into words: no option of srun needs blanks.
@@ -89,15 +91,17 @@ gspo_once() {
 }
 
 gspo_main() {
-    local command=$1 words=() flags=() check_only='' word code
-    shift
-    for word in "$@"; do
+    local command=$1 words=() flags=() check_only='' rollout_nodes=0 word code
+    while shift && [ $# -gt 0 ]; do
+        word=$1
         case $word in
         --check-only) check_only=1 ;;
         # Only for the first start: later starts continue in a folder that is not empty.
         --fresh) [ -e "$(gspo_checked)" ] || flags+=(--fresh) ;;
+        --rollout-nodes=*) rollout_nodes=${word#*=} ;;
+        --rollout-nodes) rollout_nodes=${2:-none} && shift ;;
         -*)
-            gspo_say "$word: not known; legal: --check-only, --fresh; options of sbatch come before the script"
+            gspo_say "$word: not known; legal: --check-only, --fresh, --rollout-nodes K; options of sbatch come before the script"
             exit 2
             ;;
         *) words+=("$word") ;;
@@ -108,6 +112,7 @@ gspo_main() {
         exit 2
     fi
     gspo_set_up
+    gspo_split_nodes "$command" "$rollout_nodes"
     # A requeued job was checked at its first start.
     if [ -n "$check_only" ] || [ ! -e "$(gspo_checked)" ]; then
         gspo_gpu_memory
@@ -124,17 +129,18 @@ gspo_main() {
     if [ -n "$gspo_told_to_stop" ]; then
         gspo_end $GSPO_STOPPED # there is nothing to save yet
     fi
+    gspo_start_agents "${words[@]}"
     gspo_run_tasks "$GSPO_PYTHON" -m gspo_megatron "$command" "${words[@]}" "${flags[@]}"
     code=$?
+    # When a node dies, the tasks on the other nodes fail at once, or have no servers any more. Slurm
+    # may notice the dead node only minutes later, after the end of the job.
+    if gspo_may_be_a_nodes_fault "$code" && gspo_a_node_is_gone; then
+        gspo_say "a node of the job does not answer: the run continues from its last checkpoint"
+        gspo_end $GSPO_STOPPED
+    fi
     case $code in
     0 | 2 | "$GSPO_STOPPED") gspo_forget_kills ;;
     *)
-        # When a node dies, the tasks on the other nodes fail at once. Slurm may notice the dead node
-        # only minutes later, after the end of the job.
-        if gspo_a_node_is_gone; then
-            gspo_say "a node of the job does not answer: the run continues from its last checkpoint"
-            gspo_end $GSPO_STOPPED
-        fi
         if gspo_killed_by_an_earlier_start "$code"; then
             gspo_say "killed from outside: the run continues from its last checkpoint"
             gspo_end $GSPO_STOPPED
@@ -175,6 +181,60 @@ gspo_preflight() {
     gspo_run_tasks "$GSPO_PYTHON" -m gspo_megatron preflight "$@" "${options[@]}"
 }
 
+# Gives the last nodes of the job, as many as told, to rollout servers. The tasks run on the others: as
+# many on each as before, and the first one is the job's first node.
+gspo_split_nodes() {
+    local names nodes command=$1 count=$2 all=$SLURM_JOB_NUM_NODES
+    gspo_rollout_nodes=()
+    unset GSPO_ROLLOUT_NODES
+    [ "$count" != 0 ] || return 0
+    if [[ $command != train || ! $count =~ ^[1-9][0-9]*$ ]] || [ "$count" -ge "$all" ]; then
+        gspo_say "--rollout-nodes $count: legal in train_gspo.sbatch: less than the $all nodes of the job"
+        exit 2
+    fi
+    if [ $((SLURM_NTASKS % all)) -ne 0 ]; then
+        gspo_say "--rollout-nodes $count: $SLURM_NTASKS tasks on $all nodes; legal: --ntasks-per-node of sbatch"
+        exit 2
+    fi
+    nodes=$((all - count))
+    mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    gspo_rollout_nodes=("${names[@]:nodes}")
+    export SLURM_NTASKS=$((SLURM_NTASKS * nodes / all))
+    gspo_srun_options+=(--nodes="$nodes" --ntasks="$SLURM_NTASKS"
+        --nodelist="$(gspo_joined "${names[@]:0:nodes}")")
+    # The program starts its servers on these nodes.
+    GSPO_ROLLOUT_NODES=$(gspo_joined "${gspo_rollout_nodes[@]}")
+    export GSPO_ROLLOUT_NODES
+    gspo_say "$SLURM_NTASKS tasks on $nodes nodes; rollout servers on $GSPO_ROLLOUT_NODES"
+}
+
+gspo_joined() {
+    local IFS=,
+    echo "$*"
+}
+
+# Start an agent on each rollout node, which starts and ends servers there as the run tells it. Each is
+# a step of its own, so that one may die without the others. They end with the job.
+gspo_start_agents() {
+    local node
+    for node in "${gspo_rollout_nodes[@]}"; do
+        # Without a number of CPUs it gets all that the job has on the node.
+        env -u SRUN_CPUS_PER_TASK -u SLURM_CPUS_PER_TASK srun --overlap --nodes=1 --ntasks=1 \
+            --nodelist="$node" --cpu-bind=none "${gspo_image_options[@]}" \
+            "${gspo_before_task[@]}" "$GSPO_PYTHON" -m gspo_megatron serve --join "$@" \
+            --name "$node" &
+    done
+}
+
+# Whether a run may end with this code because a node is gone. 2 is a mistake of the user, or the end
+# of all servers.
+gspo_may_be_a_nodes_fault() {
+    case $1 in
+    0 | "$GSPO_STOPPED") return 1 ;;
+    2) [ ${#gspo_rollout_nodes[@]} -gt 0 ] ;;
+    esac
+}
+
 # The job's state in Slurm.
 gspo_state() { scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p'; }
 
@@ -185,16 +245,21 @@ gspo_a_node_is_gone() {
         --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 true
 }
 
-# Whether a signal for an earlier start may have killed the tasks. If a node is gone, Slurm keeps its
+# Whether a signal for an earlier start may have killed tasks. If a node is gone, Slurm keeps its
 # signals until the node is back. The steps of a restarted job have the same numbers, so the new tasks
-# get these signals. A first start cannot get them (a killed task may have run out of memory), and they
-# do not come more than a few times in a row.
+# get these signals. Where the task's shell was killed too, only the tasks on other nodes can tell: they
+# lost their connection. A first start cannot get such signals (a killed task may have run out of
+# memory), and they do not come more than a few times in a row.
 gspo_killed_by_an_earlier_start() {
     local killed=137 terminated=143 most=5 # 128 + the signal's number; starts
-    if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || { [ "$1" -ne $killed ] && [ "$1" -ne $terminated ]; }; then
+    [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || return 1
+    case $1 in
+    "$killed" | "$terminated" | "$GSPO_LOST_PEER") ;;
+    *)
         gspo_forget_kills
         return 1
-    fi
+        ;;
+    esac
     echo "$SLURM_RESTART_COUNT" >>"$(gspo_kills)"
     [ "$(wc -l <"$(gspo_kills)")" -le $most ]
 }

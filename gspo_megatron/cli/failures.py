@@ -25,6 +25,7 @@ USER_ERROR = 2
 DEFECT = 1
 INTERRUPTED = 128 + signal.SIGINT
 UNREAD = 128 + signal.SIGPIPE
+LOST_PEER = 76  # another rank is gone, and nothing else is wrong with this one: EX_PROTOCOL
 STOPPED = 75  # told to stop, and saved: EX_TEMPFAIL, at which a batch script tries again
 UNFIT = 69  # nodes on which nothing should be trained: EX_UNAVAILABLE
 
@@ -86,7 +87,10 @@ def tell_failure(error: Exception) -> int:
     else:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(failure._asdict(), file)
-    return USER_ERROR if failure.is_user_error else DEFECT
+    if failure.is_user_error:
+        return USER_ERROR
+    is_one_of_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return LOST_PEER if is_one_of_many and is_lost_connection(failure.text) else DEFECT
 
 
 def parse_failure(text: str) -> Failure | None:

@@ -232,6 +232,17 @@ def killed_late(cluster: Cluster, run: Run, number: str) -> None:
     run.let_go()
 
 
+def second_node_killed_late(cluster: Cluster, run: Run, number: str) -> None:
+    """The same where only the second node was gone. Nothing is left there to say who was killed;
+    the tasks of the first node lose their connections and end with an error of their own."""
+    assert cluster.restarts(number) > 0, "late signals do not reach a first start"
+    for rank in (2, 3):
+        task = psutil.Process(find_task(run, rank))
+        for process in (task.parent(), task):  # the shell of the task, too
+            process.kill()
+    run.let_go()
+
+
 def first_node_failed(cluster: Cluster, run: Run, number: str) -> None:
     """The node with the batch script is gone; Slurm has noticed."""
     name = cluster.nodes[0]

@@ -31,9 +31,10 @@ exit $code
 """
 _SCONTROL = """
 echo "scontrol $*" >>"$CALLS"
-case "$1" in
-show) echo "   JobState=$JOB_STATE Reason=None"; echo "   Command=$COMMAND" ;;
-requeue) ;;
+case "$1 ${2:-}" in
+"show hostnames") printf '%s\\n' n1 n2 n3 ;;
+show*) echo "   JobState=$JOB_STATE Reason=None"; echo "   Command=$COMMAND" ;;
+requeue*) ;;
 esac
 """
 # "check" ends with $CHECK; a rank with $TASK_0 or $TASK_1.
@@ -274,6 +275,44 @@ def test_how_a_job_ends(
     probes = job.calls("srun")[1:]
     assert len(probes) == ("PROBE" in changes)
     assert all("--overlap --nodes=2 --ntasks=2 --ntasks-per-node=1" in call for call in probes)
+
+
+THREE_NODES = {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS": "6", "SLURM_CPUS_PER_TASK": "4"}
+
+
+@pytest.mark.parametrize("words", [("--rollout-nodes", "2"), ("--rollout-nodes=2",)])
+def test_the_last_nodes_serve(job: Job, words: tuple[str, ...]) -> None:
+    job.environ |= THREE_NODES
+    out = job.run("c.yaml", *words, "a=1")
+    assert "2 tasks on 1 nodes; rollout servers on n2,n3" in out
+    agents = sorted(call for call in job.calls("srun") if "--join" in call)
+    (tasks,) = set(job.calls("srun")) - set(agents)
+    assert "--nodes=1 --ntasks=2 --nodelist=n1 bash -c" in tasks
+    for node, call in zip(("n2", "n3"), agents, strict=True):
+        assert call == (
+            f"srun --overlap --nodes=1 --ntasks=1 --nodelist={node} --cpu-bind=none python "
+            f"-m gspo_megatron serve --join c.yaml a=1 --name {node}"
+        )
+    assert job.calls("python")[0] == CHECK
+
+
+@pytest.mark.parametrize("number", ["0x2", "3", "-1", "none"])
+def test_nodes_that_cannot_serve(job: Job, number: str) -> None:
+    job.environ |= THREE_NODES
+    out = job.run("c.yaml", "--rollout-nodes", number, expect=2)
+    assert f"--rollout-nodes {number}: legal in train_gspo.sbatch: less than the 3 nodes" in out
+    job.environ["SLURM_NTASKS"] = "7"
+    assert "legal: --ntasks-per-node" in job.run("c.yaml", "--rollout-nodes=1", expect=2)
+    assert "less than the" in job.run("c.yaml", "--rollout-nodes=1", expect=2, script="sft")
+    assert not job.calls("python")
+
+
+def test_a_run_without_servers_is_continued_where_their_node_is_gone(job: Job) -> None:
+    job.environ |= {**THREE_NODES, "TASK_0": "2", "TASK_1": "2"}
+    assert "failed with exit code 2" in job.run("c.yaml", "--rollout-nodes=1", expect=2)
+    job.environ["PROBE"] = "1"
+    assert "does not answer" in job.run("c.yaml", "--rollout-nodes=1", expect=75)
+    assert "scontrol requeue 7" in job.calls("scontrol")
 
 
 def test_a_start_that_is_killed_brings_the_job_back_unless_it_is_the_first(job: Job) -> None:

@@ -102,6 +102,16 @@ def test_what_ends_a_command_decides_its_exit_code(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.startswith("Traceback")
 
 
+def test_a_rank_that_lost_another_one_says_so_by_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = mock.Mock(side_effect=RuntimeError("[pair.cc:553] Connection closed by peer"))
+    assert failures.exit_code_of(lost) == 1  # there is no other rank
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert failures.exit_code_of(lost) == 76
+    assert failures.exit_code_of(mock.Mock(side_effect=RuntimeError("on fire"))) == 1
+
+
 @pytest.fixture
 def unread() -> Iterator[io.TextIOWrapper]:
     """A pipe whose reader has gone."""
