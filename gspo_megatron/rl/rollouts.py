@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +15,22 @@ from torch import Tensor
 
 from gspo_megatron.config import Config
 from gspo_megatron.environments.single_turn import SingleTurn
-from gspo_megatron.errors import RewardError
+from gspo_megatron.errors import RewardError, UserError
 from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
-from gspo_megatron.observe.heartbeat import heartbeat
+from gspo_megatron.observe.metrics_files import written_answer
+from gspo_megatron.platform.collectives import (
+    all_gather_columns,
+    all_gather_objects,
+    gather_objects,
+)
 from gspo_megatron.platform.groups import data_parallel_group, model_replica
 from gspo_megatron.platform.reduce_metrics import StepMetrics
-from gspo_megatron.rewards.registry import Reward, name_of, score
+from gspo_megatron.rewards.registry import Reward
+from gspo_megatron.rewards.scoring import PartNames, Scorer, describe, reward_columns
 from gspo_megatron.rewards.shaping import Shaping
-from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
-from gspo_megatron.types import Prompt, RolloutBatch, Sample, TurnRewards
+from gspo_megatron.rewards.values import Score
+from gspo_megatron.rollout.engine import Draw, Requests, RolloutEngine, Sampling
+from gspo_megatron.types import Prompt, RolloutBatch, Sample
 
 
 @dataclass
@@ -31,10 +38,11 @@ class Scores:
     """The rewards of this rank's responses, in their order.
 
     `turn_rewards` and `turn_tokens` hold the turns of all responses, response after response.
-    `turns` is 0 for a response whose turns were not rewarded.
+    `turns` is 0 for a response whose turns were not rewarded. Where calls of the reward function
+    failed, `rewards` is NaN, and `shaped` is NaN in the whole group.
     """
 
-    rewards: Tensor  # [num_sequences] float64, as the reward function returned them, turns summed
+    rewards: Tensor  # [num_sequences] float64, as given: the sum of turns or of weighted parts
     shaped: Tensor  # [num_sequences] float64, what is trained on
     turns: Tensor  # [num_sequences] int64
     turn_rewards: Tensor  # [turns] float64, shaped
@@ -57,6 +65,9 @@ class Experience:
     # `logging.samples_per_step` of the first draw, to be written to the run folder.
     samples: list[Sample] = field(default_factory=list)
     sample_rewards: list[float] = field(default_factory=list)
+    sample_parts: list[dict[str, float]] = field(default_factory=list)  # none without parts
+    parts: Tensor | None = None  # of one draw: [parts, num_sequences] float64, before weights
+    reward_errors: int = 0  # of one draw: failed calls of the reward function, on all ranks
     # Of a whole step, the same on all ranks:
     metrics: dict[str, float] = field(default_factory=dict)  # over all responses sampled
     num_tokens: int = 0  # response tokens sampled
@@ -64,9 +75,11 @@ class Experience:
     has_turns: bool = False  # the reward function rewards turns
 
     def describe(self) -> dict[str, Any]:
-        """All but the tensors, for JSON. That of the main rank is saved."""
-        kept = {k: v for k, v in vars(self).items() if k not in ("batch", "scores")}
-        samples = [dataclasses.asdict(sample) | {"fields": {}} for sample in self.samples]
+        """All of a whole step but the tensors, for JSON. That of the main rank is saved."""
+        left = ("batch", "scores", "parts", "reward_errors")
+        kept = {k: v for k, v in vars(self).items() if k not in left}
+        unread = {"fields": {}, "messages": []}  # they are not written to samples.jsonl
+        samples = [dataclasses.asdict(sample) | unread for sample in self.samples]
         return kept | {"samples": samples}
 
     def of_groups(self, numbers: Sequence[int]) -> Experience:
@@ -102,23 +115,53 @@ def join(parts: Sequence[RolloutBatch] | Sequence[Scores]) -> RolloutBatch | Sco
 
 
 class Collector:
-    """Rolls out and scores prompts on this rank; every rank calls everything."""
+    """Responses and their scores, on this rank; every rank calls everything.
+
+    `rl.served_rollouts` has them drawn and scored by the rollout service; here this rank does both.
+    """
 
     def __init__(
         self,
         config: Config,
+        prompts: Mapping[str, Sequence[Prompt]],
         engine: RolloutEngine,
         environment: SingleTurn,
         reward: Reward,
         device: torch.device,
     ) -> None:
-        self.config, self.engine, self.environment = config, engine, environment
+        """prompts: by the key of the configuration that names their files."""
+        self.config, self.prompts = config, prompts
+        self.engine, self.environment = engine, environment
         self.device = device
         self.data_group = data_parallel_group()
         self.shaping = Shaping(config.reward, config.rollout.max_response_tokens)
-        self.reward = reward
+        self.scorer = Scorer(reward, config.reward)
+        self.part_names: PartNames | None = None  # that all ranks know
         self.replica, _ = model_replica()
         self.reward_rank = dist.get_process_group_ranks(self.replica)[0]
+
+    def take_weights(self, version: int) -> dict[str, float]:
+        """Draw with the policy's present weights from now on; `version`: steps that it has made.
+        Returns metrics."""
+        self.engine.update_weights()
+        return {}
+
+    def after_checkpoint(self, step: int) -> None:
+        """The run is saved after `step`: what was kept for a repetition of it may go."""
+
+    def close(self) -> None:
+        """The run ends."""
+
+    def sample(self, draw: Draw) -> Experience:
+        """Responses with their scores, to this rank's share of the prompts. Raises RewardError, on
+        all ranks, as `score`."""
+        prompts = self.prompts_of(draw)
+        batch = self.roll_out(prompts, draw.first, draw.per_prompt, draw.sampling, draw.seed)
+        return self.score(batch, prompts, draw.first)
+
+    def prompts_of(self, draw: Draw) -> list[Prompt]:
+        """All prompts of a draw."""
+        return [self.prompts[draw.key][row] for row in draw.rows]
 
     def roll_out(
         self, prompts: Sequence[Prompt], first: int, per_prompt: int, sampling: Sampling, seed: int
@@ -129,30 +172,51 @@ class Collector:
         `first` is the number of the first prompt in the step. The numbers of the samples follow
         from it, and all random numbers follow from these and the seed.
         """
-        rank, size = self.data_group.rank(), self.data_group.size()
-        numbers = [n for n in range(first, first + len(prompts)) if n % size == rank]
+        numbers = [n for n in range(first, first + len(prompts)) if self.is_mine(n)]
         requests = Requests([prompts[n - first].token_ids for n in numbers], numbers, per_prompt)
         return self.engine.generate(requests, sampling, seed)
+
+    def is_mine(self, number: int) -> bool:
+        """Whether the group with this number in its step is of this rank's share."""
+        return number % self.data_group.size() == self.data_group.rank()
+
+    def samples(self, batch: RolloutBatch, prompts: Sequence[Prompt], first: int) -> list[Sample]:
+        """The responses as text, on one rank of each model replica; nothing on the others."""
+        if dist.get_rank() != self.reward_rank:
+            return []
+        columns = (batch.prompt_lengths, batch.response_lengths, batch.truncated)
+        return self.environment.samples(
+            batch.tokens.cpu(),
+            *(column.cpu() for column in (*columns, batch.group_index)),
+            prompts,
+            first,
+        )
 
     def score(self, batch: RolloutBatch, prompts: Sequence[Prompt], first: int) -> Experience:
         """The responses with what the reward function gives for them. It may be slow or not
         deterministic: one rank of each model replica calls it and sends the scores to the others.
+
+        Raises RewardError, on all ranks, where it failed or gave no reward on any of them.
         """
-        samples: list[Sample] = []
-        scores = torch.zeros((3, len(batch.sample_index)), dtype=torch.float64, device=self.device)
-        turns = torch.zeros((2, 0), dtype=torch.float64, device=self.device)
+        samples = self.samples(batch, prompts, first)
+        found: list[Score | None] = []
+        errors, problem = 0, None
         calls_reward = dist.get_rank() == self.reward_rank
         if calls_reward:
-            columns = (batch.prompt_lengths, batch.response_lengths, batch.truncated)
-            samples = self.environment.samples(
-                batch.tokens.cpu(),
-                *(column.cpu() for column in (*columns, batch.group_index)),
-                prompts,
-                first,
-            )
-            scores, turns = (
-                torch.as_tensor(values, device=self.device) for values in self._rewards(samples)
-            )
+            try:
+                found, errors = self.scorer.score(samples)
+            except UserError as error:
+                problem = error
+        errors = self._agree(problem, errors)
+        num_parts = len(self.part_names or ())
+        scores = torch.zeros(
+            (3 + num_parts, len(batch.sample_index)), dtype=torch.float64, device=self.device
+        )
+        turns = torch.zeros((2, 0), dtype=torch.float64, device=self.device)
+        if calls_reward:
+            groups = batch.group_index.tolist()
+            columns = reward_columns(found, samples, groups, num_parts, self.shaping)
+            scores, turns = (torch.as_tensor(values, device=self.device) for values in columns)
         if self.replica.size() > 1:
             dist.broadcast(scores, src=self.reward_rank, group=self.replica)
             number = int(scores[2].sum())
@@ -160,40 +224,60 @@ class Collector:
                 if not calls_reward:
                     turns = turns.new_empty((2, number))
                 dist.broadcast(turns, src=self.reward_rank, group=self.replica)
-        rewards, shaped, counts = scores
-        found = Scores(rewards, shaped, counts.long(), turns[0], turns[1].long())
-        return Experience(batch, found, samples, rewards.tolist())
+        rewards, shaped, counts, *parts = scores
+        return Experience(
+            batch,
+            Scores(rewards, shaped, counts.long(), turns[0], turns[1].long()),
+            samples,
+            rewards.tolist(),
+            [dict(score.parts) if score else {} for score in found] if parts else [],
+            scores[3:],
+            errors,
+        )
 
-    def _rewards(self, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
-        """[3, num_sequences]: reward, shaped reward, number of turns; [2, turns]: shaped reward and
-        tokens of each turn. Counts are exact in float64."""
-        columns = np.zeros((3, len(samples)))
-        turns = [np.zeros((2, 0))]
-        for row, sample in enumerate(samples):
-            found = score(self.reward, sample)
-            heartbeat()  # a reward may take long, and all ranks wait for the last
-            of_turns = isinstance(found, TurnRewards)
-            rewards = np.asarray(found.rewards) if of_turns else np.array([found])
-            shaped = self.shaping(rewards, sample)
-            columns[:, row] = rewards.sum(), shaped.sum(), len(rewards) if of_turns else 0
-            if of_turns:
-                turns.append(np.stack([shaped, np.diff(found.ends, prepend=0)]))
-        return columns, np.concatenate(turns, axis=1)
+    def _agree(self, problem: UserError | None, errors: int) -> int:
+        """The failed calls of all ranks, on all ranks; afterwards they know the names of the parts.
+        Raises RewardError, on all ranks, with the problem of any rank, or where names differ."""
+        names = self.scorer.part_names
+        has_news = problem is not None or names != self.part_names
+        flags = torch.tensor([int(has_news), errors], device=self.device)
+        dist.all_reduce(flags)
+        if not flags[0]:
+            return int(flags[1])
+        told = all_gather_objects((problem and str(problem), names))
+        problems = [text for text, _ in told if text is not None]
+        if problems:
+            others = f" (and on {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
+            raise RewardError(problems[0] + others) from problem
+        known = list(dict.fromkeys(names for _, names in told if names is not None))
+        if len(known) > 1:
+            raise RewardError(
+                f"reward {self.scorer.reward.name!r} returned "
+                f"{' and '.join(map(describe, known))} on different ranks; the same names are "
+                "wanted in every call"
+            )
+        if known:  # not where all calls failed
+            self.part_names = self.scorer.part_names = known[0]
+        return int(flags[1])
 
     def measure(self, experience: Experience, metrics: StepMetrics) -> None:
         """Add the metrics of one draw."""
         batch, scores = experience.batch, experience.scores
+        scored, whole = ~scores.rewards.isnan(), ~scores.shaped.isnan()
+        rewards, shaped = scores.rewards[scored], scores.shaped[whole]
         means = {
-            "reward/mean": mean_pair(scores.rewards),
-            "reward/squared": mean_pair(scores.rewards**2),
+            "reward/mean": mean_pair(rewards),
+            "reward/squared": mean_pair(rewards**2),
             # of the shaped rewards: groups without a spread of these have no gradient
-            "reward/zero_spread_groups": zero_spread_groups(scores.shaped, batch.group_index),
+            "reward/zero_spread_groups": zero_spread_groups(shaped, batch.group_index[whole]),
             "response/length_mean": mean_pair(batch.response_lengths),
             "response/truncated": mean_pair(batch.truncated),
-            "turns": mean_pair(scores.turns > 0),
+            "turns": mean_pair(scores.turns[scored] > 0),
         }
         if self.shaping.is_on:
-            means["reward/shaped_mean"] = mean_pair(scores.shaped)
+            means["reward/shaped_mean"] = mean_pair(shaped)
+        for name, part in zip(self.part_names or (), experience.parts, strict=True):
+            means[f"reward/{name}"] = mean_pair(part[scored])
         metrics.add_means(means)
 
     def reduce(self, metrics: StepMetrics) -> tuple[dict[str, float], bool]:
@@ -204,40 +288,97 @@ class Collector:
         reduced["reward/std"] = math.sqrt(max(squared - reduced["reward/mean"] ** 2, 0.0))
         if 0 < turns_share < 1:
             raise RewardError(
-                f"reward {name_of(self.reward)!r} returned rewards of turns for "
+                f"reward {self.scorer.reward.name!r} returned rewards of turns for "
                 f"{turns_share:.1%} of a step's responses; legal: for all of them, or for none"
             )
         return reduced, turns_share == 1
 
-    def groups_with_spread(
-        self, experience: Experience, first: int, num_prompts: int
-    ) -> list[bool]:
-        """Which groups of one draw have different rewards, by number; the same on all ranks."""
-        groups = experience.batch.group_index
-        differs = group_mean(experience.scores.shaped, groups) != 0  # exactly 0 without spread
-        found = torch.zeros(num_prompts, dtype=torch.long, device=self.device)
-        found[groups[differs] - first] = 1
-        dist.all_reduce(found, group=self.data_group)
-        return [bool(has) for has in found.tolist()]
+    def lengths(self, of_draws: Sequence[Tensor]) -> dict[str, float]:
+        """Percentiles of the response lengths [num_sequences] of all draws and ranks."""
+        mine = torch.cat([lengths.long() for lengths in of_draws])
+        lengths = torch.cat(all_gather_columns(mine, self.data_group)).double().cpu().numpy()
+        levels = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+        values = np.percentile(lengths, list(levels.values())).tolist()
+        return {f"response/length_{name}": v for name, v in zip(levels, values, strict=True)}
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """One greedy response to each held-out prompt: the mean reward as the reward function gives
-        it, and accuracy, the share with full reward (1). Nothing without prompts."""
-        rollout, training = self.config.rollout, self.config.training
-        prompts = prompts[: training.evaluation_prompts]
-        if not prompts:
-            return {}
+    def judge_groups(
+        self, experience: Experience, first: int, num_prompts: int
+    ) -> tuple[list[bool], list[bool]]:
+        """Which groups of one draw have different rewards, and in which a call of the reward
+        function failed, by number; the same on all ranks."""
+        groups, shaped = experience.batch.group_index, experience.scores.shaped
+        failed = shaped.isnan()
+        differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed  # 0 without spread
+        found = torch.zeros((2, num_prompts), dtype=torch.long, device=self.device)
+        found[0, groups[differs] - first] = 1
+        found[1, groups[failed] - first] = 1
+        dist.all_reduce(found, group=self.data_group)
+        has_spread, has_failed = (found > 0).tolist()
+        return has_spread, has_failed
+
+    def evaluate(self, version: int = 0) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """One greedy response to each held-out prompt. Returns the mean reward as the reward
+        function gives it, and accuracy, the share with at least `evaluation.correct_at`; and on
+        the main rank the responses for evaluation.jsonl, in the prompts' order. Nothing without
+        prompts. `version`: steps that the policy has made.
+
+        Raises RewardError, on all ranks, as `sample`, and where no call succeeded."""
+        rollout, training, key = self.config.rollout, self.config.training, "data.eval_prompts"
+        rows = [*range(len(self.prompts.get(key, ())))][: training.evaluation_prompts]
+        if not rows:
+            return {}, []
         greedy = Sampling(rollout.max_response_tokens, temperature=0.0, stop=tuple(rollout.stop))
-        batch = self.roll_out(prompts, 0, 1, greedy, training.seed)
-        rewards = self.score(batch, prompts, 0).scores.rewards
+        draw = Draw(f"evaluation_{version:08d}", key, rows, 0, 1, greedy, training.seed, version)
+        experience = self.sample(draw)
+        correct_at, rewards = self.config.evaluation.correct_at, experience.scores.rewards
+        failed = rewards.isnan()
         metrics = StepMetrics(self.device)
         metrics.add_means(
             {
-                "evaluation/reward": mean_pair(rewards),
-                "evaluation/accuracy": mean_pair(rewards >= 1.0),
+                "evaluation/reward": mean_pair(rewards[~failed]),
+                "evaluation/accuracy": mean_pair(rewards[~failed] >= correct_at),
+                "evaluation/failed": mean_pair(failed),
             }
         )
-        return metrics.reduce(self.data_group)
+        reduced = metrics.reduce(self.data_group)
+        failed_share = reduced.pop("evaluation/failed")
+        if failed_share == 1:
+            raise self.nothing_scored("of an evaluation")
+        if self.config.reward.on_failure == "drop_group":
+            reduced["evaluation/failed"] = round(failed_share * len(rows))
+        told = gather_objects(self._responses(experience, correct_at)) or []
+        numbered = sorted((pair for of_rank in told for pair in of_rank), key=lambda pair: pair[0])
+        return reduced, [response for _, response in numbered]
+
+    def nothing_scored(self, of_what: str) -> RewardError:
+        """For a step or evaluation in which no response has a reward."""
+        return RewardError(
+            f"reward {self.scorer.reward.name!r}: its calls failed in all groups {of_what}"
+        )
+
+    def _responses(
+        self, experience: Experience, correct_at: float
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """This rank's records of evaluation.jsonl, with the numbers of their prompts."""
+        found = []
+        parts = experience.sample_parts or [{}] * len(experience.samples)
+        groups = experience.batch.group_index.tolist()
+        rows = zip(experience.samples, experience.sample_rewards, parts, groups)
+        for sample, reward, of_parts, group in rows:
+            scored = not math.isnan(reward)
+            record = {
+                "row_id": sample.row_id,
+                "prompt": sample.prompt,
+                "answer": written_answer(sample),
+                "response": sample.response,
+                "reward": reward if scored else None,
+                **({"parts": of_parts} if of_parts else {}),
+                "correct": reward >= correct_at if scored else None,
+                "truncated": sample.truncated,
+                "num_tokens": sample.num_tokens,
+            }
+            found.append((group, record))
+        return found
 
 
 def mean_pair(values: Tensor) -> Tensor:

@@ -22,6 +22,20 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Draw:
+    """Prompts that a step or an evaluation asks responses for, over all ranks."""
+
+    name: str  # unique in the run
+    key: str  # of the configuration, which names the files that the prompts are of
+    rows: list[int]  # numbers of the prompts in these files
+    first: int  # number of the first prompt in the step
+    per_prompt: int  # responses to each
+    sampling: Sampling
+    seed: int  # with the number of a sample it decides all of its randomness
+    version: int  # steps that the weights have made with which to draw
+
+
+@dataclass(frozen=True)
 class Requests:
     """Prompts of this rank and how many responses to draw for each.
 

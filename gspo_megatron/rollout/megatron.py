@@ -16,15 +16,20 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from gspo_megatron.models.attention import KeyValueCache, decoding, rotary_frequencies
+from gspo_megatron.models.attention import (
+    KeyValueCache,
+    PromptStates,
+    decoding,
+    rotary_frequencies,
+)
 from gspo_megatron.models.build import Policy
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.rows import Responses, Rows, padded
 from gspo_megatron.rollout.sampling import (
     RouterRandomness,
     StopStrings,
     draw,
-    uniforms,
     with_special_tokens,
 )
 from gspo_megatron.routing.noise import noisy_routers
@@ -36,43 +41,9 @@ from gspo_megatron.types import RolloutBatch
 # costs one decoding step.
 CHECK_INTERVAL = 4
 
-
-@dataclass
-class _Responses:
-    """The responses of one batch as they grow; rows are the batch's sequences. What stands after
-    the end of a response is void."""
-
-    tokens: Tensor  # [sequences, max_tokens] int64
-    logprobs: Tensor  # [sequences, max_tokens] float32
-    lengths: Tensor  # [sequences] int64, with the end token; max_tokens until a response ends
-    ended: Tensor  # [sequences] bool
-    # [sequences, positions, MoE layers of this rank, k], with the prompts; where they are recorded
-    routes: Tensor | None = None
-
-    @classmethod
-    def empty(cls, rows: int, max_tokens: int, device: torch.device) -> _Responses:
-        return cls(
-            tokens=torch.zeros((rows, max_tokens), dtype=torch.long, device=device),
-            logprobs=torch.zeros((rows, max_tokens), device=device),
-            lengths=torch.full((rows,), max_tokens, device=device),
-            ended=torch.zeros(rows, dtype=torch.bool, device=device),
-        )
-
-    def first(self, count: int) -> _Responses:
-        """The first `count` sequences."""
-        columns = {k: v if v is None else v[:count] for k, v in vars(self).items()}
-        return _Responses(**columns)
-
-
-@dataclass
-class _Draws:
-    """What decides the tokens of one batch, besides the weights and the prompts."""
-
-    sampling: Sampling
-    uniforms: Tensor  # [sequences, max_tokens] float64
-    router_randomness: RouterRandomness | None  # None: no noise on the routers
-    end_ids: Tensor  # [end ids] int64, the tokens that end a response
-    stop_strings: list[StopStrings]
+# Free rows wait for others until they are this share of the batch: prompts that start together
+# share one forward pass.
+REFILL_SHARE = 1 / 16
 
 
 class MegatronEngine:
@@ -90,11 +61,12 @@ class MegatronEngine:
         record_routes: bool = False,
         router_noise: float = 0.0,
     ) -> None:
-        """eos_id: one or several; batch_size: responses decoded together on a rank, in whole groups
-        (None: all at once); decode: token ids to text, needed for stops; special_tokens: their ids
-        by name, for stops that name one; record_routes: return the experts of every token with the
-        responses; router_noise: its standard deviation on the routers' scores while sampling;
-        greedy decoding has none, so that an evaluation measures the policy itself."""
+        """eos_id: one or several; batch_size: responses decoded together on a rank (None: all of
+        them); when one ends, the next starts in its row; decode: token ids to text, needed for
+        stops; special_tokens: their ids by name, for stops that name one; record_routes: return
+        the experts of every token with the responses; router_noise: its standard deviation on the
+        routers' scores while sampling; greedy decoding has none, so that an evaluation measures the
+        policy itself."""
         self.policy = policy
         self.pad_id = pad_id
         self.eos_ids = (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
@@ -124,39 +96,10 @@ class MegatronEngine:
         # a rank without requests runs no forward pass, and the others would wait for its weights
         self.policy.finish_parameter_gather()
         self.policy.eval()
-        per_prompt = requests.responses_per_prompt
-        samples = torch.tensor(requests.sample_indices(), dtype=torch.long, device=self.device)
-        prompts = [tuple(p) for p in requests.prompts]
-        end_ids, stop_strings = self._split_stops(sampling.stop)
-        with_noise = self.router_noise > 0 and sampling.temperature > 0
-        # Ranks may differ in their number of prompts, but not in their number of batches.
-        most = self._agreed_maximum(len(prompts))
-        size = max(1, self.batch_size // per_prompt if self.batch_size else most)
-        batches = []
-        for start in range(0, most, size):
-            chosen = prompts[start : start + size]
-            count = min(size, most - start) if self.equal_batches else max(1, len(chosen))
-            # Dummy prompts, with sample index 0, fill the batch up to `count`.
-            indices = samples.new_zeros(count * per_prompt)
-            real = len(chosen) * per_prompt
-            indices[:real] = samples[start * per_prompt :][:real]
-            draws = _Draws(
-                sampling,
-                uniforms(seed, indices, sampling.max_tokens),
-                RouterRandomness(seed, indices) if with_noise else None,
-                end_ids,
-                stop_strings,
-            )
-            filled = chosen + [(self.pad_id,)] * (count - len(chosen))
-            batches.append(self._generate_batch(filled, per_prompt, real, draws).first(real))
+        generation = _Generation(self, requests, sampling, seed)
+        generation.run()
         self.policy.train()
-        if not batches:
-            batches = [_Responses.empty(0, sampling.max_tokens, self.device)]
-            if self.record_routes:
-                batches[0].routes = no_routes(
-                    self.policy.config, 0, 0, self.num_routers, device=self.device
-                )
-        return _join(prompts, samples, requests, batches)
+        return generation.responses.batch(requests, generation.samples)
 
     def _split_stops(self, stop: Sequence[str]) -> tuple[Tensor, list[StopStrings]]:
         """The ids of all tokens that end a response [end ids], and the stops to find in its text.
@@ -174,96 +117,13 @@ class MegatronEngine:
             found.append(StopStrings(mixed, with_special_tokens(self.decode, named)))
         return torch.tensor([*self.eos_ids, *special], device=self.device), found
 
-    def _agreed_maximum(self, value: int) -> int:
-        """The largest value of all ranks, where every rank must join every forward pass."""
+    def _agreed_maxima(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over all ranks, where all must join every forward pass."""
         if not self.lockstep:
-            return value
-        agreed = torch.tensor([value], device=self.device)
+            return list(values)
+        agreed = torch.tensor(values, device=self.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        return int(agreed)
-
-    def _generate_batch(
-        self, prompts: Sequence[tuple[int, ...]], per_prompt: int, real: int, draws: _Draws
-    ) -> _Responses:
-        """Responses to `prompts`; all but the first `real` are dummies, which end at once."""
-        max_tokens, randomness = draws.sampling.max_tokens, draws.router_randomness
-        rows = len(prompts) * per_prompt
-        responses = _Responses.empty(rows, max_tokens, self.device)
-        responses.ended[real:], responses.lengths[real:] = True, 0
-        prompt_lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        longest = int(prompt_lengths.max())
-        if self.equal_batches:
-            longest = self._agreed_maximum(longest)
-        frequencies = rotary_frequencies(self.policy.models[0], longest + max_tokens)
-        cache = KeyValueCache(frequencies, longest + max_tokens)
-        with decoding(self.policy.models, cache):
-            # A group's responses share the work on their prompt.
-            of_prompts = randomness and randomness.at(slice(None, None, per_prompt))
-            ids = _padded(prompts, longest, self.pad_id, self.device)
-            cache.start_prefill(longest)
-            positions = torch.arange(longest, device=self.device).expand_as(ids)
-            hidden, routes = self._forward(ids, positions, of_prompts)
-            of_row = torch.arange(len(prompts), device=self.device)
-            if hidden is not None:  # of the prompts' last tokens, [prompts, hidden]
-                hidden = hidden[of_row, prompt_lengths - 1]
-            if routes is not None:
-                responses.routes = routes.new_zeros((rows, longest + max_tokens, *routes.shape[2:]))
-                responses.routes[:, :longest] = routes.repeat_interleave(per_prompt, 0)
-            if per_prompt > 1:
-                cache.keep(of_row.repeat_interleave(per_prompt))
-                prompt_lengths = prompt_lengths.repeat_interleave(per_prompt)
-                hidden = hidden.repeat_interleave(per_prompt, 0) if hidden is not None else None
-            self._decode(hidden, prompt_lengths, cache, responses, draws)
-        return responses
-
-    def _decode(
-        self,
-        hidden: Tensor | None,
-        positions: Tensor,
-        cache: KeyValueCache,
-        responses: _Responses,
-        draws: _Draws,
-    ) -> None:
-        """Draw token after token until every sequence has ended, here and on the ranks that need
-        this one. Sequences that have ended leave the batch when they are half of it or more.
-
-        hidden [sequences, hidden], positions [sequences]: of the next token."""
-        max_tokens, randomness = draws.sampling.max_tokens, draws.router_randomness
-        active = torch.arange(len(positions), device=self.device)  # rows of `responses`
-        longest = int(positions.max())
-        for step in range(max_tokens):
-            tokens, logprobs = self._draw(hidden, draws.sampling, draws.uniforms[active, step])
-            responses.tokens[active, step] = tokens
-            responses.logprobs[active, step] = logprobs
-            ended = responses.ended[active]
-            ends = ~ended & (tokens[:, None] == draws.end_ids).any(1)
-            responses.lengths[active] = torch.where(ends, step + 1, responses.lengths[active])
-            responses.ended[active] = ended | ends
-            is_last, is_check = step + 1 == max_tokens, (step + 1) % CHECK_INTERVAL == 0
-            if is_last or is_check:
-                for stop_strings in draws.stop_strings:
-                    _end_at_stop_strings(responses, step + 1, active, stop_strings)
-            if is_last:
-                return
-            if is_check:
-                ended = responses.ended[active]
-                running = len(ended) - int(ended.sum())
-                most = self._agreed_maximum(running)
-                if most == 0:
-                    return
-                kept = most if self.equal_batches else max(1, running)
-                if 2 * kept <= len(active):
-                    rows = ended.int().argsort(stable=True)[:kept]
-                    cache.keep(rows)
-                    active, tokens, positions = active[rows], tokens[rows], positions[rows]
-            longest += 1
-            cache.start_token(positions, longest)
-            of_active = randomness and randomness.at(active)
-            hidden, routes = self._forward(tokens[:, None], positions[:, None], of_active)
-            if routes is not None:
-                responses.routes[active, positions] = routes[:, 0]
-            hidden = hidden[:, 0] if hidden is not None else None
-            positions = positions + 1
+        return agreed.tolist()
 
     def _draw(
         self, hidden: Tensor | None, sampling: Sampling, uniform: Tensor
@@ -300,6 +160,204 @@ class MegatronEngine:
         if not layers:  # a stage of dense layers
             return hidden, no_routes(self.policy.config, sequences, length, 0, device=self.device)
         return hidden, torch.stack(layers, dim=2).transpose(0, 1)
+
+
+@dataclass
+class _Plan:
+    """What all ranks do at a check."""
+
+    rows: int  # to go on with; 0: every rank is ready
+    starts: int  # responses that this rank starts in free rows
+    prompts: int  # rows of the prefill; 0: no rank runs one
+    longest_prompt: int  # tokens of the prefill
+    steps: int  # tokens to draw until the next check
+
+
+@dataclass
+class _Prefilled:
+    """Prompts that went through the model."""
+
+    states: PromptStates
+    lengths: Tensor  # [prompts] int64
+    hidden: Tensor | None  # [prompts, hidden] of their last tokens, on the last stage
+    routes: Tensor | None  # [prompts, length, layers, k], where they are recorded
+
+    def last(self) -> _Prefilled:
+        """The last of them, without the memory of the others."""
+
+        def cut(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[-1:].clone()
+
+        states = {layer: (cut(key), cut(value)) for layer, (key, value) in self.states.items()}
+        return _Prefilled(states, cut(self.lengths), cut(self.hidden), cut(self.routes))
+
+
+class _Generation:
+    """One call of generate: the queue of responses, and the rows of the batch that draw them.
+
+    Responses start in their order, in whatever row is free. Those of one group share the prefill of
+    their prompt. Of a group that has started in part, the prompt's keys and values are kept.
+    """
+
+    def __init__(
+        self, engine: MegatronEngine, requests: Requests, sampling: Sampling, seed: int
+    ) -> None:
+        self.engine, self.sampling, self.seed = engine, sampling, seed
+        self.prompts, self.per_prompt = requests.prompts, requests.responses_per_prompt
+        device = self.device = engine.device
+        self.samples = torch.tensor(requests.sample_indices(), dtype=torch.long, device=device)
+        self.with_noise = engine.router_noise > 0 and sampling.temperature > 0
+        self.end_ids, self.stop_strings = engine._split_stops(sampling.stop)
+        longest = max(map(len, self.prompts), default=1)
+        if engine.equal_batches:
+            [longest] = engine._agreed_maxima([longest])
+        self.max_length = longest + sampling.max_tokens
+        count, routes = len(self.samples), None
+        if engine.record_routes:
+            sizes = (count + 1, self.max_length, engine.num_routers)
+            routes = no_routes(engine.policy.config, *sizes, device=device)
+        self.responses = Responses.empty(count, sampling.max_tokens, routes, device)
+        self.next = 0  # the first response that has not started
+        self.prefilled: _Prefilled | None = None  # its prompt, if others of its group have started
+        self.longest = 0  # tokens of the longest sequence in the batch
+
+    def run(self) -> None:
+        """Draw all responses of this rank, and take part in the forward passes of the others."""
+        models, count = self.engine.policy.models, len(self.samples)
+        self.rows = Rows.idle(min(self.engine.batch_size or count, count), self.responses)
+        plan = self._plan()
+        if not plan.rows:
+            return
+        self.rows = Rows.idle(plan.rows, self.responses)
+        frequencies = rotary_frequencies(models[0], self.max_length)
+        self.cache = KeyValueCache(frequencies, plan.rows, self.max_length)
+        with decoding(models, self.cache):
+            hidden = self._fill(None, plan)
+            while True:
+                searched = self.rows.lengths.clone()
+                for step in range(plan.steps):
+                    if step > 0:
+                        hidden = self._next()
+                    self._draw(hidden)
+                for stop_strings in self.stop_strings:
+                    self.rows.end_at_stop_strings(
+                        stop_strings, searched, CHECK_INTERVAL, self.responses
+                    )
+                self.rows.store(self.responses)
+                plan = self._plan()
+                if not plan.rows:
+                    return
+                if 2 * plan.rows <= len(self.rows):
+                    self.cache.keep(self.rows.keep(plan.rows))
+                hidden = self._fill(self._next(), plan)
+
+    def _plan(self) -> _Plan:
+        """Agree on what to do with the rows that are free, and on the forward passes until the next
+        check. Reads from the device once."""
+        engine, rows, max_tokens = self.engine, len(self.rows), self.sampling.max_tokens
+        running, self.longest, left = self.rows.progress(max_tokens) if rows else (0, 0, 0)
+        queued = len(self.samples) - self.next
+        needed = min(rows, running + queued)
+        starts = min(rows - running, queued)
+        is_time = starts > 0 and rows - running >= REFILL_SHARE * rows
+        new = self.prompts[
+            self._prompts_before(self.next) : self._prompts_before(self.next + starts)
+        ]
+        longest = max(map(len, new), default=1)
+        most, refills, prompts, longest_of_all, left, any_starts = engine._agreed_maxima(
+            [needed, is_time, len(new), longest, left, starts]
+        )
+        if not refills:
+            starts = any_starts = prompts = 0
+        if not engine.equal_batches:
+            # a rank with nothing to do passes a dummy
+            most, prompts = most and max(1, needed), prompts and max(1, len(new))
+            longest_of_all = longest
+        steps = min(CHECK_INTERVAL, max_tokens if any_starts else left)
+        return _Plan(most, starts, prompts, longest_of_all, steps)
+
+    def _prompts_before(self, response: int) -> int:
+        """How many prompts have been prefilled when all responses before this one have started."""
+        return -(-response // self.per_prompt)
+
+    def _fill(self, hidden: Tensor | None, plan: _Plan) -> Tensor | None:
+        """Start the next responses in free rows. Returns `hidden` [rows, hidden], on the last
+        stage, with that of their prompts' last tokens."""
+        first, last = self.next, self.next + plan.starts
+        started, prefilled = self._prompts_before(first), self._prompts_before(last)
+        free = self.rows.free(plan.starts)
+        known = min(last, started * self.per_prompt) - first  # of a group that has started
+        if known:
+            hidden = self._start(free[:known], first, self.prefilled, hidden)
+        if plan.prompts:
+            found = self._prefill(range(started, prefilled), plan)
+            hidden = self._start(free[known:], first + known, found, hidden)
+            if prefilled > started:
+                self.prefilled = found.last()
+        if last % self.per_prompt == 0:
+            self.prefilled = None  # all of its group have started
+        self.next = last
+        lengths = map(len, self.prompts[first // self.per_prompt : prefilled])
+        self.longest = max(self.longest, max(lengths, default=1))
+        return hidden
+
+    def _start(
+        self, rows: Tensor, first: int, prefilled: _Prefilled, hidden: Tensor | None
+    ) -> Tensor | None:
+        """Start the responses from `first` on in `rows` [n], by the first of the prefilled prompts.
+        Returns `hidden` [rows, hidden] with theirs."""
+        if hidden is None and prefilled.hidden is not None:
+            hidden = prefilled.hidden.new_zeros((len(self.rows), prefilled.hidden.shape[1]))
+        if len(rows) == 0:
+            return hidden
+        responses = torch.arange(first, first + len(rows), device=self.device)
+        prompts = responses // self.per_prompt - first // self.per_prompt
+        self.cache.place(prefilled.states, prompts, rows)
+        lengths = prefilled.lengths[prompts]
+        self.rows.start(rows, responses, self.samples[responses], lengths, self.seed)
+        if hidden is not None:
+            hidden[rows] = prefilled.hidden[prompts]
+        if prefilled.routes is not None:
+            width = prefilled.routes.shape[1]
+            self.responses.routes[responses, :width] = prefilled.routes[prompts]
+        return hidden
+
+    def _prefill(self, numbers: range, plan: _Plan) -> _Prefilled:
+        """A forward pass of these of the prompts. Dummies of one token, with sample index 0, fill
+        the batch up."""
+        dummies = plan.prompts - len(numbers)
+        prompts = [*(self.prompts[n] for n in numbers), *[(self.engine.pad_id,)] * dummies]
+        longest = plan.longest_prompt
+        ids = padded(prompts, longest, self.engine.pad_id, self.device)
+        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        samples = self.samples.new_zeros(len(prompts))
+        samples[: len(numbers)] = self.samples[:: self.per_prompt][numbers.start : numbers.stop]
+        states = self.cache.start_prefill(longest)
+        positions = torch.arange(longest, device=self.device).expand_as(ids)
+        hidden, routes = self.engine._forward(ids, positions, self._randomness(samples))
+        if hidden is not None:
+            hidden = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+        return _Prefilled(states, lengths, hidden, routes)
+
+    def _draw(self, hidden: Tensor | None) -> None:
+        """Draw a token in every row. hidden [rows, hidden]: where they come from."""
+        tokens, logprobs = self.engine._draw(hidden, self.sampling, self.rows.uniform())
+        self.rows.add(tokens, logprobs, self.end_ids, self.responses)
+        self.longest = min(self.longest + 1, self.max_length)
+
+    def _next(self) -> Tensor | None:
+        """A forward pass of the last tokens drawn -> [rows, hidden] on the last stage."""
+        rows, positions = self.rows, self.rows.positions
+        self.cache.start_token(positions, self.longest)
+        randomness = self._randomness(rows.samples)
+        hidden, routes = self.engine._forward(rows.tokens[:, None], positions[:, None], randomness)
+        if routes is not None:
+            owners = torch.where(rows.going, rows.response, self.responses.spare)
+            self.responses.routes[owners, positions] = routes[:, 0]
+        return hidden[:, 0] if hidden is not None else None
+
+    def _randomness(self, samples: Tensor) -> RouterRandomness | None:
+        return RouterRandomness(self.seed, samples) if self.with_noise else None
 
 
 class _PipelineForward:
@@ -346,72 +404,3 @@ class _PipelineForward:
             self._passed = output  # virtual stages of a single rank
         else:
             dist.send(output.contiguous(), dst=self.following, group=self.group)
-
-
-def _end_at_stop_strings(
-    responses: _Responses, drawn: int, active: Tensor, stop_strings: StopStrings
-) -> None:
-    """End the responses among the `active` rows whose text contains a stop string now that `drawn`
-    tokens are there. The tokens after it are void. Reads from the device once."""
-    searched = (drawn - 1) // CHECK_INTERVAL * CHECK_INTERVAL  # tokens, at the check before
-    first = max(0, searched + 1 - stop_strings.window)
-    rows = torch.cat([active[:, None], responses.lengths[active, None]], dim=1)
-    rows = torch.cat([rows, responses.tokens[active, first:drawn]], dim=1).tolist()
-    found = {}
-    for row, length, *ids in rows:
-        if length > searched:  # had not ended at the check before
-            end = stop_strings.end(ids[: length - first], searched - first)
-            if end is not None:
-                found[row] = first + end
-    if found:
-        ended = torch.tensor(list(found), device=active.device)
-        responses.lengths[ended] = torch.tensor(list(found.values()), device=active.device)
-        responses.ended[ended] = True
-
-
-def _padded(
-    prompts: Sequence[tuple[int, ...]], longest: int, pad_id: int, device: torch.device
-) -> Tensor:
-    """[prompts, longest], padded on the right."""
-    rows = [(*p, *(pad_id,) * (longest - len(p))) for p in prompts]
-    return torch.tensor(rows, dtype=torch.long, device=device).view(len(prompts), longest)
-
-
-def _join(
-    prompts: list[tuple[int, ...]],
-    samples: Tensor,
-    requests: Requests,
-    batches: list[_Responses],
-) -> RolloutBatch:
-    """Flatten batches of padded responses into one RolloutBatch."""
-    device, per_prompt = samples.device, requests.responses_per_prompt
-    tokens, logprobs, lengths, ended = (
-        torch.cat([getattr(batch, name) for batch in batches])
-        for name in ("tokens", "logprobs", "lengths", "ended")
-    )
-    groups = torch.tensor(list(requests.group_index), dtype=torch.long, device=device)
-    prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.long, device=device)
-    prompt_lengths = prompt_lengths.repeat_interleave(per_prompt)
-    longest = max((len(p) for p in prompts), default=0)
-    prompt_tokens = _padded(prompts, longest, 0, device).repeat_interleave(per_prompt, 0)
-    in_prompt = torch.arange(longest, device=device) < prompt_lengths[:, None]
-    in_response = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
-    routes = None
-    if batches[0].routes is not None:
-        ends = (prompt_lengths + lengths).split([len(batch.lengths) for batch in batches])
-        routes = torch.cat(
-            [
-                batch.routes[torch.arange(batch.routes.shape[1], device=device) < end[:, None]]
-                for batch, end in zip(batches, ends)
-            ]
-        )
-    return RolloutBatch(
-        tokens=torch.cat([prompt_tokens, tokens], 1)[torch.cat([in_prompt, in_response], 1)],
-        prompt_lengths=prompt_lengths,
-        response_lengths=lengths,
-        rollout_logprobs=logprobs[in_response],
-        truncated=~ended,
-        sample_index=samples,
-        group_index=groups.repeat_interleave(per_prompt),
-        routes=routes,
-    )

@@ -122,8 +122,8 @@ def test_rollout_logprobs_are_the_trainers(
     assert len(difference) == len(batch.rollout_logprobs) and float(difference.max()) <= 1e-5
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 100])
-@pytest.mark.parametrize("per_prompt", [1, 2])
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 7, 100])
+@pytest.mark.parametrize("per_prompt", [1, 3])
 def test_the_batch_size_changes_nothing(policy: Policy, batch_size: int, per_prompt: int) -> None:
     together = generate(policy, per_prompt=per_prompt, eos_id=11)
     apart = generate(policy, per_prompt=per_prompt, eos_id=11, batch_size=batch_size)
@@ -132,6 +132,43 @@ def test_the_batch_size_changes_nothing(policy: Policy, batch_size: int, per_pro
             torch.testing.assert_close(getattr(apart, name), value, atol=1e-5, rtol=0.0)
         else:
             assert torch.equal(getattr(apart, name), value), name
+
+
+def scheduled_steps(lengths: Sequence[int], rows: int) -> int:
+    """Steps until the last response ends, where each starts in the row that is free first, and rows
+    become free at every fourth step."""
+    free = [0] * rows
+    for length in lengths:
+        free[free.index(min(free))] += -(-length // 4) * 4
+    return max(free)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_a_free_row_takes_the_next_response(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    passes = []  # (sequences, tokens of each)
+    native = MegatronEngine._forward
+
+    def watched(self: MegatronEngine, ids: Tensor, *others: Any) -> Any:
+        passes.append(tuple(ids.shape))
+        return native(self, ids, *others)
+
+    monkeypatch.setattr(MegatronEngine, "_forward", watched)
+    prompts = [(*prompt, 3) for prompt in PROMPTS]  # of two tokens or more
+    batch = generate(
+        policy, prompts, per_prompt=8, eos_id=(2, 11, 17), max_tokens=40, batch_size=rows
+    )
+    lengths = batch.response_lengths.tolist()
+    steps = [sequences for sequences, length in passes if length == 1]
+    # the first token of a response comes from the prefill
+    assert len(steps) == scheduled_steps(lengths, rows) - 1
+    batches = [lengths[start : start + rows] for start in range(0, len(lengths), rows)]
+    if rows > 1:
+        assert len(steps) < 0.8 * sum(map(max, batches))  # one batch after another
+    # each prompt passes once, and only the rows of the last responses become fewer
+    assert sum(sequences for sequences, length in passes if length > 1) == len(prompts)
+    assert max(steps) == rows and steps == sorted(steps, reverse=True)
 
 
 def test_a_sample_is_the_same_among_other_prompts(policy: Policy) -> None:
@@ -202,9 +239,9 @@ def test_an_end_at_the_last_position_is_no_truncation(policy: Policy) -> None:
     assert response.tokens == endless.tokens and response.truncated is False
 
 
-@pytest.mark.parametrize("max_tokens", [18, 20, 21])
+@pytest.mark.parametrize(("max_tokens", "rows"), [(18, None), (20, None), (21, None), (21, 7)])
 def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
-    policy: Policy, max_tokens: int
+    policy: Policy, max_tokens: int, rows: int | None
 ) -> None:
     options = {"per_prompt": 6, "max_tokens": max_tokens}
     endless = [letters(r.tokens) for r in responses_of(generate(policy, **options))]
@@ -222,6 +259,7 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
             stop=stop,
             eos_id=ord(eos) - ord("A") if eos else NEVER,
             decode=decode,
+            batch_size=rows,
             **options,
         )
         ends = [

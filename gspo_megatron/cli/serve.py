@@ -1,0 +1,153 @@
+"""`gspo-megatron serve`: a vLLM server for a run, or a node's servers for a run elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.cli.arguments import Commands, new_parser
+from gspo_megatron.errors import UserError
+
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_OWN_OPTIONS = ("model", "host", "port", "dtype")
+
+
+def add_parser(commands: Commands) -> None:
+    parser = new_parser(
+        commands,
+        "serve",
+        run,
+        "start a vLLM server for rollout.vllm.urls, or those that a run wants here (--join)",
+        list_name="words",
+    )
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        type=Path,
+        help="a Hugging Face folder, or a checkpoint or run, which is converted first. With "
+        "--join: the run's folder, or its configuration",
+    )
+    parser.add_argument(
+        "words",
+        metavar="OPTION=VALUE",
+        nargs="*",
+        default=[],
+        help="further options of vLLM, as max_num_seqs=64, which replace ours. With --join: "
+        "section.key=value, as for the run",
+    )
+    parser.add_argument(
+        "--join",
+        action="store_true",
+        help="start and end the servers that a run wants on this node, until told to end. The run "
+        "names its nodes in GSPO_ROLLOUT_NODES",
+    )
+    parser.add_argument("--name", help="with --join: this node in the run (default: its name)")
+    parser.add_argument("--python", help="the interpreter that has vLLM (default: this one)")
+    parser.add_argument(
+        "--host",
+        help="the address to listen on (default: 127.0.0.1; with --join that of the node's name)",
+    )
+    parser.add_argument("--port", type=_port, help="(default: a free one)")
+    parser.add_argument(
+        "--dtype", choices=tuple(_DTYPES), help="of the computation (default: as the weights)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C."""
+    if arguments.join:
+        for name in ("port", "dtype"):
+            if getattr(arguments, name) is not None:
+                arguments.parser.error(f"--{name}: not with --join: the run decides it")
+        return _join(arguments)
+    if arguments.name is not None:
+        arguments.parser.error("--name: only with --join")
+    options = _options(arguments.words)
+    if (arguments.source / "config.json").is_file():
+        return _serve(arguments, arguments.source, options)
+    from gspo_megatron.checkpoint.hf.convert import megatron_to_hf
+
+    with tempfile.TemporaryDirectory(prefix="gspo-megatron-serve-") as folder:
+        taken, notes = megatron_to_hf(arguments.source, Path(folder) / "hf")
+        for note in [*notes, f"serving {taken}"]:
+            print(note, file=sys.stderr, flush=True)
+        return _serve(arguments, Path(folder) / "hf", options)
+
+
+def _serve(arguments: argparse.Namespace, folder: Path, options: dict[str, Any]) -> int:
+    from gspo_megatron.rollout.service.standalone import serve, server_command, until_told_to_end
+
+    python = arguments.python or sys.executable
+    dtype = _DTYPES[arguments.dtype] if arguments.dtype else _dtype_of(folder)
+    words, environ = server_command(folder, python, dtype, options)
+    address = (arguments.host or "127.0.0.1", arguments.port)
+    until_told_to_end(lambda ended: serve(words, environ, *address, ended))
+    return 0
+
+
+def _join(arguments: argparse.Namespace) -> int:
+    from gspo_megatron.rollout.service.agent import Agent
+    from gspo_megatron.rollout.service.bank import FOLDER
+    from gspo_megatron.rollout.service.remote import FOLDER as SERVERS
+    from gspo_megatron.rollout.service.standalone import until_told_to_end
+
+    folder = arguments.source
+    if folder.is_file():
+        from gspo_megatron.config.load import load_config
+
+        folder = Path(str(load_config(folder, arguments.words).logging.dir))
+    elif arguments.words:
+        arguments.parser.error(f"{arguments.words[0]}: only with a configuration")
+    host = arguments.host or _own_address()
+    name = arguments.name or socket.gethostname()
+    agent = Agent(folder / FOLDER / SERVERS, name, host, arguments.python)
+    print(f"{name}: waits at {host} for the run in {folder}", flush=True)
+    until_told_to_end(agent.run)
+    return 0
+
+
+def _own_address() -> str:
+    """Of this host's name. Raises UserError where it has none."""
+    name = socket.gethostname()
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(
+            f"--host: the name of this host, {name}, has no address ({error.strerror or error}); "
+            "give the one that the run's first node reaches"
+        ) from error
+
+
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    """vLLM's options by name. Raises UserError."""
+    from gspo_megatron.config.load import parse_yaml
+
+    options = {}
+    for word in words:
+        name, equals, text = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not equals or not name.isidentifier():
+            raise UserError(f"{word}: legal: OPTION=VALUE, as max_num_seqs=64")
+        if name in _OWN_OPTIONS:
+            raise UserError(f"{word}: legal: SOURCE, --host, --port and --dtype")
+        options[name] = parse_yaml(text, word)
+    return options
+
+
+def _dtype_of(folder: Path) -> str:
+    """As vLLM names it. It would compute in half precision with weights in fp32."""
+    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return "float32" if found.get("dtype", found.get("torch_dtype")) == "float32" else "bfloat16"
+
+
+def _port(text: str) -> int:
+    """Raises argparse's error."""
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return int(text)

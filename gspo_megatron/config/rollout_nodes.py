@@ -1,0 +1,12 @@
+"""The nodes of a job that only serve rollouts, which its batch script names in the environment."""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "GSPO_ROLLOUT_NODES"
+
+
+def rollout_nodes() -> list[str]:
+    """Their names; none: servers run beside rank 0."""
+    return [name for name in os.environ.get(VARIABLE, "").split(",") if name]

@@ -1,0 +1,145 @@
+"""The bank: finished groups of responses on the disk, from where the ranks read their share.
+
+A file holds one draw: a record that says what was asked for, then a record for each finished group,
+in the order in which they finished. A record is on the disk before anyone is told of it. After a
+kill the whole groups are used again, and a record that was cut short is dropped.
+
+A record is a header (magic, number of the group, bytes, CRC-32) and a safetensors file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from gspo_megatron.errors import DataError
+from gspo_megatron.files import sync
+
+FOLDER = "rollouts"  # in the run folder
+SUFFIX = ".groups"
+
+_MAGIC = b"GSPO"
+_HEADER = struct.Struct("<4sqQI")
+_REQUEST = -1  # in place of a group's number: the record of the request
+
+
+class Group(NamedTuple):
+    """The responses to one prompt, flat; sequence i is prompt then response."""
+
+    number: int  # of the prompt in its step
+    # tokens [sum(prompt + response lengths)] int32, prompt_lengths, response_lengths [n] int64,
+    # rollout_logprobs [sum(response lengths)] float32, truncated [n] bool, sample_index,
+    # group_index [n] int64, rewards, shaped [n] float64, turns [n] int64, turn_rewards [turns]
+    # float64, turn_tokens [turns] int64, parts [parts, n] float64; where the servers report them,
+    # routes [tokens, layers, k] uint8 or int16. Names as in RolloutBatch and rl.rollouts.Scores.
+    columns: dict[str, np.ndarray]
+
+
+class DrawFile:
+    """One draw's file, as the service writes it."""
+
+    def __init__(self, path: Path, request: Mapping[str, Any]) -> None:
+        """Keeps the groups that an earlier process finished for the same request; `finished` has
+        their numbers. A file of another request is replaced. Raises DataError where the file
+        cannot be written."""
+        self.path = path
+        self.finished: set[int] = set()
+        wanted = json.dumps(request, sort_keys=True).encode()
+        with _write_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            end = 0
+            if path.exists():
+                for number, content, after in _records(path):
+                    if end == 0 and (number, content) != (_REQUEST, wanted):
+                        break
+                    end = after
+                    self.finished.add(number)
+            self.finished.discard(_REQUEST)
+            self._file = path.open("r+b" if path.exists() else "w+b")
+            self._file.truncate(end)
+            self._file.seek(end)
+            if end == 0:
+                self._append(_REQUEST, wanted)
+                sync(path.parent)
+
+    def append(self, group: Group) -> None:
+        """Write a group; it is on the disk when this returns. Raises DataError."""
+        with _write_errors(self.path):
+            self._append(group.number, save(group.columns))
+        self.finished.add(group.number)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, number: int, content: bytes) -> None:
+        header = _HEADER.pack(_MAGIC, number, len(content), zlib.crc32(content))
+        self._file.write(header + content)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def read_groups(
+    path: Path, wanted: Callable[[int], bool]
+) -> dict[int, dict[str, np.ndarray]]:
+    """The columns of those groups of a draw whose numbers are `wanted`. The others are skipped, not
+    read.
+
+    Raises DataError for a file that is missing or damaged.
+    """
+    try:
+        records = _records(path, lambda number: number != _REQUEST and wanted(number))
+        return {number: load(content) for number, content, _ in records if content}
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def forget(folder: Path, is_needed: Callable[[str], bool]) -> None:
+    """Remove the files of draws that are not needed any more; `is_needed` is given their names."""
+    for path in folder.glob(f"*{SUFFIX}"):
+        if not is_needed(path.name.removesuffix(SUFFIX)):
+            path.unlink(missing_ok=True)
+
+
+def _records(
+    path: Path, wanted: Callable[[int], bool] = lambda _: True
+) -> Iterator[tuple[int, bytes, int]]:
+    """Number, content and end of each whole record up to the first that is not whole; the content
+    of one that is not wanted is empty."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while (record := _next_record(file, size, wanted)) is not None:
+            yield record
+
+
+def _next_record(
+    file: BinaryIO, size: int, wanted: Callable[[int], bool]
+) -> tuple[int, bytes, int] | None:
+    header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    magic, number, length, checksum = _HEADER.unpack(header)
+    end = file.tell() + length
+    if magic != _MAGIC or end > size:
+        return None
+    if not wanted(number):
+        file.seek(end)
+        return number, b"", end
+    content = file.read(length)
+    return (number, content, end) if zlib.crc32(content) == checksum else None
+
+
+@contextlib.contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,155 @@
+"""Rank 0's end of the rollout service: starts the process, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from typing import Any
+
+from gspo_megatron.errors import DataError, RewardError, RolloutError, UserError
+from gspo_megatron.rollout.service.process import end_with_parent
+
+_END_SECONDS = 30.0  # the servers end within it
+_CALL_SECONDS = 60.0
+
+
+class Handle:
+    """The service as a process, on rank 0. Its methods raise RolloutError where the servers, or
+    what the service needs of the user, are at fault."""
+
+    def __init__(self, settings: dict[str, Any], restarts: int) -> None:
+        """settings: JSON for the service; restarts: how often it may die."""
+        self._settings = {**settings, "token": secrets.token_urlsafe(32)}
+        self._restarts_left = restarts
+        self._weights: dict[str, Any] | None = None
+        self._draws: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name
+        self._process: subprocess.Popen[str] | None = None
+        self._start()
+
+    def take_weights(self, weights: dict[str, Any]) -> None:
+        """Begin to bring all servers to new weights: see `pool.Weights`."""
+        self._weights = weights
+        self._call("POST", "/weights", weights)
+
+    def weights_arrived(self) -> bool:
+        """Whether all servers that are left have proven the new weights. Waits some seconds."""
+        return self._done(self._call("GET", "/weights"))
+
+    def begin_draw(self, draw: dict[str, Any]) -> None:
+        """Ask for responses: see `episodes.Draw`."""
+        self._draws[draw["name"]] = draw
+        self._done(self._call("POST", "/draws", draw))
+
+    def draw_status(self, name: str) -> dict[str, Any]:
+        """finished, groups, done. Waits some seconds for the end. Raises the error of the draw,
+        such as RewardError."""
+        status = self._call("GET", f"/draws/{name}")
+        self._done(status)
+        return status
+
+    def forget(self, step: int) -> None:
+        """Drop the draws of this step and earlier ones: they were trained on, and the run is
+        saved. Names of draws are KIND_STEP or KIND_STEP_NUMBER."""
+        self._draws = {
+            name: draw for name, draw in self._draws.items() if int(name.split("_")[1]) > step
+        }
+        self._call("POST", "/forget", {"needed": list(self._draws)})
+
+    def figures(self) -> dict[str, float]:
+        """Counters and gauges of the servers."""
+        return self._call("GET", "/figures")
+
+    def close(self) -> None:
+        """End the service and the servers that it started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "gspo_megatron.rollout.service.main"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C saves the run; the service works until its end
+            preexec_fn=end_with_parent,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            json.dump(self._settings, pipe)
+        line = self._process.stdout.readline()
+        told = json.loads(line) if line else {"error": self._how_it_ended()}
+        if "error" in told:
+            self.close()
+            raise RolloutError(told["error"])
+        self._url = f"http://127.0.0.1:{told['port']}"
+
+    def _how_it_ended(self) -> str:
+        assert self._process is not None
+        code = self._process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        return f"the rollout service {how}"
+
+    def _call(self, verb: str, path: str, given: Any = None) -> Any:
+        """Ask the service; where it has died, start it again and repeat what it was told."""
+        has_died = False
+        while True:
+            try:
+                if has_died:  # it may die once more meanwhile
+                    self._start_again()
+                return self._ask(verb, path, given)
+            except (OSError, urllib.error.URLError) as error:
+                if isinstance(error, urllib.error.HTTPError):
+                    raise
+                assert self._process is not None
+                if self._process.poll() is None and "timed out" in str(error):
+                    self._process.kill()  # it hangs
+                has_died = True
+
+    def _start_again(self) -> None:
+        how = self._how_it_ended()
+        if self._restarts_left == 0:
+            raise RolloutError(f"{how} once more than rollout.vllm.restarts allows")
+        self._restarts_left -= 1
+        print(f"{how}: starting it again", file=sys.stderr, flush=True)
+        self._start()
+        if self._weights is not None:
+            self._ask("POST", "/weights", self._weights)
+            while not self._done(self._ask("GET", "/weights")):
+                pass
+        for draw in self._draws.values():
+            self._ask("POST", "/draws", draw)
+
+    def _ask(self, verb: str, path: str, given: Any = None) -> Any:
+        request = urllib.request.Request(
+            self._url + path,
+            data=None if given is None else json.dumps(given).encode(),
+            method=verb,
+            headers={"Authorization": f"Bearer {self._settings['token']}"},
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is loopback
+        with opener.open(request, timeout=_CALL_SECONDS) as answer:
+            return json.load(answer)
+
+    @staticmethod
+    def _done(status: dict[str, Any]) -> bool:
+        """Whether what was asked for is there. Raises its error."""
+        error = status.get("error")
+        if error is not None:
+            kinds = {each.__name__: each for each in (DataError, RewardError, RolloutError)}
+            raise kinds.get(error["kind"], UserError)(error["text"])
+        return bool(status["done"])

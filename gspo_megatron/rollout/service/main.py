@@ -1,0 +1,293 @@
+"""The process of the rollout service: `python -m gspo_megatron.rollout.service.main` beside rank 0.
+
+Its settings come as JSON on stdin. Its port, or why it cannot start, goes to stdout as one line of
+JSON. Control is HTTP on loopback with a token; `Handle` is the other end. The service ends with
+rank 0, and the servers that it started end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from gspo_megatron.config import Config
+from gspo_megatron.config.load import parse_config
+from gspo_megatron.data.inputs import Inputs, read_inputs
+from gspo_megatron.errors import UserError
+from gspo_megatron.rollout.service.bank import FOLDER, forget
+from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client, ModelFacts
+from gspo_megatron.rollout.service.episodes import Draws, Scorers, draw_from_json
+from gspo_megatron.rollout.service.pool import (
+    Pool,
+    PoolSettings,
+    Probe,
+    Server,
+    Weights,
+    connected_session,
+)
+from gspo_megatron.rollout.service.process import (
+    ServerProcess,
+    common_environment,
+    cpu_environment,
+    needed_arguments,
+    server_words,
+)
+from gspo_megatron.rollout.service.remote import FOLDER as SERVERS
+from gspo_megatron.rollout.service.remote import Node, Nodes, RemoteProcess, server_log
+
+LONGEST_WAIT = 5.0  # seconds for which a question of rank 0 may be held until there is news
+
+
+class Service:
+    """Runs in a thread of its own, beside the main thread, which scores."""
+
+    def __init__(self, settings: dict[str, Any], config: Config, inputs: Inputs) -> None:
+        self.config, self.inputs, self.settings = config, inputs, settings
+        self.folder = Path(str(config.logging.dir)) / FOLDER
+        self.nodes = Nodes(self.folder / SERVERS, settings["nodes"])
+        self.scorers = Scorers(config, inputs)
+        self.updating: asyncio.Task[None] | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, told_port: Callable[[int], None]) -> None:
+        """Serve until the main thread stops."""
+        self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
+        letters = asyncio.create_task(self.nodes.run())
+        async with connected_session() as session:
+            self.pool = Pool(self._servers(session), self._pool_settings())
+            self.draws = Draws(
+                self.pool, self.scorers, self.inputs.files, self._stops(), self.folder
+            )
+            runner = web.AppRunner(self._app())
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            told_port(runner.addresses[0][1])
+            try:
+                await self.ended.wait()
+            finally:
+                await self.pool.close()
+                letters.cancel()
+                await asyncio.wait([letters])
+                await runner.cleanup()
+                # rank 0 may have died, and the folder may be one in memory
+                shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
+
+    def end(self) -> None:
+        """From another thread."""
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self.ended.set)
+
+    # What it consists of
+
+    def _pool_settings(self) -> PoolSettings:
+        section = self.config.rollout.vllm
+        return PoolSettings(
+            facts=ModelFacts(**self.settings["facts"]),
+            max_model_len=self.config.resolved_model().max_sequence_length,
+            dtype=self.settings["dtype"],
+            with_routes="r3" in self.config.routing.modes,
+            restarts=section.restarts,
+            update_seconds=section.update_seconds,
+            silence_seconds=section.silence_seconds,
+        )
+
+    def _servers(self, session: Any) -> list[Server]:
+        section = self.config.rollout.vllm
+        if section.urls:
+            token = os.environ.get(TOKEN_VARIABLE)
+            return [Server(f"server {url}", Client(url, session, token)) for url in section.urls]
+        servers, nodes, token = [], self.nodes.nodes, secrets.token_urlsafe(32)
+        for number in range(section.servers):
+            client = Client("", session, token)  # its url is known when it is started
+            if nodes:
+                place, slot = divmod(number, section.servers // len(nodes))
+                node = nodes[place]
+                start = partial(self._start_there, node, number, slot, token)
+                servers.append(Server(f"server {number} on {node.name}", client, start))
+            else:
+                start = partial(self._start_here, number, token)
+                servers.append(Server(f"server {number}", client, start))
+        return servers
+
+    def _start_here(self, number: int, token: str, folder: str) -> ServerProcess:
+        devices, size = self.settings["devices"], self.config.rollout.vllm.tensor_parallel_size
+        environ = self._environment(token, devices[number * size : (number + 1) * size])
+        log = server_log(self.folder / SERVERS, number)
+        return ServerProcess(self._words(folder), environ, log)
+
+    def _start_there(
+        self, node: Node, number: int, slot: int, token: str, folder: str
+    ) -> RemoteProcess:
+        """slot: which of the node's servers it is, from 0."""
+        size = 0 if self.settings["on_cpu"] else self.config.rollout.vllm.tensor_parallel_size
+        gpus = range(slot * size, (slot + 1) * size)
+        return RemoteProcess(node, number, self._words(folder), self._environment(token), gpus)
+
+    def _words(self, folder: str) -> list[str]:
+        """The command of a server that starts with these weights."""
+        section, tokenizer = self.config.rollout.vllm, Path(self.config.data.tokenizer)
+        arguments = {
+            **needed_arguments(
+                folder,
+                self.settings["dtype"],
+                routes=self.pool.settings.with_routes,
+                on_cpu=self.settings["on_cpu"],
+            ),
+            "max_model_len": self.config.resolved_model().max_sequence_length,
+            "tensor_parallel_size": section.tensor_parallel_size,
+            **(
+                {"tokenizer": str(tokenizer.resolve())}
+                if tokenizer.is_dir()
+                else {"skip_tokenizer_init": True}
+            ),
+            **section.options,
+        }
+        return server_words(section.python or sys.executable, arguments)
+
+    def _environment(self, token: str, devices: Sequence[str] = ()) -> dict[str, str]:
+        on_cpu = self.settings["on_cpu"]
+        return common_environment(token, devices) | (cpu_environment() if on_cpu else {})
+
+    def _stops(self) -> dict[str, Any]:
+        """What ends a response: tokens by their ids, other texts as the server finds them."""
+        tokenizer, stops = self.inputs.tokenizer, self.config.rollout.stop
+        special = tokenizer.special_tokens
+        ids = [special[text] for text in stops if text in special]
+        texts = [text for text in stops if text not in special]
+        return {
+            "stop_token_ids": [*tokenizer.eos_ids, *ids],
+            "ignore_eos": True,  # of the server: the ids above are all that end a response
+            **({"stop": texts} if texts else {}),
+        }
+
+    # What rank 0 asks
+
+    def _app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=1 << 30)
+        app.router.add_post("/draws", self._begin_draw)
+        app.router.add_get("/draws/{name}", self._draw_status)
+        app.router.add_post("/weights", self._take_weights)
+        app.router.add_get("/weights", self._weights_status)
+        app.router.add_post("/forget", self._forget)
+        app.router.add_get("/figures", self._figures)
+        return app
+
+    @web.middleware
+    async def _guard(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given, f"Bearer {self.settings['token']}"):
+            return web.json_response({"error": "token"}, status=401)
+        return await handler(request)
+
+    async def _begin_draw(self, request: web.Request) -> web.Response:
+        draw = draw_from_json(await request.json())
+        try:
+            return web.json_response(self.draws.begin(draw).status())
+        except UserError as error:
+            told = {"kind": type(error).__name__, "text": str(error)}
+            return web.json_response({"done": True, "finished": 0, "error": told})
+
+    async def _draw_status(self, request: web.Request) -> web.Response:
+        running = self.draws.running[request.match_info["name"]]
+        assert running.task is not None
+        await asyncio.wait([running.task], timeout=LONGEST_WAIT)
+        return web.json_response(running.status())
+
+    async def _take_weights(self, request: web.Request) -> web.Response:
+        given = await request.json()
+        weights = Weights(**{**given, "probe": Probe(**given["probe"])})
+        self.updating = asyncio.create_task(self.pool.update(weights))
+        return web.json_response({})
+
+    async def _weights_status(self, _: web.Request) -> web.Response:
+        assert self.updating is not None
+        await asyncio.wait([self.updating], timeout=LONGEST_WAIT)
+        error = self.updating.exception() if self.updating.done() else None
+        if error is not None and not isinstance(error, UserError):
+            raise error
+        return web.json_response(
+            {
+                "done": self.updating.done(),
+                "error": None if error is None else {"kind": "RolloutError", "text": str(error)},
+                "versions": {each.name: each.version for each in self.pool.servers},
+            }
+        )
+
+    async def _forget(self, request: web.Request) -> web.Response:
+        """Draws that no resumed run needs any more."""
+        needed = set((await request.json())["needed"])
+        self.draws.running = {k: v for k, v in self.draws.running.items() if k in needed}
+        forget(self.folder, lambda name: name in needed)
+        return web.json_response({})
+
+    async def _figures(self, _: web.Request) -> web.Response:
+        servers = self.pool.servers
+        return web.json_response(
+            {
+                "time": time.time(),
+                "tokens": sum(each.tokens for each in servers),
+                "kv_usage": max(each.kv_usage for each in servers),
+                "restarts": sum(each.restarts for each in servers),
+                "serving": sum(each.serves for each in servers),
+                "in_flight": sum(len(each.in_flight) for each in servers),
+                "resubmitted": self.pool.resubmitted,
+            }
+        )
+
+
+def main() -> None:
+    told = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what anything prints later is for people
+
+    def tell(**values: Any) -> None:
+        told.write(json.dumps(values) + "\n")
+        told.flush()
+
+    settings = json.load(sys.stdin)
+    try:
+        config = parse_config(settings["config"])
+        service = Service(settings, config, read_inputs(config))
+    except UserError as error:
+        tell(error=str(error))
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: service.scorers.stop())
+    failure: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            asyncio.run(service.run(lambda port: tell(port=port)))
+        except BaseException as error:  # noqa: BLE001 (raised below, in the main thread)
+            failure.append(error)
+            service.scorers.stop()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    service.scorers.work()
+    service.end()
+    thread.join()
+    if failure:
+        raise failure[0]
+
+
+if __name__ == "__main__":
+    main()

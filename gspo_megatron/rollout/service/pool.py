@@ -1,0 +1,379 @@
+"""All servers of a run: who is sent what, who has which weights, and who is out.
+
+A server serves only after it has proven the newest weights: its version, and greedy responses to
+fixed prompts whose log-probs are the trainer's own. A server that dies, hangs or fails the proof
+gets no more requests; those that it had go to others. One that we started is started again with the
+newest weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service.client import (
+    Client,
+    ModelFacts,
+    Response,
+    ServerGone,
+    ServerRefused,
+)
+from gspo_megatron.rollout.service.process import WORKER, ServerProcess
+from gspo_megatron.rollout.service.remote import RemoteProcess
+
+_LOOK_SECONDS = 1.0  # between two looks at a server
+_CALL_SECONDS = 10.0  # for calls that need no work of the engine
+_MOMENT = 0.3  # seconds: a process loses its connections before it has ended
+CONCURRENT_REQUESTS = 512  # on their way to one server: its scheduler likes a queue
+
+Process = ServerProcess | RemoteProcess
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What servers with the same weights as the trainer answer."""
+
+    prompts: list[list[int]]  # token ids
+    tokens: list[list[int]]  # of the greedy responses, all of one length
+    logprobs: list[list[float]]  # of these tokens, at temperature 1
+    largest: float  # tolerance of a single log-prob
+    mean: float  # tolerance of their mean absolute difference
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A version of the policy's weights on its way to the servers."""
+
+    version: int  # steps that the policy has made
+    folder: str  # Hugging Face folder
+    probe: Probe
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """Of the run, for all servers."""
+
+    facts: ModelFacts
+    max_model_len: int
+    dtype: str  # as vLLM names it
+    with_routes: bool
+    restarts: int
+    update_seconds: float
+    silence_seconds: float
+
+
+@dataclass(eq=False)
+class Server:
+    """One server, as the service sees it."""
+
+    name: str  # for messages and logs
+    client: Client
+    start: Callable[[str], Process] | None = None  # of a folder of weights; None: not ours
+    process: Process | None = None
+    version: int | None = None  # proven; None: it serves nothing
+    why_out: str | None = "has not started yet"
+    in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
+    restarts: int = 0
+    forgets_prepacked: bool = False  # has our worker extension
+    tokens: float = 0.0  # drawn so far, by its own count
+    kv_usage: float = 0.0  # share of its cache in use
+    heard: float = 0.0  # when it last answered or drew a token
+    tending: asyncio.Task[None] | None = None  # its start or restart
+
+    @property
+    def serves(self) -> bool:
+        return self.version is not None
+
+
+class Pool:
+    """The servers of a run."""
+
+    def __init__(self, servers: Sequence[Server], settings: PoolSettings) -> None:
+        self.servers, self.settings = list(servers), settings
+        self.weights: Weights | None = None
+        self.resubmitted = 0
+        self._changed = asyncio.Condition()  # a server has begun or ceased to serve, or has room
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """End the servers that we started."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        for server in self.servers:
+            if server.tending is not None:
+                server.tending.cancel()
+        ours = [server.process for server in self.servers if server.process is not None]
+        await asyncio.gather(*(process.end() for process in ours))
+
+    # Weights
+
+    async def update(self, weights: Weights) -> None:
+        """Bring all servers to new weights; the first time, start them. Raises RolloutError where
+        no server is left, or where one is at fault that the user has to mend."""
+        first, self.weights = self.weights is None, weights
+        if first:
+            self._watcher = asyncio.create_task(self._watch())
+        for server in self.servers:
+            bring = self._begin(server, weights) if first else self._renew(server, weights)
+            server.tending = asyncio.create_task(_after(server.tending, bring))
+        await asyncio.gather(*(server.tending for server in self.servers))
+        left = [server for server in self.servers if server.version == weights.version]
+        # At the start every server has to be sound: a run that begins with fewer was set up wrong.
+        if not left or (first and len(left) < len(self.servers)):
+            raise RolloutError("\n".join(self.problems()))
+
+    def problems(self) -> list[str]:
+        """Why servers are out."""
+        return [f"{each.name}: {each.why_out}" for each in self.servers if each.why_out]
+
+    async def _begin(self, server: Server, weights: Weights) -> None:
+        """The first weights of a server: those it is started with, or loaded into a running one."""
+        deadline = time.monotonic() + self.settings.update_seconds
+        try:
+            if server.start is not None:
+                server.process = server.start(weights.folder)
+            await self._wait_until_healthy(server, deadline)
+            await self._check(server, deadline)
+            if server.start is None:
+                await self._load(server, weights, deadline)
+            await self._prove(server, weights, named=server.start is None)
+        except (ServerGone, ServerRefused, RolloutError) as error:
+            await self._put_out(server, str(error))
+
+    async def _renew(self, server: Server, weights: Weights) -> None:
+        """New weights for a server that serves, if it has not got them by a restart."""
+        if server.why_out is not None or server.version == weights.version:
+            return
+        try:
+            deadline = time.monotonic() + self.settings.update_seconds
+            await self._load(server, weights, deadline)
+            await self._prove(server, weights, named=True)
+        except (ServerGone, ServerRefused, RolloutError) as error:
+            await self._put_out(server, f"weights of version {weights.version}: {error}")
+            await self._restart(server)
+
+    async def _load(self, server: Server, weights: Weights, deadline: float) -> None:
+        server.version = None  # nothing is sent to it meanwhile
+        await server.client.load_weights(
+            weights.folder,
+            str(weights.version),
+            seconds=max(deadline - time.monotonic(), 0.1),
+            forgets_prepacked=server.forgets_prepacked,
+        )
+
+    async def _prove(self, server: Server, weights: Weights, *, named: bool) -> None:
+        """Let the server serve if it has these weights. Raises RolloutError where it has not."""
+        seconds = self.settings.update_seconds
+        if named:
+            told = await server.client.weight_version(seconds=_CALL_SECONDS)
+            if told != str(weights.version):
+                raise RolloutError(f"says that it has weights {told}, not {weights.version}")
+        probe = weights.probe
+        sampling = {"temperature": 0.0, "max_tokens": len(probe.tokens[0]), "ignore_eos": True}
+        calls = (
+            server.client.generate(
+                prompt, sampling, self.settings.facts, seconds=seconds, routes=False
+            )
+            for prompt in probe.prompts
+        )
+        problem = compare(probe, await asyncio.gather(*calls))
+        if problem is not None:
+            raise RolloutError(problem)
+        server.version, server.why_out, server.heard = weights.version, None, time.monotonic()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait_until_healthy(self, server: Server, deadline: float) -> None:
+        while True:
+            if server.process is not None:
+                server.client.url = server.process.url  # on another node it is known later
+            if await server.client.is_healthy(seconds=_CALL_SECONDS):
+                return
+            ended = server.process and server.process.has_ended()
+            if ended:
+                raise ServerGone(ended)
+            if time.monotonic() > deadline:
+                where = "" if server.process is None else f": {server.process.last_lines()}"
+                raise ServerGone(f"not ready within {self.settings.update_seconds:g} s{where}")
+            if server.process is None:
+                raise ServerGone("cannot be reached")
+            await asyncio.sleep(0.2)
+
+    async def _check(self, server: Server, deadline: float) -> None:
+        """Raise RolloutError where the server lacks an ability that the run needs, or serves
+        another kind of model."""
+        seconds = max(deadline - time.monotonic(), 0.1)  # vLLM looks at the whole machine for it
+        found = await server.client.settings(seconds=seconds)
+        paths = await server.client.paths(seconds=seconds)
+        wanted, model = self.settings, found["model_config"]
+        lacks = []
+        needed = {
+            "/inference/v1/generate": "--enable-scale-out",
+            "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
+            "/update_weight_version": "VLLM_SERVER_DEV_MODE=1, and vLLM 0.30 or newer",
+        }
+        absent = {path: how for path, how in needed.items() if path not in paths}
+        lacks += [f"does not answer {path}: {how}" for path, how in absent.items()]
+        if model["logprobs_mode"] != "processed_logprobs":
+            lacks.append(f"gives {model['logprobs_mode']}: --logprobs-mode processed_logprobs")
+        if wanted.with_routes and not model["enable_return_routed_experts"]:
+            lacks.append("gives no experts (routing r3): --enable-return-routed-experts")
+        if model["dtype"].removeprefix("torch.") != wanted.dtype:
+            lacks.append(f"computes in {model['dtype']}: --dtype {wanted.dtype}")
+        if found["max_model_len"] < wanted.max_model_len:
+            lacks.append(
+                f"takes {found['max_model_len']} tokens: --max-model-len {wanted.max_model_len}"
+            )
+        extension = found["parallel_config"].get("worker_extension_cls") or ""
+        server.forgets_prepacked = extension == WORKER
+        if lacks:
+            raise RolloutError("; ".join(lacks))
+
+    # Requests
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Mapping[str, Any], version: int
+    ) -> Response:
+        """A response drawn with the weights of `version`, from whichever server has the fewest
+        requests. Raises RolloutError where no server is left, or where all refuse the request."""
+        routes = self.settings.with_routes and sampling["temperature"] > 0
+        while True:
+            server = await self._choose(version)
+            call = asyncio.create_task(
+                server.client.generate(
+                    prompt, sampling, self.settings.facts, seconds=1e9, routes=routes
+                )
+            )
+            server.in_flight.add(call)
+            try:
+                await asyncio.wait([call])
+                if not call.cancelled():  # by `_put_out`
+                    server.heard = time.monotonic()
+                    return call.result()
+            except ServerRefused as error:
+                raise RolloutError(f"{server.name} refuses a request: {error}") from error
+            except ServerGone as error:
+                await self._lose(server, str(error))
+            finally:
+                call.cancel()
+                server.in_flight.discard(call)
+                async with self._changed:
+                    self._changed.notify_all()
+            self.resubmitted += 1
+
+    async def _choose(self, version: int) -> Server:
+        """The server with the fewest requests; waits for one."""
+        async with self._changed:
+            while True:
+                able = [each for each in self.servers if each.version == version]
+                chosen = min(able, key=lambda each: len(each.in_flight), default=None)
+                if chosen is not None and len(chosen.in_flight) < CONCURRENT_REQUESTS:
+                    return chosen
+                if chosen is None and not any(self._may_come_back(s) for s in self.servers):
+                    raise RolloutError("no server is left:\n" + "\n".join(self.problems()))
+                await self._changed.wait()
+
+    @staticmethod
+    def _may_come_back(server: Server) -> bool:
+        return server.tending is not None and not server.tending.done()
+
+    # Servers that die
+
+    async def _lose(self, server: Server, why: str) -> None:
+        """A server that served is away."""
+        if server.serves:
+            server.version = None
+            # at once: the requests that it had look for a server that may come back
+            server.tending = asyncio.create_task(self._replace(server, why))
+
+    async def _replace(self, server: Server, why: str) -> None:
+        await self._put_out(server, why)
+        await self._restart(server)
+
+    async def _put_out(self, server: Server, why: str) -> None:
+        """Send it nothing any more, and what it had to others."""
+        server.version = None
+        for call in tuple(server.in_flight):
+            call.cancel()
+        await asyncio.sleep(_MOMENT)
+        server.why_out = (server.process and server.process.has_ended()) or why
+        if server.process is not None:
+            await asyncio.to_thread(server.process.kill)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _restart(self, server: Server) -> None:
+        """Start one of ours again, while it has restarts left, with the newest weights."""
+        while server.start is not None and server.restarts < self.settings.restarts:
+            server.restarts += 1
+            weights = self.weights
+            assert weights is not None, "a server that never had weights"
+            print(f"{server.name}: {server.why_out}; restart {server.restarts}", flush=True)
+            await self._begin(server, weights)
+            if server.serves:
+                return
+        print(f"{server.name} is out: {server.why_out}", flush=True)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _watch(self) -> None:
+        """Look at every server again and again: a process that has ended, and silence."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.gather(*(self._look(each) for each in self.servers if each.serves))
+
+    async def _look(self, server: Server) -> None:
+        ended = server.process and server.process.has_ended()
+        if ended:
+            await self._lose(server, ended)
+            return
+        with contextlib.suppress(ServerGone, ServerRefused):
+            found = await server.client.figures(seconds=_CALL_SECONDS)
+            tokens = found.get("generation_tokens_total", 0.0)
+            if tokens != server.tokens or not found.get("num_requests_running", 0.0):
+                server.heard = time.monotonic()
+            server.tokens, server.kv_usage = tokens, found.get("kv_cache_usage_perc", 0.0)
+        silent = time.monotonic() - server.heard
+        if silent > self.settings.silence_seconds:
+            await self._lose(server, f"has not answered or drawn a token for {silent:.0f} s")
+
+
+async def _after(before: asyncio.Task[None] | None, then: Coroutine[Any, Any, None]) -> None:
+    if before is not None:
+        await asyncio.wait([before])
+    await then
+
+
+def compare(probe: Probe, responses: Sequence[Response]) -> str | None:
+    """How greedy responses differ from the trainer's, in words; None where they do not.
+
+    Greedy decoding takes the likeliest token, so the log-probs agree up to the first token that
+    differs, and there too: two tokens that are as likely as each other may be told apart by
+    rounding.
+    """
+    differences = []
+    for tokens, logprobs, response in zip(probe.tokens, probe.logprobs, responses, strict=True):
+        same = np.array(tokens) == response.token_ids
+        end = len(same) if same.all() else int(same.argmin()) + 1
+        differences.append(np.abs(np.array(logprobs) - response.logprobs)[:end])
+    found = np.concatenate(differences)
+    if found.max() <= probe.largest and found.mean() <= probe.mean:
+        return None
+    return (
+        f"does not have the trainer's weights: log-probs of {len(found)} tokens differ by "
+        f"{found.mean():.2g} on average and {found.max():.2g} at most; legal: {probe.mean:g} and "
+        f"{probe.largest:g}"
+    )
+
+
+def connected_session() -> aiohttp.ClientSession:
+    """For the clients of all servers; without a limit of its own on connections."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))

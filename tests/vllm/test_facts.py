@@ -1,0 +1,212 @@
+"""What rollouts by vLLM rely on. A newer vLLM that breaks one of these facts is noticed here.
+
+The reference is transformers with the same weights, in fp32, and shares no code with vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import Qwen3MoeForCausalLM
+
+from tests.vllm.servers import Sample, Server
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),  # the first test may make vLLM's environment
+]
+TEMPERATURE = 0.7
+VOCABULARY = 257
+SAME = 1e-5  # nats: what is left between two fp32 implementations
+WRONG = 1e-2  # nats: three orders above
+SAME_EXPERTS = 0.999  # of the rows, where two experts may have nearly equal weights
+LAYERS, TOP_K = 4, 2
+OLD, NEW = 0, 1  # seeds of two sets of weights; the server starts with the old ones
+FIRST_VERSION = "default"  # of a server before any update
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The server, and the weights to give it."""
+
+    server: Server
+    folder_of: Callable[[int], Path]
+    draws: np.random.Generator = field(default_factory=lambda: np.random.default_rng(5))
+
+    def prompt(self, length: int) -> list[int]:
+        return self.draws.integers(0, VOCABULARY, length).tolist()
+
+    def start_sample(self, prompt: list[int], tokens: int) -> Callable[[], Sample]:
+        seed = int(self.draws.integers(2**31))
+        return self.server.start_sample(prompt, tokens, temperature=TEMPERATURE, seed=seed)
+
+    def sample(self, prompt: list[int], tokens: int) -> Sample:
+        return self.start_sample(prompt, tokens)()
+
+    def update(self, seed: int, *, forget: bool = True, clear: bool = True) -> None:
+        """Give the running server other weights. What is left out makes them a mixture."""
+        server = self.server
+        # The help of clear_cache says that `keep` ignores it. That is not so: see the tests.
+        server.post("/pause", mode="keep", clear_cache=str(clear).lower())
+        if forget:
+            assert server.call_workers("forget_prepacked_experts") == [str(LAYERS)]
+        server.call_workers("reload_weights", weights_path=str(self.folder_of(seed)))
+        version = version_of(seed) if forget and clear else "mixture"
+        server.post("/update_weight_version", {"new_version": version})
+        if clear:
+            assert server.post("/reset_prefix_cache") == {"success": True}
+        server.post("/resume")
+
+    def errors(self, sample: Sample, seed: int, replay_from: int = 0) -> torch.Tensor:
+        """(response,): by how much each log-prob differs from transformers', in nats."""
+        expected = reference_logprobs(self.folder_of(seed), sample, replay_from)
+        return (expected - torch.tensor(sample.logprobs)).abs()
+
+    def error(self, sample: Sample, seed: int) -> float:
+        return float(self.errors(sample, seed).max())
+
+
+def version_of(seed: int) -> str:
+    return f"seed {seed}"
+
+
+@functools.cache
+def reference(folder: Path) -> Qwen3MoeForCausalLM:
+    return Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def reference_logprobs(folder: Path, sample: Sample, replay_from: int) -> torch.Tensor:
+    """(response,) float32, at the temperature, with the server's experts from this row on. Two
+    experts of nearly equal weight may change places, and all later log-probs change with them;
+    that the server's choice is right is a test of its own."""
+
+    def replay(layer: int, result: Any) -> Any:
+        logits, weights, experts = result
+        experts = experts.clone()
+        experts[replay_from:] = torch.tensor(sample.experts[replay_from:, layer].astype(np.int64))
+        weights = torch.softmax(logits, dim=-1).gather(1, experts)
+        return logits, weights / weights.sum(-1, keepdim=True), experts
+
+    with gate_hooks(reference(folder), replay) as model:
+        logits = model(torch.tensor([sample.prompt + sample.tokens[:-1]])).logits[0]
+    logprobs = torch.log_softmax(logits[len(sample.prompt) - 1 :] / TEMPERATURE, dim=-1)
+    return logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def reference_experts(folder: Path, sample: Sample) -> np.ndarray:
+    """(prompt + response - 1, layers, k): what the routers of transformers choose."""
+    chosen = []
+    with gate_hooks(reference(folder), lambda _, result: chosen.append(result[2])) as model:
+        model(torch.tensor([sample.prompt + sample.tokens[:-1]]))
+    return torch.stack(chosen, dim=1).numpy()
+
+
+@contextlib.contextmanager
+def gate_hooks(
+    model: Qwen3MoeForCausalLM, hook: Callable[[int, Any], Any]
+) -> Iterator[Qwen3MoeForCausalLM]:
+    """Call `hook(layer, (logits, weights, experts))` after each router; what it returns, if not
+    None, takes the result's place."""
+
+    def register(number: int, gate: torch.nn.Module) -> RemovableHandle:
+        return gate.register_forward_hook(lambda _gate, _inputs, result: hook(number, result))
+
+    handles = [register(n, layer.mlp.gate) for n, layer in enumerate(model.model.layers)]
+    try:
+        yield model
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def same_experts(sample: Sample, folder: Path) -> np.ndarray:
+    """(prompt + response - 1, layers) booleans: the same experts as transformers', in any order."""
+    expected = np.sort(reference_experts(folder, sample), axis=-1)
+    return (np.sort(sample.experts, axis=-1) == expected).all(axis=-1)
+
+
+@pytest.fixture(scope="module")
+def shared_policy(vllm_server: Server, tiny_qwen3_moe: Callable[[int], Path]) -> Policy:
+    return Policy(vllm_server, tiny_qwen3_moe)
+
+
+@pytest.fixture
+def policy(shared_policy: Policy) -> Policy:
+    """With the old weights and nothing else, whatever the test before it did."""
+    version = shared_policy.server.get("/weight_info")["weight_version"]
+    if version not in (FIRST_VERSION, version_of(OLD)):
+        shared_policy.update(OLD)
+    return shared_policy
+
+
+def test_logprobs_are_those_of_the_tempered_distribution(policy: Policy) -> None:
+    for length in (1, 7, 60):
+        sample = policy.sample(policy.prompt(length), 48)
+        assert len(sample.tokens) == len(sample.logprobs) == 48
+        assert policy.error(sample, OLD) < SAME
+
+
+def test_routed_experts_are_the_choice_of_the_routers(policy: Policy) -> None:
+    same = []
+    for length in (1, 5, 20, 40, 60, 100, 200, 300):
+        sample = policy.sample(policy.prompt(length), 100)
+        assert sample.experts.shape == (length + 100 - 1, LAYERS, TOP_K)
+        assert (np.diff(np.sort(sample.experts, axis=-1), axis=-1) > 0).all()  # k different experts
+        same.append(same_experts(sample, policy.folder_of(OLD)))
+    rows = np.concatenate(same)
+    assert rows.size > 5000
+    assert rows.mean() >= SAME_EXPERTS
+
+
+def test_a_running_server_takes_new_weights(policy: Policy) -> None:
+    prompt = policy.prompt(30)
+    assert policy.error(policy.sample(prompt, 48), NEW) > WRONG  # the weights differ
+    policy.update(NEW)
+    assert policy.error(policy.sample(prompt, 48), NEW) < SAME
+    assert policy.server.get("/weight_info") == {"weight_version": version_of(NEW)}
+
+
+def test_without_our_worker_the_server_keeps_old_experts(policy: Policy) -> None:
+    policy.update(NEW, forget=False)
+    error = policy.error(policy.sample(policy.prompt(30), 48), NEW)
+    superfluous = "vLLM packs the experts again by itself: GspoWorker has become superfluous"
+    assert error > WRONG, superfluous
+
+
+def test_without_a_reset_a_known_prompt_has_the_old_cache(policy: Policy) -> None:
+    prompt = policy.prompt(300)
+    policy.sample(prompt, 8)
+    policy.update(NEW, clear=False)
+    assert policy.error(policy.sample(prompt, 48), NEW) > WRONG
+    assert policy.error(policy.sample(policy.prompt(300), 48), NEW) < SAME  # nothing else is wrong
+    assert policy.server.post("/reset_prefix_cache") == {"success": True}
+    assert policy.error(policy.sample(prompt, 48), NEW) < SAME
+
+
+def test_a_response_in_flight_goes_on_with_the_new_weights_alone(policy: Policy) -> None:
+    """With clear_cache the pause drops the keys and values of responses in flight, too. Their
+    earlier tokens are computed again with the new weights, and keep their log-probs and experts."""
+    prompt, folder_of = policy.prompt(100), policy.folder_of
+    finish = policy.start_sample(prompt, 1500)
+    policy.server.sample(prompt[:1], 60)  # a clock: the response grows in the same batches
+    policy.update(NEW)
+    sample = finish()
+    first_new = int((policy.errors(sample, OLD) < SAME).int().argmin())  # the first False
+    assert 0 < first_new < 1500, "the update came before the response or after it"
+    row = len(prompt) + first_new - 1  # the row that the first new token is drawn from
+    # The median: the choice of experts for the rows computed again is not returned, and if one of
+    # them differs, all later log-probs do a little. With the old keys and values the median is 1.
+    assert policy.errors(sample, NEW, replay_from=row)[first_new:].median() < WRONG
+    assert same_experts(sample, folder_of(OLD))[:row].mean() >= SAME_EXPERTS
+    assert same_experts(sample, folder_of(NEW))[row:].mean() >= SAME_EXPERTS

@@ -1,0 +1,149 @@
+"""Anything may be killed at any moment: no response is lost or trained on twice."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.config.load import load_config
+from gspo_megatron.rl.served_rollouts import weights_folder
+from tests.vllm.runs import Run, make_run, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+LONG = {"group_size": 4, "prompts_per_step": 6, "max_response_tokens": 100}
+
+
+def begun(run: Run, step: int) -> bool:
+    return (run.out / "rollouts" / f"step_{step:08d}_0.groups").exists()
+
+
+def assert_trained_once(run: Run, steps: int) -> None:
+    """Every step once, and every response scored once: what was finished was not drawn again."""
+    assert [record["step"] for record in run.steps()] == list(range(1, steps + 1))
+    for record in run.steps():
+        assert record["mismatch/abs_mean"] <= 1e-5, record["step"]
+    rows = Counter(row for row, _ in run.calls())
+    assert sum(rows.values()) == steps * LONG["prompts_per_step"] * LONG["group_size"], rows
+    assert all(count % LONG["group_size"] == 0 for count in rows.values()), rows
+
+
+def test_servers_and_service_that_die_or_hang_cost_no_response(
+    vllm_python: Path, tmp_path: Path
+) -> None:
+    run = make_run(
+        tmp_path,
+        vllm_python,
+        rollout={**LONG, "vllm": {"servers": 2, "silence_seconds": 15, "restarts": 5}},
+        training={"steps": 6, "precision": "fp32"},
+        checkpoint={"interval": 1},
+    )
+    process = run.start()
+    new_weights = weights_folder(load_config(tmp_path / "config.yaml")) / "version_00000004"
+    run.wait(process, lambda: begun(run, 2))
+    run.servers()[0].kill()  # while it generates
+    run.wait(process, lambda: begun(run, 3))
+    run.servers()[-1].suspend()  # hangs
+    run.wait(process, lambda: begun(run, 4))
+    run.wait(process, new_weights.exists)
+    run.servers()[0].kill()  # while it loads them
+    run.wait(process, lambda: begun(run, 5))
+    run.services()[0].kill()
+    run.wait(process, lambda: begun(run, 6))
+    left = [*run.services(), *run.servers()]
+    said = run.finish(process)
+    assert "server 0: was killed by SIGKILL; restart 1" in said
+    assert "has not answered or drawn a token for" in said
+    assert "the rollout service was killed by SIGKILL: starting it again" in said
+    assert_trained_once(run, 6)
+    wait_for(lambda: not any(each.is_running() for each in left))
+    assert not new_weights.parent.exists()
+
+
+def test_a_killed_trainer_takes_all_with_it_and_goes_on_where_it_was(
+    vllm_python: Path, tmp_path: Path
+) -> None:
+    run = make_run(
+        tmp_path,
+        vllm_python,
+        rollout=LONG,
+        training={"steps": 4, "precision": "fp32"},
+        checkpoint={"interval": 1},
+    )
+    process = run.start()
+    run.wait(process, lambda: begun(run, 3))
+    left = [*run.services(), *run.servers()]
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: not any(each.is_running() for each in left))
+    assert not weights_folder(load_config(tmp_path / "config.yaml")).exists()
+    run.finish(run.start())
+    assert_trained_once(run, 4)
+
+
+@pytest.mark.parametrize(
+    ("sections", "code", "told"),
+    [
+        ({"python": "/no/such/python"}, 2, "/no/such/python"),
+        ({"options": {"no_such_option": 1}}, 2, "server 0: ended with exit code 2"),
+        (
+            {"servers": 0, "urls": ["http://127.0.0.1:9"], "python": None},
+            2,
+            "server http://127.0.0.1:9: ",
+        ),
+    ],
+)
+def test_servers_that_do_not_start_are_named_in_one_line(
+    vllm_python: Path, tmp_path: Path, sections: dict, code: int, told: str
+) -> None:
+    run = make_run(tmp_path, vllm_python, rollout={"vllm": sections})
+    said = run.finish(run.start(), code)
+    lines = [line for line in said.splitlines() if line]
+    assert "Traceback" not in said
+    assert lines[-1].startswith(told) or told in lines[-1], said
+    assert not run.servers() and not run.services()
+
+
+def test_a_server_that_finds_too_little_memory_is_named(vllm_python: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path, vllm_python)
+    said = run.finish(run.start(VLLM_CPU_KVCACHE_SPACE="100000"), 2)  # GB
+    last = said.splitlines()[-1]
+    assert last.startswith("server 0: ended with exit code 1") and "memory" in last, said
+    assert not run.servers() and not run.services()
+
+
+def test_the_only_server_dies_while_it_generates(vllm_python: Path, tmp_path: Path) -> None:
+    training = {"steps": 2, "precision": "fp32"}
+    run = make_run(tmp_path, vllm_python, rollout=LONG, training=training)
+    process = run.start()
+    run.wait(process, lambda: begun(run, 2))
+    run.servers()[0].kill()
+    said = run.finish(process)
+    assert "server 0: was killed by SIGKILL; restart 1" in said
+    assert_trained_once(run, 2)
+
+
+def test_a_run_without_a_server_left_is_saved_and_goes_on_from_there(
+    vllm_python: Path, tmp_path: Path
+) -> None:
+    """The last server dies while it loads the weights of step 2."""
+    run = make_run(
+        tmp_path,
+        vllm_python,
+        rollout={**LONG, "vllm": {"restarts": 0}},
+        training={"steps": 3, "precision": "fp32"},
+        checkpoint={"interval": 10},
+    )
+    process = run.start()
+    run.wait(
+        process,
+        (weights_folder(load_config(run.folder / "config.yaml")) / "version_00000002").exists,
+    )
+    run.servers()[0].kill()
+    lines = run.finish(process, 2).splitlines()
+    assert lines[-2].startswith("server 0: weights of version 2: ") or "SIGKILL" in lines[-2]
+    assert "rl_00000002: the run is saved, with 2 finished steps" in lines[-1]
+    run.finish(run.start())
+    assert_trained_once(run, 3)

@@ -1,0 +1,102 @@
+"""`gspo-megatron serve`: a server of a run's newest checkpoint, which another run draws from."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.programs import command_environment, gspo, wait_until
+from tests.vllm.runs import make_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+_NONE = {"servers": 0, "python": None}
+
+
+def status(url: str, token: str | None) -> int:
+    """Of an answer."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_run_draws_from_a_server_of_another_one_s_checkpoint(
+    vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    in_process = {"engine": "megatron", "vllm": _NONE}
+    earlier = make_run(
+        first,
+        vllm_python,
+        rollout=in_process,
+        training={"steps": 1, "precision": "fp32"},
+        checkpoint={"interval": 1},
+    )
+    earlier.finish(earlier.start())
+    words = ["serve", str(earlier.out), "--python", str(vllm_python), "max_num_seqs=32"]
+    log = (tmp_path / "log").open("w+")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "gspo_megatron", *words],
+        env=command_environment(),
+        stdout=log,
+        stderr=(tmp_path / "errors").open("w"),
+        start_new_session=True,
+    )
+    try:
+        told = lambda: Path(log.name).read_text()  # noqa: E731
+        wait_until(lambda: "TOKEN=" in told() or server.poll() is not None, seconds=300)
+        assert server.poll() is None, (tmp_path / "errors").read_text()[-3000:]
+        url = re.search(r"rollout\.vllm\.urls='\[(http://127\.0\.0\.1:\d+)\]'", told())[1]
+        token = re.search(r"GSPO_SERVER_TOKEN=(\S{32,})", told())[1]
+        assert status(f"{url}/health", None) == 200
+        for path in ("/v1/models", "/server_info", "/metrics", "/openapi.json", "/nothing"):
+            assert status(url + path, None) == status(url + path, f"{token}x") == 401
+        assert status(f"{url}/v1/models", token) == 200
+
+        run = make_run(
+            second,
+            vllm_python,
+            rollout={"vllm": {**_NONE, "urls": [url]}},
+            training={"steps": 2, "precision": "fp32"},
+        )
+        monkeypatch.setenv("GSPO_SERVER_TOKEN", "another")
+        said = run.finish(run.start(), code=2)
+        assert f"server {url}: /v1/models: it asks for another token: set GSPO_SERVER_TOKEN" in said
+        assert "Traceback" not in said
+        monkeypatch.setenv("GSPO_SERVER_TOKEN", token)
+        run.finish(run.start())
+        assert [record["step"] for record in run.steps()] == [1, 2]
+        for record in run.steps():
+            assert record["mismatch/abs_mean"] <= 1e-5
+        family = [server.pid, *(p.pid for p in psutil.Process(server.pid).children(recursive=True))]
+        server.terminate()
+        assert server.wait(30) == 0
+        assert not [pid for pid in family if psutil.pid_exists(pid)]
+    finally:
+        server.kill()
+        log.close()
+
+
+def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for words, told in (
+        (("max_num_seqs",), "max_num_seqs: legal: OPTION=VALUE"),
+        (("dtype=float32",), "dtype=float32: legal: SOURCE, --host, --port and --dtype"),
+        ((), "config.json: architectures = null"),
+    ):
+        said = gspo("serve", folder, *words, expect=2).stderr.strip()
+        assert told in said and len(said.splitlines()) == 1
+    assert "nothing: no such folder" in gspo("serve", tmp_path / "nothing", expect=2).stderr

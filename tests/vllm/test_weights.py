@@ -1,0 +1,258 @@
+"""The proof of new weights: what a server serves is what the trainer has, or it serves nothing.
+
+The trainer's side of the proof comes from transformers here, so that it shares no code with the
+servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeForCausalLM
+
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service.client import Client, ModelFacts
+from gspo_megatron.rollout.service.pool import (
+    Pool,
+    PoolSettings,
+    Probe,
+    Server,
+    Weights,
+    connected_session,
+)
+from tests.vllm.servers import Server as Running
+from tests.vllm.servers import serve
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+VOCABULARY, LAYERS, EXPERTS, TOP_K = 257, 4, 8, 2
+FACTS = ModelFacts(VOCABULARY, LAYERS, EXPERTS, TOP_K, tuple(range(LAYERS)))
+SETTINGS = PoolSettings(
+    facts=FACTS,
+    max_model_len=2048,
+    dtype="float32",
+    with_routes=True,
+    restarts=0,
+    update_seconds=60,
+    silence_seconds=60,
+)
+PROMPTS = (38, 39, 40, 41, 42, 43, 44, 272)  # vLLM caches blocks of 128 tokens on a CPU
+LARGEST, MEAN = 1e-4, 3e-5  # as in rl.served_rollouts for fp32
+# How far one policy update moves the weights, relative to their size: log-probs of sampled tokens
+# move by some 1e-2 (asserted below).
+STEP = 3e-3
+
+
+@pytest.fixture(scope="session")
+def second_server(
+    vllm_python: Path, tiny_qwen3_moe: Callable[[int], Path], tmp_path_factory: Any
+) -> Iterator[Running]:
+    with serve(vllm_python, tiny_qwen3_moe(0), tmp_path_factory.mktemp("vllm_2")) as server:
+        yield server
+
+
+@pytest.fixture
+def old(tiny_qwen3_moe: Callable[[int], Path]) -> Path:
+    return tiny_qwen3_moe(0)
+
+
+@pytest.fixture
+def new(old: Path, tmp_path: Path) -> Path:
+    """The weights one update later."""
+    generator = torch.Generator().manual_seed(3)
+    return changed(
+        old,
+        tmp_path / "new",
+        lambda name, tensor: (
+            tensor + STEP * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        ),
+    )
+
+
+def changed(folder: Path, to: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of a Hugging Face folder with other tensors."""
+    shutil.copytree(folder, to)
+    tensors = load_file(to / "model.safetensors")
+    save_file(
+        {name: change(name, tensor).clone() for name, tensor in tensors.items()},
+        to / "model.safetensors",
+        {"format": "pt"},
+    )
+    return to
+
+
+@torch.no_grad()
+def probe_of(folder: Path) -> Probe:
+    """Greedy responses of transformers to random prompts, token by token without a cache."""
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found: list[list[Any]] = [[], [], []]
+    for length in PROMPTS:
+        prompt = np.random.default_rng(length).integers(0, VOCABULARY, length).tolist()
+        ids, logprobs = torch.tensor([prompt]), []
+        for _ in range(8):
+            best = torch.log_softmax(model(ids).logits[:, -1], -1).max(-1)
+            ids = torch.cat([ids, best.indices[:, None]], 1)
+            logprobs.append(float(best.values))
+        for values, value in zip(found, (prompt, ids[0, length:].tolist(), logprobs), strict=True):
+            values.append(value)
+    return Probe(*found, LARGEST, MEAN)
+
+
+def served(
+    running: list[Running],
+    work: Callable[[Pool], Awaitable[Any]],
+    client: Callable[..., Client] = Client,
+) -> Any:
+    """Work with a pool of running servers, whose last one is talked to by `client`."""
+
+    async def run() -> Any:
+        async with connected_session() as session:
+            kinds = [*(Client,) * (len(running) - 1), client]
+            servers = [
+                Server(f"server {number}", kind(each.url, session))
+                for number, (kind, each) in enumerate(zip(kinds, running, strict=True))
+            ]
+            pool = Pool(servers, SETTINGS)
+            try:
+                return await work(pool)
+            finally:
+                await pool.close()
+
+    return asyncio.run(run())
+
+
+def weights(version: int, folder: Path, like: Path | None = None) -> Weights:
+    """`folder` is what is sent, `like` what the trainer has."""
+    return Weights(version, str(folder), probe_of(like or folder))
+
+
+def test_servers_with_the_trainers_weights_serve_and_each_update_moves_them(
+    vllm_server: Running, second_server: Running, old: Path, new: Path
+) -> None:
+    before, after = probe_of(old), probe_of(new)
+    moved = np.abs(np.array(before.logprobs) - np.array(after.logprobs))[:, 0]
+    assert moved.mean() > 1e-3  # of the first token: both drew it after the same prompt
+
+    async def work(pool: Pool) -> None:
+        for version, folder in enumerate([old, new, old, new]):
+            await pool.update(weights(version, folder))
+            assert [each.version for each in pool.servers] == [version, version]
+            sampling = {"temperature": 1.0, "max_tokens": 5, "seed": 1, "ignore_eos": True}
+            response = await pool.generate([1, 2, 3], sampling, version)
+            assert len(response.token_ids) == 5 and response.routes.shape == (8, LAYERS, TOP_K)
+
+    served([vllm_server, second_server], work)
+
+
+def one_expert_left_behind(old: Path, new: Path, to: Path) -> Path:
+    kept = load_file(old / "model.safetensors")
+    return changed(
+        new, to, lambda name, tensor: kept[name] if ".layers.2.mlp.experts.5." in name else tensor
+    )
+
+
+def one_layer_twice(old: Path, new: Path, to: Path) -> Path:
+    found = load_file(new / "model.safetensors")
+    return changed(
+        new, to, lambda name, tensor: found[name.replace(".layers.1.mlp.", ".layers.2.mlp.")]
+    )
+
+
+@pytest.mark.parametrize("sabotage", [one_expert_left_behind, one_layer_twice])
+def test_weights_that_did_not_all_arrive_are_found(
+    vllm_server: Running,
+    old: Path,
+    new: Path,
+    tmp_path: Path,
+    sabotage: Callable[[Path, Path, Path], Path],
+) -> None:
+    sent = sabotage(old, new, tmp_path / "sent")
+
+    async def work(pool: Pool) -> None:
+        await pool.update(weights(0, old))
+        with pytest.raises(RolloutError, match="does not have the trainer's weights"):
+            await pool.update(weights(1, sent, like=new))
+        with pytest.raises(RolloutError, match="no server is left"):
+            await pool.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
+
+    served([vllm_server], work)
+
+
+class LeftBehind(Client):
+    """Names the new version without loading it."""
+
+    async def load_weights(self, folder: str, version: str, **options: Any) -> None:
+        if version != "0":
+            await self._call("POST", "/update_weight_version", {"new_version": version}, seconds=9)
+        else:
+            await super().load_weights(folder, version, **options)
+
+
+class Unnamed(Client):
+    """Loads the new weights, and keeps the old version's name."""
+
+    async def _call(self, verb: str, path: str, *given: Any, **options: Any) -> Any:
+        if path == "/update_weight_version" and given[0]["new_version"] != "0":
+            return None
+        return await super()._call(verb, path, *given, **options)
+
+
+class OldCache(Client):
+    """Keeps what the server remembers of prompts."""
+
+    async def _call(self, verb: str, path: str, *given: Any, **options: Any) -> Any:
+        if path == "/reset_prefix_cache":
+            return None
+        if path == "/pause":
+            options["query"] = {"mode": "keep", "clear_cache": "false"}
+        return await super()._call(verb, path, *given, **options)
+
+
+@pytest.mark.parametrize(
+    ("client", "why"),
+    [
+        (LeftBehind, "does not have the trainer's weights"),
+        (Unnamed, "says that it has weights 0, not 1"),
+        (OldCache, "does not have the trainer's weights"),
+    ],
+)
+def test_a_server_that_was_left_behind_serves_nothing_and_the_other_goes_on(
+    vllm_server: Running,
+    second_server: Running,
+    old: Path,
+    new: Path,
+    client: type[Client],
+    why: str,
+) -> None:
+    async def work(pool: Pool) -> None:
+        await pool.update(weights(0, old))
+        await pool.update(weights(1, new))
+        sound, broken = pool.servers
+        assert (sound.version, broken.version) == (1, None)
+        assert why in str(broken.why_out) and pool.problems() == [f"server 1: {broken.why_out}"]
+        for _ in range(3):
+            await pool.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
+
+    served([vllm_server, second_server], work, client)
+
+
+def test_a_server_of_another_model_is_refused_at_the_start(vllm_server: Running, old: Path) -> None:
+    """It is named, with everything that it lacks; nothing is loaded into it."""
+
+    async def work(pool: Pool) -> None:
+        pool.settings = PoolSettings(
+            **{**vars(SETTINGS), "dtype": "bfloat16", "max_model_len": 4096}
+        )
+        with pytest.raises(RolloutError) as caught:
+            await pool.update(weights(0, old))
+        (line,) = str(caught.value).splitlines()
+        assert line.startswith("server 0: computes in torch.float32: --dtype bfloat16; takes 2048")
+
+    served([vllm_server], work)
