@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gspo_megatron.config.problems import problem, suggest
 from gspo_megatron.data.rows import json_type, text_fault
 from gspo_megatron.errors import DataError
+from gspo_megatron.types import Message
 
 if TYPE_CHECKING:
     from gspo_megatron.data.tokenizers import Encoded, Tokenizer
 
-Message = Mapping[str, Any]
-ASSISTANT = "assistant"
+ASSISTANT, USER = "assistant", "user"
 TEMPLATE_FILE = "chat_template.jinja"
 # A turn stands between two symbols; the second one is the end-of-sequence token. The `generation`
 # marks enclose what the assistant writes: its text and that token.
@@ -34,6 +35,9 @@ CHATML = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+# Variables of a template that are no options; the special tokens are the tokenizer's.
+_GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 _SYMBOL = re.compile(r"<\|[^|<>\s]+\|>")
 
 
@@ -87,7 +91,7 @@ def template_fault(template: str) -> str | None:
 def render(
     name: str,
     template: str,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Message],
     open_answer: bool,
     symbols: Mapping[str, Any],
 ) -> Rendered:
@@ -111,17 +115,39 @@ def render(
     return Rendered(texts[0], [(start, end) for start, end in spans[0]] if marked else None)
 
 
-def check_template(tokenizer: Tokenizer) -> None:
-    """Raises DataError if the tokenizer has no template, or one that is not valid Jinja or writes a
-    symbol that the tokenizer lacks."""
+def check_template(tokenizer: Tokenizer, prompt: Sequence[Message] | None = None) -> None:
+    """Raises DataError if the tokenizer has no template, or one that is not valid Jinja, writes a
+    symbol that the tokenizer lacks or reads no variable with the name of an option.
+
+    With the messages of a `prompt`: also if nothing opens the answer to it; symbols that the
+    template writes elsewhere are no fault then.
+    """
     if tokenizer.chat_template is None:
-        tokenizer.render([{"role": "user", "content": ""}])  # raises, with advice
+        tokenizer.render([{"role": USER, "content": ""}])  # raises, with advice
     template = tokenizer.chat_template or ""
     fault = template_fault(template)
     if fault is not None:
         raise DataError(f"{tokenizer.name}: its chat template is not valid Jinja: {fault}")
+    faults = _option_faults(tokenizer, template)
+    if faults:
+        raise DataError("\n".join(faults))
+    written = template
+    if prompt is not None:
+        try:
+            written = tokenizer.render(prompt, open_answer=True).text
+            closed = tokenizer.render(prompt).text
+        except DataError:
+            return  # `encode_prompts` names all prompts that the template refuses
+        if written == closed:
+            raise DataError(
+                f"{tokenizer.name}: its chat template does not open the assistant's turn "
+                "(add_generation_prompt changes nothing), so the model would not know that it is "
+                "to answer; add that to the template"
+            )
     missing = [
-        symbol for symbol in written_symbols(template) if tokenizer.symbol_id(symbol) is None
+        symbol
+        for symbol in written_symbols(template)
+        if symbol in written and tokenizer.symbol_id(symbol) is None
     ]
     if missing:
         raise DataError(
@@ -130,10 +156,29 @@ def check_template(tokenizer: Tokenizer) -> None:
         )
 
 
+def _option_faults(tokenizer: Tokenizer, template: str) -> list[str]:
+    """One line for each option that the template never reads."""
+    from jinja2 import Environment, meta
+
+    # The environment of transformers; its {% generation %} marks read nothing.
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    read = meta.find_undeclared_variables(environment.parse(_MARKS.sub("", template))) - _GIVEN
+    legal = sorted(name for name in read if not name.endswith("_token"))
+    lines = []
+    for name, value in tokenizer.template_options.items():
+        if name not in legal:
+            hint = suggest(name, legal) if legal else "it reads none"
+            wrong = f"the chat template of {tokenizer.name} never reads it; {hint}"
+            lines.append(problem(f"data.chat_template_options.{name}", value, wrong))
+    return lines
+
+
 def message_fault(messages: object) -> str | None:
-    """Why a value is not a conversation with an answer to learn; None: it is."""
+    """Why a value is not a conversation, or None. Parquet has None for absent keys."""
     if not isinstance(messages, list):
         return f"{json_type(messages)}; an array of messages is wanted"
+    if not messages:
+        return "holds no message"
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
             return f"message {number} is {json_type(message)}; an object is wanted"
@@ -143,9 +188,12 @@ def message_fault(messages: object) -> str | None:
             fault = text_fault(message[key])
             if fault is not None:
                 return f"{key!r} of message {number} {fault}"
-    if not any(message["role"] == ASSISTANT for message in messages):
-        return f"no message has the role {ASSISTANT!r}, so there is nothing to learn"
     return None
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without the keys that it lacks, for which Parquet has None."""
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def encode_conversation(

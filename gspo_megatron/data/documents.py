@@ -16,10 +16,10 @@ from gspo_megatron.data.rows import (
     Problems,
     decode_line,
     file_kind,
+    find_text,
     open_parquet,
     parse_json_lines,
     read_parquet,
-    string_fault,
 )
 from gspo_megatron.errors import DataError
 
@@ -143,7 +143,7 @@ def _read_chunk(
     if chunk.kind == "parquet":
         rows = read_parquet(
             path,
-            {FIELD_SETTING: text_field},
+            [(FIELD_SETTING, text_field)],
             problems,
             row_groups=range(chunk.start, chunk.end),
             first_row=chunk.rows_before + 1,
@@ -152,9 +152,9 @@ def _read_chunk(
     else:
         rows = parse_json_lines(lines, problems)
     for where, row in rows:
-        fault = string_fault(row, text_field, FIELD_SETTING)
+        text, fault = find_text(row, text_field, FIELD_SETTING)
         if fault is None:
-            yield where, row[text_field]
+            yield where, text
         else:
             problems.add(where, fault)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,15 +11,17 @@ import numpy as np
 from gspo_megatron.config.stages import FineTuningDataSection
 from gspo_megatron.data.chat import (
     ASSISTANT,
-    Message,
     check_template,
     encode_conversation,
     message_fault,
+    plain_message,
 )
-from gspo_megatron.data.prompts import UnknownCharacters, encode_text, read_prompts
-from gspo_megatron.data.rows import Problems, missing_field, read_rows
+from gspo_megatron.data.formats import FieldMap
+from gspo_megatron.data.prompts import IDLE_OPTIONS, UnknownCharacters, encode_text, read_prompts
+from gspo_megatron.data.rows import Problems, find_field, read_rows, text_fault
 from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.errors import DataError
+from gspo_megatron.types import Message
 
 MESSAGES_SETTING = "data.messages_field"
 
@@ -100,12 +102,17 @@ def _from_prompts(
     path: Path, tokenizer: Tokenizer, form: FineTuningDataSection, problems: Problems
 ) -> Iterator[tuple[Example, str]]:
     """Examples, each with the text of its prompt and answer."""
-    for prompt in read_prompts(path, form.prompt_field, form.answer_field, problems):
-        if form.chat_template:
-            messages = [
-                {"role": "user", "content": prompt.text},
-                {"role": ASSISTANT, "content": prompt.answer},
-            ]
+    fields, is_checked = FieldMap(form.prompt_field, form.answer_field, id=None), form.chat_template
+    for prompt in read_prompts(path, fields, problems, form.chat_template):
+        if prompt.messages and not is_checked:
+            check_template(tokenizer)
+            is_checked = True
+        fault = text_fault(prompt.answer)
+        if fault is not None:
+            problems.add(prompt.source, f"field {form.answer_field!r} {fault}")
+            continue
+        if prompt.messages:
+            messages = [*prompt.messages, {"role": ASSISTANT, "content": prompt.answer}]
             yield from _conversation(prompt.source, messages, tokenizer, problems)
             continue
         question = encode_text(prompt.text, tokenizer)
@@ -113,6 +120,8 @@ def _from_prompts(
         mask = np.arange(len(question) + len(answer)) >= len(question)
         example = Example(np.array(question + answer, np.int32), mask, prompt.source)
         yield example, prompt.text + prompt.answer
+    if form.chat_template_options and not is_checked:
+        problems.add(*IDLE_OPTIONS)
 
 
 def _from_messages(
@@ -120,17 +129,21 @@ def _from_messages(
 ) -> Iterator[tuple[Example, str]]:
     name = form.messages_field
     assert name is not None
-    for where, row in read_rows(path, {MESSAGES_SETTING: name}, problems):
-        if name not in row:
-            problems.add(where, missing_field(row, name, MESSAGES_SETTING))
-        elif fault := message_fault(row[name]):
-            problems.add(where, f"field {name!r}: {fault}")
+    for where, row in read_rows(path, [(MESSAGES_SETTING, name)], problems):
+        messages, fault = find_field(row, name, MESSAGES_SETTING)
+        if fault is None and (wrong := message_fault(messages)):
+            fault = f"field {name!r}: {wrong}"
+        elif fault is None and all(message["role"] != ASSISTANT for message in messages):
+            fault = f"field {name!r}: no message has the role {ASSISTANT!r}, so there is nothing "
+            fault += "to learn"
+        if fault is not None:
+            problems.add(where, fault)
         else:
-            yield from _conversation(where, row[name], tokenizer, problems)
+            yield from _conversation(where, [*map(plain_message, messages)], tokenizer, problems)
 
 
 def _conversation(
-    where: str, messages: list[Message], tokenizer: Tokenizer, problems: Problems
+    where: str, messages: Sequence[Message], tokenizer: Tokenizer, problems: Problems
 ) -> Iterator[tuple[Example, str]]:
     """One example, or a problem."""
     try:

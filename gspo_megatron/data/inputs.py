@@ -3,13 +3,23 @@ process group exists."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
+from gspo_megatron.data.chat import check_template
 from gspo_megatron.data.examples import SupervisedData, load_supervised
+from gspo_megatron.data.formats import field_map
 from gspo_megatron.data.indexed import check_dataset, read_index
-from gspo_megatron.data.prompts import UnknownCharacters, encode_prompts, load_prompts
+from gspo_megatron.data.loader import PromptLoader
+from gspo_megatron.data.prompts import (
+    IDLE_OPTIONS,
+    UnknownCharacters,
+    encode_prompts,
+    load_prompts,
+)
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.errors import ConfigError, DataError, gathered_in
 from gspo_megatron.files import fingerprint
@@ -21,12 +31,13 @@ class Inputs:
     """The input of reinforcement learning."""
 
     tokenizer: Tokenizer
-    files: dict[str, list[Prompt]]  # encoded prompts by the key that names their file
+    files: dict[str, list[Prompt]]  # encoded prompts by the key that names their files
     warnings: tuple[str, ...] = ()  # one line each
+    train_sizes: tuple[int, ...] = ()  # prompts of each training file, in their order
 
     @property
     def train(self) -> list[Prompt]:
-        return self.files["data.prompts"]
+        return self.files.get("data.prompts", [])
 
     @property
     def evaluation(self) -> list[Prompt]:
@@ -58,29 +69,58 @@ def read_inputs(config: Config) -> Inputs:
     be read, prompts that are too long, a tokenizer with ids beyond the model's vocabulary.
     """
     tokenizer, problems = _load_tokenizer(config)
-    files: dict[str, list[Prompt]] = {}
+    data, loaded = config.data, {key: [] for key in config.input_files()}
+    for key, paths in config.input_files().items():
+        for path in paths:
+            with gathered_in(problems):
+                loaded[key].append(load_prompts(path, field_map(data), data.chat_template))
     warnings: list[str] = []
-    data, longest = config.data, config.max_prompt_tokens()
-    for key, path in prompt_files(config).items():
+    if tokenizer is not None and config.max_prompt_tokens() > 0:  # else that is reported already
         with gathered_in(problems):
-            prompts = load_prompts(path, data.prompt_field, data.answer_field)
-            if tokenizer is None or longest < 1:
-                continue  # that problem is reported already
-            files[key] = encode_prompts(prompts, tokenizer, longest, data.chat_template)
-            unknown = UnknownCharacters()
-            for prompt in files[key]:
-                unknown.add(tokenizer, prompt.source, prompt.token_ids, prompt.text)
-            warnings += unknown.warnings(key, len(prompts))
+            _check_template(config, tokenizer, itertools.chain(*loaded.values()))
+            for key, files in loaded.items():
+                loaded[key] = _encode(files, tokenizer, config.max_prompt_tokens(), problems)
+                warnings += _unknown_characters(loaded[key], tokenizer, key)
     if problems:
         raise ConfigError(problems)
     assert tokenizer is not None
-    return Inputs(tokenizer, files, tuple(warnings))
+    prompts = {key: [*itertools.chain(*files)] for key, files in loaded.items()}
+    sizes = {key: tuple(map(len, files)) for key, files in loaded.items()}
+    for held_out in {"data.eval_prompts"} & prompts.keys():
+        # An evaluation takes the first `training.evaluation_prompts`: of each file its share.
+        total = len(prompts[held_out])
+        order = PromptLoader(sizes[held_out], total, seed=0, shuffle=False).next()
+        prompts[held_out] = [prompts[held_out][number] for number in order]
+    return Inputs(tokenizer, prompts, tuple(warnings), sizes.get("data.prompts", ()))
 
 
-def prompt_files(config: Config) -> dict[str, str]:
-    """The prompt files of a run, by the key that names them."""
-    files = {"data.prompts": config.data.prompts, "data.eval_prompts": config.data.eval_prompts}
-    return {key: path for key, path in files.items() if path is not None}
+def _check_template(config: Config, tokenizer: Tokenizer, files: Iterable[list[Prompt]]) -> None:
+    """Raises DataError if prompts need a chat template that is missing or of no use, or if options
+    are given that no prompt needs."""
+    prompts = [prompt for prompts in files for prompt in prompts]
+    conversation = next((prompt.messages for prompt in prompts if prompt.messages), None)
+    if conversation is not None:
+        check_template(tokenizer, conversation)
+    elif config.data.chat_template_options and prompts:
+        raise DataError(": ".join(IDLE_OPTIONS))
+
+
+def _encode(
+    files: list[list[Prompt]], tokenizer: Tokenizer, longest: int, problems: list[str]
+) -> list[list[Prompt]]:
+    encoded = []
+    for prompts in files:
+        with gathered_in(problems):
+            encoded.append(encode_prompts(prompts, tokenizer, longest))
+    return encoded
+
+
+def _unknown_characters(files: list[list[Prompt]], tokenizer: Tokenizer, key: str) -> list[str]:
+    unknown = UnknownCharacters()
+    for prompt in itertools.chain(*files):
+        texts = [message["content"] for message in prompt.messages] or [prompt.text]
+        unknown.add(tokenizer, prompt.source, prompt.token_ids, "".join(texts))
+    return unknown.warnings(key, sum(map(len, files)))
 
 
 def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
@@ -159,8 +199,9 @@ def _load_tokenizer(config: Config | StageConfig) -> tuple[Tokenizer | None, lis
     """The tokenizer of the configuration, and what is wrong with it."""
     name, model = config.data.tokenizer, config.model  # type: ignore[union-attr]
     problems: list[str] = []
+    options = getattr(config.data, "chat_template_options", None)  # pre-training has none
     with gathered_in(problems):
-        tokenizer = load_tokenizer(name)
+        tokenizer = load_tokenizer(name, options)
         wanted = model_vocab_size(config, tokenizer)
     if problems:
         return None, problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,29 +17,100 @@ class PromptLoader:
     the file's order without `shuffle`). Where two epochs meet in a step, a prompt that the step has
     already is deferred to the next step. So each epoch draws every prompt once, and no step has a
     prompt twice unless it is larger than the file. All ranks get the same indices.
+
+    Of several files each has its own epochs. The next prompt is of the file that is furthest behind
+    its share of all prompts drawn: at any time each file has its share to within a few prompts.
     """
 
     def __init__(
-        self, num_prompts: int, prompts_per_step: int, seed: int, shuffle: bool = True
+        self,
+        num_prompts: int | Sequence[int],
+        prompts_per_step: int,
+        seed: int,
+        shuffle: bool = True,
+        weights: Sequence[float] | None = None,
     ) -> None:
-        assert num_prompts > 0 and prompts_per_step > 0 and seed >= 0
-        self._num_prompts = num_prompts
+        """`num_prompts`: of the file, or of each file; the indices run through all of them.
+        `weights`: the share of each file, up to a factor; None: in proportion to its prompts."""
+        sizes = [num_prompts] if isinstance(num_prompts, int) else list(num_prompts)
+        weights = sizes if weights is None else weights
+        assert sizes and min(sizes) > 0 and prompts_per_step > 0 and seed >= 0
+        assert len(weights) == len(sizes) and min(weights) > 0
         self._prompts_per_step = prompts_per_step
         self._seed = seed
+        self._shuffle = shuffle
+        self._shares = [weight / sum(weights) for weight in weights]
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        self._files = [
+            _FileOrder(size, start, seed, number, shuffle)
+            for number, (size, start) in enumerate(zip(sizes, starts, strict=True))
+        ]
+
+    def next(self, count: int | None = None) -> list[int]:
+        """The prompt indices of the next step: `count` of them, or `prompts_per_step`."""
+        schedule = self._schedule(count or self._prompts_per_step)
+        drawn = [iter(file.next(schedule.count(number))) for number, file in enumerate(self._files)]
+        return [next(drawn[number]) for number in schedule]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers and short lists, which JSON can hold."""
+        sizes, states = [file.size for file in self._files], [file.state() for file in self._files]
+        common = {"seed": self._seed, "shuffle": self._shuffle}
+        if len(sizes) == 1:  # as it was before there could be several
+            return {"num_prompts": sizes[0], **common, **states[0]}
+        return {"num_prompts": sizes, **common, "shares": self._shares, "files": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state`, even with another `prompts_per_step`.
+
+        Raises DataError if the state is of other files, or another seed or order.
+        """
+        mine = self.state_dict()
+        for key in ("num_prompts", "seed", "shuffle", "shares"):
+            if state.get(key) != mine.get(key):
+                raise DataError(
+                    f"the checkpoint's prompt order was made with {key} = {state.get(key)}, this "
+                    f"run has {key} = {mine.get(key)}; resume with the same prompt files and "
+                    "settings"
+                )
+        for file, own in zip(self._files, state.get("files", [state]), strict=True):
+            file.restore(own)
+
+    def _schedule(self, count: int) -> list[int]:
+        """The files of the next `count` prompts."""
+        drawn, schedule = [file.drawn for file in self._files], []
+        for total in range(sum(drawn) + 1, sum(drawn) + count + 1):
+            behind = [share * total - own for share, own in zip(self._shares, drawn)]
+            schedule.append(behind.index(max(behind)))
+            drawn[schedule[-1]] += 1
+        return schedule
+
+
+class _FileOrder:
+    """The order of the prompts of one file, whose indices begin at `start`."""
+
+    def __init__(self, size: int, start: int, seed: int, number: int, shuffle: bool) -> None:
+        self.size, self._start = size, start
+        # A seed in words of 32 bits; the first file has the words of a run with one file.
+        self._words, self._number = (seed % 2**32, seed // 2**32 % 2**32), number
         self._shuffle = shuffle
         self._epoch = 0
         self._position = 0  # in the order of this epoch
         self._deferred: list[int] = []  # prompts of this epoch, for the next step
         self._order = self._epoch_order()
 
-    def next(self, count: int | None = None) -> list[int]:
-        """The prompt indices of the next step: `count` of them, or `prompts_per_step`."""
-        wanted = count or self._prompts_per_step
+    @property
+    def drawn(self) -> int:
+        """How many prompts were drawn so far."""
+        return self._epoch * self.size + self._position - len(self._deferred)
+
+    def next(self, wanted: int) -> list[int]:
+        """The next indices, all different unless more are wanted than the file has."""
         step, self._deferred = self._deferred[:wanted], self._deferred[wanted:]
-        unique = wanted <= self._num_prompts
+        unique = wanted <= self.size
         taken = set(step)
         while len(step) < wanted:
-            if self._position == self._num_prompts:
+            if self._position == self.size:
                 self._epoch += 1
                 self._position = 0
                 self._order = self._epoch_order()
@@ -49,40 +121,25 @@ class PromptLoader:
             else:
                 step.append(index)
                 taken.add(index)
-        return step
+        return [self._start + index for index in step]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Numbers and a short list, which JSON can hold."""
+    def state(self) -> dict[str, Any]:
         return {
-            "num_prompts": self._num_prompts,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
             "epoch": self._epoch,
             "position": self._position,
             "deferred": list(self._deferred),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state`, even with another `prompts_per_step`.
-
-        Raises DataError if the state is of another file, seed or order.
-        """
-        mine = self.state_dict()
-        for key in ("num_prompts", "seed", "shuffle"):
-            if state[key] != mine[key]:
-                raise DataError(
-                    f"the checkpoint's prompt order was made with {key} = {state[key]}, this run "
-                    f"has {key} = {mine[key]}; resume with the same prompt file and settings"
-                )
+    def restore(self, state: dict[str, Any]) -> None:
         self._epoch = state["epoch"]
         self._position = state["position"]
         self._deferred = list(state["deferred"])
         self._order = self._epoch_order()
 
-    def _epoch_order(self) -> np.ndarray:  # [num_prompts]
+    def _epoch_order(self) -> np.ndarray:  # [size]
         if not self._shuffle:
-            return np.arange(self._num_prompts)
+            return np.arange(self.size)
         # A run must resume in the same order under another version of NumPy: RandomState's streams
-        # never change, Generator's may. The seed is given in words of 32 bits.
-        words = [self._seed % 2**32, self._seed // 2**32 % 2**32, self._epoch]
-        return np.random.RandomState(words).permutation(self._num_prompts)
+        # never change, Generator's may.
+        words = [*self._words, self._epoch, *([self._number] if self._number else [])]
+        return np.random.RandomState(words).permutation(self.size)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.data.rows import Problems, read_rows, string_fault
+from gspo_megatron.data.chat import ASSISTANT, USER, message_fault, plain_message
+from gspo_megatron.data.formats import FieldMap
+from gspo_megatron.data.rows import (
+    Problems,
+    find_field,
+    json_fault,
+    json_type,
+    read_rows,
+    text_fault,
+)
 from gspo_megatron.errors import DataError
 from gspo_megatron.types import Prompt
 
@@ -16,21 +25,32 @@ if TYPE_CHECKING:
 
     from gspo_megatron.data.tokenizers import Tokenizer
 
+DEFAULT_FIELDS = FieldMap()
+IDLE_OPTIONS = (
+    "data.chat_template_options",
+    "nothing reads it: no prompt is a list of messages, and data.chat_template = false; legal: {}",
+)
 SHOWN_CHARACTERS = 10  # unknown ones, of the first text
 
 
 def load_prompts(
-    path: str | Path, prompt_field: str = "prompt", answer_field: str = "answer"
+    path: str | Path, fields: FieldMap = DEFAULT_FIELDS, chat_template: bool = False
 ) -> list[Prompt]:
-    """All prompts of a file, in its order.
+    """All prompts of a file, in its order, as `read_prompts` makes them.
 
-    Both fields must be strings, and the prompt must not be empty. All other fields of a row are
-    kept in `fields`. `source` is "path:line", counted from 1 (for Parquet: the row).
-
-    Raises DataError that names the first bad rows and says how many more there are.
+    Raises DataError that names the first bad rows and says how many more there are, and the first
+    two rows with one id.
     """
     problems = Problems()
-    prompts = list(read_prompts(path, prompt_field, answer_field, problems))
+    prompts = list(read_prompts(path, fields, problems, chat_template))
+    sources: dict[str, str] = {}
+    firsts = [sources.setdefault(prompt.row_id, prompt.source) for prompt in prompts]
+    twice = [pair for pair in zip(prompts, firsts) if pair[0].source != pair[1]]
+    if twice:
+        prompt, first = twice[0]
+        others = f", and {len(twice) - 1} more like it" if len(twice) > 1 else ""
+        what = f"id {prompt.row_id!r:.80} is that of {first}, too{others}; legal: an id a row, or "
+        problems.add(prompt.source, f"{what}data.id_field = null")
     problems.raise_if_any()
     if not prompts:
         raise DataError(f"{path}: holds no prompts; one JSON object a line is wanted")
@@ -38,37 +58,103 @@ def load_prompts(
 
 
 def read_prompts(
-    path: str | Path, prompt_field: str, answer_field: str, problems: Problems
+    path: str | Path, fields: FieldMap, problems: Problems, chat_template: bool = False
 ) -> Iterator[Prompt]:
-    """The prompts of a file one by one, as `load_prompts` reads them; bad rows go to `problems`."""
-    chosen = {"data.prompt_field": prompt_field, "data.answer_field": answer_field}
-    for where, row in read_rows(Path(path), chosen, problems, what="prompt file"):
-        faults = [string_fault(row, name, setting) for setting, name in chosen.items()]
-        if faults[0] is None and not row[prompt_field].strip():
-            faults[0] = f"field {prompt_field!r} is empty; a prompt needs some text"
-        for fault in filter(None, faults):
+    """The prompts of a file one by one; bad rows go to `problems`.
+
+    A prompt is a string, which must not be empty, or a list of messages, the last of which is not
+    the assistant's. With `chat_template` a string becomes one message of the user. The answer is
+    any JSON value. Fields that are neither prompt nor answer are kept in `Prompt.fields`, and so is
+    a field of which only a part is the answer. `source` is "path:line", counted from 1 (for
+    Parquet: the row).
+    """
+    settings = fields.settings()
+    whole = {fields.prompt, None if fields.read_answer else fields.answer}
+    for where, row in read_rows(Path(path), settings, problems, what="prompt file"):
+        found = [find_field(row, name, setting) for setting, name in settings]
+        faults = [fault for _, fault in found]
+        values = [*(value for value, _ in found), None]
+        if faults[0] is None:
+            faults[0] = _prompt_fault(fields.prompt, values[0])
+        if fields.answer is not None and faults[1] is None:
+            values[1], faults[1] = _read_answer(fields, values[1])
+        row_id, id_fault = _row_id(row, fields.id, where)
+        for fault in filter(None, (*faults, id_fault)):
             problems.add(where, fault)
-        if not any(faults):
-            others = {key: value for key, value in row.items() if key not in chosen.values()}
-            yield Prompt(row[prompt_field], row[answer_field], where, others)
+        if any((*faults, id_fault)):
+            continue
+        text, messages = values[0], ()
+        if isinstance(text, list):
+            messages = tuple(map(plain_message, text))
+            asked = [message for message in messages if message["role"] == USER] or messages
+            text = asked[-1]["content"]
+        elif chat_template:
+            messages = ({"role": USER, "content": text},)
+        others = {key: value for key, value in row.items() if key not in whole}
+        yield Prompt(text, values[1], where, others, messages=messages, row_id=row_id)
+
+
+def _prompt_fault(name: str, value: Any) -> str | None:
+    """Why a value is no prompt, or None."""
+    if not isinstance(value, list):
+        fault = text_fault(value)
+        if fault is not None:
+            return f"field {name!r} {fault.replace('a string is', 'a string or messages are')}"
+        empty = not value.strip()
+    else:
+        fault = message_fault(value)
+        if fault is None and value[-1]["role"] == ASSISTANT:
+            fault = f"the last message has the role {ASSISTANT!r}; its answer is what is to come"
+        if fault is not None:
+            return f"field {name!r}: {fault}"
+        empty = not value[-1]["content"].strip()
+    return f"field {name!r} is empty; a prompt needs some text" if empty else None
+
+
+def _read_answer(fields: FieldMap, value: Any) -> tuple[Any, str | None]:
+    """The answer, and what is wrong with its field, or None."""
+    fault = json_fault(value)
+    if fault is None and fields.read_answer is not None:
+        try:
+            return fields.read_answer(value), None
+        except ValueError as error:
+            fault = f"{error} (data.format = {fields.format})"
+    return value, fault and f"field {fields.answer!r} {fault}"
+
+
+def _row_id(row: Mapping[str, Any], name: str | None, where: str) -> tuple[str, str | None]:
+    """The id of a row, and what is wrong with it, or None."""
+    here, fault, value = Path(where).name, None, None
+    if name is not None and (name in row or name != DEFAULT_FIELDS.id):
+        value, fault = find_field(row, name, "data.id_field")
+    if fault is None and value is not None and type(value) not in (str, int, float):
+        hint = "a string or a number is wanted (data.id_field chooses one, null: none)"
+        fault = f"field {name!r} is {json_type(value)}; {hint}"
+    return here if value is None else str(value), fault
 
 
 def encode_prompts(
-    prompts: Sequence[Prompt],
-    tokenizer: Tokenizer,
-    max_prompt_tokens: int,
-    chat_template: bool = False,
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, max_prompt_tokens: int
 ) -> list[Prompt]:
-    """The prompts with their `token_ids`, as `encode_text` makes them, in the same order.
+    """The prompts with their `token_ids`, in the same order: messages by the chat template, with
+    the opening of the assistant's turn, text as `encode_text` does it.
 
     Raises DataError that names file and line of prompts without a token or with more than
-    `max_prompt_tokens`, and their lengths; also if the tokenizer has no chat template.
+    `max_prompt_tokens`, and their lengths; also of messages that the chat template refuses.
     """
     problems = Problems()
     encoded = []
     for prompt in prompts:
-        token_ids = encode_text(prompt.text, tokenizer, chat_template)
-        if not prompt.text.strip() or not token_ids:
+        try:
+            if prompt.messages:
+                rendered = tokenizer.render(prompt.messages, open_answer=True)
+                token_ids = tokenizer.encode_rendered(rendered.text).ids
+            else:
+                token_ids = encode_text(prompt.text, tokenizer)
+        except DataError as error:
+            problems.add(prompt.source, str(error))
+            continue
+        if not token_ids or not (prompt.text.strip() or prompt.messages):
             problems.add(prompt.source, "the prompt is empty")
         elif len(token_ids) > max_prompt_tokens:
             problems.add(
@@ -81,16 +167,9 @@ def encode_prompts(
     return encoded
 
 
-def encode_text(text: str, tokenizer: Tokenizer, chat_template: bool = False) -> list[int]:
-    """The token ids of one prompt.
-
-    With `chat_template` the text becomes one user message, followed by the opening of the
-    assistant's turn. Without it, the beginning-of-sequence token goes first if the tokenizer's
-    models expect one; a template writes its own.
-    """
-    if chat_template:
-        messages = [{"role": "user", "content": text}]
-        return tokenizer.encode_rendered(tokenizer.render(messages, open_answer=True).text).ids
+def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of a prompt without messages. The beginning-of-sequence token goes first if the
+    tokenizer's models expect one; a chat template writes its own."""
     token_ids = tokenizer.encode(text)
     return token_ids if tokenizer.bos_id is None else [tokenizer.bos_id, *token_ids]
 

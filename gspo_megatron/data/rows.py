@@ -22,6 +22,7 @@ TEXT_SUFFIXES = (".txt", ".text", ".md")
 SHOWN_ROWS = 5  # a file of the wrong kind is wrong on every line
 
 Row = tuple[str, dict[str, Any]]  # "path:line" (Parquet: row), counted from 1, and the fields
+Choice = tuple[str, str]  # a setting, and the field or column that it chooses
 
 
 class Problems:
@@ -65,12 +66,11 @@ def file_kind(path: Path, what: str = "file") -> str:
 
 
 def read_rows(
-    path: Path, columns: Mapping[str, str], problems: Problems, what: str = "file"
+    path: Path, columns: Sequence[Choice], problems: Problems, what: str = "file"
 ) -> Iterator[Row]:
     """The rows of a Parquet file, or of a JSON Lines file in UTF-8 (blank lines are skipped).
 
-    `columns`: setting -> the column that it chooses; a Parquet file must have all of them. The
-    caller checks the fields of JSON rows.
+    A Parquet file must have all `columns`. The caller checks the fields of JSON rows.
     """
     if file_kind(path, what) == "parquet":
         yield from read_parquet(path, columns, problems)
@@ -127,7 +127,7 @@ def decode_line(where: str, line: bytes, problems: Problems) -> str | None:
 
 def read_parquet(
     path: Path,
-    columns: Mapping[str, str],
+    columns: Sequence[Choice],
     problems: Problems,
     row_groups: Sequence[int] | None = None,
     first_row: int = 1,
@@ -141,14 +141,14 @@ def read_parquet(
     try:
         with open_parquet(path) as file:
             present = file.schema_arrow.names
-            for key, name in columns.items():
-                if name not in present:
-                    names = ", ".join(map(repr, present))
-                    what = f"no column {name!r}; the columns are: {names} ({key} chooses one)"
-                    problems.add(f"{path}", what)
-            if not set(columns.values()) <= set(present):
+            absent = [each for each in columns if not {each[1], _top(each[1])} & {*present}]
+            for key, name in absent:
+                names = ", ".join(map(repr, present))
+                what = f"no column {name!r}; the columns are: {names} ({key} chooses one)"
+                problems.add(f"{path}", what)
+            if absent:
                 return  # one problem for each column, not for each row
-            wanted = list(columns.values()) if only_columns else None
+            wanted = [name for _, name in columns] if only_columns else None
             for batch in file.iter_batches(row_groups=row_groups, columns=wanted):
                 for row in batch.to_pylist():
                     number += 1
@@ -171,18 +171,36 @@ def open_parquet(path: Path) -> Iterator[ParquetFile]:
         raise DataError(f"{path}: not a readable Parquet file: {reason}") from error
 
 
-def string_fault(row: Mapping[str, Any], name: str, key: str) -> str | None:
-    """Why `row[name]` is not a string of valid Unicode, or None; `key` is the setting of `name`."""
-    if name not in row:
-        return missing_field(row, name, key)
-    fault = text_fault(row[name])
-    return fault and f"field {name!r} {fault}"
+def find_field(row: Mapping[str, Any], name: str, key: str) -> tuple[Any, str | None]:
+    """The value of a field, and why the row does not have it, or None; `key` is the setting of
+    `name`. "a.b" is field b of the object in field a, unless a field has that name."""
+    if name in row:
+        return row[name], None
+    value: Any = row
+    parts = name.split(".")
+    for number, part in enumerate(parts):
+        above = ".".join(parts[:number])
+        if not isinstance(value, Mapping):
+            return None, f"field {above!r} is {json_type(value)}; {name!r} needs an object ({key})"
+        if part not in value:
+            present = ", ".join(map(repr, value)) or "none"
+            of = f" of {above!r}" if above else ""
+            return None, f"no field {name!r}; the fields{of} are: {present} ({key} chooses one)"
+        value = value[part]
+    return value, None
 
 
-def missing_field(row: Mapping[str, Any], name: str, key: str) -> str:
-    """The message for a row without the field `name`."""
-    present = ", ".join(map(repr, row)) or "none"
-    return f"no field {name!r}; the fields are: {present} ({key} chooses one)"
+def find_text(row: Mapping[str, Any], name: str, key: str) -> tuple[str, str | None]:
+    """As `find_field`, for a string of valid Unicode."""
+    value, fault = find_field(row, name, key)
+    if fault is None and (wrong := text_fault(value)):
+        fault = f"field {name!r} {wrong}"
+    return value, fault
+
+
+def _top(name: str) -> str:
+    """The field of a row that "a.b" is a part of."""
+    return name.partition(".")[0]
 
 
 def text_fault(value: object) -> str | None:
@@ -194,6 +212,16 @@ def text_fault(value: object) -> str | None:
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, UTF-8 cannot
         return f"holds half a surrogate pair at character {error.start + 1}"
     return None
+
+
+def json_fault(value: object) -> str | None:
+    """Why a value is none that JSON has, after its name; None: it is. Parquet has dates, say."""
+    if isinstance(value, str):
+        return text_fault(value)
+    if isinstance(value, (list, dict)):
+        inner = value.values() if isinstance(value, dict) else value
+        return next((f"holds what {fault}" for fault in map(json_fault, inner) if fault), None)
+    return None if type(value) in _JSON_TYPES else f"is {json_type(value)}; a JSON value is wanted"
 
 
 def json_type(value: object) -> str:

@@ -23,6 +23,7 @@ HELP = (
 )
 HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
 GENERATION_FILE = "generation_config.json"
+_NEEDS_TEMPLATE = "which messages and data.chat_template: true need"
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,12 @@ class Encoded:
     ends: list[int]
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(
+    path: str | Path, template_options: Mapping[str, Any] | None = None
+) -> Tokenizer:
     """Loads a sentencepiece model (a file) or a Hugging Face tokenizer (a folder).
+
+    `template_options` are variables of its chat template; `chat.check_template` checks them.
 
     Reads local files only, and runs no code that comes with a tokenizer.
 
@@ -46,11 +51,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     end-of-sequence token.
     """
     path = Path(path)
-    if path.is_dir():
-        return HuggingFaceTokenizer(path)
-    if path.suffix == ".json":
+    if path.suffix == ".json" and not path.is_dir():
         raise DataError(f"{path}: for a Hugging Face tokenizer name its folder, {path.parent}")
-    return SentencePieceTokenizer(path)
+    tokenizer = HuggingFaceTokenizer(path) if path.is_dir() else SentencePieceTokenizer(path)
+    tokenizer.template_options = template_options or {}
+    return tokenizer
 
 
 class SentencePieceTokenizer:
@@ -92,6 +97,7 @@ class SentencePieceTokenizer:
         }
         self._template_symbols = special_pieces(self._processor)
         self.chat_template = read_template(path.parent)  # Jinja, as transformers uses it
+        self.template_options: Mapping[str, Any] = {}  # further variables of the template
         self._adds_space = self._processor.normalize("a") != "a"
 
     def encode(self, text: str) -> list[int]:
@@ -116,15 +122,16 @@ class SentencePieceTokenizer:
         if self.chat_template is None:
             raise DataError(
                 f"{self.name}: a sentencepiece model has no chat template, and there is no "
-                f"{TEMPLATE_FILE} beside it; set data.chat_template to false, add that file or "
-                "use a Hugging Face tokenizer folder"
+                f"{TEMPLATE_FILE} beside it, {_NEEDS_TEMPLATE}; add that file or use a Hugging "
+                "Face tokenizer folder"
             )
         if self._adds_space:
             raise DataError(
                 f"{self.name}: puts a space before every text, so it cannot encode what a chat "
                 "template writes between symbols; use a Hugging Face tokenizer folder"
             )
-        return render(self.name, self.chat_template, messages, open_answer, self._template_symbols)
+        variables = self._template_symbols | self.template_options
+        return render(self.name, self.chat_template, messages, open_answer, variables)
 
     def encode_rendered(self, text: str) -> Encoded:
         """Tokens of a chat template's output: control symbols in it become their ids."""
@@ -191,6 +198,7 @@ class HuggingFaceTokenizer:
         if isinstance(template, dict):  # several, by name
             template = template.get("default")
         self.chat_template: str | None = template or None
+        self.template_options: Mapping[str, Any] = {}
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -210,11 +218,11 @@ class HuggingFaceTokenizer:
     def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool = False) -> Rendered:
         if self.chat_template is None:
             raise DataError(
-                f"{self.name}: the tokenizer has no chat template; set data.chat_template to "
-                "false or use the folder of a chat model"
+                f"{self.name}: the tokenizer has no chat template, {_NEEDS_TEMPLATE}; use the "
+                "folder of a chat model"
             )
-        symbols = self._tokenizer.special_tokens_map
-        return render(self.name, self.chat_template, messages, open_answer, symbols)
+        variables = self._tokenizer.special_tokens_map | self.template_options
+        return render(self.name, self.chat_template, messages, open_answer, variables)
 
     def encode_rendered(self, text: str) -> Encoded:
         encoding = self._tokenizer(

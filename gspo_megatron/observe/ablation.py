@@ -21,7 +21,15 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.observe.metrics_files import METRICS_FILE, Run, read_metrics, steps_done
 from gspo_megatron.observe.plots import ABLATION, Page, Panel, plot_comparison
 from gspo_megatron.observe.progress import MISSING, duration, fixed, number, percent, points
-from gspo_megatron.observe.report import Picture, ReportSection, Table, mean_and_spread, render_html
+from gspo_megatron.observe.report import (
+    Picture,
+    ReportSection,
+    Table,
+    correct_at,
+    mean_and_spread,
+    render_html,
+    warning_section,
+)
 
 # A window is a tenth of the run, but at least so many steps: rewards are noisy.
 SMALLEST_WINDOW = 5
@@ -40,7 +48,6 @@ _SIGNIFICANCE_RULE = (
     "0. There is no correction for the number of comparisons: of twenty without any true "
     "difference, one is significant on average."
 )
-_MIB = 2**20
 _LAYER_KEY = re.compile(r"routing/layer_(\d+)/volatility")
 
 Writer = Callable[["float | None"], str]
@@ -262,7 +269,7 @@ def write_ablation_report(
     sentences = findings(variants)
     sections = [
         ReportSection("Findings", [*sentences]),
-        ReportSection("Outcome", [_outcome_table(present)]),
+        ReportSection("Outcome", [*_accuracy_rule(present), _outcome_table(present)]),
         ReportSection("Differences", [_SIGNIFICANCE_RULE, _difference_table(present)]),
         ReportSection("Plots", [Picture(path, path.stem) for path in pictures if path]),
         ReportSection("Metrics of the updates", [_table(present, _UPDATES)]),
@@ -270,6 +277,7 @@ def write_ablation_report(
         ReportSection("Cost of replay", _cost(present, volatility_switched_on)),
         ReportSection("Rules and settings", _rules(variants, volatility_switched_on)),
     ]
+    sections[1:1] = warning_section(runs)
     # Without metrics for it, a section has only its explanation, or a table without cells.
     sections = [section for section in sections if not _is_empty(section)]
     title = f"Ablation: {len(variants)} variants, {len(runs)} runs"
@@ -278,6 +286,13 @@ def write_ablation_report(
     text = "\n\n".join([f"# {title}", *(_as_markdown(section, out) for section in sections)])
     markdown.write_text(text + "\n", encoding="utf-8")
     return [html, markdown], sentences
+
+
+def _accuracy_rule(variants: Sequence[VariantRuns]) -> list[str]:
+    if not any(map(_ACCURACY.of, variants)):
+        return []
+    least = correct_at([run.path for variant in variants for run in variant.runs.values()])
+    return [f"Held-out accuracy is the share of held-out responses with {least}."]
 
 
 def findings(variants: Sequence[VariantRuns]) -> list[str]:
@@ -314,12 +329,13 @@ def findings(variants: Sequence[VariantRuns]) -> list[str]:
 
 
 def _significant_differences(variants: Sequence[VariantRuns]) -> list[str]:
-    significant, others, judged = [], [], False
+    significant, others, seeds = [], [], 0
     for measure in _compared_measures(variants):
         texts = []
         for one, other in pairs(variants):
             found = difference(one, other, measure)
-            judged = judged or (found is not None and found.half_width is not None)
+            if found is not None and found.half_width is not None:
+                seeds = max(seeds, found.seeds)
             if found is not None and found.significant:
                 side = "above" if found.mean > 0 else "below"
                 size = _interval(found._replace(mean=abs(found.mean)), measure)
@@ -330,12 +346,12 @@ def _significant_differences(variants: Sequence[VariantRuns]) -> list[str]:
             others.append(measure.name)
     if len(variants) < 2:
         return []
-    if not judged:
+    if not seeds:
         return ["With one seed nothing can be said about differences."]
     if others:
         significant.append(
-            f"No significant differences in {', '.join(others)}. This does not show that the "
-            "variants are equal."
+            f"With {seeds} seeds no difference in {', '.join(others)} is larger than its spread "
+            "over the seeds. This does not show that the variants are equal."
         )
     return significant
 
@@ -400,7 +416,7 @@ def _cost(variants: Sequence[VariantRuns], volatility: bool) -> list[str | Table
                 duration(statistics.fmean(ours.values())),
                 f"{statistics.fmean(longer):+.1f}%",
                 f"{min(longer):+.1f}% to {max(longer):+.1f}%",
-                f"{memory.mean / _MIB:+.1f} MiB" if memory else MISSING,
+                f"{memory.mean / 1e6:+.1f} MB" if memory else MISSING,
                 f"{statistics.fmean(routes):,.0f} B" if routes else MISSING,
             ]
         )

@@ -1,4 +1,5 @@
-"""metrics.jsonl and samples.jsonl of a run folder: written while the run goes on, read by reports.
+"""metrics.jsonl, samples.jsonl and evaluation.jsonl of a run folder: written while the run goes on,
+read by reports.
 
 A metric record is a flat JSON object: `step`, an optional `phase` ("rl" when absent), and numbers
 under nested names such as "ratio/sequence/p50". A number that was not finite is null.
@@ -22,6 +23,7 @@ from gspo_megatron.types import Sample
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+EVALUATION_FILE = "evaluation.jsonl"
 RL = "rl"
 PRETRAINING, FINE_TUNING = "pretrain", "sft"  # runs of their own
 # In the order of training: going back to a phase drops those after it. Runs of earlier versions
@@ -220,13 +222,28 @@ class SampleWriter(JsonLinesWriter):
         super().__init__(Path(run_dir) / SAMPLES_FILE)
 
     def write(
-        self, step: int, samples: Sequence[Sample], rewards: Sequence[float], split: str = "train"
+        self,
+        step: int,
+        samples: Sequence[Sample],
+        rewards: Sequence[float],
+        parts: Sequence[Mapping[str, float]] = (),
+        split: str = "train",
     ) -> None:
-        """Write `samples` of a step with their rewards; `split` is "train" or "evaluation"."""
-        for sample, reward in zip(samples, rewards, strict=True):
-            texts = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
-            outcome = {"reward": reward, "truncated": sample.truncated}
-            self.append({"step": step, "split": split, **texts, **outcome})
+        """Write `samples` of a step with their rewards, and the parts of these, if they have any;
+        `split` is "train" or "evaluation"."""
+        of_parts = [{"parts": each} for each in parts] or [{}] * len(samples)
+        for sample, reward, found in zip(samples, rewards, of_parts, strict=True):
+            answer = written_answer(sample)
+            texts = {"prompt": sample.prompt, "response": sample.response, "answer": answer}
+            outcome = {"reward": reward, **found, "truncated": sample.truncated}
+            row = {"step": step, "split": split, "row_id": sample.row_id}
+            self.append(row | texts | outcome)
+
+
+def written_answer(sample: Sample) -> Any:
+    """A sample's answer, or None for a list or mapping: that may be the tests of a program,
+    megabytes of them, and `row_id` tells where it is."""
+    return None if isinstance(sample.answer, (list, dict)) else sample.answer
 
 
 def jsonable(value: Any) -> Any:

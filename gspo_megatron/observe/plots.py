@@ -112,7 +112,11 @@ _ACCURACY = Panel("Held-out accuracy", "share right", ("evaluation/accuracy",), 
 _ENTROPY = Panel("Entropy", "nats per token", ("policy/entropy",))
 _GRAD_NORM = Panel("Gradient norm", "norm before clipping", ("grad_norm",), log=True)
 _LEARNING_RATE = Panel("Learning rate", "learning rate", ("lr",), noisy=False)
-_LENGTH = Panel("Response length", "mean tokens", ("response/length_mean",))
+_LENGTH = Panel(
+    "Response length",
+    "tokens",
+    tuple(f"response/length_{name}" for name in ("mean", "p50", "p90", "p99", "max")),
+)
 _THROUGHPUT = Panel("Throughput", "tokens per second", ("perf/tokens_per_second",))
 _TIME = Panel("Time of a step", "seconds", ("perf/step_seconds",))
 _VOLATILITY = Panel(
@@ -169,7 +173,7 @@ _TIMING = (
         total="perf/step_seconds",
     ),
     _THROUGHPUT,
-    Panel("Peak memory", "GiB", ("perf/peak_memory_bytes",), scale=1 / 2**30),
+    Panel("Peak memory", "GB", ("perf/peak_memory_bytes",), scale=1e-9),
 )
 _SUPERVISED = (
     Panel("Loss", _CROSS_ENTROPY, ("loss", "evaluation/loss")),

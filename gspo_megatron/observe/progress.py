@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -55,7 +56,8 @@ def _formatted(template: str, scale: float = 1.0) -> Callable[[float | None], st
     def write(value: float | None) -> str:
         if value is None or not math.isfinite(value):
             return number(value)
-        return template.format(scale * value)
+        # "-0.0" of a small number looks like a finding
+        return re.sub(r"^-(?=[0.]*%?$)", "", template.format(scale * value))
 
     return write
 

@@ -10,7 +10,7 @@ import tempfile
 from base64 import b64encode
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import yaml
 from jinja2 import Environment, PackageLoader
@@ -19,6 +19,7 @@ from rich import table as rich_table
 from rich.console import Console
 
 from gspo_megatron.errors import UserError
+from gspo_megatron.observe.advice import Finding, advise, write_steps
 from gspo_megatron.observe.metrics_files import (
     FINE_TUNING,
     PRETRAINING,
@@ -97,6 +98,7 @@ class _Metric(NamedTuple):
 
 
 _REWARD = _Metric("reward", ("reward/mean",), max, fixed)
+_HELD_OUT_REWARD = _Metric("held-out reward", ("evaluation/reward",), max, fixed)
 _ACCURACY = _Metric("held-out accuracy", ("evaluation/accuracy",), max, percent)
 _HELD_OUT_LOSS = _Metric("held-out loss", ("evaluation/loss",), min, number)
 _CLIPPED = _Metric("clip fraction", ("clip/sequence/binding", "clip/token/binding"), None, percent)
@@ -104,7 +106,16 @@ _LOSS = _Metric("loss", ("loss",), None, number)
 _GRAD_NORM = _Metric("gradient norm", ("grad_norm",), None, number)
 _THROUGHPUT = _Metric("tokens/s", ("perf/tokens_per_second",), max, number)
 _STEP_TIME = _Metric("step time", ("perf/step_seconds",), min, duration)
-_RL_METRICS = (_REWARD, _ACCURACY, _LOSS, _GRAD_NORM, _CLIPPED, _THROUGHPUT, _STEP_TIME)
+_RL_METRICS = (
+    _REWARD,
+    _ACCURACY,
+    _HELD_OUT_REWARD,
+    _LOSS,
+    _GRAD_NORM,
+    _CLIPPED,
+    _THROUGHPUT,
+    _STEP_TIME,
+)
 _SUPERVISED_METRICS = (_HELD_OUT_LOSS, _LOSS, _GRAD_NORM, _THROUGHPUT, _STEP_TIME)
 
 # The columns of a comparison: which value of which metric.
@@ -165,10 +176,24 @@ def wall_seconds(records: Sequence[Record]) -> float | None:
     return sum(seconds) if seconds else None
 
 
-def _summary_table(records: Sequence[Record]) -> Table:
+def correct_at(folders: Sequence[Path]) -> str:
+    """From which reward on a response counts as correct in `evaluation/accuracy`, for people."""
+    found = set()
+    for folder in folders:
+        path = folder / _CONFIG_FILE
+        config = yaml.safe_load(path.read_text("utf-8", "replace")) if path.is_file() else {}
+        found.add(config.get("evaluation", {}).get("correct_at", 1.0))
+    return f"reward ≥ {found.pop():g}" if len(found) == 1 else "reward ≥ evaluation.correct_at"
+
+
+def _name(metric: _Metric, folders: Sequence[Path]) -> str:
+    return f"{metric.name} ({correct_at(folders)})" if metric is _ACCURACY else metric.name
+
+
+def _summary_table(folder: Path, records: Sequence[Record]) -> Table:
     rows = []
     for entry in summarize(records, main_phase(records)):
-        name, write = entry.metric.name, entry.metric.write
+        name, write = _name(entry.metric, [folder]), entry.metric.write
         if entry.not_finite:
             name += f" (not finite at {entry.not_finite} steps)"
         step = MISSING if entry.best_step is None else str(entry.best_step)
@@ -179,7 +204,7 @@ def _summary_table(records: Sequence[Record]) -> Table:
 def _terminal_table(run_dir: str | Path) -> rich_table.Table:
     records = read_metrics(run_dir)
     steps = steps_done(records, main_phase(records))
-    summary = _summary_table(records)
+    summary = _summary_table(Path(run_dir), records)
     table = rich_table.Table(
         title=f"{run_names([Path(run_dir).resolve()])[0]}: {steps} steps",
         title_justify="left",
@@ -227,9 +252,7 @@ def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool
     `stream` is stdout unless given; with plots=False only the summary is printed. A plot or report
     that fails does not make a finished run fail: the error is printed instead.
     """
-    run_dir = Path(run_dir)
-    safe = SafeStream(sys.stdout if stream is None else stream)
-    console = Console(file=safe, force_terminal=safe.isatty(), highlight=False)  # type: ignore[arg-type]
+    run_dir, console = Path(run_dir), _console(stream)
     lines = [f"run     {run_dir}"]
     if plots:
         try:
@@ -238,16 +261,43 @@ def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool
             _logger.debug("the report was not written", exc_info=True)
             lines.append(f"report  not written: {type(error).__name__}: {error}")
     console.print(_terminal_table(run_dir))
+    _print_warnings(console, load_runs([run_dir]))
     for line in lines:
         # A path that the console breaks into lines could not be copied.
         console.print(line, soft_wrap=True, markup=False)
+
+
+def print_comparison(run_dirs: Sequence[str | Path], stream: TextIO | None = None) -> None:
+    """Print the settings that differ between the runs, if any do, and the warnings about them."""
+    runs, console = load_runs(run_dirs), _console(stream)
+    settings = _differing_settings(runs)
+    if settings.rows:
+        table = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in settings.head:
+            table.add_column(name, no_wrap=name == settings.head[0], overflow="fold")
+        for row in settings.rows:
+            table.add_row(*row)
+        console.print("settings that differ:")
+        console.print(table, markup=False)
+    _print_warnings(console, runs)
+
+
+def _print_warnings(console: Console, runs: Sequence[Run]) -> None:
+    for name, finding in _warnings(runs):
+        console.print(f"warning: {name}: {finding}", markup=False)
+
+
+def _console(stream: TextIO | None) -> Console:
+    """Prints to `stream`, or to stdout."""
+    safe = SafeStream(sys.stdout if stream is None else stream)
+    return Console(file=safe, force_terminal=safe.isatty(), highlight=False)  # type: ignore[arg-type]
 
 
 def _report_one(run: Run, out: Path) -> str:
     records, phase = run.records, main_phase(run.records)
     tiles = [
         (
-            f"{entry.metric.name}, first to last",
+            f"{_name(entry.metric, [run.path])}, first to last",
             f"{entry.metric.write(entry.first)} → {entry.metric.write(entry.last)}",
         )
         for entry in summarize(records, phase)[:2]
@@ -255,7 +305,8 @@ def _report_one(run: Run, out: Path) -> str:
     ]
     tiles.append(("steps", f"{steps_done(records, phase):,}"))
     tiles.append(("wall time", duration(wall_seconds(records))))
-    sections = [ReportSection("Metrics", [_summary_table(records)])]
+    sections = [ReportSection("Metrics", [_summary_table(run.path, records)])]
+    sections += warning_section([run])
     pictures = [Picture(path, path.stem) for path in plot_run(run.path, out)]
     if pictures:
         sections.append(ReportSection("Plots", [*pictures]))
@@ -279,6 +330,7 @@ def _report_several(runs: Sequence[Run]) -> str:
         settings = _differing_settings(runs)
         if settings.rows:
             sections.append(ReportSection("Settings that differ", [settings]))
+        sections += warning_section(runs)
         sections += [ReportSection(run.name, _details(run)) for run in runs]
         names = ", ".join(run.name for run in runs)
         return render_html(f"{len(runs)} runs compared", names, sections)
@@ -290,7 +342,8 @@ def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[R
     if plot_comparison(runs, path, COMPARISONS[phase]) is not None:
         sections.append(ReportSection(f"Curves{suffix}", [Picture(path, f"curves{suffix}")]))
     columns = _RL_COLUMNS if phase == RL else _SUPERVISED_COLUMNS
-    names = [f"{kind} {metric.name}" for kind, metric in columns]
+    folders = [run.path for run in runs]
+    names = [f"{kind} {_name(metric, folders)}" for kind, metric in columns]
 
     def cells(members: Sequence[Run]) -> list[str]:
         """Mean and spread over some runs; the value of a single one."""
@@ -325,13 +378,38 @@ def mean_and_spread(values: Sequence[float | None], write: Callable[[float | Non
     return f"{write(statistics.fmean(present))} ± {write(statistics.stdev(present))}"
 
 
+def _warnings(runs: Sequence[Run]) -> list[tuple[str, Finding]]:
+    """Each with the name of its run."""
+    return [
+        (run.name, finding)
+        for run in runs
+        for finding in advise(run.records, _config_of(run.path), main_phase(run.records))
+    ]
+
+
+def warning_section(runs: Sequence[Run]) -> list[ReportSection]:
+    """What a practitioner would want to know of these runs; nothing where all is well."""
+    rows = [
+        [name, found.metric, write_steps(found.steps), found.text, found.advice]
+        for name, found in _warnings(runs)
+    ]
+    head = ["run", "metric", "steps", "what", "advice"]
+    return [ReportSection("Warnings", [Table(head, rows, is_text=True)])] if rows else []
+
+
+def _config_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """The sections of a run's configuration; none if it kept no configuration."""
+    path = folder / _CONFIG_FILE
+    if not path.is_file():
+        return {}
+    return yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")) or {}
+
+
 def _differing_settings(runs: Sequence[Run]) -> Table:
     """The keys of the configuration, but logging, that the runs that kept one do not share."""
     configs: dict[str, dict[str, str]] = {}
     for run in runs:
-        path = run.path / _CONFIG_FILE
-        if path.is_file():
-            sections = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+        if sections := _config_of(run.path):
             configs[run.name] = {
                 f"{section}.{key}": str(value)
                 for section, keys in sections.items()

@@ -11,7 +11,14 @@ from gspo_megatron.config import Config, to_yaml
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.environment import write_environment
-from gspo_megatron.observe.metrics_files import METRICS_FILE, MetricsWriter, SampleWriter
+from gspo_megatron.observe.metrics_files import (
+    EVALUATION_FILE,
+    METRICS_FILE,
+    RL,
+    JsonLinesWriter,
+    MetricsWriter,
+    SampleWriter,
+)
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.report import finish_run
 from gspo_megatron.observe.trackers import open_trackers
@@ -42,17 +49,19 @@ class RunLogger:
         except OSError as error:
             where = f"logging.dir = {str(self.folder)!r}"
             raise DataError(f"{where}: cannot be made: {error.strerror}") from error
-        write_atomically(self.folder / "config.resolved.yaml", to_yaml(config).encode())
-        write_environment(self.folder)
-        self._metrics = MetricsWriter(self.folder)
-        self._samples = SampleWriter(self.folder)
         self._trackers = open_trackers(
             config.logging.trackers, self.folder, config.model_dump(mode="json")
         )
+        self._metrics = MetricsWriter(self.folder)
+        self._samples = SampleWriter(self.folder)
+        self._evaluation = JsonLinesWriter(self.folder / EVALUATION_FILE)
         if resumed_at is not None:
             phase, step = resumed_at
             self._metrics.truncate_after(step, phase)
             self._samples.truncate_after(step, phase)
+            self._evaluation.truncate_after(step, phase)
+        write_environment(self.folder)
+        write_atomically(self.folder / "config.resolved.yaml", to_yaml(config).encode())
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:
         """A progress display of one phase, of which `done` steps were finished earlier."""
@@ -74,6 +83,7 @@ class RunLogger:
         if self.is_main:
             self._metrics.sync()
             self._samples.sync()
+            self._evaluation.sync()
 
     def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one step's metrics. Raises UserError as `sync` does."""
@@ -81,10 +91,22 @@ class RunLogger:
             self._metrics.write({"phase": phase, "step": step, **metrics})
             self._trackers.log(step, {"phase": phase, **metrics})
 
-    def write_samples(self, step: int, samples: Sequence[Sample], rewards: Sequence[float]) -> None:
-        """Write some responses with their rewards."""
+    def write_samples(
+        self,
+        step: int,
+        samples: Sequence[Sample],
+        rewards: Sequence[float],
+        parts: Sequence[Mapping[str, float]] = (),
+    ) -> None:
+        """Write some responses with their rewards, and the parts of these, if they have any."""
         if self.is_main:
-            self._samples.write(step, samples, rewards)
+            self._samples.write(step, samples, rewards, parts)
+
+    def write_evaluation(self, step: int, responses: Sequence[Mapping[str, Any]]) -> None:
+        """Write the held-out responses of an evaluation."""
+        if self.is_main:
+            for response in responses:
+                self._evaluation.append({"phase": RL, "step": step, **response})
 
     def finish(self) -> None:
         """Close the files; write the plots and the report, print the summary."""
@@ -98,4 +120,5 @@ class RunLogger:
         if self.is_main:
             self._metrics.close()
             self._samples.close()
+            self._evaluation.close()
             self._trackers.close()

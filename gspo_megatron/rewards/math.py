@@ -21,7 +21,13 @@ def answer_fault(answer: str) -> str | None:
     return "is not a mathematical expression"
 
 
-@register("math", requires="math-verify", answer_fault=answer_fault)
+@register(
+    "math",
+    answers=(str, int, float),
+    requires="math-verify",
+    answer_fault=answer_fault,
+    threads=False,
+)
 def math(sample: Sample) -> float:
     r"""1.0 if the response's final expression equals the answer, else 0.0.
 
@@ -34,7 +40,7 @@ def math(sample: Sample) -> float:
     """
     from math_verify import parse, verify
 
-    answer = _parse_answer(sample.answer)
+    answer = _parse_answer(str(sample.answer))
     if not answer:
         raise RewardError(
             f"reward 'math': the answer {sample.answer!r} of prompt {sample.prompt!r} is not a "

@@ -18,11 +18,10 @@ from gspo_megatron.cli.variants import (
     Variant,
     baselines,
     choose_variants,
-    override,
     plan_runs,
 )
 from gspo_megatron.config import load_config, to_yaml
-from gspo_megatron.config.load import apply_overrides
+from gspo_megatron.config.load import apply_overrides, override
 from gspo_megatron.errors import ConfigError, UserError
 from tests.unit.cli.conftest import Command, ConfigWriter
 

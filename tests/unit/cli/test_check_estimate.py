@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from gspo_megatron.cli import check_tables
 from gspo_megatron.config import load_config
 from gspo_megatron.estimate.layout import estimate_layout
 from tests.unit.cli.conftest import Command, ConfigWriter
@@ -35,9 +38,56 @@ def test_the_last_line_has_the_figures_of_the_estimate(
     assert int(said["sent_pp_bytes"]) == max(sent["pp"] for sent in found.traffic) > 0
     assert float(said["bubble"]) == pytest.approx(found.bubble, abs=1e-4)
     assert "fits" not in said
-    rows = [line.split() for line in out.splitlines()]
-    assert [row[0] for row in rows if row and row[0] in ("0", "2")] == ["0", "2"]  # a rank a stage
+    [ranks] = [line.split() for line in out.splitlines() if line.strip().startswith("rank 0")]
+    assert ranks == ["rank", "0", "rank", "2"]  # one of each stage
     assert said["world_size"] == "4"
+
+
+def test_every_size_is_in_gb_and_says_what_it_is(
+    write_config: ConfigWriter, gspo: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal of 80 columns, with more stages than fit side by side."""
+    monkeypatch.setattr(check_tables, "console", lambda: Console(width=80, highlight=False))
+    _, out, _ = gspo("check", write_config(), "--memory", "parallel.layout=pp=4")
+    table, rest = out.split("most        rank ")
+    assert "iB" not in out.replace("fits=", "")
+    assert table.count("GB (10^9 bytes) of a rank of each pipeline stage") == 2
+    names = [line[1:38].strip() for line in table.splitlines()]
+    for name in (
+        "micro-batches kept at once",
+        "training: kept activations",
+        "sampling: key-value cache",
+        "while training",
+        "while sampling",
+        "most at one time",
+    ):
+        assert names.count(name) == 2, name
+    stages = [word for line in table.splitlines() for word in re.findall(r"stage \d", line)]
+    assert stages == ["stage 0", "stage 1", "stage 2", "stage 3"]
+    *_, above, last = rest.splitlines()
+    assert above == "for scripts, in bytes:" and last.startswith("world_size=4 ")
+    assert rest.startswith("0 (stage 0): 0.")
+
+
+def test_selective_recompute_that_saves_nothing_is_told_with_the_reason(
+    write_config: ConfigWriter, gspo: Command
+) -> None:
+    """By default it recomputes the attention, which keeps no scores to be saved."""
+    words = ("check", write_config(), "--memory", "model.vocab_size=80")
+    _, out, _ = gspo(*words)
+    assert "selective saves little or nothing here: it recomputes attention" in out
+    _, out, _ = gspo(*words, "model.megatron.recompute_modules=[moe]")
+    sizes = dict(re.findall(r"(none|selective|full) ([\d.]+) GB", out))
+    assert float(sizes["selective"]) < 0.8 * float(sizes["none"])
+    assert "saves little" not in out
+
+
+def test_a_recompute_mode_that_saves_nothing_is_not_suggested(
+    write_config: ConfigWriter, gspo: Command
+) -> None:
+    words = ("check", write_config(), "--world-size=2", "model.vocab_size=80", "--suggest")
+    assert "recompute=full" in gspo(*words)[1] and "recompute=selective" not in gspo(*words)[1]
+    assert "recompute=selective" in gspo(*words, "model.megatron.recompute_modules=[moe]")[1]
 
 
 def test_what_does_not_fit_exits_with_1(write_config: ConfigWriter, gspo: Command) -> None:
@@ -109,11 +159,15 @@ def test_suggestions_pass_the_rules_and_fit(write_config: ConfigWriter, gspo: Co
     words = ["check", write_config(), "--no-files", "--world-size=4", "--gpu-memory=0.15", *sizes]
     code, out, err = gspo(*words, "--suggest", "parallel.layout=pp=3")
     assert code == 2 and "parallel.pipeline_model_parallel_size = 3" in err
-    rows = [line.split() for line in out.splitlines() if "parallel.layout=" in line]
+    title = "layouts that fit, ordered by the time of training (the rollout's is not estimated)"
+    assert title in out and "key-value cache) included" in out
+    lines = [line.split() for line in out.splitlines() if re.match(r" *\d+  ", line)]
+    rows, overrides = lines[: len(lines) // 2], lines[len(lines) // 2 :]
     assert 1 <= len(rows) <= 10
-    seconds = [float(row[0]) for row in rows]
+    assert [row[0] for row in rows] == [words[0] for words in overrides]
+    seconds = [float(row[1]) for row in rows]
     assert seconds == sorted(seconds)
-    code, out, _ = gspo(*words, *rows[0][6:])
+    code, out, _ = gspo(*words, *overrides[0][1:])
     assert (code, pairs(out)["fits"]) == (0, "yes")
 
 
@@ -137,4 +191,4 @@ def test_the_large_examples_fit(
     said = pairs(out)
     assert (code, said["parameters_total"], said["fits"]) == (0, str(parameters), "yes")
     page = (folder / "README.md").read_text(encoding="utf-8")
-    assert f"{int(said[quoted]) / 2**30:.1f} GiB" in page
+    assert f"{int(said[quoted]) / 1e9:.1f} GB" in page

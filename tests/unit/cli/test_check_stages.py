@@ -101,7 +101,7 @@ def test_suggestions_for_a_stage_pass_its_rules(pretrain: Path, gspo: Command) -
     sizes = ["model.vocab_size=80", "training.batch_size=5"]
     words = ("--suggest", "--gpu-memory=1", "--world-size=2", "parallel.layout=tp=2")
     code, text, _ = gspo("check", pretrain, *sizes, *words)
-    rows = [line.split()[6:] for line in text.splitlines() if " parallel.layout=" in line]
+    rows = [line.split()[1:] for line in text.splitlines() if "  parallel.layout=" in line]
     assert code == 0 and rows and "the rollout" not in text
     for overrides in rows:
         checked = check_run(load_any_config(pretrain, [*overrides, *sizes]), 2)

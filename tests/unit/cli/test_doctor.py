@@ -57,7 +57,7 @@ def test_processors_are_summed_up(
     modules: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert table(GPU)["gpu"] == ("2 x H200, 139 GiB each, CUDA 13.2", "")
+    assert table(GPU)["gpu"] == ("2 x H200, 149 GB (10^9 bytes) each, CUDA 13.2", "")
     assert table()["cpu"] == ("4 x Some CPU", "")
     assert table()["gpu"] == ("none that torch can use: runs use the CPU", "")
     program = tmp_path / "nvidia-smi"
@@ -124,6 +124,8 @@ def test_the_command_tries_the_import(
     monkeypatch.setattr(environment, "describe_environment", described)
     code, out, _ = gspo("doctor")
     assert code == 0 and "import fails: ImportError: undefined_symbol" in out
+    [python] = [line.split() for line in out.splitlines() if line.startswith(" python")]
+    assert python[1:] == ["3.12.1", "nothing"]  # to do
 
 
 @pytest.mark.parametrize(

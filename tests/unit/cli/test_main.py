@@ -55,7 +55,7 @@ def test_malformed_command_lines_exit_with_2_and_say_why(
 def test_help_names_the_commands_there_are(gspo: Command) -> None:
     code, out, _ = gspo("--help")
     names = ("train", "pretrain", "sft", "check", "preflight", "verify", "convert", "report")
-    assert code == 0 and all(name in out for name in (*names, "ablate", "doctor"))
+    assert code == 0 and all(name in out for name in (*names, "ablate", "doctor", "new"))
 
 
 @pytest.mark.parametrize("module", ["gspo_megatron.cli.main", "gspo_megatron.cli.launch"])
@@ -106,4 +106,5 @@ def test_report_prints_the_path_of_what_it_wrote(
     from gspo_megatron.observe import report as writer
 
     monkeypatch.setattr(writer, "write_report", lambda runs, out: Path(out, "-".join(runs)))
+    monkeypatch.setattr(writer, "print_comparison", lambda runs: None)
     assert gspo("report", "one", "two", "-o", "out") == (0, "out/one-two\n", "")

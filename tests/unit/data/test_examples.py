@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import transformers
 
-from gspo_megatron.config.stages import FineTuningDataSection
+from gspo_megatron.config import load_config
+from gspo_megatron.config.stages import FineTuningConfig, FineTuningDataSection
 from gspo_megatron.data.chat import CHATML, encode_conversation
 from gspo_megatron.data.documents import read_documents
 from gspo_megatron.data.examples import Counts, load_supervised
+from gspo_megatron.data.inputs import read_fine_tuning
 from gspo_megatron.data.prompts import UnknownCharacters, load_prompts
 from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.errors import ConfigError
 from tests.unit.data.corpora import (
     SYLLABLES,
     both,
@@ -189,6 +192,36 @@ def test_prompts_and_answers_by_hand(folder: Path, tmp_path: Path) -> None:
         assert np.array_equal(example.token_ids, ids) and np.array_equal(example.loss_mask, mask)
 
 
+def test_a_prompt_may_be_messages_before_the_answer(folder: Path, tmp_path: Path) -> None:
+    question = [{"role": "system", "content": "ka"}, {"role": "user", "content": "lo"}]
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": question, "answer": "mi"}])
+    tokenizer = load_tokenizer(folder)
+    example = load_supervised(path, tokenizer, form(50))[0]
+    ids, mask = encode_conversation([*question, {"role": "assistant", "content": "mi"}], tokenizer)
+    assert np.array_equal(example.token_ids, ids) and np.array_equal(example.loss_mask, mask)
+    write_rows(path, [{"prompt": question, "answer": 5}])
+    wrong = "field 'answer' is a number; a string is wanted"
+    assert refusal(load_supervised, path, tokenizer, form(50)) == [f"{path}:1: {wrong}"]
+
+
+def test_template_options_reach_the_examples(folder: Path, tmp_path: Path) -> None:
+    template = CHATML.replace("'assistant' -%}", "'assistant' -%}{{- 'mi' if brief else '' -}}")
+    copy = with_template(folder, tmp_path, template)
+    rows = [{"messages": exchange("ka", "lo"), "prompt": "ka", "answer": "lo"}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "config.yaml").write_text("{}")
+    words = [f"data.tokenizer={copy}", f"data.examples={path}", "data.messages_field=messages"]
+    lengths = []
+    for more in ([], ["data.chat_template_options={brief: true}"]):
+        config = load_config(tmp_path / "config.yaml", words + more, FineTuningConfig)
+        lengths += read_fine_tuning(config).train.lengths.tolist()
+    assert lengths[0] < lengths[1]
+    words = [*words[:2], "data.chat_template_options={brief: true}"]
+    config = load_config(tmp_path / "config.yaml", words, FineTuningConfig)
+    with pytest.raises(ConfigError, match="data.chat_template_options: nothing reads it: "):
+        read_fine_tuning(config)
+
+
 def test_parquet_reads_like_json_lines(folder: Path, tmp_path: Path) -> None:
     source = random.Random(5)
     chats = [conversation(source) for _ in range(9)]
@@ -243,7 +276,11 @@ def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
         ({"messages": [{"role": "user"}]}, "'content' of message 1 is missing; a string is wanted"),
         ({"messages": [{"role": 1, "content": ""}]}, "'role' of message 1 is a number; a string"),
         ({"messages": [{"role": "user", "content": None}]}, "'content' of message 1 is null; a"),
-        ({"messages": []}, "no message has the role 'assistant', so there is nothing to learn"),
+        ({"messages": []}, "field 'messages': holds no message"),
+        (
+            {"messages": [{"role": "user", "content": "ka"}]},
+            "no message has the role 'assistant', so there is nothing to learn",
+        ),
         (
             {"messages": [{"role": "assistant", "content": "a\ud800"}]},
             "'content' of message 1 holds half a surrogate pair at character 2",
@@ -271,7 +308,7 @@ def test_unknown_characters_are_counted(tmp_path: Path, byte_fallback: bool) -> 
 
 def test_the_examples_of_the_manual_can_be_read(folder: Path, tmp_path: Path) -> None:
     text = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
-    prompts, chats, documents = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    prompts, chats, documents = re.findall(r"```json.*?\n(.*?)```", text, re.DOTALL)
     path = tmp_path / "rows.jsonl"
     path.write_text(prompts)
     assert [prompt.answer for prompt in load_prompts(path)] == ["82", "dbac"]

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from gspo_megatron.data.loader import PromptLoader
@@ -104,3 +106,82 @@ def test_resuming_with_smaller_steps_loses_no_prompt() -> None:
 def test_state_of_another_order_is_refused(other: PromptLoader, named: str) -> None:
     (line,) = refusal(other.load_state_dict, PromptLoader(10, 4, seed=6).state_dict())
     assert named in line
+
+
+# --- several files --------------------------------------------------------------------------------
+
+SIZES, WEIGHTS = (7, 30, 4), (1, 2.5, 1.5)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("per_step", [1, 3, 10])
+def test_each_file_has_its_share_and_its_epochs(
+    weights: tuple[float, ...] | None, per_step: int
+) -> None:
+    loader = PromptLoader(SIZES, per_step, seed=4, weights=weights)
+    wanted = np.array(weights or SIZES) / sum(weights or SIZES)
+    starts = np.cumsum([0, *SIZES])
+    counts = np.zeros(sum(SIZES), int)
+    for step in range(1, 301):
+        np.add.at(counts, loader.next(), 1)
+        files = [counts[start:end] for start, end in zip(starts, starts[1:])]
+        drawn = np.array([file.sum() for file in files])
+        assert abs(drawn - wanted * step * per_step).max() < 2
+        # Every prompt of a file before one of them again; two: see above.
+        assert all(np.ptp(file) <= 2 for file in files)
+        if per_step == 1:
+            assert all(np.ptp(file) <= 1 for file in files)
+
+
+def test_without_weights_an_epoch_of_all_files_is_one_of_each() -> None:
+    loader = PromptLoader(SIZES, sum(SIZES), seed=4)
+    for _ in range(5):
+        assert sorted(loader.next()) == [*range(sum(SIZES))]
+
+
+def test_files_of_equal_size_have_different_orders() -> None:
+    step = PromptLoader((8, 8), 16, seed=5).next()
+    first, second = ([n % 8 for n in step if n // 8 == file] for file in (0, 1))
+    assert sorted(first) == sorted(second) == [*range(8)] and first != second
+    # the first file alone is drawn as by a run that has no other
+    assert first == PromptLoader(8, 8, seed=5).next()
+
+
+def test_the_order_of_several_files_is_fixed_for_good() -> None:
+    assert draw(PromptLoader((3, 5), 4, seed=5, weights=(3, 1)), 3) == [
+        [0, 2, 6, 1],
+        [2, 1, 7, 0],
+        [2, 1, 4, 0],
+    ]
+
+
+@pytest.mark.parametrize("before", [0, 1, 5, 17])
+@pytest.mark.parametrize("per_step", [1, 3, 10])
+def test_resuming_several_files_continues_exactly(before: int, per_step: int) -> None:
+    loader = PromptLoader(SIZES, per_step, seed=6, weights=WEIGHTS)
+    draw(loader, before)
+    state = json.loads(json.dumps(loader.state_dict()))
+    resumed = PromptLoader(SIZES, 2 * per_step, seed=6, weights=WEIGHTS)
+    resumed.load_state_dict(state)
+    for count in (per_step, 1, 7):  # as dynamic sampling draws
+        assert resumed.next(count) == loader.next(count)
+    for other, named in (
+        (PromptLoader((7, 30, 5), 1, seed=6, weights=WEIGHTS), r"num_prompts = \[7, 30, 4\]"),
+        (PromptLoader(SIZES, 1, seed=6), "shares = "),
+        (PromptLoader(sum(SIZES), 1, seed=6), "num_prompts = "),
+    ):
+        (line,) = refusal(other.load_state_dict, state)
+        assert re.search(named, line)
+
+
+def test_the_state_of_one_file_is_that_of_earlier_versions() -> None:
+    loader = PromptLoader([5], 4, seed=6, weights=[0.3])
+    draw(loader, 4)
+    assert loader.state_dict() == {
+        "num_prompts": 5,
+        "seed": 6,
+        "shuffle": True,
+        "epoch": 3,
+        "position": 3,
+        "deferred": [1, 3],
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from gspo_megatron.config import Config, load_config
 from gspo_megatron.config.stages import FineTuningConfig
 from gspo_megatron.data.chat import Rendered
+from gspo_megatron.data.formats import FORMATS, FieldMap, last_box
 from gspo_megatron.data.inputs import read_fine_tuning, read_inputs
 from gspo_megatron.data.prompts import UnknownCharacters, encode_prompts, load_prompts
 from gspo_megatron.data.tokenizers import Encoded, load_tokenizer, train_sentencepiece
@@ -22,11 +24,12 @@ from gspo_megatron.types import Prompt
 from tests.unit.data.corpora import make_tokenizer, refusal, write_parquet, write_rows
 
 
-def problems_of(path: Path, **fields: str) -> list[str]:
-    return refusal(load_prompts, path, **fields)
+def problems_of(path: Path, **fields: str | None) -> list[str]:
+    return refusal(load_prompts, path, FieldMap(**fields))
 
 
 GOOD = {"prompt": "37+45=", "answer": "82"}
+ASKED = {"role": "user", "content": "ab"}
 
 
 def test_json_lines_keep_order_source_and_other_fields(tmp_path: Path) -> None:
@@ -42,7 +45,7 @@ def test_json_lines_keep_order_source_and_other_fields(tmp_path: Path) -> None:
 
 def test_fields_can_be_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "p.jsonl", [{"question": "q", "solution": "s", "prompt": 1}])
-    (prompt,) = load_prompts(path, prompt_field="question", answer_field="solution")
+    (prompt,) = load_prompts(path, FieldMap("question", "solution"))
     assert (prompt.text, prompt.answer, prompt.fields) == ("q", "s", {"prompt": 1})
     # a byte-order mark and carriage returns are no part of the text
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r\n")
@@ -72,10 +75,31 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
             {"prompt": "a", "reply": "b"},
             "no field 'answer'; the fields are: 'prompt', 'reply' (data.answer_field chooses one)",
         ),
-        ({"prompt": "a", "answer": 82}, "field 'answer' is a number; a string is wanted"),
-        ({"prompt": "a", "answer": True}, "field 'answer' is a boolean; a string is wanted"),
-        ({"prompt": None, "answer": "b"}, "field 'prompt' is null; a string is wanted"),
-        ({"prompt": [{}], "answer": "b"}, "field 'prompt' is an array; a string is wanted"),
+        (
+            {"prompt": None, "answer": "b"},
+            "field 'prompt' is null; a string or messages are wanted",
+        ),
+        ({"prompt": {}, "answer": "b"}, "field 'prompt' is an object; a string or messages are"),
+        ({"prompt": [], "answer": "b"}, "field 'prompt': holds no message"),
+        ({"prompt": ["a"], "answer": "b"}, "field 'prompt': message 1 is a string; an object is"),
+        ({"prompt": [{}], "answer": "b"}, "field 'prompt': 'role' of message 1 is missing; a"),
+        (
+            {"prompt": [{"role": "user", "content": None}], "answer": "b"},
+            "field 'prompt': 'content' of message 1 is null; a string is wanted",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": " "}], "answer": "b"},
+            "field 'prompt' is empty; a prompt needs some text",
+        ),
+        (
+            {"prompt": [ASKED, {"role": "assistant", "content": "c"}], "answer": "b"},
+            "field 'prompt': the last message has the role 'assistant'; its answer is what is to",
+        ),
+        (
+            {"prompt": "a", "answer": "b", "id": [7]},
+            "field 'id' is an array; a string or a number is wanted (data.id_field chooses one, "
+            "null: none)",
+        ),
         ({"prompt": "", "answer": "b"}, "field 'prompt' is empty; a prompt needs some text"),
         ({"prompt": " \t", "answer": "b"}, "field 'prompt' is empty; a prompt needs some text"),
         (b'{"prompt": "\xff"}', "not valid UTF-8 at byte 13 of the line"),
@@ -101,7 +125,7 @@ def test_the_first_problems_are_listed_and_the_others_counted(tmp_path: Path) ->
         wanted = "an array; a JSON object is wanted"
         lines = [f"{path}:{n}: {wanted}" for n in range(1, 6)]
         assert problems_of(write_rows(path, [[]] * count)) == lines + hidden
-    assert len(problems_of(write_rows(path, [{"prompt": 1, "answer": 2}]))) == 2
+    assert len(problems_of(write_rows(path, [{"prompt": 1}]))) == 2
 
 
 def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
@@ -133,9 +157,198 @@ def test_faults_of_parquet_files_are_named(tmp_path: Path) -> None:
     ]
     write_parquet(path, {"prompt": ["a", None, " "], "answer": ["1"] * 3})
     assert problems_of(path) == [
-        f"{path}:2: field 'prompt' is null; a string is wanted",
+        f"{path}:2: field 'prompt' is null; a string or messages are wanted",
         f"{path}:3: field 'prompt' is empty; a prompt needs some text",
     ]
+
+
+# --- messages, answers of any kind, ids ----------------------------------------------------------
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+CONVERSATION = [SYSTEM, ASKED, {"role": "assistant", "content": "c"}, {**ASKED, "content": "d?"}]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_prompt_may_be_a_conversation(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"p.{suffix}"
+    named = {**ASKED, "name": "Ann"}  # Parquet: the other messages have name = None
+    prompts, answers = [CONVERSATION, [SYSTEM, named]], ["1", "2"]
+    if suffix == "parquet":
+        write_parquet(path, {"prompt": prompts, "answer": answers})
+    else:
+        write_rows(path, [{"prompt": p, "answer": a} for p, a in zip(prompts, answers)])
+    first, second = load_prompts(path)
+    assert (first.text, first.messages) == ("d?", tuple(CONVERSATION))
+    assert (second.text, second.messages) == ("ab", (SYSTEM, named))
+    (encoded, _) = encode_prompts([first, second], CodePoints(bos_id=5), 99)
+    assert "".join(map(chr, encoded.token_ids)) == (
+        "[system]Be brief.[user]ab[assistant]c[user]d?[assistant]"
+    )
+
+
+def test_a_string_is_a_message_only_with_a_chat_template(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [GOOD])
+    assert load_prompts(path)[0].messages == ()
+    message = {"role": "user", "content": "37+45="}
+    assert load_prompts(path, chat_template=True)[0].messages == (message,)
+
+
+@pytest.mark.parametrize("answer", [82, 0.5, True, None, ["a", 1], {"tests": [{"in": "1"}]}])
+def test_an_answer_is_any_json_value_or_none(tmp_path: Path, answer: object) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "a", "answer": answer}])
+    (prompt,) = load_prompts(path)
+    assert prompt.answer == answer and type(prompt.answer) is type(answer)
+    (prompt,) = load_prompts(path, FieldMap(answer=None))
+    assert (prompt.answer, prompt.fields) == (None, {"answer": answer})
+
+
+def test_an_answer_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    days = [datetime.date(2026, 1, 2)]
+    path = write_parquet(tmp_path / "p.parquet", {"prompt": ["a"], "answer": days})
+    wrong = "is of type date; a JSON value is wanted"
+    assert problems_of(path) == [f"{path}:1: field 'answer' {wrong}"]
+    write_parquet(path, {"prompt": ["a"], "answer": [days]})
+    assert problems_of(path) == [f"{path}:1: field 'answer' holds what {wrong}"]
+
+
+def test_a_row_is_known_by_its_id_or_by_file_and_line(tmp_path: Path) -> None:
+    rows = [{**GOOD, "id": "x"}, {**GOOD, "id": 7}, GOOD, {**GOOD, "id": None, "uid": "y"}]
+    path = write_rows(tmp_path / "p.jsonl", rows)
+    assert [p.row_id for p in load_prompts(path)] == ["x", "7", "p.jsonl:3", "p.jsonl:4"]
+    assert load_prompts(path)[0].fields == {"id": "x"}
+    assert load_prompts(path, FieldMap(id=None))[0].row_id == "p.jsonl:1"
+    # a field that was asked for must be there
+    lines = problems_of(path, id="uid")
+    fields = "the fields are: 'prompt', 'answer', 'id' (data.id_field chooses one)"
+    assert lines[0] == f"{path}:1: no field 'uid'; {fields}"
+    assert len(lines) == 3
+
+
+def test_two_rows_with_one_id_are_one_line(tmp_path: Path) -> None:
+    rows = [{**GOOD, "id": n} for n in ("a", "b", "a", "c", "b", "a")]
+    path = write_rows(tmp_path / "p.jsonl", rows)
+    legal = "legal: an id a row, or data.id_field = null"
+    assert problems_of(path) == [
+        f"{path}:3: id 'a' is that of {path}:1, too, and 2 more like it; {legal}"
+    ]
+    assert len(load_prompts(path, FieldMap(id=None))) == 6
+
+
+# --- objects in rows, published datasets ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_dotted_field_is_part_of_an_object(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"p.{suffix}"
+    row = {"prompt": "a", "reward_model": {"ground_truth": "34", "style": "rule"}, "a.b": "c"}
+    if suffix == "parquet":
+        write_parquet(path, {name: [value] for name, value in row.items()})
+    else:
+        write_rows(path, [row])
+    (prompt,) = load_prompts(path, FieldMap(answer="reward_model.ground_truth"))
+    assert prompt.answer == "34"
+    assert prompt.fields == {"reward_model": row["reward_model"], "a.b": "c"}
+    # a field may have a dot in its name
+    assert load_prompts(path, FieldMap(answer="a.b"))[0].answer == "c"
+    (line,) = problems_of(path, answer="reward_model.truth")
+    assert line == (
+        f"{path}:1: no field 'reward_model.truth'; the fields of 'reward_model' are: "
+        "'ground_truth', 'style' (data.answer_field chooses one)"
+    )
+    (line,) = problems_of(path, answer="prompt.x")
+    assert line == (
+        f"{path}:1: field 'prompt' is a string; 'prompt.x' needs an object (data.answer_field)"
+    )
+
+
+# As they are published: openai/gsm8k, hendrycks MATH, BytedTsinghua-SIA/DAPO-Math-17k, APPS.
+PUBLISHED: dict[str, tuple[dict[str, Any], tuple[str, object]]] = {
+    "gsm8k": (
+        {
+            "question": "How many?",
+            "answer": "He sells 16 - 3 = <<16-3=13>>13.\n1000 more: 1013\n#### 1,013",
+        },
+        ("How many?", "1013"),
+    ),
+    "math": (
+        {
+            "problem": "Find $x$.",
+            "level": "Level 5",
+            "type": "Algebra",
+            "solution": r"First \boxed{1}, so $x = \boxed{\frac{1}{2}}$.",
+        },
+        ("Find $x$.", r"\frac{1}{2}"),
+    ),
+    "dapo": (
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"content": "Solve it.", "role": "user"}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
+        },
+        ("Solve it.", "34"),
+    ),
+    "apps": (
+        {
+            "problem_id": 0,
+            "question": "Print the sum.",
+            "solutions": '["print(sum(map(int, input().split())))"]',
+            "input_output": '{"inputs": ["1 2"], "outputs": ["3"]}',
+            "difficulty": "interview",
+            "url": "https://example.org",
+            "starter_code": "",
+        },
+        ("Print the sum.", {"inputs": ["1 2"], "outputs": ["3"]}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_published_rows_are_read_by_name(tmp_path: Path, name: str) -> None:
+    row, expected = PUBLISHED[name]
+    path = write_rows(tmp_path / "p.jsonl", [row])
+    (prompt,) = load_prompts(path, FORMATS[name])
+    assert (prompt.text, prompt.answer) == expected
+    # what the answer was taken from is kept
+    assert {*row} - {*prompt.fields} == {FORMATS[name].prompt}
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "told"),
+    [
+        ("gsm8k", "13", "field 'answer' has no '####' before the answer (data.format = gsm8k)"),
+        ("gsm8k", 13, "field 'answer' has no '####' before the answer (data.format = gsm8k)"),
+        ("math", "x", r"field 'solution' has no \boxed{...} with the answer (data.format = math)"),
+        ("math", r"\boxed{\frac{1}", r"field 'solution' has a \boxed{ that is not closed (data."),
+        ("apps", "", "field 'input_output' is not JSON with 'inputs' and 'outputs'; leave out"),
+        ("apps", "[1]", "field 'input_output' is not JSON with 'inputs' and 'outputs'; leave out"),
+        ("dapo", "34", "field 'reward_model' is a string; 'reward_model.ground_truth' needs an ob"),
+        (
+            "gsm8k",
+            None,
+            "no field 'answer'; the fields are: 'question' (data.format = gsm8k chooses one)",
+        ),
+    ],
+)
+def test_rows_of_another_dataset_are_refused(
+    tmp_path: Path, name: str, answer: object, told: str
+) -> None:
+    field = (FORMATS[name].answer or "").split(".")[0]
+    row = {**PUBLISHED[name][0], field: answer}
+    if answer is None:
+        del row[field]
+    path = write_rows(tmp_path / "p.jsonl", [PUBLISHED[name][0], row])
+    (line,) = refusal(load_prompts, path, FORMATS[name])
+    assert line.startswith(f"{path}:2: {told}")
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [(r"\fbox{2}", "2"), (r"$\boxed 7$.", "7"), (r"\boxed{a{b}c} d}", "a{b}c")],
+)
+def test_boxes_of_several_forms(solution: str, answer: str) -> None:
+    assert last_box(solution) == answer
 
 
 def test_parquet_with_invalid_utf8_is_refused(tmp_path: Path) -> None:
@@ -186,7 +399,8 @@ def test_the_beginning_token_goes_first_and_counts_without_a_chat_template() -> 
     assert encode_prompts([prompt("ab")], tokenizer, 3)[0].token_ids == (5, 97, 98)
     (line,) = refusal(encode_prompts, [prompt("ab")], tokenizer, 2)
     assert "has 3 tokens; at most 2" in line
-    (encoded,) = encode_prompts([prompt("ab")], tokenizer, 99, chat_template=True)
+    chat = replace(prompt("ab"), messages=(ASKED,))
+    (encoded,) = encode_prompts([chat], tokenizer, 99)
     assert "".join(map(chr, encoded.token_ids)) == "[user]ab[assistant]"
     assert encoded.text == "ab"
 
@@ -248,6 +462,27 @@ def test_problems_of_all_files_come_at_once(tmp_path: Path, letters: Path) -> No
         ]
         assert len(lines) == 2 + (problem is not None)
         assert problem is None or lines[0].startswith(f"{tokenizer}: {problem}")
+
+
+def test_several_files_are_one_list_and_evaluations_take_a_share_of_each(
+    tmp_path: Path, letters: Path
+) -> None:
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("one", "two")}
+    write_rows(files["one"], pairs(*(f"a{'b' * n}|c" for n in range(6))))
+    write_rows(files["two"], pairs("c|a", "d|a"))
+    named = f"[{files['one']}, {files['two']}]"
+    inputs = read_inputs(load(tmp_path, Config, tokenizer=letters, prompts=named))
+    texts = ["a", "ab", "abb", "abbb", "abbbb", "abbbbb", "c", "d"]
+    assert [prompt.text for prompt in inputs.train] == texts
+    assert inputs.train_sizes == (6, 2)
+    assert [prompt.row_id for prompt in inputs.train[5:7]] == ["one.jsonl:6", "two.jsonl:1"]
+    inputs = read_inputs(
+        load(tmp_path, Config, tokenizer=letters, prompts=files["two"], eval_prompts=named)
+    )
+    held_out = [prompt.text for prompt in inputs.evaluation]
+    assert sorted(held_out) == sorted(texts) and [t for t in held_out if t in "ab" * 9] != texts[:6]
+    for count in (4, 8):
+        assert sum(text in "cd" for text in held_out[:count]) == count // 4
 
 
 def test_unknown_characters_of_examples(tmp_path: Path, letters: Path) -> None:

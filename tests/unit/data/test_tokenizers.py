@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 
+from gspo_megatron.data.chat import check_template
 from gspo_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
 from gspo_megatron.data.toy import CHARACTERS, VOCAB_SIZE, train_toy_tokenizer
 from gspo_megatron.errors import DataError
@@ -145,6 +147,45 @@ def test_chat_template_opens_the_answer(tmp_path: Path, toy_model: Path) -> None
     assert "no chat template" in line
     (line,) = refusal(load_tokenizer(toy_model).render, messages)
     assert "a sentencepiece model has no chat template" in line
+
+
+THINKS = (
+    "{%- set think = enable_thinking if enable_thinking is defined else true -%}"
+    "{%- set ns = namespace(last=-1) -%}{%- if tools -%}{{- tools | tojson -}}{%- endif -%}"
+    "{%- for message in messages -%}{%- if loop.last and not think -%}{%- break -%}{%- endif -%}"
+    "{%- generation -%}{{- message.content -}}{%- endgeneration -%}{%- endfor -%}"
+    "{{- bos_token -}}{%- if add_generation_prompt -%}<{%- endif -%}"
+)
+
+
+def test_options_are_variables_of_the_template(tmp_path: Path) -> None:
+    """Rendered as transformers does it."""
+    folder = build_folder(tmp_path / "hf", chat_template=THINKS)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    messages = [{"role": "user", "content": "ab"}, {"role": "user", "content": "cd"}]
+    texts = set()
+    for options in ({}, {"enable_thinking": False}, {"tools": [{"type": "function"}]}):
+        ours = load_tokenizer(folder, options)
+        check_template(ours, messages)
+        texts.add(ours.render(messages, open_answer=True).text)
+        assert texts >= {
+            theirs.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **options
+            )
+        }
+    assert len(texts) == 3
+
+
+def test_an_option_that_the_template_never_reads_is_refused_by_name(tmp_path: Path) -> None:
+    folder = build_folder(tmp_path / "hf", chat_template=THINKS)
+    options = {"enable_thinkin": 1, "ns": 2, "enable_thinking": False, "bos_token": "<s>"}
+    lines = refusal(check_template, load_tokenizer(folder, options))
+    key, never = "data.chat_template_options", f"the chat template of {folder} never reads it"
+    assert lines == [
+        f"{key}.enable_thinkin = 1: {never}; did you mean enable_thinking?",
+        f"{key}.ns = 2: {never}; legal: enable_thinking, tools",
+        f"{key}.bos_token = '<s>': {never}; legal: enable_thinking, tools",
+    ]
 
 
 def test_the_right_path_is_named(tmp_path: Path, toy_model: Path) -> None:

@@ -231,9 +231,11 @@ def test_it_is_said_once_when_nothing_differs(tmp_path: Path) -> None:
         written(tmp_path, "gspo", [0.56, 0.52, 0.6]),
     ]
     *_, found = report_of(variants, tmp_path)
+    rule = "Held-out accuracy is the share of held-out responses with reward ≥ 1."
+    assert rule in (tmp_path / "report.md").read_text(encoding="utf-8")
     assert found[1:] == [
-        "No significant differences in held-out accuracy at the end, log-prob mismatch. This does "
-        "not show that the variants are equal.",
+        "With 3 seeds no difference in held-out accuracy at the end, log-prob mismatch is larger "
+        "than its spread over the seeds. This does not show that the variants are equal.",
         "None of the 6 runs collapsed.",
     ]
 
@@ -246,7 +248,7 @@ def test_it_is_said_what_differs() -> None:
     ]
     said = " ".join(findings(variants))
     assert "held-out accuracy at the end: gspo is above grpo by 20.3 ± 1.4 points." in said
-    assert "cispo is" not in said and "No significant" not in said
+    assert "cispo is" not in said and "no difference" not in said
     assert "Held-out accuracy at the end, mean over seeds: 55.0% (grpo) to 75.3% (gspo)." in said
 
 
@@ -291,10 +293,19 @@ def test_the_tables_have_means_and_spreads(tmp_path: Path) -> None:
     assert differences["gspo+r3 − gspo"][2] == "-0.3 ± 24.9 points"
     [[over, *cost]] = rows(text, "Cost of replay")[2:]
     assert over == "gspo+r3 over gspo"
-    assert cost == ["1.10 s", "+10.0%", "+10.0% to +10.0%", "+0.0 MiB", "1,000 B"]
+    assert cost == ["1.10 s", "+10.0%", "+10.0% to +10.0%", "+0.0 MB", "1,000 B"]
     layers = rows(text, "Volatility by layer")
     assert layers[0] == ["variant", "layer 2", "layer 10"]  # in the order of their numbers
     assert layers[2][1:] == ["5.0% ± 0.0%", "3.0% ± 0.0%"]
+
+
+def test_warnings_name_variant_and_seed(tmp_path: Path) -> None:
+    variants = [written(tmp_path, name, [0.5, 0.6]) for name in ("grpo", "gspo")]
+    with MetricsWriter(variants[1].folders[2]) as metrics:
+        metrics.write({"step": 15, "grad_norm": 50.0})
+    page, text, _ = report_of(variants, tmp_path)
+    [row] = rows(text, "Warnings")[2:]
+    assert row[:3] == ["gspo/2", "grad_norm", "step 15"] and "gspo/2" in page
 
 
 def test_the_rules_are_stated(tmp_path: Path) -> None:

@@ -145,11 +145,13 @@ def test_samples_keep_their_text_as_it_was_generated(tmp_path: Path) -> None:
     assert read_samples(tmp_path) == []
     response = 'two\nlines "quoted" \u2028 é \x00'
     with SampleWriter(tmp_path) as writer:
-        writer.write(3, [Sample("p", "a\ud800b", response, True)], [math.nan], split="evaluation")
+        sample = Sample("p", "a\ud800b", response, True, row_id="p.jsonl:7")
+        writer.write(3, [sample], [math.nan], split="evaluation")
     assert read_samples(tmp_path) == [
         {
             "step": 3,
             "split": "evaluation",
+            "row_id": "p.jsonl:7",
             "prompt": "p",
             "response": response,
             "answer": "a?b",
@@ -157,6 +159,13 @@ def test_samples_keep_their_text_as_it_was_generated(tmp_path: Path) -> None:
             "truncated": True,
         }
     ]
+
+
+def test_a_sample_keeps_an_answer_that_is_one_value(tmp_path: Path) -> None:
+    answers = ["a", 82, None, {"inputs": ["1"] * 9}]
+    with SampleWriter(tmp_path) as writer:
+        writer.write(1, [Sample("p", answer, "r", False) for answer in answers], [0.0] * 4)
+    assert [row["answer"] for row in read_samples(tmp_path)] == ["a", 82, None, None]
 
 
 def test_a_series_is_by_step_of_one_phase_and_the_later_record_counts() -> None:

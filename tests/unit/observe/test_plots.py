@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from gspo_megatron.errors import DataError
+from gspo_megatron.observe import plots
 from gspo_megatron.observe.metrics_files import (
     MetricsWriter,
+    Run,
     group_name,
     groups,
     load_runs,
@@ -50,6 +52,15 @@ def test_a_run_gets_a_picture_for_each_subject_it_has_figures_of(
     written = plot_run(tmp_path)
     assert written == [tmp_path / "plots" / f"{name}.png" for name in pictures]
     assert all(path.read_bytes().startswith(PNG) for path in written)
+
+
+def test_percentiles_of_the_length_are_drawn_where_a_run_has_them() -> None:
+    panel = next(p for p in COMPARISONS["rl"].panels if p.title == "Response length")
+    names = ("mean", "p50", "p90", "p99", "max")
+    keys = [f"response/length_{name}" for name in names]
+    for present in (keys[:1], keys):
+        run = Run(Path(), "a", "a", ({"step": 1, **dict.fromkeys(present, 7.0)},))
+        assert plots._present_keys(run, panel, "rl") == present
 
 
 def test_plotting_leaves_matplotlib_as_it_was(make_run: RunMaker) -> None:

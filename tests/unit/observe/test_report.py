@@ -116,12 +116,54 @@ def test_runs_of_several_stages_are_compared_stage_by_stage(
         (run / "config.resolved.yaml").write_text(str(config))
     path = write_report(runs, tmp_path / "out")
     found, text = cells(path), path.read_text()
+    printed = io.StringIO()
+    report.print_comparison(runs, printed)
+    head, row = (line.split() for line in printed.getvalue().splitlines() if "   " in line.strip())
+    assert head == ["key", "policy", "corpus"]
+    assert row == ["optimizer.learning_rate", "1e-05", "0.001"]
     assert "Each run (rl)" in text and "Each run (pretrain)" in text
     rl, corpus = found.index("policy"), found.index("corpus")
     assert found[rl + 1 : rl + 3] == ["6", "0.600"]
     assert found[corpus + 1 : corpus + 5] == ["2", "4.50", "4.50", "4.00"]
     assert len(sources(path)) == 2 and "Over seeds" not in text
     assert found[-3:] == ["optimizer.learning_rate", "1e-05", "0.001"]  # settings that differ
+
+
+def test_equal_settings_and_healthy_runs_add_nothing(make_run: RunMaker, tmp_path: Path) -> None:
+    runs, printed = [make_run("a"), make_run("b")], io.StringIO()
+    for run in runs:
+        (run / "config.resolved.yaml").write_text(
+            f"training: {{steps: 6}}\nlogging: {{dir: {run}}}"
+        )
+    report.print_comparison(runs, printed)
+    text = write_report(runs, tmp_path / "out").read_text()
+    assert printed.getvalue() == "" and "Settings that differ" not in text
+    assert "Warnings" not in text
+
+
+def test_warnings_name_the_run_the_metric_and_the_steps(make_run: RunMaker, tmp_path: Path) -> None:
+    """In the summary of the run, in its report, and where it is compared."""
+    runs = [make_run("good"), make_run("bad", steps=12)]
+    with MetricsWriter(runs[1]) as writer:
+        writer.write({"step": 7, "grad_norm": 400.0})
+    said = "warning: bad: grad_norm, step 7: gradient spikes, up to 400, over 10 times the running"
+    summary = printed_at_the_end(runs[1], plots=True)
+    assert said in " ".join(summary.split())
+    assert summary.index("warning") < summary.index("report  ")
+    printed = io.StringIO()
+    report.print_comparison(runs, printed)
+    assert said in " ".join(printed.getvalue().split()) and printed.getvalue().count("warning") == 1
+    for path in (runs[1] / "report.html", write_report(runs, tmp_path / "out")):
+        assert "Warnings" in path.read_text()
+        row = cells(path)[cells(path).index("grad_norm") - 1 :]
+        assert row[:3] == ["bad", "grad_norm", "step 7"] and "optimizer.clip_grad" in row[4]
+
+
+def test_accuracy_says_from_which_reward_on(make_run: RunMaker) -> None:
+    run_dir = make_run("run")
+    assert "held-out accuracy (reward ≥ 1)" in printed_at_the_end(run_dir)
+    (run_dir / "config.resolved.yaml").write_text("evaluation: {correct_at: 0.75}")
+    assert "held-out accuracy (reward ≥ 0.75)" in printed_at_the_end(run_dir)
 
 
 def test_a_run_without_a_single_step_still_has_a_report(tmp_path: Path) -> None:
@@ -152,6 +194,22 @@ def test_first_last_and_best_of_what_has_a_best(make_run: RunMaker) -> None:
     assert rows["loss"].best is None and rows["loss"].not_finite == 1
     assert rows["gradient norm"].best is None and rows["gradient norm"].last == 9.0
     assert rows["clip fraction"].best is None and rows["clip fraction"].last == 0.1
+
+
+def test_every_table_says_from_which_reward_a_response_is_correct(
+    make_run: RunMaker, tmp_path: Path
+) -> None:
+    half, whole = make_run("half"), make_run("whole")  # written before there was the key
+    (half / "config.resolved.yaml").write_text("evaluation: {correct_at: 0.5}\n")
+    rows = [line.split() for line in printed_at_the_end(half).splitlines()]
+    assert ["held-out", "accuracy", "(reward", "≥", "0.5)"] in [row[:5] for row in rows]
+    assert ["held-out", "reward"] in [row[:2] for row in rows]
+    for runs, name in (
+        ([half], "held-out accuracy (reward ≥ 0.5)"),
+        ([whole], "held-out accuracy (reward ≥ 1)"),
+        ([half, whole], "last held-out accuracy (reward ≥ evaluation.correct_at)"),
+    ):
+        assert name in write_report(runs, tmp_path / "report").read_text(encoding="utf-8")
 
 
 def test_wall_time_is_the_sum_over_all_phases() -> None:
@@ -227,3 +285,12 @@ def test_numbers_have_three_significant_digits(value: float | None, text: str) -
 )
 def test_durations_are_written_for_people(seconds: float, text: str) -> None:
     assert progress.duration(seconds) == text
+
+
+def test_a_tiny_negative_share_is_no_minus_zero() -> None:
+    assert [progress.fixed(-1e-9), progress.points(-1e-9), progress.percent(-1e-9)] == [
+        "0.000",
+        "0.0",
+        "0.0%",
+    ]
+    assert [progress.fixed(-0.25), progress.percent(-0.001)] == ["-0.250", "-0.1%"]

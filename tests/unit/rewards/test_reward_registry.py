@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from gspo_megatron.errors import DataError, RewardError
-from gspo_megatron.rewards.registry import Reward, get_reward, register, score
+from gspo_megatron.rewards.registry import Reward, get_reward, register
 from gspo_megatron.types import Sample, TurnRewards
 from tests.unit.data.corpora import refusal
+from tests.unit.rewards.scoring import score
 
 SAMPLE = Sample(prompt="ab>", answer="ba", response="b\nb", truncated=False, num_tokens=7)
 SHOWN = r"prompt 'ab>', response 'b\nb'"
@@ -43,6 +44,18 @@ def no_sample():
     return 1.0
 
 def only_keywords(*, sample):
+    return 1.0
+
+def of_batch(samples):
+    return [1.0] * len(samples)
+
+async def judged(sample):
+    return 1.0
+
+def misnamed(batch: list[Sample]):
+    return [1.0] * len(batch)
+
+def misnamed_sample(samples: Sample):
     return 1.0
 
 def fails(sample):
@@ -138,6 +151,21 @@ def test_all_bad_options_are_named_at_once(module: str) -> None:
         ),
         (("", "needy_reward_module:f"), "failed: No module named 'not_installed_anywhere'"),
         (("", "wrong_reward_module:f"), "failed: SyntaxError: "),
+        (
+            ("", "{}:misnamed"),
+            "reward {}:misnamed: its first parameter 'batch' is a list of samples; legal: the name "
+            "`samples` for a reward of a batch",
+        ),
+        (
+            ("", "{}:misnamed_sample"),
+            "its first parameter 'samples' is one sample; legal: another name, such as `sample`",
+        ),
+        (
+            ("", "{}:judged", None, 4),
+            "reward.workers = 4: {}:judged: an async function is called for many responses at a "
+            "time anyway; legal: 1",
+        ),
+        (("", "{}:of_batch", {}, 2), "2: {}:of_batch: a function of a batch is called once; legal"),
     ],
 )
 def test_what_cannot_be_a_reward_is_refused(
@@ -213,13 +241,10 @@ def test_a_user_error_passes_unchanged() -> None:
     assert caught.value is error
 
 
-def test_plain_functions_are_named_and_long_texts_cut() -> None:
-    def wrong(sample: Sample) -> float:
-        return float("nan")
-
+def test_long_texts_are_cut() -> None:
     long = Sample(prompt="p" * 10_000, answer="", response="", truncated=True)
-    (message,) = refusal(score, wrong, long)
-    assert "wrong' returned nan" in message and len(message) < 500
+    (message,) = refusal(score, lambda sample: float("nan"), long)
+    assert "returned nan" in message and len(message) < 500
 
 
 # --- rewards of turns -----------------------------------------------------------------------------

@@ -7,14 +7,15 @@ import pytest
 
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards.math import _is_surely_readable, _parse_answer
-from gspo_megatron.rewards.registry import Reward, check_answers, get_reward, score
+from gspo_megatron.rewards.registry import Reward, check_answers, get_reward
 from gspo_megatron.types import Prompt, Sample
 from tests.unit.data.corpora import refusal
+from tests.unit.rewards.scoring import score
 
 EXACT, SHARE = get_reward("exact_match"), get_reward("per_character")
 
 
-def sample(answer: str, response: str) -> Sample:
+def sample(answer: str | float, response: str) -> Sample:
     return Sample(prompt="p", answer=answer, response=response, truncated=False)
 
 
@@ -49,6 +50,13 @@ def test_math_without_its_package_is_refused_at_once(monkeypatch: pytest.MonkeyP
         get_reward("math")
 
 
+def test_math_is_called_by_one_thread() -> None:
+    """Its time-outs are signals, which other threads than the main one cannot use."""
+    pytest.importorskip("math_verify")
+    (line,) = refusal(get_reward, "math", None, None, 2)
+    assert line == "reward.workers = 2: math: its time-outs work in the main thread only; legal: 1"
+
+
 @pytest.mark.parametrize(
     ("answer", "response", "expected"),
     [
@@ -67,9 +75,11 @@ def test_math_without_its_package_is_refused_at_once(monkeypatch: pytest.MonkeyP
         (r"\{4, 5\}", r"\boxed{4} and \boxed{5}", 1.0),  # all boxes
         (r"A \cup B", r"\boxed{A \cup B}", 1.0),  # compared as text
         (r"A \cup B", r"\boxed{A \cap B}", 0.0),
+        (82, "The answer is 82.", 1.0),
+        (0.5, r"\boxed{\frac{1}{2}}", 1.0),
     ],
 )
-def test_math_compares_by_value(answer: str, response: str, expected: float) -> None:
+def test_math_compares_by_value(answer: str | float, response: str, expected: float) -> None:
     pytest.importorskip("math_verify")
     assert score(get_reward("math"), sample(answer, response)) == expected
 
@@ -98,6 +108,21 @@ def test_answers_that_math_cannot_read_are_named_beforehand() -> None:
     check_answers(get_reward("math"), [prompts[0], prompts[2], *prompts[9:]])
     for name in ("exact_match", "per_character"):  # which compare any text
         check_answers(get_reward(name), prompts)
+
+
+def test_answers_of_another_type_are_named_beforehand() -> None:
+    answers = ["1", 1, 0.5, True, None, ["1"], {"a": 1}]
+    prompts = [Prompt("p", answer, f"p.jsonl:{n}") for n, answer in enumerate(answers, start=1)]
+    for name in ("exact_match", "per_character"):
+        assert refusal(check_answers, get_reward(name), prompts[:3]) == [
+            f"p.jsonl:{n}: the answer {answers[n - 1]} is not a string (reward {name!r})"
+            for n in (2, 3)
+        ]
+    check_answers(Reward("own", len), prompts)
+    pytest.importorskip("math_verify")
+    assert [line.split()[3] for line in refusal(check_answers, get_reward("math"), prompts)] == [
+        *("True", "None", "['1']", "{'a':")
+    ]
 
 
 def test_answers_that_are_surely_readable_can_be_read() -> None:

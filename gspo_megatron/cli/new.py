@@ -1,0 +1,183 @@
+"""`gspo-megatron new`: a folder to start from, with all that a first run needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_megatron.cli.arguments import Commands, new_parser
+from gspo_megatron.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from gspo_megatron.config.model_shape import ModelPreset
+    from gspo_megatron.data.tokenizers import Tokenizer
+
+TEMPLATES = Path(__file__).with_name("new_templates")
+PROMPT_FILES = ("prompts.jsonl", "eval_prompts.jsonl")
+VOCABULARY = 320  # at most: the bytes, and the characters of the prompts
+BATCH_SCRIPT = "slurm/train_gspo.sbatch"
+
+
+def add_parser(commands: Commands) -> None:
+    text = "make a folder to start from: configuration, reward, prompts, and a script that trains"
+    parser = new_parser(commands, "new", run, text)
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a new or an empty folder")
+    parser.add_argument(
+        "--model",
+        metavar="HF_FOLDER",
+        type=Path,
+        help="the Hugging Face folder of the model to train (default: a tiny random model, and a "
+        "tokenizer made from the ten prompts)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the folder and print what to do next."""
+    folder = Path(os.path.abspath(arguments.folder))
+    problems = [] if (wrong := folder_fault(folder)) is None else [wrong]
+    model = None
+    if arguments.model is not None:
+        try:
+            model = read_model_folder(arguments.model.resolve())
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    # The folder appears with all its files: whatever kills this command leaves a hidden one.
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        staging.mkdir(parents=True)
+        write_files(staging, model)
+        os.replace(staging, folder)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    shown = shlex.quote(str(arguments.folder))
+    print(f"{arguments.folder}: written; look at config.yaml and reward.py first")
+    print(f"on this machine:     bash {shown}/run.sh")
+    print(f"on a Slurm cluster:  cd {shown} && {sbatch_line()}")
+    return 0
+
+
+def folder_fault(folder: Path) -> str | None:
+    """Why nothing can be put at this absolute path, in one line; None: it is new or empty."""
+    from gspo_megatron.files import folder_lacks
+
+    if not os.path.lexists(folder):
+        lacks = folder_lacks(folder.parent)
+        return lacks and f"{folder}: cannot be written: {lacks}"
+    if not folder.is_dir():
+        return f"{folder}: is a file; name a new folder"
+    if any(folder.iterdir()):
+        return f"{folder}: is not empty; name a new folder"
+    if folder.samefile(Path.cwd()):  # replacing it would leave the shell in a removed folder
+        return f"{folder}: is the current folder; name a new one below it"
+    return None
+
+
+def read_model_folder(path: Path) -> tuple[Path, ModelPreset, Tokenizer]:
+    """The folder with its model's shape and its tokenizer. No tensor is read.
+
+    Raises UserError with all that is wrong with config.json and weights, or with the tokenizer.
+    """
+    from gspo_megatron.checkpoint.hf.files import HfFolder
+    from gspo_megatron.data.tokenizers import load_tokenizer
+
+    preset = HfFolder(path).describe()
+    return path, preset, load_tokenizer(path)
+
+
+def write_files(folder: Path, model: tuple[Path, ModelPreset, Tokenizer] | None) -> None:
+    """All files, into an existing folder. Where the tokenizer has a chat template, prompts are
+    messages."""
+    for name in (*PROMPT_FILES, "reward.py"):
+        shutil.copyfile(TEMPLATES / name, folder / name)
+    if model is None:
+        from gspo_megatron.data import tokenizer_training as training
+
+        recipe = training.TokenizerRecipe(VOCABULARY, model_type="char", text_field="prompt")
+        prompts = [folder / PROMPT_FILES[0]]
+        training.train_tokenizer(prompts, folder / "tokenizer", training.with_chatml(recipe))
+    if model is None or model[2].chat_template is not None:
+        for name in PROMPT_FILES:
+            rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+            for row in rows:
+                row["prompt"] = [{"role": "user", "content": row["prompt"]}]
+            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = (TEMPLATES / "run.sh").read_text(encoding="utf-8")
+    for mark, text in (("@PYTHON@", shlex.quote(sys.executable)), ("@SBATCH@", sbatch_line())):
+        script = script.replace(mark, text)
+    (folder / "run.sh").write_text(script, encoding="utf-8")
+    (folder / "run.sh").chmod(0o755)
+    (folder / "config.yaml").write_text(commented_yaml(settings(model)), encoding="utf-8")
+
+
+def settings(model: tuple[Path, ModelPreset, Tokenizer] | None) -> dict[str, dict[str, Any]]:
+    """The keys that a first run needs, by section."""
+    rate, longest, tokenizer, start = 3e-3, 8, "tokenizer", {"preset": "tiny"}
+    if model is not None:
+        path, preset, _ = model
+        rate, tokenizer, start = 1e-6, str(path), {"hf_path": str(path)}
+        longest = min(256, preset.max_sequence_length // 2)
+    return {
+        "model": start,
+        "parallel": {"layout": "tp=1"},
+        "data": {
+            "prompts": PROMPT_FILES[0],
+            "eval_prompts": PROMPT_FILES[1],
+            "tokenizer": tokenizer,
+        },
+        "rollout": {
+            "group_size": 8,
+            "prompts_per_step": 10,
+            "max_response_tokens": longest,
+            "temperature": 1.0,
+        },
+        "reward": {"import_path": "reward:reward", "options": {"partial": 0.2}},
+        "objective": {"name": "gspo", "mini_batches": 2},
+        "optimizer": {"learning_rate": rate, "warmup_steps": 2},
+        "training": {
+            "steps": 40,
+            "precision": "fp32" if model is None else "bf16",
+            "evaluation_interval": 10,
+        },
+        "checkpoint": {"interval": 10, "keep_last": 2},
+        "logging": {"dir": "run"},
+    }
+
+
+def commented_yaml(values: dict[str, dict[str, Any]]) -> str:
+    """The configuration as YAML, with the schema's description above each key."""
+    from gspo_megatron.config.load import dump_yaml
+    from gspo_megatron.config.schema import Config
+    from gspo_megatron.config.section import keys_of
+
+    meanings = {name: info.description or "" for name, info in keys_of(Config).items()}
+    lines = [
+        "# gspo-megatron check --keys [WORD] explains all keys. Paths are relative to the current "
+        "folder.",
+    ]
+    for section, keys in values.items():
+        lines.append(f"{section}:")
+        for name, value in keys.items():
+            lines += textwrap.wrap(
+                meanings[f"{section}.{name}"], 98, initial_indent="  # ", subsequent_indent="  # "
+            )
+            lines += [f"  {line}" for line in dump_yaml({name: value}).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def sbatch_line() -> str:
+    """The command that submits the run from its folder, with the batch script of this checkout."""
+    script = Path(__file__).resolve().parents[2] / BATCH_SCRIPT
+    shown = shlex.quote(str(script)) if script.is_file() else f"PATH_TO_REPOSITORY/{BATCH_SCRIPT}"
+    gpus = "--nodes=1 --ntasks-per-node=8 --gpus-per-node=8 --time=24:00:00"
+    return f"sbatch {gpus} {shown} config.yaml"

@@ -1,0 +1,27 @@
+"""The reward of this run: config.yaml names it as `reward.import_path: reward:reward`.
+
+It is called once for each response and returns a number; a higher one is better. `sample` has
+
+    sample.prompt     the prompt; of messages the text of the last user message
+    sample.messages   the prompt as messages
+    sample.response   what the model wrote, without the end-of-sequence token
+    sample.answer     the field `answer` of the prompt's row
+    sample.fields     all other fields of the row
+    sample.truncated  whether the response was cut off at rollout.max_response_tokens
+    sample.num_tokens how long the response is
+
+Keyword arguments are options: `reward.options: {partial: 0.1}` in config.yaml.
+"""
+
+import re
+
+
+def reward(sample, partial: float = 0.2) -> float:
+    """1 if the last number of the response is the answer; otherwise `partial` times the share of
+    the response's characters that are digits: a first direction for a model that never answers
+    right. Set it to 0 for a model that already does."""
+    numbers = re.findall(r"\d+", sample.response)
+    if numbers and numbers[-1] == sample.answer:
+        return 1.0
+    digits = sum(character.isdigit() for character in sample.response)
+    return partial * digits / max(len(sample.response), 1)

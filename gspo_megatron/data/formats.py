@@ -1,0 +1,80 @@
+"""Which fields of a row are the prompt, the answer and the id; and those of published datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gspo_megatron.config.schema import DataSection
+
+
+@dataclass(frozen=True)
+class FieldMap:
+    """The fields of a row. A name with dots, as in a.b, is field b of the object a."""
+
+    prompt: str = "prompt"
+    answer: str | None = "answer"  # None: rows have no answers
+    id: str | None = "id"  # used where a row has it; another name than "id" must be there
+    # The answer in the value of its field. Raises ValueError, with the rest of "field 'x' ...",
+    # where it has none.
+    read_answer: Callable[[Any], Any] | None = None
+    format: str | None = None  # a key of FORMATS
+
+    def settings(self) -> list[tuple[str, str]]:
+        """The fields of prompt and answer, each after the setting that chooses it."""
+        fields = {"data.prompt_field": self.prompt, "data.answer_field": self.answer}
+        by_format = self.format and f"data.format = {self.format}"
+        return [(by_format or key, name) for key, name in fields.items() if name is not None]
+
+
+def after_hashes(value: Any) -> str:
+    """GSM8K: the number after "####", without commas."""
+    if not isinstance(value, str) or "####" not in value:
+        raise ValueError("has no '####' before the answer")
+    return value.rpartition("####")[2].replace(",", "").strip()
+
+
+def last_box(value: Any) -> str:
+    r"""MATH: what the last \boxed{...} or \fbox{...} of a solution holds; also of \boxed 7."""
+    text = value if isinstance(value, str) else ""
+    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
+    if start < 0:
+        raise ValueError(r"has no \boxed{...} with the answer")
+    inside = text[start:].partition("box")[2].removeprefix("ed")
+    if not inside.startswith("{"):
+        return inside.split("$")[0].strip()
+    depth = 0
+    for place, character in enumerate(inside):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return inside[1:place].strip()
+    raise ValueError(r"has a \boxed{ that is not closed")
+
+
+def tests_in_json(value: Any) -> Any:
+    """APPS: the object with `inputs`, `outputs` and perhaps `fn_name`, which is text in the row."""
+    try:
+        tests = json.loads(value)
+    except (TypeError, ValueError, RecursionError):  # also a number beyond Python's
+        tests = None
+    if not isinstance(tests, dict) or not {"inputs", "outputs"} <= tests.keys():
+        raise ValueError("is not JSON with 'inputs' and 'outputs'; leave out rows without tests")
+    return tests
+
+
+FORMATS = {
+    "gsm8k": FieldMap("question", "answer", read_answer=after_hashes, format="gsm8k"),
+    "math": FieldMap("problem", "solution", read_answer=last_box, format="math"),
+    "dapo": FieldMap("prompt", "reward_model.ground_truth", format="dapo"),
+    "apps": FieldMap("question", "input_output", read_answer=tests_in_json, format="apps"),
+}
+
+
+def field_map(data: DataSection) -> FieldMap:
+    """The fields as the configuration chooses them."""
+    if data.format is None:
+        return FieldMap(data.prompt_field, data.answer_field, data.id_field)
+    return replace(FORMATS[data.format], id=data.id_field)

@@ -1,0 +1,44 @@
+"""Ctrl-C in a run that saves itself: the first asks for a checkpoint, the second ends the run.
+
+Standard library only: the launcher imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+# Set in the environment of ranks that save the run at Ctrl-C: those that `train`, `pretrain` and
+# `sft` have started. Ranks of torchrun, srun and `ablate` are ended by it.
+SAVES = "GSPO_INTERRUPT_SAVES"
+_TEXT = "interrupted: saving at the end of the step; press Ctrl-C again to end at once"
+
+
+@contextlib.contextmanager
+def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Iterator[None]:
+    """Inside, the first SIGINT calls `request` and, if this process `tells`, prints a line. The
+    second raises KeyboardInterrupt. Does nothing without SAVES in the environment, outside the main
+    thread, and where SIGINT is ignored or has a handler of another program."""
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not (SAVES in os.environ and is_main_thread and usual):
+        yield
+        return
+
+    def first(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        request()
+        if tells:  # by a thread: this one may be in the middle of a print, which cannot be nested
+            printing = {"file": sys.stderr, "flush": True}
+            threading.Thread(target=print, args=(_TEXT,), kwargs=printing).start()
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

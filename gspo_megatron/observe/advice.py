@@ -1,0 +1,217 @@
+"""What a practitioner would want to be warned of after a run, from its metrics, each with advice.
+
+Every rule has its thresholds here, with the reason. The rules about exploration are silent while
+the task is solved: a policy that is always right has no entropy left, and groups of equal rewards.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from gspo_megatron.config.objectives import ObjectiveSection, resolve_objective
+from gspo_megatron.observe.metrics_files import RL, Record, series
+from gspo_megatron.observe.progress import number, percent
+
+WINDOW = 5  # steps whose mean counts: single steps are noisy
+# The demo's norms vary by a factor of 4 from step to step; a row of weights that should not be
+# trained gave norms 60 to 400 times the usual one.
+SPIKE = 10.0  # times the running median
+MEDIAN_OF = 20  # steps before a step, of the running median
+# Of the entropy of the first window. The demo's falls to a sixth while it is still learning.
+ENTROPY_LEFT = 0.1
+# Of rollout.max_response_tokens: with a mean so long, many responses are cut off.
+LENGTH_OF_CAP = 0.8
+LENGTH_GROWTH = 1.5  # times the first window: long answers from the start are no explosion
+TRUNCATED = 0.25  # share of the responses; the cut ones have no answer
+TRUNCATED_GROWTH = 2.0
+# So few groups with a gradient make three quarters of the rollout useless ...
+ZERO_SPREAD = 0.75
+ZERO_SPREAD_STEPS = 10  # ... and so many steps in a row are no accident
+NOISY_STEPS = 0.1  # share of the steps above the clip range; one outlier is not worth a warning
+SOLVED = 0.9  # mean reward of a window, as a share of evaluation.correct_at
+
+_STEPS_SHOWN = 5
+
+Config = Mapping[str, Mapping[str, Any]]  # config.resolved.yaml, or a part of it
+
+
+class Finding(NamedTuple):
+    """One warning about a run."""
+
+    metric: str
+    steps: tuple[int, ...]
+    text: str  # what is wrong
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.metric}, {write_steps(self.steps)}: {self.text}. {self.advice}"
+
+
+def advise(
+    records: Sequence[Record], config: Config | None = None, phase: str = RL
+) -> list[Finding]:
+    """The warnings about a run, from its metric records and its configuration, both as in the run
+    folder. A rule is silent where the metrics or the keys that it needs are missing."""
+    curves = _Curves(records, config or {}, phase)
+    return [finding for rule in _RULES for finding in rule(curves)]
+
+
+def write_steps(steps: Sequence[int]) -> str:
+    """As "step 3" or "steps 3, 7 to 9 and 4 more"."""
+    runs = [
+        [step for _, step in run]
+        for _, run in groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0])
+    ]
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    more = sum(map(len, runs[_STEPS_SHOWN:]))
+    end = f" and {more} more" if more else ""
+    return f"step{'s' * (len(steps) > 1)} {', '.join(texts[:_STEPS_SHOWN])}{end}"
+
+
+class _Curves:
+    """The metrics of a run's steps."""
+
+    def __init__(self, records: Sequence[Record], config: Config, phase: str) -> None:
+        self._records, self._config, self._phase = records, config, phase
+
+    def of(self, key: str) -> dict[int, float]:
+        """By step, the finite values."""
+        steps, values = series(self._records, key, self._phase)
+        return {s: v for s, v in zip(steps, values, strict=True) if s > 0 and math.isfinite(v)}
+
+    def windows(self, key: str) -> dict[int, float]:
+        """By its last step, the mean of each window; of shorter runs nothing."""
+        steps, values = list(self.of(key)), list(self.of(key).values())
+        ends = range(WINDOW, len(steps) + 1)
+        return {steps[end - 1]: statistics.fmean(values[end - WINDOW : end]) for end in ends}
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Of the configuration."""
+        return self._config.get(name) or {}
+
+    def unsolved(self, steps: Iterable[int]) -> list[int]:
+        """Those of `steps` at which the rewards still leave something to learn."""
+        enough = SOLVED * self.section("evaluation").get("correct_at", 1.0)
+        rewards = self.windows("reward/mean")
+        return [step for step in steps if rewards.get(step, -math.inf) < enough]
+
+
+def _gradient_spikes(curves: _Curves) -> Iterator[Finding]:
+    norms, equal = curves.of("grad_norm"), curves.of("reward/zero_spread_groups")
+    recent: deque[float] = deque(maxlen=MEDIAN_OF)
+    every: list[float] = []  # sorted
+    spikes = []
+    for step, norm in norms.items():
+        # Of all steps too: late in a run, when few groups still differ, norms are small.
+        if len(every) >= WINDOW and norm > SPIKE * max(map(statistics.median, (recent, every))):
+            spikes.append(step)
+        if equal.get(step, 0.0) < 1:  # else there is no gradient of the rewards
+            recent.append(norm)
+            insort(every, norm)
+    if spikes:
+        largest = max(norms[step] for step in spikes)
+        text = f"gradient spikes, up to {number(largest)}, over {SPIKE:g} times the running median"
+        advice = (
+            "Clipping (optimizer.clip_grad) scales such an update down as a whole, so the step is "
+            "nearly lost: look at ratio/token/max and samples.jsonl there, or lower "
+            "optimizer.learning_rate."
+        )
+        yield Finding("grad_norm", tuple(spikes), text, advice)
+
+
+def _entropy_collapse(curves: _Curves) -> Iterator[Finding]:
+    means = curves.windows("policy/entropy")
+    start = next(iter(means.values()), 0.0)
+    low = curves.unsolved(step for step, mean in means.items() if mean < ENTROPY_LEFT * start)
+    if low:
+        text = f"entropy collapse, from {number(start)} to {number(means[low[-1]])} nats per token"
+        advice = (
+            "The policy no longer explores and the task is not solved: raise objective.clip_high, "
+            "lower optimizer.learning_rate, or add objective.kl or objective.entropy_coefficient."
+        )
+        yield Finding("policy/entropy", tuple(low), text, advice)
+
+
+def _length_explosion(curves: _Curves) -> Iterator[Finding]:
+    cap = curves.section("rollout").get("max_response_tokens", math.inf)
+    advice = (
+        "Raise rollout.max_response_tokens if right answers need it; otherwise set "
+        "reward.overlong_buffer, which makes long answers cost."
+    )
+    tokens, shares = f"mean length of {{}} tokens, with {cap} allowed", "share cut off of {}"
+    for key, least, growth, text, write in (
+        ("response/length_mean", LENGTH_OF_CAP * cap, LENGTH_GROWTH, tokens, number),
+        ("response/truncated", TRUNCATED, TRUNCATED_GROWTH, shares, percent),
+    ):
+        means = curves.windows(key)
+        start = next(iter(means.values()), 0.0)
+        high = [s for s, mean in means.items() if mean >= least and mean >= growth * start]
+        if high:
+            grown = f"{write(start)} at the start and {write(means[high[-1]])} then"
+            yield Finding(key, tuple(high), f"length explosion, {text.format(grown)}", advice)
+
+
+def _equal_rewards(curves: _Curves) -> Iterator[Finding]:
+    shares = curves.of("reward/zero_spread_groups")
+    equal = set(curves.unsolved(step for step, share in shares.items() if share >= ZERO_SPREAD))
+    streaks = [list(steps) for _, steps in groupby(shares, key=equal.__contains__)]
+    long = (steps for steps in streaks if steps[0] in equal and len(steps) >= ZERO_SPREAD_STEPS)
+    wasted = [step for steps in long for step in steps]
+    if wasted:
+        text = f"at least {ZERO_SPREAD:.0%} of the groups have equal rewards, and so no gradient"
+        advice = (
+            "The prompts are too hard or too easy: choose others, give partial credit in the "
+            "reward, raise rollout.group_size, or set rollout.dynamic_sampling = true."
+        )
+        yield Finding("reward/zero_spread_groups", tuple(wasted), text, advice)
+
+
+def _mismatch(curves: _Curves) -> Iterator[Finding]:
+    try:
+        section = ObjectiveSection(**curves.section("objective"))
+    except ValueError:  # of another version
+        return
+    if section.import_path is not None or not curves.section("objective"):
+        return
+    recipe = resolve_objective(section)
+    bounds = [recipe.parameters[k] for k in ("clip_low", "clip_high") if k in recipe.parameters]
+    key = "ratio/noise_floor" if recipe.clips_sequences else "mismatch/abs_mean"
+    floors = curves.of(key)
+    above = [step for step, floor in floors.items() if bounds and floor > min(bounds)]
+    if above and len(above) >= NOISY_STEPS * len(floors):
+        text = (
+            f"trainer and rollout engine differ by {number(max(floors[s] for s in above))}, more "
+            f"than the clip range {min(bounds):g}"
+        )
+        if section.old_logprobs == "rollout":
+            advice = (
+                "The clip cuts noise: set objective.old_logprobs = recompute, or a wider range."
+            )
+        else:
+            advice = "The samples are off-policy by more than an update: set objective.correction."
+        yield Finding(key, tuple(above), text, advice)
+
+
+def _failed_rewards(curves: _Curves) -> Iterator[Finding]:
+    for key, what in (("reward/errors", "failed"), ("reward/timeouts", "timed out")):
+        failed = {step: count for step, count in curves.of(key).items() if count > 0}
+        if failed:
+            text = f"rewards {what}, up to {max(failed.values()):g} in a step"
+            advice = "Look for the reason in the log; the reward's own service may be overloaded."
+            yield Finding(key, tuple(failed), text, advice)
+
+
+_RULES: tuple[Callable[[_Curves], Iterator[Finding]], ...] = (
+    _gradient_spikes,
+    _entropy_collapse,
+    _length_explosion,
+    _equal_rewards,
+    _mismatch,
+    _failed_rewards,
+)

@@ -1,0 +1,116 @@
+"""What a reward function may return, checked: a number, rewards of turns, or named parts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import NoReturn
+
+import numpy as np
+
+from gspo_megatron.types import TurnRewards
+
+SHOWN_CHARACTERS = 200  # of a value, prompt or response in an error message
+
+# A part is logged as reward/NAME: these are metrics already, or will be.
+_TAKEN = ("mean", "std", "shaped_mean", "zero_spread_groups", "errors", "failed_groups", "timeouts")
+_PART = re.compile(r"[A-Za-z0-9_.-]+")
+
+Refuse = Callable[[str], NoReturn]  # raises RewardError with what was returned, and what is wanted
+
+
+@dataclass(frozen=True)
+class Score:
+    """The reward of one response."""
+
+    rewards: np.ndarray  # float64 [turns], or [1] for a reward of the whole response
+    ends: np.ndarray | None = None  # int64 [turns], see TurnRewards; None: of the whole response
+    parts: Mapping[str, float] = field(default_factory=dict)  # by name, in the order of the names
+
+
+def checked(value: object, num_tokens: int, refuse: Refuse) -> Score:
+    """What a function returned for a response of `num_tokens` tokens. Of parts, `rewards` is empty:
+    the sum is weighted elsewhere. Calls `refuse` where it is anything else."""
+    if isinstance(value, TurnRewards):
+        return _checked_turns(value, num_tokens, refuse)
+    if isinstance(value, Mapping):
+        return Score(np.empty(0), parts=_checked_parts(value, refuse))
+    if not isinstance(value, (Real, np.bool_)):
+        refuse(f"{shorten(value)} of type {type(value).__name__}; a number is wanted")
+    number = _finite(value)
+    if number is None:
+        refuse(f"{shorten(value)}; a finite number is wanted")
+    return Score(np.array([number]))
+
+
+def _finite(value: Real | np.bool_) -> float | None:
+    """As a float (of a boolean, 0 or 1); None where it is not finite."""
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the range of a float
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _checked_parts(parts: Mapping[object, object], refuse: Refuse) -> dict[str, float]:
+    if not parts:
+        refuse("no parts; at least one is wanted")
+    found: dict[str, float] = {}
+    for name, value in parts.items():
+        if not isinstance(name, str) or not _PART.fullmatch(name):
+            refuse(
+                f"a part named {shorten(name)}; it is logged as reward/NAME: letters, digits and "
+                "_ . - are wanted"
+            )
+        if name in _TAKEN:
+            refuse(f"a part named {name!r}; reward/{name} is another metric: choose another name")
+        number = _finite(value) if isinstance(value, (Real, np.bool_)) else None
+        if number is None:
+            refuse(f"{shorten(value)} as part {name!r}; a finite number is wanted")
+        found[name] = number
+    return {name: found[name] for name in sorted(found)}
+
+
+def _checked_turns(turns: TurnRewards, num_tokens: int, refuse: Refuse) -> Score:
+    rewards = _numbers("rewards", turns.rewards, "biuf", refuse).astype(np.float64)
+    ends = _numbers("ends", turns.ends, "iu", refuse).astype(np.int64)
+    if len(rewards) != len(ends):
+        refuse(f"{len(rewards)} rewards and {len(ends)} ends of turns; each turn has one of both")
+    bad = ~np.isfinite(rewards)
+    if bad.any():
+        place = int(bad.argmax())
+        refuse(f"{rewards[place]} for turn {place}; finite numbers are wanted")
+    with np.errstate(over="ignore"):
+        total = rewards.sum()
+    if not math.isfinite(total):
+        refuse(f"turns whose rewards add up to {total}; a finite sum is wanted")
+    rises = np.diff(ends, prepend=0)
+    if (rises <= 0).any():
+        place = int((rises <= 0).argmax())
+        before = ends[place - 1] if place else 0
+        refuse(f"end {ends[place]} for turn {place}; it must be above its start, {before}")
+    if len(ends) == 0 or ends[-1] != num_tokens:
+        last = f"{ends[-1]} as the last end" if len(ends) else "no turns"
+        refuse(f"{last}; the last turn must end at the response's {num_tokens} tokens")
+    return Score(rewards, ends)
+
+
+def _numbers(name: str, values: object, kinds: str, refuse: Refuse) -> np.ndarray:
+    """An array [turns]; `kinds`: the kinds of numpy types that are legal."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):  # a ragged list, a tensor with a gradient
+        array = np.empty((), dtype=object)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
+        wanted = "integers" if kinds == "iu" else "numbers"
+        refuse(f"{shorten(values)} as {name} of turns; a list of {wanted} is wanted")
+    return array
+
+
+def shorten(value: object) -> str:
+    """For a message."""
+    text = repr(value)  # keeps line breaks of the text out of the message
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

@@ -1,0 +1,268 @@
+"""What `check` says of prompts that cannot be used: exit code 2 and one clear line each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.conftest import Command
+
+# Refuses a role, reads an option in several ways, and opens the answer.
+TEMPLATE = (
+    "{%- set thinking = enable_thinking if enable_thinking is defined else true -%}"
+    "{%- for message in messages -%}"
+    "{%- if message.role not in ('system', 'user', 'assistant') -%}"
+    "{{- raise_exception('no role ' ~ message.role) -}}{%- endif -%}"
+    "{{- message.content -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- 'a' if thinking else 'bb' -}}{%- endif -%}"
+)
+OPENS_NOTHING = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+Rows = Sequence[object]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def row(prompt: object, answer: object = "a", **others: object) -> dict[str, object]:
+    return {"prompt": prompt, "answer": answer, **others}
+
+
+GOOD, CHAT = row("abc"), row([{"role": "system", "content": "ab"}, user("abc")])
+ASSISTANT = {"role": "assistant", "content": "a"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: Path) -> Path:
+    """A folder with a tokenizer that may be given a chat template."""
+    shutil.copy(tokenizer, tmp_path / "letters.model")
+    return tmp_path
+
+
+def write(folder: Path, *files: Rows, template: str | None = TEMPLATE) -> Path:
+    """A configuration with these prompt files: a.jsonl, b.jsonl …"""
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    paths = [folder / f"{name}.jsonl" for name, _ in zip("abcd", files)]
+    for path, rows in zip(paths, files, strict=True):
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    data = {"tokenizer": str(folder / "letters.model"), "prompts": [str(path) for path in paths]}
+    (folder / "config.yaml").write_text(json.dumps({"data": data}))
+    return folder / "config.yaml"
+
+
+OPTION = "data.chat_template_options={%s: false}"
+ROW_2 = "{folder}/a.jsonl:2: "
+MISTAKES: list[tuple[Sequence[Rows], Sequence[str], str | None, str]] = [
+    # messages
+    ([[GOOD, row([])]], (), TEMPLATE, ROW_2 + "field 'prompt': holds no message"),
+    (
+        [[GOOD, row({"role": "user"})]],
+        (),
+        TEMPLATE,
+        ROW_2 + "field 'prompt' is an object; a string",
+    ),
+    (
+        [[GOOD, row([{"content": "a"}])]],
+        (),
+        TEMPLATE,
+        ROW_2 + "field 'prompt': 'role' of message 1",
+    ),
+    (
+        [[GOOD, row([{**user("a"), "content": None}])]],
+        (),
+        TEMPLATE,
+        ROW_2 + "field 'prompt': 'content' of message 1 is null; a string is wanted",
+    ),
+    (
+        [[GOOD, row([user("a"), ASSISTANT])]],
+        (),
+        TEMPLATE,
+        ROW_2 + "field 'prompt': the last message has the role 'assistant'; its answer is what",
+    ),
+    (
+        [[CHAT, row([{"role": "boss", "content": "a"}])]],
+        (),
+        TEMPLATE,
+        ROW_2 + "{folder}/letters.model: the chat template failed: no role boss",
+    ),
+    (
+        [[row([{"role": "boss", "content": "a"}]), CHAT]],
+        (),
+        TEMPLATE,
+        "{folder}/a.jsonl:1: {folder}/letters.model: the chat template failed: no role boss",
+    ),
+    # the template
+    (
+        [[CHAT] * 3],
+        (),
+        None,
+        "{folder}/letters.model: a sentencepiece model has no chat template, and there is no "
+        "chat_template.jinja beside it, which messages and data.chat_template: true need; add",
+    ),
+    (
+        [[CHAT] * 3],
+        (),
+        TEMPLATE.replace("'bb'", "'<|x|>'").replace("'a'", "'<|im_end|>'"),
+        "{folder}/letters.model: its chat template writes <|im_end|>, which the tokenizer does not",
+    ),
+    (
+        [[CHAT] * 3],
+        (),
+        OPENS_NOTHING,
+        "{folder}/letters.model: its chat template does not open the assistant's turn (add_gen",
+    ),
+    (
+        [[CHAT]],
+        (OPTION % "enable_thnking",),
+        TEMPLATE,
+        "data.chat_template_options.enable_thnking = false: the chat template of "
+        "{folder}/letters.model never reads it; did you mean enable_thinking?",
+    ),
+    (
+        [[CHAT]],
+        (OPTION % "messages",),
+        TEMPLATE,
+        "data.chat_template_options.messages = false: the chat template of "
+        "{folder}/letters.model never reads it; legal: enable_thinking",
+    ),
+    (
+        [[GOOD]],
+        (OPTION % "enable_thinking",),
+        TEMPLATE,
+        "data.chat_template_options: nothing reads it: no prompt is a list of messages, and data.",
+    ),
+    # several files
+    (
+        [[GOOD], [GOOD]],
+        ("data.weights=[1]",),
+        None,
+        "data.weights = [1.0]: 1 weights of 2 files in data.prompts; legal: one each",
+    ),
+    ([[GOOD], [GOOD]], ("data.weights=[0, 1]",), None, "data.weights[0] = 0: must be greater th"),
+    ([[GOOD], [GOOD]], ("data.weights=[1, -2]",), None, "data.weights[1] = -2: must be greater"),
+    (
+        [[GOOD], [GOOD]],
+        ("data.weights=[1, .inf]",),
+        None,
+        "data.weights[1] = inf: must be a finite",
+    ),
+    (
+        [[GOOD]],
+        ("data.prompts=[{folder}/a.jsonl, {folder}/../{name}/a.jsonl]",),
+        None,
+        "data.prompts = ['{folder}/a.jsonl', … : a file is listed twice; legal: once",
+    ),
+    ([[GOOD], [row("")]], (), None, "{folder}/b.jsonl:1: field 'prompt' is empty; a prompt needs"),
+    ([[GOOD]], ("data.eval_prompts=[{folder}/n]",), None, "{folder}/n: no such prompt file"),
+    # ids
+    (
+        [[row("a", id=n % 3) for n in range(9)]],
+        (),
+        None,
+        "{folder}/a.jsonl:4: id '0' is that of {folder}/a.jsonl:1, too, and 5 more like it; legal:",
+    ),
+    ([[row("a", id=None), row("b", id=[1])]], (), None, ROW_2 + "field 'id' is an array; a string"),
+    # fields
+    (
+        [[row("a", {"x": "b"}), GOOD]],
+        ("data.answer_field=answer.x",),
+        None,
+        ROW_2 + "field 'answer' is a string; 'answer.x' needs an object (data.answer_field)",
+    ),
+    (
+        [[{"question": "a", "answer": "#### 1"}, {"question": "a", "answer": "1"}]],
+        ("data.format=gsm8k",),
+        None,
+        ROW_2 + "field 'answer' has no '####' before the answer (data.format = gsm8k)",
+    ),
+    (
+        [[{"question": "a", "answer": "#### 1"}]],
+        ("data.format=gsm8k", "data.prompt_field=question"),
+        None,
+        "data.prompt_field = 'question': data.format = gsm8k names it; legal: prompt",
+    ),
+    (
+        [[GOOD]],
+        ("data.format=gsmk8",),
+        None,
+        "data.format = 'gsmk8': unknown value; did you mean gsm8k? legal: gsm8k, math, dapo, apps",
+    ),
+    # answers
+    (
+        [[GOOD, row("a", 82)]],
+        (),
+        None,
+        ROW_2 + "the answer 82 is not a string (reward 'exact_match')",
+    ),
+    (
+        [[GOOD]],
+        ("data.answer_field=",),
+        None,
+        "data.answer_field = null: reward.name = exact_match compares responses with answers;",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "words", "template", "told"), MISTAKES)
+def test_a_mistake_is_one_clear_line(
+    folder: Path,
+    gspo: Command,
+    files: Sequence[Rows],
+    words: Sequence[str],
+    template: str | None,
+    told: str,
+) -> None:
+    names = {"{folder}": str(folder), "{name}": folder.name}
+
+    def named(text: str) -> str:
+        for name, value in names.items():
+            text = text.replace(name, value)
+        return text
+
+    path = write(folder, *files, template=template)
+    code, _, err = gspo("check", path, *map(named, words))
+    assert (code, len(err.splitlines())) == (2, 1), err
+    start, *rest = named(told).split(" … ")  # a long value is cut short
+    assert err.startswith(start) and all(part in err for part in rest)
+
+
+def test_a_file_of_the_wrong_kind_is_six_lines(folder: Path, gspo: Command) -> None:
+    for files, lines in (([[row(None)] * 23], 6), ([[row(None)] * 23, [row("a", 1)] * 23], 6)):
+        code, _, err = gspo("check", write(folder, *files))
+        assert (code, len(err.splitlines())) == (2, lines)
+        assert err.splitlines()[-1] == "… and 18 more"
+
+
+def test_prompts_of_all_kinds_together_are_sound(folder: Path, gspo: Command) -> None:
+    path = write(folder, [CHAT, GOOD], [row([user("abcd"), ASSISTANT, user("a")], id=7)])
+    options = OPTION % "enable_thinking"
+    code, out, err = gspo("check", path, "data.weights=[1, 2.5]", options)
+    assert code == 0, err
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines()[:8])
+    assert lines["prompts"] == "3 in data.prompts"
+    # abcd, a, a, and bb of the option
+    assert lines["lengths"].startswith("prompts of at most 8 tokens (96 allowed)")
+
+
+def test_rewards_take_the_answers_that_they_say(folder: Path, gspo: Command) -> None:
+    """`math` takes numbers, a function of the user whatever the row has, or nothing."""
+    (folder / "own_reward.py").write_text("def reward(sample): return float(sample.answer is None)")
+    path = write(folder, [row("abc", 82), row("abc", 0.5)], [row("a", "1/2")])
+    answers = ["data.answer_field=", "reward.import_path=own_reward:reward"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert gspo("check", path, *answers)[0] == 0
+        assert gspo("check", path, answers[1])[0] == 0
+    pytest.importorskip("math_verify")
+    code, _, err = gspo("check", path, "reward.name=math")
+    assert code == 0, err
+    write(folder, [row("abc", True)])
+    code, _, err = gspo("check", path, "reward.name=math")
+    assert code == 2 and "the answer True is not a string or number (reward 'math')" in err

@@ -1,0 +1,104 @@
+"""What `gspo-megatron new` writes, and what it refuses; tests/e2e/test_new.py uses the folder."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gspo_megatron.cli import new
+from gspo_megatron.config.schema import Config
+from gspo_megatron.config.section import keys_of
+from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
+from tests.unit.checkpoint.hf.published import write_model
+from tests.unit.cli.conftest import Command
+
+
+def test_every_key_has_the_schemas_words(tmp_path: Path, gspo: Command) -> None:
+    folder = tmp_path / "new"
+    code, out, _ = gspo("new", folder)
+    assert code == 0 and f"bash {folder}/run.sh" in out and "sbatch --nodes=1" in out
+    text, meanings = (folder / "config.yaml").read_text(), keys_of(Config)
+    comments = " ".join(line.strip(" #") for line in text.splitlines() if "  #" in line)
+    for section, keys in yaml.safe_load(text).items():
+        for key in keys:
+            assert meanings[f"{section}.{key}"].description in comments, f"{section}.{key}"
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    assert len(rows) == 10 and {row["prompt"][0]["role"] for row in rows} == {"user"}
+    assert (folder / "run.sh").stat().st_mode & stat.S_IXUSR
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        ("full", "my run: is not empty; name a new folder"),
+        ("file", "my run: is a file; name a new folder"),
+        ("config", "config.json: No such file"),
+        ("family", "architectures = ['LlamaForCausalLM']: not supported; supported: Qwen3Moe"),
+        ("weights", "safetensors"),
+        ("tokenizer", "without tokenizer.json"),
+        ("no folder", "nowhere: no such folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    tmp_path: Path, spoil: str, told: str, gspo: Command
+) -> None:
+    folder, model = tmp_path / "my run", write_model(tmp_path / "hf", "qwen3", seed=1, files=1)
+    text = tmp_path / "text.txt"
+    text.write_text("abc\n")
+    train_tokenizer([text], model, TokenizerRecipe(300, "char"))
+    text.unlink()
+    if spoil == "full":
+        folder.mkdir()
+        (folder / "kept").touch()
+    elif spoil == "file":
+        folder.touch()
+    elif spoil == "family":
+        config = json.loads((model / "config.json").read_text())
+        config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        (model / "config.json").write_text(json.dumps(config))
+    elif spoil == "no folder":
+        model = tmp_path / "nowhere"
+    else:
+        for file in {
+            "config": ["config.json"],
+            "weights": ["model.safetensors"],
+            "tokenizer": ["tokenizer.json", "tokenizer_config.json"],
+        }[spoil]:
+            (model / file).unlink()
+    before = sorted(tmp_path.rglob("*"))
+    code, _, said = gspo("new", folder, "--model", model)
+    assert code == 2 and told in said and len(said.splitlines()) == 1, said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path, gspo: Command) -> None:
+    (tmp_path / "file").touch()
+    code, _, said = gspo("new", tmp_path, "--model", tmp_path / "nowhere")
+    assert code == 2 and "is not empty" in said and "nowhere: no such folder" in said
+
+
+def test_a_folder_that_cannot_be_finished_never_appears(
+    tmp_path: Path, gspo: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_values: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(new, "commented_yaml", full)
+    assert gspo("new", tmp_path / "new")[::2] == (
+        2,
+        f"{tmp_path / 'new'}: cannot be written: No space left on device\n",
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_is_taken_but_not_the_current_one(
+    tmp_path: Path, gspo: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "is the current folder" in gspo("new", ".")[2]
+    (tmp_path / "empty").mkdir()
+    assert gspo("new", "empty")[0] == 0 and (tmp_path / "empty/run.sh").is_file()

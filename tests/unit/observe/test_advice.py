@@ -1,0 +1,174 @@
+"""The warnings about a run, from metric records."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_megatron.observe.advice import Finding, advise, write_steps
+
+DEMO = Path(__file__).with_name("demo.csv")
+CONFIG: dict[str, dict[str, Any]] = {
+    "rollout": {"max_response_tokens": 100},
+    "objective": {"name": "gspo"},
+}
+
+
+def records(metrics: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any]]:
+    """Steps from 1 on, given the values of each metric."""
+    columns = zip(*metrics.values(), strict=True)
+    return [
+        {"step": step, **dict(zip(metrics, values, strict=True))}
+        for step, values in enumerate(columns, 1)
+    ]
+
+
+def only(found: Sequence[Finding], metric: str) -> tuple[int, ...]:
+    """The steps of the single finding."""
+    assert [finding.metric for finding in found] == [metric]
+    assert found[0].text and found[0].advice.endswith(".")
+    return found[0].steps
+
+
+def healthy(seed: int) -> list[dict[str, Any]]:
+    """The demo's RL runs on one rank, from 48 to 100% (seed 1) and from 27 to 67% right answers."""
+    with DEMO.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if int(row.pop("seed")) == seed]
+    return [
+        {"step": int(row.pop("step")), **{key: float(value) for key, value in row.items()}}
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_healthy_run_gives_no_warning(seed: int) -> None:
+    """At the end of seed 1 nearly all groups are right, so most have no spread, the entropy is 2%
+    of its start, and the norm of a step with one wrong answer is 100 times that of one without."""
+    config = {
+        "rollout": {"max_response_tokens": 5},
+        "objective": {"name": "gspo", "clip_low": 0.04, "clip_high": 0.04},
+    }
+    assert len(healthy(seed)) == 250
+    assert advise(healthy(seed), config) == []
+
+
+def test_a_run_without_metrics_gives_no_warning() -> None:
+    assert advise([]) == advise([{"step": 1, "reward/mean": None}]) == []
+
+
+def test_the_same_curves_without_a_reward_are_a_collapse() -> None:
+    """The rules see the healthy run's entropy and groups; the reward alone keeps them silent."""
+    poor = [record | {"reward/mean": 0.3} for record in healthy(1)]
+    assert {finding.metric for finding in advise(poor)} == {
+        "policy/entropy",
+        "reward/zero_spread_groups",
+    }
+    # what counts as solved is a share of the reward that counts as correct
+    assert advise(poor, {"evaluation": {"correct_at": 0.3}}) == []
+
+
+def test_gradient_spikes() -> None:
+    norms = [1.5] * 10 + [87.0] + [1.4] * 10 + [16.0, 14.0, None, 577.0]
+    found = advise(records({"grad_norm": norms}))
+    assert only(found, "grad_norm") == (11, 22, 25)
+    said = str(found[0])
+    assert said.startswith("grad_norm, steps 11, 22, 25: gradient spikes, up to 577, over 10 times")
+    early, growing = [1.0] * 4 + [50.0], [2.0 * 1.1**n for n in range(60)]
+    for norms in (early, growing):  # nothing is usual yet; slowly
+        assert advise(records({"grad_norm": norms})) == []
+
+
+def test_steps_without_any_gradient_are_no_measure_of_it() -> None:
+    """A sparse reward: most steps have no group with a spread."""
+    norms, equal = [2.0] * 5 + [0.002] * 30 + [2.0], [0.5] * 5 + [1.0] * 30 + [0.9]
+    values = {"grad_norm": norms, "reward/zero_spread_groups": equal, "reward/mean": [1.0] * 36}
+    assert advise(records(values)) == []
+
+
+def test_entropy_collapse() -> None:
+    entropy = [1.0] * 10 + [0.05] * 10
+    found = advise(records({"policy/entropy": entropy, "reward/mean": [0.4] * 20}))
+    assert only(found, "policy/entropy") == (15, 16, 17, 18, 19, 20)
+    assert "from 1.00 to 0.0500 nats per token" in found[0].text
+    solved = {"policy/entropy": entropy, "reward/mean": [0.95] * 20}
+    assert advise(records(solved)) == []
+    assert advise(records({"policy/entropy": [1.0] * 10 + [0.2] * 10})) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "steps"),
+    [
+        ("response/length_mean", [20.0] * 10 + [90.0] * 6, (15, 16)),
+        ("response/length_mean", [70.0] * 10 + [90.0] * 6, None),  # long from the start
+        ("response/length_mean", [20.0] * 10 + [60.0] * 6, None),  # longer, and far from the cap
+        ("response/truncated", [0.0] * 10 + [0.3] * 6, (15, 16)),
+        ("response/truncated", [0.2] * 10 + [0.3] * 6, None),
+    ],
+)
+def test_length_explosion(metric: str, values: list[float], steps: tuple[int, ...] | None) -> None:
+    found = advise(records({metric: values}), CONFIG)
+    if steps is None:
+        assert found == []
+    else:
+        assert only(found, metric) == steps
+        assert "max_response_tokens" in found[0].advice
+
+
+def test_groups_with_equal_rewards_for_many_steps() -> None:
+    shares = [0.3] * 5 + [0.8] * 9 + [0.3] + [0.9] * 12
+    values = {"reward/zero_spread_groups": shares}
+    [metric] = values
+    assert only(advise(records(values)), metric) == tuple(range(16, 28))
+    assert advise(records({**values, "reward/mean": [0.95] * 27})) == []  # solved
+
+
+@pytest.mark.parametrize(
+    ("objective", "metric", "value", "warns"),
+    [
+        ({"name": "gspo"}, "ratio/noise_floor", 1e-3, True),
+        ({"name": "gspo"}, "ratio/noise_floor", 2e-4, False),
+        ({"name": "gspo", "clip_low": 0.04, "clip_high": 0.04}, "ratio/noise_floor", 1e-3, False),
+        ({"name": "grpo"}, "ratio/noise_floor", 1e-3, False),  # its range is for tokens
+        ({"name": "grpo"}, "mismatch/abs_mean", 0.3, True),
+        ({"name": "grpo"}, "mismatch/abs_mean", 0.1, False),
+        ({"name": "sapo"}, "mismatch/abs_mean", 0.3, False),  # has no range
+        ({"import_path": "a.b:c"}, "ratio/noise_floor", 1.0, False),
+        ({"name": "of another version"}, "ratio/noise_floor", 1.0, False),
+        ({}, "ratio/noise_floor", 1.0, False),
+    ],
+)
+def test_a_mismatch_above_the_clip_range(
+    objective: Mapping[str, Any], metric: str, value: float, warns: bool
+) -> None:
+    found = advise(records({metric: [value] * 3}), {"objective": objective})
+    assert bool(found) == warns
+    if warns:
+        assert only(found, metric) == (1, 2, 3)
+        assert "objective.correction" in found[0].advice
+        from_rollout = {**objective, "old_logprobs": "rollout"}
+        found = advise(records({metric: [value] * 3}), {"objective": from_rollout})
+        assert "old_logprobs = recompute" in found[0].advice
+    outlier = advise(records({metric: [0.0] * 20 + [value]}), {"objective": objective})
+    assert outlier == []
+
+
+def test_rewards_that_failed() -> None:
+    found = advise(records({"reward/errors": [0, 3, 1, 0], "reward/timeouts": [0, 0, 0, 0]}))
+    assert only(found, "reward/errors") == (2, 3)
+    assert found[0].text == "rewards failed, up to 3 in a step"
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ([7], "step 7"),
+        ([1, 2, 3, 9], "steps 1 to 3, 9"),
+        ([1, 3, 5, 7, 9, 11, 12, 20], "steps 1, 3, 5, 7, 9 and 3 more"),
+    ],
+)
+def test_steps_are_written_as_ranges(steps: list[int], text: str) -> None:
+    assert write_steps(steps) == text

@@ -1,0 +1,21 @@
+"""The reward of one sample, as a test wants to compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gspo_megatron.config.schema import RewardSection
+from gspo_megatron.rewards.registry import Reward
+from gspo_megatron.rewards.scoring import Scorer
+from gspo_megatron.types import Sample, TurnRewards
+
+
+def score(reward: Callable[[Sample], Any], sample: Sample) -> float | TurnRewards:
+    """Of a reward, or a function that is one."""
+    reward = reward if isinstance(reward, Reward) else Reward("mine", reward)
+    ((found,), _) = Scorer(reward, RewardSection(retries=0)).score([sample])
+    if found.ends is not None:
+        return TurnRewards(found.rewards, found.ends)
+    (number,) = found.rewards.tolist()
+    return number

@@ -1,0 +1,295 @@
+"""How a reward function is called for the responses of a rank, and what it may return for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_megatron.config.schema import RewardSection
+from gspo_megatron.errors import DataError, RewardError
+from gspo_megatron.observe.heartbeat import heard_by
+from gspo_megatron.rewards import scoring
+from gspo_megatron.rewards.registry import Reward
+from gspo_megatron.rewards.scoring import CONCURRENT_CALLS, Scorer
+from gspo_megatron.types import Sample, TurnRewards
+from tests.unit.data.corpora import refusal
+
+
+def samples(count: int) -> list[Sample]:
+    return [Sample(f"p{n}", "", f"r{n}", truncated=False, num_tokens=1) for n in range(count)]
+
+
+def number(sample: Sample) -> int:
+    return int(sample.response[1:])
+
+
+def scorer(function: Callable[..., Any], **section: Any) -> Scorer:
+    return Scorer(Reward("mine", function), RewardSection(**section))
+
+
+def rewards(found: Scorer, count: int) -> list[float | None]:
+    scores, _ = found.score(samples(count))
+    return [None if score is None else float(score.rewards.sum()) for score in scores]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits between calls, which take no time."""
+    found: list[float] = []
+    monkeypatch.setattr(time, "sleep", found.append)
+    native = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        found.append(seconds)
+        await native(0)
+
+    monkeypatch.setattr(scoring.asyncio, "sleep", note)
+    return found
+
+
+# --- forms of functions ---------------------------------------------------------------------------
+
+
+def test_one_worker_calls_in_order_and_in_the_main_thread() -> None:
+    seen: list[int] = []
+
+    def reward(sample: Sample) -> float:
+        assert threading.current_thread() is threading.main_thread()
+        seen.append(number(sample))
+        return number(sample) / 2
+
+    assert rewards(scorer(reward), 5) == [0, 0.5, 1, 1.5, 2]
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_workers_call_at_the_same_time_and_the_order_of_rewards_stays() -> None:
+    """Each call waits for 15 others: with fewer threads the barrier breaks."""
+    barrier = threading.Barrier(16)
+
+    def reward(sample: Sample) -> float:
+        barrier.wait(timeout=30)
+        return number(sample)
+
+    assert rewards(scorer(reward, workers=16, retries=0), 32) == list(range(32))
+
+
+def test_a_batch_is_one_call() -> None:
+    calls: list[int] = []
+
+    def reward(samples: list[Sample]) -> list[float]:
+        calls.append(len(samples))
+        return [float(number(sample)) for sample in samples]
+
+    assert rewards(scorer(reward), 4) == [0, 1, 2, 3]
+    assert rewards(scorer(reward), 0) == []
+    assert calls == [4]
+    assert rewards(scorer(lambda samples: np.arange(len(samples))), 3) == [0, 1, 2]
+
+
+def test_coroutines_run_at_the_same_time_up_to_a_bound() -> None:
+    running, most = 0, 0
+
+    async def reward(sample: Sample) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return number(sample)
+
+    count = 3 * CONCURRENT_CALLS
+    assert rewards(scorer(reward), count) == list(range(count))
+    assert most == CONCURRENT_CALLS
+
+
+def test_coroutines_have_one_event_loop_in_the_whole_run() -> None:
+    loops = set()
+
+    class Judge:
+        async def __call__(self, samples: list[Sample]) -> list[float]:
+            loops.add(id(asyncio.get_running_loop()))
+            return [1.0] * len(samples)
+
+    found = scorer(Judge())
+    assert rewards(found, 2) == rewards(found, 2) == [1, 1]
+    assert len(loops) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ([1.0, 2.0], "2 rewards for a batch of 3 samples; legal: a list with one reward for each"),
+        (1.0, "a float for a batch of 3 samples"),
+        (None, "a NoneType for a batch of 3 samples"),
+        ({"a": 1.0}, "a dict for a batch of 3 samples"),
+        (np.array(1.0), "a ndarray for a batch of 3 samples"),
+        ([1.0, float("nan"), 1.0], "nan; a finite number is wanted; prompt 'p1', response 'r1'"),
+    ],
+)
+def test_mistakes_of_a_batch_are_named(value: object, named: str) -> None:
+    (line,) = refusal(scorer(lambda samples: value).score, samples(3))
+    assert line.startswith("reward 'mine' returned ") and named in line
+
+
+# --- calls that fail ------------------------------------------------------------------------------
+
+
+class Flaky:
+    """Fails in its first calls for each sample."""
+
+    def __init__(self, failures: Callable[[Sample], int]) -> None:
+        self.failures, self.calls = failures, dict.fromkeys(range(100), 0)
+
+    def __call__(self, sample: Sample) -> float:
+        self.calls[number(sample)] += 1
+        if self.calls[number(sample)] <= self.failures(sample):
+            raise ConnectionError("no judge")
+        return number(sample)
+
+    async def asynchronous(self, sample: Sample) -> float:
+        return self(sample)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_failed_call_is_repeated_after_a_wait(is_async: bool, waits: list[float]) -> None:
+    flaky = Flaky(lambda sample: 2 if number(sample) == 1 else 0)
+    found = scorer(flaky.asynchronous if is_async else flaky, retries=2)
+    scores, errors = found.score(samples(3))
+    assert [float(score.rewards.sum()) for score in scores] == [0, 1, 2]
+    assert errors == 2 and waits == [0.5, 1.0]
+    assert found.score(samples(3))[1] == 0  # of this call only
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_call_that_fails_for_good_ends_the_run(is_async: bool, waits: list[float]) -> None:
+    flaky = Flaky(lambda sample: 9 if number(sample) == 1 else 0)
+    with pytest.raises(RewardError) as caught:
+        scorer(flaky.asynchronous if is_async else flaky, retries=2).score(samples(2))
+    assert str(caught.value).startswith("reward 'mine' raised ConnectionError: no judge (test_")
+    assert str(caught.value).endswith(") in the last of 3 calls; prompt 'p1', response 'r1'")
+    assert isinstance(caught.value.__cause__, ConnectionError) and len(waits) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_call_that_fails_for_good_leaves_no_reward(workers: int, waits: list[float]) -> None:
+    flaky = Flaky(lambda sample: 9 if number(sample) == 1 else 0)
+    found = scorer(flaky, retries=1, on_failure="drop_group", workers=workers)
+    scores, errors = found.score(samples(3))
+    assert [score is None for score in scores] == [False, True, False]
+    assert errors == 2
+
+
+def test_a_batch_that_fails_leaves_no_reward_at_all() -> None:
+    def reward(samples: list[Sample]) -> list[float]:
+        raise ConnectionError("no judge")
+
+    found = scorer(reward, retries=0, on_failure="drop_group")
+    assert found.score(samples(2)) == ([None, None], 1)
+    (line,) = refusal(scorer(reward, retries=0).score, samples(2))
+    assert line.endswith("; a batch of 2 samples, the first of them: prompt 'p0', response 'r0'")
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "drop_group"])
+def test_a_wrong_value_and_a_users_mistake_are_no_failed_calls(on_failure: str) -> None:
+    calls: list[str] = []
+
+    def wrong(sample: Sample) -> float:
+        calls.append("wrong")
+        return float("nan")
+
+    def refuses(sample: Sample) -> float:
+        calls.append("refuses")
+        raise DataError("no test cases")
+
+    with pytest.raises(RewardError, match="returned nan"):
+        scorer(wrong, on_failure=on_failure).score(samples(1))
+    with pytest.raises(DataError, match="no test cases"):
+        scorer(refuses, on_failure=on_failure).score(samples(1))
+    assert calls == ["wrong", "refuses"]
+
+
+def test_each_call_is_a_sign_of_life(waits: list[float]) -> None:
+    signs: list[str] = []
+    flaky = Flaky(lambda sample: 1)
+    with heard_by(lambda: signs.append("")):
+        scorer(flaky).score(samples(3))
+    assert len(signs) == 6
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def parted(sample: Sample) -> dict[str, float]:
+    return {"format": 0.5, "correct": number(sample)}
+
+
+def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
+    assert rewards(scorer(parted), 3) == [0.5, 1.5, 2.5]
+    found = scorer(parted, weights={"format": -2.0})
+    scores, _ = found.score(samples(3))
+    assert [score.rewards.tolist() for score in scores] == [[-1.0], [0.0], [1.0]]
+    assert scores[2].parts == {"correct": 2.0, "format": 0.5}  # before weights
+    assert found.part_names == ("correct", "format")
+
+
+def second_is(value: object) -> Callable[[Sample], object]:
+    """Parts for the first response, and something else for the second."""
+    return lambda sample: value if number(sample) else {"a": 1.0, "b": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"a": 1.0, "c": 0.0}, "the parts a, c, and the parts a, b for an earlier response; the "),
+        ({"a": 1.0}, "the parts a, and the parts a, b for an earlier response"),
+        (1.0, "no parts, and the parts a, b for an earlier response; the same names are wanted"),
+        (TurnRewards([1.0], [1]), "no parts, and the parts a, b for an earlier response"),
+        ({}, "no parts; at least one is wanted"),
+        ({"a": 1.0, "b": float("nan")}, "nan as part 'b'; a finite number is wanted"),
+        ({"a": 1.0, "b": "good"}, "'good' as part 'b'; a finite number is wanted"),
+        ({"a": 1.0, 2: 0.0}, "a part named 2; it is logged as reward/NAME: letters, digits"),
+        ({"a": 1.0, "b b/": 0.0}, "a part named 'b b/'; it is logged as reward/NAME"),
+        ({"a": 1.0, "": 0.0}, "a part named ''"),
+        ({"mean": 1.0}, "a part named 'mean'; reward/mean is another metric: choose another name"),
+        ({"errors": 1.0}, "a part named 'errors'"),
+        ({"a": 1e308, "b": 1e308}, "parts that add up to inf; a finite sum is wanted"),
+    ],
+)
+def test_mistakes_in_parts_are_named(value: object, named: str) -> None:
+    (line,) = refusal(scorer(second_is(value)).score, samples(2))
+    assert line.startswith("reward 'mine' returned ") and named in line
+    assert line.endswith("; prompt 'p1', response 'r1'")
+
+
+@pytest.mark.parametrize(
+    ("function", "weights", "expected"),
+    [
+        (
+            parted,
+            {"corect": 2.0},
+            "reward.weights.corect = 2.0: reward 'mine' returns the parts correct, format; legal: "
+            "weights for these",
+        ),
+        (
+            number,
+            {"correct": 2.0},
+            "reward.weights.correct = 2.0: reward 'mine' returns no parts; legal: none",
+        ),
+        (
+            parted,
+            {"correct": 0.0, "format": 0.0},
+            "reward.weights = {'correct': 0.0, 'format': 0.0}: all parts of reward 'mine' have "
+            "weight 0, and nothing is rewarded; legal: a weight other than 0 for one of them",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_the_parts_are_refused(
+    function: Callable[[Sample], Any], weights: dict[str, float], expected: str
+) -> None:
+    assert refusal(scorer(function, weights=weights).score, samples(1)) == [expected]
