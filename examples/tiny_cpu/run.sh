@@ -6,6 +6,7 @@
 #   bash examples/tiny_cpu/run.sh training.seed=2        # runs/tiny_cpu-seed=2; the seed of all stages
 #   bash examples/tiny_cpu/run.sh parallel.layout=tp=1   # runs/tiny_cpu-layout=tp=1
 # The variables PRETRAIN and SFT are overrides of the earlier stages: PRETRAIN="training.steps=800".
+# CONFIG is another configuration of the GSPO run, START another folder for the stages before it.
 # Everything is written below runs/ in the current folder.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -30,7 +31,7 @@ for word in "$@"; do
 done
 rl=${folder:-$rl}
 data=runs/tiny_cpu_start/data
-start=runs/tiny_cpu_start/seed_$seed
+start=${START:-runs/tiny_cpu_start}/seed_$seed
 say() { printf '\n== %s\n' "$*"; }
 
 say "1/7 text and prompts"
@@ -54,7 +55,7 @@ $gspo sft "$here/sft.yaml" training.seed="$seed" model.checkpoint_path="$start/p
     logging.dir="$start/sft" export.hf_path="$start/sft/hf" ${sft[@]+"${sft[@]}"}
 
 say "6/7 GSPO"
-$gspo train "$here/config.yaml" model.checkpoint_path="$start/sft" "$@" logging.dir="$rl"
+$gspo train "${CONFIG:-$here/config.yaml}" model.checkpoint_path="$start/sft" "$@" logging.dir="$rl"
 
 say "7/7 export, and answers by transformers"
 [ -d "$rl/hf" ] || $gspo convert megatron-to-hf "$rl" "$rl/hf"

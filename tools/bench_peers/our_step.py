@@ -37,6 +37,7 @@ class WordTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.eos_id, self.pad_id = vocab_size, vocab_size, 0
         self.eos_ids = (self.eos_id,)
+        self.special_tokens: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]

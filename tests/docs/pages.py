@@ -1,0 +1,115 @@
+"""The code blocks of a page, and running them as a reader would: in order, in one new folder.
+
+How a page marks its blocks; the marks are HTML comments, which no reader sees:
+
+    ```bash, ```sh, ```shell, ```python    run; a failing block fails the test
+    ```yaml title="my.yaml"                saved under that name, whatever the language
+    <!-- not run: REASON --> before it     not run
+    <!-- output --> before a ```text       what the block above prints; `...` stands for anything
+    <!-- setup, then lines of bash, -->    run like a block: what the page takes for granted
+
+Every block must name its language; those that are none of the above (yaml, json, text) are only
+read. The new folder has links to the repository's folders, for commands like `bash examples/...`.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.programs import ROOT, command_environment
+
+PAGES = sorted(
+    [ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "slurm/README.md"]
+    + [*ROOT.glob("examples/*/README.md")]
+)
+SHELLS, LANGUAGES = ("bash", "sh", "shell"), ("yaml", "json", "text", "toml", "mermaid")
+LINKED = ("examples", "slurm", "tools", "pretrain_scripts", "docs")
+_FENCE = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?"
+    r"^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<body>.*?)^ *```$"
+    r"|^<!-- setup\n(?P<setup>.*?)^-->$",
+    re.MULTILINE | re.DOTALL,
+)
+_REASON = "not run: "
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, or a hidden one."""
+
+    place: str  # "file:line"
+    language: str
+    text: str
+    file: str | None  # saved under this name instead of run
+    reason: str | None  # why it is not run
+    is_output: bool  # of the block before it
+
+    @property
+    def runs(self) -> bool:
+        if self.file is not None or self.reason is not None or self.is_output:
+            return False
+        return self.language in (*SHELLS, "python")
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The blocks of a page, in order."""
+    return list(parse(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT))))
+
+
+def parse(content: str, name: str) -> Iterator[Block]:
+    """The blocks of a page's Markdown."""
+    for found in _FENCE.finditer(content):
+        place = f"{name}:{content.count(chr(10), 0, found.start()) + 1}"
+        if found["setup"] is not None:
+            yield Block(place, "bash", found["setup"], None, None, False)
+            continue
+        mark, info, indent = found["mark"] or "", found["info"], found["indent"]
+        text = re.sub(f"^{indent}", "", found["body"], flags=re.MULTILINE)
+        language = info.split(" ")[0]
+        title = re.search(r'title="([^"]+)"', info)
+        reason = mark.removeprefix(_REASON).strip() if mark.startswith(_REASON) else None
+        yield Block(place, language, text, title and title[1], reason, mark == "output")
+
+
+def run_blocks(blocks: Iterable[Block], folder: Path, timeout: float = 550) -> None:
+    """Runs a page's blocks in `folder`. A failure names the block, and shows what it said."""
+    for name in LINKED:
+        (folder / name).symlink_to(ROOT / name)
+    python = str(Path(sys.executable).parent)
+    environment = command_environment() | {
+        "PATH": f"{python}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+    }
+    printed = ""
+    for block in blocks:
+        if block.file is not None:
+            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+        elif block.is_output:
+            same = doctest.OutputChecker().check_output(
+                block.text, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            )
+            assert same, f"{block.place}: the block above printed\n{printed}\nnot\n{block.text}"
+        elif block.runs:
+            shell = block.language in SHELLS
+            command = ["bash", "-euo", "pipefail", "-c"] if shell else [sys.executable, "-c"]
+            done = subprocess.run(
+                [*command, block.text],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+            printed = done.stdout
+            said = printed[-3000:] + done.stderr[-3000:]
+            assert done.returncode == 0, f"{block.place}: exit code {done.returncode}\n{said}"

@@ -1,0 +1,76 @@
+"""The pins that docs/install.md names are those of requirements/, and pip can resolve them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.programs import ROOT, run_program
+
+PAGE = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+REQUIREMENTS = ROOT / "requirements"
+PYTHONS = {"3.10": "310", "3.11": "311", "3.12": "312", "3.13": "312"}
+
+
+def pins(file: str) -> dict[str, str]:
+    """Package -> version."""
+    lines = (REQUIREMENTS / file).read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def rows(header: str) -> list[list[str]]:
+    """The cells of the table whose first column has this header."""
+    lines = PAGE.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith(f"| {header} |"))
+    table = "\n".join(lines[start + 2 :]).partition("\n\n")[0]
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.split("\n")]
+
+
+def test_every_file_that_the_page_names_is_there_and_every_pin_file_is_named() -> None:
+    named = set(re.findall(r"requirements/([\w.-]+\.txt)", PAGE))
+    assert named == {path.name for path in REQUIREMENTS.glob("*.txt")}
+
+
+def test_the_versions_by_python() -> None:
+    table = rows("Python")
+    assert [python for row in table for python in row[0].split(", ")] == list(PYTHONS)
+    for python, file, *versions in table:
+        assert file == f"requirements/cpu-py{PYTHONS[python.split(',')[0]]}.txt"
+        found = pins(Path(file).name)
+        engine = pins(f"gpu-megatron-{found['megatron-core']}.txt")
+        assert len(set(engine.values())) == 1
+        expected = [found[name] for name in ("torch", "megatron-core", "transformers")]
+        assert versions == [*expected, engine["transformer-engine"]]
+
+
+def test_the_versions_by_torch() -> None:
+    table = rows("torch")
+    assert {row[0] for row in table} == {pins(f"cpu-py{n}.txt")["torch"] for n in PYTHONS.values()}
+    for torch, file, *versions in table:
+        found = pins(f"cuda-torch-{torch}.txt")
+        assert file == f"requirements/cuda-torch-{torch}.txt"
+        names = ("cuda-toolkit", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
+        assert versions == [found[name] for name in names]
+
+
+@pytest.mark.full  # needs a package index
+@pytest.mark.timeout(900)
+def test_pip_resolves_the_pins(tmp_path: Path) -> None:
+    """For the first release of this Python (3.11.0, say), from wheels alone, with the CUDA packages
+    as constraints. Transformer Engine's part for torch has no wheel: its version is looked up."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    file = f"cpu-py{PYTHONS[python]}.txt"
+    cpu = pins(file)
+    cuda = REQUIREMENTS / f"cuda-torch-{cpu['torch']}.txt"
+    engine = pins(f"gpu-megatron-{cpu['megatron-core']}.txt")
+    of_torch = engine.pop("transformer-engine-torch")
+    pip = (sys.executable, "-m", "pip")
+    words = ("install", "--dry-run", "--ignore-installed", "--python-version", python)
+    wheels = ("--only-binary=:all:", "--target", tmp_path, "--constraint", cuda)
+    engines = [f"{name}=={version}" for name, version in engine.items()]
+    run_program(*pip, *words, *wheels, "-r", REQUIREMENTS / file, *engines, timeout=800)
+    listed = run_program(*pip, "index", "versions", "transformer-engine-torch").stdout
+    assert of_torch in re.split(r"[\s,()]+", listed)

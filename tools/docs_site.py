@@ -1,0 +1,52 @@
+"""What `make docs` does besides mkdocs: README files of other folders become pages of the site.
+
+Pages are written for readers of the repository: their links are relative paths of it. A link to a
+page of the site stays a link; one to any other file becomes its path, as the site has no such file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+# Page of the site -> file of the repository.
+READMES = {"slurm.md": "slurm/README.md"} | {
+    f"examples/{path.parent.name}.md": str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "examples").glob("*/README.md"))
+}
+_LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the README files."""
+    for page, path in READMES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """The page with the links of the site. A link to nothing stays, and mkdocs refuses it."""
+    return relink(markdown, page.file.src_uri)
+
+
+def relink(markdown: str, page: str) -> str:
+    """`page`: its path in the site."""
+    here = Path(READMES.get(page, f"docs/{page}")).parent
+    pages = {path: name for name, path in READMES.items()}
+
+    def link(match: re.Match[str]) -> str:
+        path = os.path.normpath(here / match[1])
+        if not (ROOT / path).exists():
+            return match[0]
+        name = path.removeprefix("docs/") if path.startswith("docs/") else pages.get(path)
+        if name is None:
+            return f"] (`{path}`)"
+        return f"]({os.path.relpath(name, os.path.dirname(page) or '.')}{match[2] or ''})"
+
+    # A label whose link is gone loses its brackets.
+    return re.sub(r"\[([^\[\]]+)\] (\(`[^`]+`\))", r"\1 \2", _LINK.sub(link, markdown))
