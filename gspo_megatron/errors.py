@@ -27,6 +27,10 @@ class DataError(UserError):
     """A prompt file, tokenizer or other input file cannot be used as it is."""
 
 
+class RolloutError(UserError):
+    """The servers that draw responses: not as the run needs them, or gone."""
+
+
 class RewardError(UserError):
     """A reward function raised or returned something that is not a finite number."""
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from gspo_megatron.errors import DataError
 
 
-def write_atomically(path: str | Path, content: bytes) -> Path:
-    """Writes `content` to `path`, making its folder; a reader never sees half of it.
+def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Path:
+    """Writes `content` to `path`, making its folder; a reader never sees half of it. `mode`: who
+    may read and write it, less what the umask takes away.
 
     Raises DataError where the folder or the file cannot be written.
     """
@@ -20,13 +21,23 @@ def write_atomically(path: str | Path, content: bytes) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            partial.write_bytes(content)
+            with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+                file.write(content)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's contents, or the names in a folder, are on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def folder_lacks(folder: Path) -> str | None:

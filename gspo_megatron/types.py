@@ -5,7 +5,7 @@ Sequences travel flat: one tensor of tokens and one of lengths, never a Python o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,27 +13,40 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Message = Mapping[str, Any]  # the strings role and content, and what else the row has
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a prompt file."""
+    """One row of a prompt file."""
 
-    text: str
-    answer: str
+    text: str  # the prompt; of messages the text of the last user message
+    answer: Any  # as the row has it, mostly a string; None: the file has no answers
     source: str  # "file:line", for error messages
-    fields: dict[str, Any] = field(default_factory=dict)  # all other fields of the line, kept
+    # Of the row: all other fields, and objects of which only a part was the prompt or the answer.
+    fields: dict[str, Any] = field(default_factory=dict)
     token_ids: tuple[int, ...] = ()  # filled in by data.prompts
+    # What the chat template gets: the row's messages, or one user message; () without a template.
+    messages: tuple[Message, ...] = ()
+    row_id: str = ""  # the row's id, else "file name:line"
 
 
 @dataclass(frozen=True)
 class Sample:
     """What a reward function sees of one response."""
 
-    prompt: str
-    answer: str
+    prompt: str  # the prompt's text; of messages the text of the last user message
+    # The value of data.answer_field: a string for the built-in rewards (`math`: or a number), for a
+    # reward of your own whatever JSON value the row has; None with data.answer_field: null.
+    answer: Any
     response: str  # decoded without the end-of-sequence token
     truncated: bool  # the response hit the length limit before it ended
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)  # the other fields of the prompt's row
     num_tokens: int = 0  # of the response, with its end-of-sequence token
+    # The prompt as messages (role, content), as the chat template got them; () without a template.
+    messages: tuple[Message, ...] = ()
+    row_id: str = ""  # the id of the prompt's row, else "file name:line"
+    num_prompt_tokens: int = 0  # of the whole prompt, with all that the chat template writes
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import secrets
 import shutil
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest
+from gspo_megatron.files import sync
 
 CHECKPOINTS = "checkpoints"  # in the run folder
 LATEST = "latest"
@@ -146,15 +146,6 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a file and wait until it is on the disk. Raises OSError."""
     path.write_bytes(content)
     sync(path)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's contents, or the names in a folder, are on the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sync_folders(top: Path) -> None:

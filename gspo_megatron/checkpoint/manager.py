@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -39,7 +39,7 @@ from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.config import Config, to_yaml
 from gspo_megatron.config.problems import did_you_mean, nearest, problem
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.errors import DataError, RewardError, RolloutError, UserError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
 from gspo_megatron.observe.metrics_files import RL
@@ -65,12 +65,21 @@ class Checkpoints:
         self.config, self.section, self.policy = config, config.checkpoint, policy
         self.logger, self.start, self.stop = logger, start, stop
         self.folder = run_folder(config) / CHECKPOINTS
+        self._newest = start.state.position if start.state else None  # saved, or being saved
         self.warned = list(start.state.warned) if start.state else []
         if not self.section.interval:
             return
         self.writer = CheckpointWriter(self.folder, policy)
         self._model = describe_model(config, policy.vocab_size, hf)
         on_main(self._prepare)
+
+    def saved_step(self, step: int) -> int:
+        """The step from which the run would be resumed if it were killed now, after `step`; without
+        checkpoints `step`, as nothing before it is needed again."""
+        if not self.section.interval:
+            return step
+        is_written = self._newest is not None and not self.writer.is_busy
+        return self._newest.step if is_written else 0
 
     # What a run restores
 
@@ -170,6 +179,39 @@ class Checkpoints:
         self._save(state, trainer, write_rollouts, must=True)
         raise StopRun(self._stopped(state.position))
 
+    def after_failure(
+        self,
+        step: int,
+        trainer: Trainer,
+        loader: PromptLoader,
+        error: RewardError | RolloutError,
+        unevaluated: Mapping[str, float] | None = None,
+    ) -> NoReturn:
+        """Save the run as it was after `step`, where that is not done, and end it: raises the
+        error of the reward function or of the servers, which all ranks have, with where the run is
+        saved.
+        `unevaluated`: the step's metrics, if the failure was in its evaluation."""
+        if step == 0:
+            raise error
+        if not self.section.interval:
+            raise type(error)(f"{error}\nnothing is saved: checkpoint.interval = 0") from error
+        problem = self.writer.finish()
+        state = self._state(RL, step, trainer, loader)
+        if unevaluated is not None:
+            state.unevaluated = {name: float(value) for name, value in unevaluated.items()}
+        if problem is not None or unevaluated is not None or state.position != self._newest:
+            try:
+                self._save(state, trainer, None, must=True)
+            except UserError as failed:
+                raise type(error)(f"{error}\n{failed}") from error
+        self.close()
+        path = self.folder / state.position.name
+        what = "the reward works" if isinstance(error, RewardError) else "servers answer"
+        raise type(error)(
+            f"{error}\n{path}: the run is saved, with {step} finished steps; the same command "
+            f"continues it once {what}"
+        ) from error
+
     def close(self) -> None:
         """Wait for checkpoints that are still being written or removed."""
         if self.section.interval:
@@ -204,6 +246,7 @@ class Checkpoints:
         problem = self.writer.begin(
             state.position.name, trainer, write_small, published, asynchronous=asynchronous
         )
+        self._newest = state.position if problem is None else None
         (self._raise if must else self._warn)(problem)
 
     def _state(self, phase: str, step: int, trainer: Trainer, loader: PromptLoader) -> RunState:

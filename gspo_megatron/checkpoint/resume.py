@@ -5,13 +5,15 @@ Nothing here imports torch: mistakes are reported before anything is started.
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
 from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage, first_whole
-from gspo_megatron.checkpoint.run_lock import LOCK_FILE
+from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
 from gspo_megatron.checkpoint.run_state import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -22,9 +24,9 @@ from gspo_megatron.checkpoint.run_state import (
 )
 from gspo_megatron.config import Config
 from gspo_megatron.config.families import differences
-from gspo_megatron.config.load import parse_yaml
-from gspo_megatron.config.model_shape import checkpoint_preset, no_checkpoint
-from gspo_megatron.config.problems import problem
+from gspo_megatron.config.load import override, parse_yaml
+from gspo_megatron.config.model_shape import WHOLE_MODEL_KEYS, checkpoint_preset, no_checkpoint
+from gspo_megatron.config.problems import format_value, problem
 from gspo_megatron.config.resume import find_changes
 from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.errors import ConfigError, DataError, UserError
@@ -37,6 +39,8 @@ _NEW_CHOICES = (
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
 )
+# Refused changes that ask for other weights than those of the run.
+_OTHER_WEIGHTS = ("model.hf_path ", "model.checkpoint_path ", "model.preset ", "data.tokenizer ")
 
 
 @dataclass
@@ -54,10 +58,12 @@ def run_folder(config: Config) -> Path:
     return Path(str(config.logging.dir))
 
 
-def candidates(config: Config, *, fresh: bool) -> list[Path]:
-    """The run's checkpoints, the newest first, damaged ones too. Raises UserError if `fresh` is set
-    and the folder is not empty."""
+def candidates(config: Config, *, fresh: bool, lock: RunLock | None = None) -> list[Path]:
+    """The run's checkpoints, the newest first, damaged ones too; afterwards `lock` holds the run's
+    folder. Raises UserError where another run does, or `fresh` is set and it is not empty."""
     folder = run_folder(config)
+    if lock is not None:
+        lock.hold(folder)
     if not fresh:
         return [folder / CHECKPOINTS / each.name for each in positions(folder / CHECKPOINTS)]
     entries = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
@@ -68,8 +74,14 @@ def candidates(config: Config, *, fresh: bool) -> list[Path]:
     return []
 
 
-def conclude(config: Config, chosen: Path | None, damage: Mapping[Path, Sequence[str]]) -> Start:
+def conclude(
+    config: Config,
+    chosen: Path | None,
+    damage: Mapping[Path, Sequence[str]],
+    command: Sequence[str] = (),
+) -> Start:
     """The start of a run from the newest undamaged checkpoint; `damage`: that of newer ones.
+    `command`: the words with which the user started the run, for advice that can be copied.
 
     Raises UserError where all are damaged, and ConfigError with all keys that must not change and
     have changed.
@@ -85,43 +97,85 @@ def conclude(config: Config, chosen: Path | None, damage: Mapping[Path, Sequence
             raise UserError("\n".join(notes))
         return Start()
     state = RunState.read(chosen)
-    notes.append(f"resuming from {chosen}")
-    if damage:
-        notes[-1] += ", the newest undamaged checkpoint"
-    notes += _changes(config, chosen, state)
     last = config.phase if isinstance(config, StageConfig) else "rl"
-    done = state.phase == last and state.step >= config.training.steps and not state.rollouts
+    # A stage whose examples cannot be read does not know its steps.
+    steps = math.inf if config.training.steps is None else config.training.steps
+    step = state.step if state.phase == last else 0
+    done = step >= steps and not state.rollouts and state.unevaluated is None
+    undamaged = ", the newest undamaged checkpoint," if damage else ""
+    where = f" at step {step + 1} of {steps}" if step < steps < math.inf else ""
+    notes.append(f"resuming from {chosen}{undamaged}{where}")
+    notes += _changes(config, chosen, state, command)
     return Start(chosen, state, done, notes)
 
 
-def preview(config: Config, *, fresh: bool) -> Start:
+def preview(config: Config, *, fresh: bool, command: Sequence[str] = ()) -> Start:
     """The start that the ranks will find; only sizes of files are compared. Raises what
     `candidates` and `conclude` raise, and UserError where the run folder cannot be written."""
     found = candidates(config, fresh=fresh)
     chosen, damage = first_whole(found, lambda path: find_damage(path, contents=False))
-    start = conclude(config, chosen, damage)
+    start = conclude(config, chosen, damage, command)
     lacks = None if start.is_finished else folder_lacks(run_folder(config))
     if lacks is not None:
         raise UserError(problem("logging.dir", str(config.logging.dir), lacks))
     return start
 
 
-def finished_text(config: Config, state: RunState) -> str:
-    """What to print about a finished run."""
-    folder, steps = run_folder(config), config.training.steps
+def finished_text(config: Config, state: RunState, command: Sequence[str] = ()) -> str:
+    """What to print about a finished run; `command` as in `conclude`."""
+    folder, training = run_folder(config), config.training
     newest = folder / CHECKPOINTS / state.position.name
-    ways = []
+    lines = [f"{folder}: finished, with {state.step} of {training.steps} steps"]
     if config.optimizer.decay == "constant":
-        ways.append("raise training.steps to continue")
-    ways.append(f"give {_on_these_weights(config, newest)} to train its weights")
-    ways.append("move the folder away to start again")
-    return f"{folder}: finished, with {state.step} of {steps} steps; {'; '.join(ways)}"
+        more = [override("training.steps", 2 * state.step)]
+        for name in ("epochs", "tokens"):  # which a stage may be limited by too
+            if limit := getattr(training, name, None):
+                more.append(override(f"training.{name}", 2 * limit))
+        words = shlex.join([*command, *more, *_new_export(config)])
+        lines.append(f"to continue, raise training.steps: {words}")
+    words = shlex.join([*command, *_new_run(config, newest)])
+    lines.append(f"to train its weights in a new run: {words}")
+    return "\n".join([*lines, "to start again, move the folder away"])
 
 
-def _on_these_weights(config: Config, checkpoint: Path) -> str:
-    """The keys with which another run starts from the weights of a checkpoint."""
-    source = "" if config.model.hf_path is None else ", model.hf_path=null"
-    return f"another logging.dir{source} and model.checkpoint_path={checkpoint}"
+def _new_run(config: Config, checkpoint: Path | None) -> list[str]:
+    """Overrides that make a new run of a configuration: from the weights of a checkpoint, or from
+    those that the configuration names."""
+    words = [override("logging.dir", str(_unused(run_folder(config))))]
+    if checkpoint is not None:
+        words += [] if config.model.hf_path is None else ["model.hf_path=null"]
+        words.append(override("model.checkpoint_path", str(checkpoint)))
+    return words + _new_export(config)
+
+
+def _new_export(config: Config) -> list[str]:
+    """The override that a stage needs where its export has been written already."""
+    given = config.export.hf_path if isinstance(config, StageConfig) else None
+    if given is None or not Path(given).exists():
+        return []
+    return [override("export.hf_path", str(_unused(Path(given))))]
+
+
+def _unused(folder: Path) -> Path:
+    """A name beside a folder that is free."""
+    number = 2
+    while (free := folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    return free
+
+
+def check_given(config: Config, vocab_size: int) -> None:
+    """Check the checkpoint of model.checkpoint_path without reading its tensors. Raises
+    UserError."""
+    checkpoint = fitting_checkpoint(config, vocab_size)
+    refuse_damage(checkpoint, find_damage(checkpoint, contents=False, only=is_of_model))
+
+
+def fitting_checkpoint(config: Config, vocab_size: int) -> Path:
+    """The checkpoint of model.checkpoint_path; raises what the next two functions raise."""
+    checkpoint = given_checkpoint(str(config.model.checkpoint_path))
+    weights_fit(checkpoint, config, vocab_size)
+    return checkpoint
 
 
 def given_checkpoint(path: str) -> Path:
@@ -133,21 +187,10 @@ def given_checkpoint(path: str) -> Path:
         for position in positions(folder):
             if (folder / position.name / MANIFEST).is_file():
                 return folder / position.name
+    if any(positions(folder) for folder in (given / CHECKPOINTS, given)):
+        wrong = f"all checkpoints in it are damaged: none has a {MANIFEST}; legal: a whole one"
+        raise DataError(problem("model.checkpoint_path", path, wrong))
     raise DataError(no_checkpoint(path))
-
-
-def check_given(config: Config, vocab_size: int) -> None:
-    """Check the checkpoint of model.checkpoint_path without reading its tensors. Raises
-    UserError."""
-    checkpoint = given_checkpoint(str(config.model.checkpoint_path))
-    refuse_damage(checkpoint, find_damage(checkpoint, contents=False, only=is_of_model))
-    weights_fit(checkpoint, config, vocab_size)
-
-
-def refuse_damage(checkpoint: Path, damage: Sequence[str]) -> None:
-    """Raise DataError where a checkpoint is damaged."""
-    if damage:
-        raise DataError("\n".join(f"{checkpoint}: {line}" for line in damage))
 
 
 def weights_fit(checkpoint: Path, config: Config, vocab_size: int) -> None:
@@ -165,12 +208,20 @@ def weights_fit(checkpoint: Path, config: Config, vocab_size: int) -> None:
         if name not in (*different, *_NEW_CHOICES)
     ]
     if different:
+        own = (*WHOLE_MODEL_KEYS, "joint_qk_norm")
+        keys = {name: f"model.{'' if name in own else 'megatron.'}{name}" for name in different}
         raise ConfigError(
             [
-                problem(f"model: {name}", wanted.get(name), f"{checkpoint} has {known.get(name)}")
-                for name in different
+                problem(key, wanted.get(name), f"{checkpoint} has {format_value(known.get(name))}")
+                for name, key in keys.items()
             ]
         )
+
+
+def refuse_damage(checkpoint: Path, damage: Sequence[str]) -> None:
+    """Raise DataError where a checkpoint is damaged."""
+    if damage:
+        raise DataError("\n".join(f"{checkpoint}: {line}" for line in damage))
 
 
 def is_of_model(name: str) -> bool:
@@ -178,7 +229,21 @@ def is_of_model(name: str) -> bool:
     return name.startswith("model/") or name == MODEL_FILE
 
 
-def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
+def _can_take(config: Config, checkpoint: Path) -> bool:
+    """Whether a run of this configuration can begin with the weights of a checkpoint."""
+    update = {"hf_path": None, "checkpoint_path": str(checkpoint)}
+    model = config.model.model_copy(update=update)
+    try:
+        vocab_size = read_model(checkpoint)["vocab_size"]
+        weights_fit(checkpoint, config.model_copy(update={"model": model}), vocab_size)
+    except UserError:
+        return False
+    return True
+
+
+def _changes(
+    config: Config, checkpoint: Path, state: RunState, command: Sequence[str]
+) -> list[str]:
     """Notes on allowed changes of keys and versions. Raises ConfigError with the other ones."""
     path, now = checkpoint / CONFIG_FILE, fingerprints(config)
     try:
@@ -188,12 +253,14 @@ def _changes(config: Config, checkpoint: Path, state: RunState) -> list[str]:
     same = {key: now[key] == known for key, known in state.fingerprints.items() if key in now}
     changes = find_changes(before, config, same)
     if changes.refused:
-        folder = run_folder(config)
+        others = any(line.startswith(_OTHER_WEIGHTS) for line in changes.refused)
+        on_these = not others and _can_take(config, checkpoint)
+        words = shlex.join([*command, *_new_run(config, checkpoint if on_these else None)])
         raise ConfigError(
             [
                 *changes.refused,
-                f"{folder}: holds a run with other values of these keys; set them back to resume "
-                f"it, or start a new run with {_on_these_weights(config, checkpoint)}",
+                f"{run_folder(config)}: holds a run with other values of these keys; set them back "
+                f"to resume it, or start a new run{' on its weights' if on_these else ''}: {words}",
             ]
         )
     installed = versions()

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -16,14 +17,13 @@ from typing import Any
 import gspo_megatron
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.config import Config
+from gspo_megatron.config.model_shape import MODEL_FILE
 from gspo_megatron.config.stages import StageConfig
-from gspo_megatron.data.inputs import prompt_files
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import fingerprint
 
 STATE_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
-MODEL_FILE = "model.json"
 TOKENIZER = "data.tokenizer"
 _PACKAGES = ("megatron-core", "torch")
 
@@ -44,6 +44,8 @@ class RunState:
     warned: list[str] = field(default_factory=list)  # warnings that a run gives once
     # of a step that was saved between its rollouts and its update: rl.rollout_store
     rollouts: dict[str, Any] | None = None
+    # Metrics of the step, which are not logged yet: the reward function failed in its evaluation.
+    unevaluated: dict[str, float] | None = None
 
     @property
     def position(self) -> Position:
@@ -67,18 +69,17 @@ class RunState:
 def fingerprints(config: Config | StageConfig) -> dict[str, str]:
     """Fingerprints of the input files, the tokenizer and the user's functions, by configuration
     key. Raises DataError."""
-    if isinstance(config, StageConfig):
-        files = {**config.input_files(), TOKENIZER: [config.data.tokenizer]}
-        return {key: "+".join(map(fingerprint, paths)) for key, paths in files.items()}
-    named = {
-        "reward.import_path": config.reward.import_path,
-        "objective.import_path": config.objective.import_path,
-        "objective.advantage_import_path": config.objective.advantage_import_path,
-    }
-    code = {key: _module_file(path.partition(":")[0]) for key, path in named.items() if path}
-    files = {**prompt_files(config), TOKENIZER: config.data.tokenizer}
-    files |= {key: file for key, file in code.items() if file is not None and file.is_file()}
-    return {key: fingerprint(path) for key, path in files.items()}
+    files: dict[str, Sequence[str | Path]] = {**config.input_files()}
+    files[TOKENIZER] = [config.data.tokenizer]
+    if isinstance(config, Config):
+        named = {
+            "reward.import_path": config.reward.import_path,
+            "objective.import_path": config.objective.import_path,
+            "objective.advantage_import_path": config.objective.advantage_import_path,
+        }
+        code = {key: _module_file(path.partition(":")[0]) for key, path in named.items() if path}
+        files |= {key: [file] for key, file in code.items() if file is not None and file.is_file()}
+    return {key: "+".join(map(fingerprint, paths)) for key, paths in files.items()}
 
 
 def _module_file(module: str) -> Path | None:

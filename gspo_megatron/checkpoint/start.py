@@ -19,25 +19,30 @@ from gspo_megatron.checkpoint.resume import (
     candidates,
     conclude,
     finished_text,
-    given_checkpoint,
+    fitting_checkpoint,
     is_of_model,
     refuse_damage,
     run_folder,
-    weights_fit,
 )
 from gspo_megatron.checkpoint.rng import load_rng
 from gspo_megatron.checkpoint.run_lock import RunLock
 from gspo_megatron.checkpoint.run_state import read_model
 from gspo_megatron.checkpoint.tensors import load_model
-from gspo_megatron.config import Config
+from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.errors import UserError
 from gspo_megatron.files import write_atomically
-from gspo_megatron.models.build import Policy
+from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.observe.metrics_files import METRICS_FILE
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import all_gather_objects, on_main
-from gspo_megatron.platform.groups import Ranks, patience_minutes, start_processes, stop_processes
+from gspo_megatron.platform.groups import (
+    Ranks,
+    patience_minutes,
+    set_up_model_parallel,
+    start_processes,
+    stop_processes,
+)
 from gspo_megatron.platform.stop import SlurmJob, StopRun, StopSignals, watched
 
 if TYPE_CHECKING:
@@ -49,41 +54,27 @@ RESTARTS_FILE = "restarts.json"
 def _damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) -> list[str]:
     """As find_damage; every rank calls it and gets the same."""
     share = (dist.get_rank(), dist.get_world_size())
-    found = all_gather_objects(find_damage(checkpoint, share=share, only=only))
-    return sorted(line for lines in found for line in lines)
-
-
-def load_weights(config: Config, policy: Policy, path: str) -> Path:
-    """Read the weights of model.checkpoint_path; returns the checkpoint. Raises UserError, on all
-    ranks alike, where there is none, or it is damaged or of another model."""
-    checkpoint = on_main(lambda: given_checkpoint(path))
-    refuse_damage(checkpoint, _damage_of(checkpoint, is_of_model))
-    on_main(lambda: weights_fit(checkpoint, config, policy.vocab_size))
-    load_model(checkpoint, policy)
-    return checkpoint
+    mine = find_damage(checkpoint, share=share, only=only)
+    return sorted(line for lines in all_gather_objects(mine) for line in lines)
 
 
 def load_initial_weights(config: Config, policy: Policy) -> Any:
     """Load a new run's first weights from a checkpoint or a Hugging Face folder, if one is
     configured; without it the policy keeps its random weights. Returns the config.json of the
-    Hugging Face model that the weights come from, or None.
+    Hugging Face model that the weights come from, or None. Raises UserError, on all ranks alike,
+    where the folder is damaged or holds no such model.
     """
-    hf = None
     if config.model.checkpoint_path is not None:
-        hf = read_model(load_weights(config, policy, config.model.checkpoint_path))["hf"]
-    elif config.model.hf_path is not None:
+        checkpoint = on_main(lambda: fitting_checkpoint(config, policy.vocab_size))
+        refuse_damage(checkpoint, _damage_of(checkpoint, is_of_model))
+        load_model(checkpoint, policy)
+        return read_model(checkpoint)["hf"]
+    if config.model.hf_path is not None:
         from gspo_megatron.checkpoint.hf.load import load_hf
 
         load_hf(config.model.hf_path, policy)
-        hf = json.loads((Path(config.model.hf_path) / "config.json").read_bytes())
-    return set_padding_token(policy, hf)
-
-
-def set_padding_token(policy: Policy, hf: Any) -> Any:
-    """Give the policy the pad_token_id of `hf`, its weights' config.json or None; returns `hf`."""
-    token = (hf or {}).get("pad_token_id")
-    policy.set_padding_token(token if isinstance(token, int) else None)
-    return hf
+        return json.loads((Path(config.model.hf_path) / "config.json").read_bytes())
+    return None
 
 
 def load_reference(config: Config, policy: Policy) -> None:
@@ -123,9 +114,7 @@ def count_restart(config: Config, start: Start, environ: Mapping[str, str] | Non
 
 def move_earlier_run(folder: Path, lock: RunLock) -> None:
     """Rename the folder of an earlier run, so that a second run of the same name does not mix with
-    it. On the main rank; afterwards the lock holds the new run's folder. Raises UserError where
-    another run uses the folder.
-    """
+    it. On the main rank; afterwards the lock holds the new run's folder."""
     lock.hold(folder)
     if not (folder / METRICS_FILE).exists():
         return
@@ -141,13 +130,21 @@ def move_earlier_run(folder: Path, lock: RunLock) -> None:
         counted.rename(folder / RESTARTS_FILE)
 
 
-def open_logger(config: Config | StageConfig, is_main: bool, start: Start) -> RunLogger:
-    """The logger of the run folder, at the resumed step; it shows the notes of `start`."""
+def start_model(
+    config: Config | StageConfig, vocab_size: int, start: Start
+) -> tuple[Ranks, Policy, RunLogger, Any]:
+    """Join the other ranks, build the policy, open the run folder's files and load the weights. The
+    last value is as load_starting_weights returns it."""
+    patience = patience_minutes(config.training.hang_timeout_seconds)
+    ranks = start_processes(patience)
+    parallel = resolve_parallel(config, ranks.world_size)
+    set_up_model_parallel(parallel, config.training.seed, patience)
+    policy = build_policy(config, parallel, vocab_size)
     resumed_at = None if start.state is None else (start.state.phase, start.state.step)
-    logger = RunLogger(config, is_main, resumed_at)
+    logger = RunLogger(config, ranks.is_main, resumed_at)
     for line in start.notes:
         logger.note(line)
-    return logger
+    return ranks, policy, logger, load_starting_weights(config, policy, start, logger)
 
 
 def load_starting_weights(config: Config, policy: Policy, start: Start, logger: RunLogger) -> Any:
@@ -157,8 +154,11 @@ def load_starting_weights(config: Config, policy: Policy, start: Start, logger: 
         load_model(start.checkpoint, policy)
         if not load_rng(start.checkpoint):
             logger.note("the layout has changed: random number generators start again")
-        return set_padding_token(policy, read_model(start.checkpoint)["hf"])
-    return load_initial_weights(config, policy)
+        hf = read_model(start.checkpoint)["hf"]
+    else:
+        hf = load_initial_weights(config, policy)
+    policy.set_padding_token(hf)
+    return hf
 
 
 @dataclass
@@ -209,8 +209,7 @@ def open_session(config: Config | StageConfig, *, fresh: bool) -> Iterator[Sessi
     with RunLock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
         try:
             ranks = start_processes(patience_minutes(config.training.hang_timeout_seconds))
-            on_main(lambda: lock.hold(run_folder(config)))
-            found = on_main(lambda: candidates(config, fresh=fresh))
+            found = on_main(lambda: candidates(config, fresh=fresh, lock=lock))
             chosen, damage = first_whole(found, _damage_of)
             start = on_main(lambda: conclude(config, chosen, damage))
             yield Session(config, ranks, start, stop, lock)

@@ -90,8 +90,9 @@ def load_model(folder: Path, policy: Policy) -> None:
     Raises DataError, the same on all ranks.
     """
     policy.finish_parameter_gather()
+    pieces = list(pieces_to_read(model_pieces(policy)))
     with torch.no_grad():
-        read_pieces(folder / MODEL, list(pieces_to_read(model_pieces(policy))))
+        read_pieces(folder / MODEL, pieces)
 
 
 def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gspo_megatron.cli import train
 from gspo_megatron.cli.arguments import Commands, config_parser, number, positive
 from gspo_megatron.cli.check_inputs import Checked, check_run
 from gspo_megatron.errors import ConfigError, UserError
@@ -59,12 +60,14 @@ def add_parser(commands: Commands) -> None:
         "--gpu-memory",
         type=partial(number, wanted="a number of GB above 0", least=1e-9),
         metavar="GB",
-        help="the memory of a GPU, into which the run must fit (1 GB = 10^9 bytes)",
+        help="the memory of a GPU, into which the run must fit. 1 GB = 10^9 bytes, here and in all "
+        "that is printed; `doctor` shows that of a GPU: some 85 for an H100 sold as 80 GB",
     )
     parser.add_argument(
         "--suggest",
         action="store_true",
-        help=f"search for layouts that fit into --gpu-memory (default: {DEFAULT_GB:g})",
+        help="search for layouts that fit into --gpu-memory (default: "
+        f"{DEFAULT_GB:g}), ordered by the training time of a step",
     )
     parser.add_argument(
         "--no-files",
@@ -91,7 +94,13 @@ def run(arguments: argparse.Namespace) -> int:
     problems: list[str] = []
     checked = Checked(config)
     try:
-        checked = check_run(config, world_size, with_files=with_files, fresh=arguments.fresh)
+        checked = check_run(
+            config,
+            world_size,
+            with_files=with_files,
+            fresh=arguments.fresh,
+            command=_command(config, arguments),
+        )
     except ConfigError as error:
         problems = error.problems
         # Where another layout may solve all of them, a search makes sense.
@@ -105,8 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             ["model.vocab_size = None: the tokenizer decides it, and was not read; give a number"]
         )
     if not problems:
-        for name, text in check_tables.summary(checked, world_size):
-            print(f"{name:<10} {text}")
+        check_tables.print_lines(check_tables.summary(checked, world_size), 11)
     if not dry:
         return 0
     sizes = (checked.config, world_size, vocab_size, check_tables.longest_of(checked.inputs))
@@ -117,6 +125,14 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.suggest:
             _search(*sizes, gpu_gb or DEFAULT_GB)
     return 2 if problems else int(not fits)
+
+
+def _command(config: AnyConfig, arguments: argparse.Namespace) -> list[str]:
+    """The command of the run that is checked."""
+    from gspo_megatron.config.load import STAGES
+
+    (name,) = (name for name, (stage, _) in train.STAGES.items() if STAGES[stage] is type(config))
+    return train.command_of(name, arguments)
 
 
 def _print_keys(word: str, stage: str | None) -> int:
@@ -163,6 +179,7 @@ def _estimate(
         out = sys.stdout if fits else sys.stderr
         print(f"{'fits:' if fits else 'does not fit:'} {text}", file=out)
         pairs["fits"] = "yes" if fits else "no"
+    print("for scripts, in bytes:")
     print(" ".join(f"{name}={value}" for name, value in pairs.items()))
     return fits
 
@@ -180,8 +197,9 @@ def _search(
     if counts is None:
         raise UserError("--suggest: the parameters of a model with these fields cannot be counted")
     found = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, longest=longest)
-    left_out = f"{LEFT_OUT}, the rollout" if isinstance(config, Config) else LEFT_OUT
-    check_tables.show_search(found, gpu_gb, left_out)
+    has_rollouts = isinstance(config, Config)
+    left_out = f"{LEFT_OUT}, the rollout" if has_rollouts else LEFT_OUT
+    check_tables.show_search(found, gpu_gb, left_out, has_rollouts)
 
 
 @contextlib.contextmanager

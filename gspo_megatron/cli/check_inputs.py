@@ -3,6 +3,7 @@ it names, its run folder and the weights that it begins with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,21 +29,33 @@ class Checked:
 
 
 def check_run(
-    config: AnyConfig, world_size: int, *, with_files: bool = True, fresh: bool = False
+    config: AnyConfig,
+    world_size: int,
+    *,
+    with_files: bool = True,
+    fresh: bool = False,
+    command: Sequence[str] = (),
 ) -> Checked:
     """`check_all`, and the run folder, which must be empty with `fresh`, the weights that a new run
     begins with, and where its export goes. Raises ConfigError with the problems of all."""
-    config, inputs = check_all(config, world_size, with_files=with_files, fresh=fresh)
-    start = _check_start(config, inputs, fresh) if inputs is not None else None
+    options: Any = {"fresh": fresh, "command": command}
+    config, inputs = check_all(config, world_size, with_files=with_files, **options)
+    start = _check_start(config, inputs, **options) if inputs is not None else None
     return Checked(config, inputs, start)
 
 
 def check_all(
-    config: Any, world_size: int, *, with_files: bool = True, fresh: bool = False
+    config: Any,
+    world_size: int,
+    *,
+    with_files: bool = True,
+    fresh: bool = False,
+    command: Sequence[str] = (),
 ) -> tuple[Any, Any]:
     """Check a loaded configuration of any stage with everything it names. Returns it with the
     number of its steps, and what its files hold: None without them, or where none is named.
     Without files the run is for another machine, and what is installed here is not checked either.
+    `command`: the words with which the user starts the run, for advice that can be copied.
 
     Raises ConfigError with the problems of all parts, and then also with what `check_run` finds
     without the files.
@@ -70,18 +83,24 @@ def check_all(
             check_config(config, world_size, here=with_files)
     if problems and with_files:
         with gathered_in(problems):
-            _check_start(config, None, fresh)
+            _check_start(config, None, fresh=fresh, command=command)
     _raise(problems)
     return config, inputs
 
 
 def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inputs | None:
+    from gspo_megatron.data.formats import field_map
     from gspo_megatron.data.inputs import read_inputs
     from gspo_megatron.rewards.registry import check_answers, get_reward
 
     inputs = reward = None
+    section = config.reward
     with gathered_in(problems):
-        reward = get_reward(config.reward.name, config.reward.import_path, config.reward.options)
+        reward = get_reward(section.name, section.import_path, section.options, section.workers)
+        if reward.answers is not None and field_map(config.data).answer is None:
+            wrong = f"reward.name = {section.name} compares responses with answers"
+            problems.append(f"data.answer_field = null: {wrong}; legal: the field that holds them")
+            reward = None
     section = config.objective
     # The user's own functions are written with torch; nothing else here needs it.
     if section.import_path is not None or section.advantage_import_path is not None:
@@ -97,7 +116,9 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
     return inputs
 
 
-def _check_start(config: Any, inputs: AnyInputs | None, fresh: bool) -> Start | None:
+def _check_start(
+    config: Any, inputs: AnyInputs | None, *, fresh: bool, command: Sequence[str]
+) -> Start | None:
     """What the run resumes from. Without inputs, only what can be known beside other problems."""
     from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
     from gspo_megatron.config.stages import StageConfig
@@ -105,7 +126,7 @@ def _check_start(config: Any, inputs: AnyInputs | None, fresh: bool) -> Start | 
 
     model = config.model
     try:
-        start = preview(config, fresh=fresh)
+        start = preview(config, fresh=fresh, command=command)
     except DataError:
         if inputs is None:
             return None  # an input file cannot be read, which is reported already

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -14,6 +15,7 @@ from gspo_megatron.config import Config, ModelShape, resolve_parallel
 from gspo_megatron.config.model_shape import experts_in_layers
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.data.inputs import FineTuningInputs, Inputs, corpus_tokens
+from gspo_megatron.observe.progress import number
 
 if TYPE_CHECKING:
     from gspo_megatron.cli.check_inputs import AnyInputs, Checked
@@ -29,6 +31,8 @@ _NOT_COUNTED = """
     moe_shared_expert_gate moe_latent_size mtp_num_layers multi_latent_attention
 """
 _PLAIN_WIDTH = 240  # of output that is no terminal: wide, so that no line is broken
+_LABEL_WIDTH, _STAGE_WIDTH = 42, 12  # columns of the table of stages
+_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def summary(checked: Checked, world_size: int) -> Rows:
@@ -159,37 +163,69 @@ def console() -> Console:
 
 
 def new_table(title: str | None, *columns: str) -> Table:
-    """An empty table. A column whose name starts with ">" is aligned to the right."""
+    """An empty table. A column whose name starts with ">" is aligned to the right. Such a column
+    and the first one keep their lines; the others break theirs between words."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for name in columns:
-        side = "right" if name.startswith(">") else "left"
-        table.add_column(name.lstrip(">"), justify=side, overflow="fold")
+    for place, name in enumerate(columns):
+        right = name.startswith(">")
+        side = "right" if right else "left"
+        whole = right or place == 0
+        table.add_column(name.lstrip(">"), justify=side, overflow="fold", no_wrap=whole)
     return table
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.2f}"
+def print_lines(rows: Iterable[tuple[str, str]], indent: int) -> None:
+    """Names and texts, which begin at column `indent`; a terminal's lines break between words."""
+    width = console().width if sys.stdout.isatty() else sys.maxsize
+    for name, text in rows:
+        print(fill(f"{name:<{indent}}{text}", width, subsequent_indent=" " * indent, **_WHOLE))
+
+
+def _gb(num_bytes: float, decimals: int = 2) -> str:
+    return f"{num_bytes / 1e9:,.{decimals}f}"
 
 
 def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
-    """The representative ranks, the worst of them in detail, traffic and bubble."""
-    console().print(_stages(estimate), _details(estimate.worst), markup=False)
+    """The representative ranks, component by component, traffic and bubble."""
+    worst, out = estimate.worst, console()
+    decimals = 2 if worst.total >= 1e9 else 5  # of a tiny model everything else would be 0.00
+    at_once = max(1, (out.width - _LABEL_WIDTH) // _STAGE_WIDTH)
+    for first in range(0, len(estimate.ranks), at_once):
+        shown = estimate.ranks[first : first + at_once]
+        out.print(_stages(shown, isinstance(estimate.config, Config), decimals), markup=False)
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in estimate.parameters.items() if count)
-    by_mode = ", ".join(f"{mode} {_gib(total)} GiB" for mode, total in modes.items())
     sent = ", ".join(
-        f"{axis} {_gib(size)}" for axis, size in estimate.most_traffic().items() if size
+        f"{axis} {_gb(size, decimals)}" for axis, size in estimate.most_traffic().items() if size
     )
     rows = {
+        "most": f"rank {worst.rank} (stage {worst.stage}): {_gb(worst.total, decimals)} GB",
         "counted": f"{estimate.parameters.total():,} parameters over all ranks: {kinds}",
         "micro-batch": _micro_batch(estimate),
-        "recompute": f"while training: {by_mode}",
-        "sent": f"GiB per rank and step: {sent}" if sent else "nothing: there is one rank",
-        "bubble": f"{estimate.bubble:.1%} of the training time",
+        "recompute": _recompute(estimate, modes, decimals),
+        "sent": f"GB per rank and step: {sent}" if sent else "nothing: there is one rank",
+        "bubble": f"the pipeline is idle for {estimate.bubble:.1%} of the training time",
     }
-    if estimate.worst.host:
-        rows["host"] = f"{_gib(estimate.worst.host)} GiB of host memory per rank"
-    for name, text in rows.items():
-        print(f"{name:<11} {text}")
+    if worst.host:
+        rows["host"] = f"{_gb(worst.host, decimals)} GB of host memory per rank"
+    print_lines(rows.items(), 12)
+
+
+def _recompute(estimate: LayoutEstimate, modes: Mapping[str, int], decimals: int) -> str:
+    """What training needs under each mode, and why selective recompute, which by default means the
+    attention, may save nothing: a fused attention keeps no scores."""
+    from gspo_megatron.estimate.layout import saves_little
+
+    config = estimate.config
+    text = ", ".join(f"{mode} {_gb(total, decimals)} GB" for mode, total in modes.items())
+    text = f"while training rank {estimate.worst.rank} needs: {text}"
+    if saves_little(modes["selective"], modes["none"]):
+        text += "; selective saves little or nothing here"
+        if config.model.megatron.get("recompute_modules") is None:
+            text += (
+                ": it recomputes attention, and fused attention keeps no scores anyway "
+                "(model.megatron.recompute_modules names other parts, such as [moe])"
+            )
+    return text
 
 
 def _micro_batch(estimate: LayoutEstimate) -> str:
@@ -203,36 +239,32 @@ def _micro_batch(estimate: LayoutEstimate) -> str:
     else:
         what = f"prompts of {prompt:,}, responses of {response:,}"
         times = f"{work.micro_batches} in each of {work.mini_batches} mini-batches"
-    return f"{work.tokens:,} tokens over {ranks} cp ranks ({what}); {times}"
+    over = f" over {ranks} cp ranks" if ranks > 1 else ""
+    return f"{work.tokens:,} tokens{over} ({what}); {times}"
 
 
-def _stages(estimate: LayoutEstimate) -> Table:
-    names = ["rank", "layers", "in flight", "weights", "gradients", "optimizer", "activations"]
-    has_rollouts = isinstance(estimate.config, Config)
-    names += ["workspace", *(["replay", "rollout"] if has_rollouts else []), "worst moment"]
-    table = new_table("GiB of a rank of each stage", *(f">{name}" for name in names))
-    for rank in estimate.ranks:
-        state = rank.state
-        weights = sum(state.parameters.values()) + rank.fp8_copies + rank.reference
-        sizes = [weights, sum(state.gradients.values()), sum(state.optimizer.values())]
-        sizes += [rank.activations, rank.workspace]
-        sizes += [rank.replay, rank.sampling, rank.total] if has_rollouts else [rank.total]
-        held = "+".join(str(count) for count in rank.in_flight)
-        style = "bold" if rank is estimate.worst else None
-        table.add_row(f"{rank.rank}", f"{rank.layers}", held, *map(_gib, sizes), style=style)
-    return table
-
-
-def _details(rank: RankMemory) -> Table:
+def _stages(ranks: Sequence[RankMemory], has_rollouts: bool, decimals: int) -> Table:
+    """A column for each rank. Rows in which all are 0 are left out."""
     from gspo_megatron.estimate.memory import by_component
 
-    table = new_table(f"worst rank: {rank.rank}, stage {rank.stage}", "component", ">GiB")
-    for name, num_bytes in by_component(rank).items():
-        if num_bytes:
-            table.add_row(name, _gib(num_bytes))
-    if rank.head:
-        table.add_row("(log-prob head, part of the workspace)", _gib(rank.head))
-    table.add_row("worst moment", _gib(rank.total), style="bold")
+    heads = [f">stage {rank.stage}\nrank {rank.rank}" for rank in ranks]
+    table = new_table("GB (10^9 bytes) of a rank of each pipeline stage", "", *heads)
+    held = ["+".join(map(str, rank.in_flight)) for rank in ranks]  # of each model chunk
+    table.add_row("layers", *(str(rank.layers) for rank in ranks))
+    table.add_row("micro-batches kept at once", *held)
+
+    def add(name: str, sizes: Iterable[int], style: str | None = None) -> None:
+        if any(sizes := list(sizes)):
+            table.add_row(name, *(_gb(size, decimals) for size in sizes), style=style)
+
+    components = [by_component(rank) for rank in ranks]
+    for name in components[0]:
+        add(name, (of_rank[name] for of_rank in components))
+    if has_rollouts:
+        table.add_section()
+        add("while training", (rank.while_training for rank in ranks))
+        add("while sampling", (rank.while_sampling for rank in ranks))
+    add("most at one time", (rank.total for rank in ranks), "bold")
     return table
 
 
@@ -256,21 +288,31 @@ def figures(estimate: LayoutEstimate) -> dict[str, object]:
     }
 
 
-def show_search(search: Search, gpu_gb: float, left_out: str) -> None:
-    """The suggestions, best first, and how they were found."""
-    names = (">s/step", ">compute", ">exchange", ">bubble", ">update", ">GiB", "overrides")
-    table = new_table("layouts that fit, best first", *names)
-    for each in search.found:
+def show_search(search: Search, gpu_gb: float, left_out: str, has_rollouts: bool) -> None:
+    """The suggestions, the fastest first, and how they were found."""
+    names = (">", ">s/step", ">compute", ">exchange", ">bubble", ">update", ">GB")
+    table = new_table(None, *names)
+    most = max((each.estimate.worst.total for each in search.found), default=0)
+    for place, each in enumerate(search.found, 1):
         cost = each.cost
         times = (cost.total, cost.compute, cost.exchange, cost.bubble, cost.update)
-        seconds = [f"{value:,.1f}" for value in times]
-        table.add_row(*seconds, _gib(each.estimate.worst.total), each.overrides)
+        seconds = [number(value) for value in times]
+        memory = _gb(each.estimate.worst.total, 2 if most >= 1e9 else 5)
+        table.add_row(f"{place}", *seconds, memory)
     if search.found:
+        rollout = " (the rollout's is not estimated)" if has_rollouts else ""
+        print(f"\nlayouts that fit, ordered by the time of training{rollout}")
         console().print(table, markup=False)
-    print(
+        print("overrides for the command line:")
+        print_lines(((f"{n:>2}", each.overrides) for n, each in enumerate(search.found, 1)), 4)
+        print()
+    notes = [
         f"{search.legal:,} layouts (with recompute modes) pass the rules. By a rough count "
         f"{search.likely:,} of them may fit into {gpu_gb:g} GB; the {search.built} cheapest of "
-        f"these were built, and {len(search.found)} fit.\n"
-        f"The seconds come from a cost model and serve to order the layouts. It leaves out "
-        f"{left_out}."
-    )
+        f"these were built, and {len(search.found)} fit.",
+        "Seconds: a cost model of the training part of a step, which serves to order the layouts. "
+        f"It leaves out {left_out}.",
+        "GB: the most that a rank needs at one time"
+        + (", rollout (its key-value cache) included." if has_rollouts else "."),
+    ]
+    print_lines((("", note) for note in notes), 0)

@@ -43,9 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     from gspo_megatron.cli.check_tables import console, new_table
 
     found = findings(environment.describe_environment(), engine_trouble())
-    table = new_table(None, "", "found", "what to do")
-    for row in found:
-        table.add_row(*row)
+    table = new_table(None, "", "found on this machine", "what to do")
+    for name, text, remedy in found:
+        table.add_row(name, text, remedy or "nothing")
     console().print(table, markup=False)
     return int(any(name in SUPPORTED and remedy for name, _, remedy in found))
 
@@ -122,9 +122,10 @@ def _apex() -> tuple[str, str]:
 
 def _gpus(gpu: Mapping[str, Any] | None) -> tuple[str, str]:
     if gpu is not None:
-        memory = min(gpu["memory_bytes"], default=0) / 2**30
+        memory = min(gpu["memory_bytes"], default=0) / 1e9
         names = ", ".join(sorted(set(gpu["names"])))
-        return f"{len(gpu['names'])} x {names}, {memory:,.0f} GiB each, CUDA {gpu['cuda']}", ""
+        sizes = f"{memory:,.0f} GB (10^9 bytes) each"
+        return f"{len(gpu['names'])} x {names}, {sizes}, CUDA {gpu['cuda']}", ""
     text, remedy = "none that torch can use: runs use the CPU", ""
     if environment.output_of("nvidia-smi", "--list-gpus"):
         remedy = "nvidia-smi lists GPUs: install a torch with CUDA that this driver supports"

@@ -28,11 +28,13 @@ from gspo_megatron.cli.failures import (
 )
 from gspo_megatron.cli.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
 from gspo_megatron.errors import UserError
+from gspo_megatron.interrupts import SAVES
 
 _LINES_KEPT = 200  # of a rank's output
 _LONGEST_LINE = 8192  # bytes, for a rank that writes no line breaks
 _DRAIN_SECONDS = 1.0
 _POLL_SECONDS = 0.02
+_SAVED_AT = (signal.SIGTERM, signal.SIGINT)
 
 
 def launch(
@@ -52,7 +54,8 @@ def launch(
 
     `grace_seconds`: from the request to end until SIGKILL. `settle_seconds`: the first rank that
     dies may not be the cause, so others are given this long to fail too. `saves_on_signals`: the
-    ranks save the run after SIGTERM too, and take the time they need; a second signal ends them.
+    ranks save the run after SIGTERM and SIGINT too, and take the time they need; a second signal
+    ends them. A rank that cannot save yet ends at the first, and all others with it.
     """
     # Linux ties a rank's life to the thread that started it, and signals come to the main thread.
     assert threading.current_thread() is threading.main_thread(), "launched off the main thread"
@@ -61,6 +64,7 @@ def launch(
         try:
             for number in range(world_size):
                 added = rank_environment(os.environ, number, world_size, port)
+                added |= {SAVES: "1"} if saves_on_signals else {}
                 job.ranks.append(_Rank(number, command, {**os.environ, **added}))
             pass_on_from_now()
             job.supervise()
@@ -215,12 +219,12 @@ class _Job:
 
     grace_seconds: float
     settle_seconds: float
-    saves_on_sigterm: bool
+    saves_on_signals: bool
     ranks: list[_Rank] = field(default_factory=list)
     signals: deque[signal.Signals] = field(default_factory=deque)  # not yet looked at
     failed: list[_Rank] = field(default_factory=list)  # by themselves, in order
     interrupted_by: signal.Signals | None = None  # what the launcher got before any failure
-    is_saving: bool = False
+    saving_by: signal.Signals | None = None  # what asked the ranks to save the run
     is_stopping: bool = False
     is_killed: bool = False
     deadline: float = float("inf")  # of settling, of ending, of being killed
@@ -245,10 +249,10 @@ class _Job:
             rank.kill_group()
         elif rank.code in (0, STOPPED):
             pass
-        elif self.is_saving and rank.code == 128 + signal.SIGTERM:
+        elif self.saving_by is not None and rank.code == 128 + self.saving_by:
             # The signal came before the rank could handle it: there is nothing to save.
-            self.interrupted_by = signal.SIGTERM
-            self.end_by(signal.SIGTERM)
+            self.interrupted_by = self.saving_by
+            self.end_by(self.saving_by)
         else:
             self.failed.append(rank)
             if rank.is_user_error():
@@ -261,9 +265,10 @@ class _Job:
             self.send(signum)
         elif self.is_stopping:
             self.end_by(signal.SIGKILL)  # asked for twice
-        elif signum == signal.SIGTERM and self.saves_on_sigterm and not self.is_saving:
-            self.is_saving = True
-            print("told to end: saving the run; a second signal ends it now", file=sys.stderr)
+        elif signum in _SAVED_AT and self.saves_on_signals and self.saving_by is None:
+            self.saving_by = signum
+            if signum == signal.SIGTERM:  # at Ctrl-C rank 0 tells whether the run is saved
+                print("told to end: saving the run; a second signal ends it now", file=sys.stderr)
             self.send(signum)
         else:
             if not self.failed:

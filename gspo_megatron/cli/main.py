@@ -10,11 +10,22 @@ import argparse
 from collections.abc import Sequence
 
 import gspo_megatron
-from gspo_megatron.cli import ablate, check, convert, doctor, preflight, report, train, verify
+from gspo_megatron.cli import (
+    ablate,
+    check,
+    convert,
+    doctor,
+    new,
+    preflight,
+    report,
+    serve,
+    train,
+    verify,
+)
 from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
 from gspo_megatron.cli.ranks import join_launcher
 
-COMMANDS = (train, check, preflight, verify, convert, report, ablate, doctor)
+COMMANDS = (new, train, check, preflight, verify, convert, serve, report, ablate, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

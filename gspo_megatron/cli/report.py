@@ -15,8 +15,10 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report and print its path."""
-    from gspo_megatron.observe.report import write_report
+    """Write the report; print the settings that differ, the warnings and, last, its path."""
+    from gspo_megatron.observe.report import print_comparison, write_report
 
-    print(write_report(arguments.runs, arguments.output))
+    path = write_report(arguments.runs, arguments.output)
+    print_comparison(arguments.runs)
+    print(path)
     return 0

@@ -4,8 +4,10 @@ on this machine."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser
 from gspo_megatron.cli.check_inputs import Checked, check_all, check_run
-from gspo_megatron.cli.failures import STOPPED
+from gspo_megatron.cli.failures import INTERRUPTED, STOPPED
 from gspo_megatron.errors import UserError
+from gspo_megatron.interrupts import SAVES
 
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
+    from gspo_megatron.config.stages import AnyConfig
 
 # Of each command: the stage, and what it does.
 STAGES = {
@@ -54,11 +58,12 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     inputs = None
     if rank_of is None:
         try:
-            checked = check_run(config, world_size, fresh=fresh)
+            command = command_of(name, arguments)
+            checked = check_run(config, world_size, fresh=fresh, command=command)
         except UserError as error:
             advice = _advice(config, arguments.config) if stage == "rl" else ""
             raise UserError(f"{error}{advice}") from error
-        if _is_finished(checked):
+        if _is_finished(checked, command):
             return 0
         config, inputs = checked.config, checked.inputs
     elif stage == "rl":
@@ -71,17 +76,54 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "gspo_megatron", name, arguments.config]
         command += arguments.overrides + (["--fresh"] if fresh else [])
         # A run that saves itself at a signal ends after its step.
-        return launch(command, world_size, saves_on_signals=config.checkpoint.interval > 0)
+        code = launch(command, world_size, saves_on_signals=config.checkpoint.interval > 0)
+        if code == INTERRUPTED:
+            _tell_interrupted(config)
+        return code
+    if rank_of is None:
+        os.environ[SAVES] = "1"
+    try:
+        return 0 if _train(stage, config, inputs, fresh) else STOPPED
+    except KeyboardInterrupt:
+        if rank_of is None:
+            _tell_interrupted(config)
+        raise
+
+
+def _train(stage: str, config: Any, inputs: Any, fresh: bool) -> bool:
+    """Train as a rank of the run; returns False where it was stopped and saved."""
     if stage == "rl":
         from gspo_megatron.rl.run import run_training
 
-        return 0 if run_training(config, fresh=fresh) else STOPPED
+        return run_training(config, fresh=fresh)
     from gspo_megatron.supervised.run import run_stage
 
-    return 0 if run_stage(config, inputs, fresh=fresh) else STOPPED
+    return run_stage(config, inputs, fresh=fresh)
 
 
-def _is_finished(checked: Checked) -> bool:
+def _tell_interrupted(config: AnyConfig) -> None:
+    """What is left of a run that Ctrl-C has ended at once."""
+    from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
+    from gspo_megatron.checkpoint.resume import run_folder
+
+    saved = positions(run_folder(config) / CHECKPOINTS)
+    if saved:
+        left = f"the same command resumes the run from {saved[0].name}"
+    elif config.checkpoint.interval:
+        left = "nothing was saved"
+    else:
+        left = "nothing was saved, because checkpoint.interval = 0"
+    print(f"interrupted: {left}", file=sys.stderr, flush=True)
+
+
+def command_of(name: str, arguments: argparse.Namespace) -> list[str]:
+    """The words that start a run, without --fresh: advice adds overrides to them."""
+    nproc = getattr(arguments, "nproc", None)
+    words = ["gspo-megatron", name, *([] if nproc is None else [f"--nproc={nproc}"])]
+    return [*words, arguments.config, *arguments.overrides]
+
+
+def _is_finished(checked: Checked, command: Sequence[str]) -> bool:
     """Whether the run folder holds this run, finished and exported. Prints it, and adds a missing
     report."""
     from gspo_megatron.checkpoint.resume import finished_text, run_folder
@@ -99,15 +141,14 @@ def _is_finished(checked: Checked) -> bool:
             finish_run(folder)
     elif config.export.hf_path and not (Path(config.export.hf_path) / "config.json").exists():
         return False
-    print(finished_text(config, start.state), flush=True)
+    print(finished_text(config, start.state, command), flush=True)
     return True
 
 
 def _advice(config: Config, config_path: str) -> str:
     """Names the script beside an example's configuration, if files that it makes are missing."""
-    from gspo_megatron.data.inputs import prompt_files
-
-    needed = (config.data.tokenizer, config.model.checkpoint_path, *prompt_files(config).values())
+    files = itertools.chain(*config.input_files().values())
+    needed = (config.data.tokenizer, config.model.checkpoint_path, *files)
     script = Path(config_path).with_name("run.sh")
     if not script.is_file() or all(path is None or Path(path).exists() for path in needed):
         return ""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gspo_megatron.errors import ConfigError, UserError
 
@@ -20,7 +20,6 @@ REPORT_NAMES = ("plots", "report.html", "report.md")  # beside the folders of th
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w+.-]*")
 _SET_BY_ABLATE = ("training.seed", "logging.dir", "routing.volatility")
-_NEEDS_NO_QUOTES = re.compile(r"[\w./][\w./+-]*")
 T = TypeVar("T")
 
 
@@ -47,20 +46,12 @@ class PlannedRun:
         return f"{self.variant.name}, seed {self.seed}"
 
 
-def override(key: str, value: Any) -> str:
-    """section.key=value, as the command line takes it; text is quoted only where YAML needs it."""
-    from gspo_megatron.config.load import parse_yaml
-
-    plain = isinstance(value, str) and _NEEDS_NO_QUOTES.fullmatch(value)
-    if plain and parse_yaml(value, key) == value:
-        return f"{key}={value}"
-    return f"{key}={json.dumps(value)}"
-
-
 def default_variants(config: Config) -> list[Variant]:
     """Both objectives, each without replay, with r2 and with r3. The objective of the configuration
     keeps its clip range, the other one gets its default. Raises UserError for a custom objective.
     """
+    from gspo_megatron.config.load import override
+
     if config.objective.import_path is not None:
         raise UserError(
             f"objective.import_path = {config.objective.import_path!r}: replaces the objectives of "
@@ -84,7 +75,7 @@ def default_variants(config: Config) -> list[Variant]:
 def read_variants(path: Path) -> list[Variant]:
     """Variants of a YAML file: a mapping from names to mappings from dotted keys to values. Raises
     ConfigError with all problems of the file."""
-    from gspo_megatron.config.load import parse_yaml
+    from gspo_megatron.config.load import override, parse_yaml
 
     try:
         values = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
@@ -141,7 +132,7 @@ def plan_runs(
 ) -> list[PlannedRun]:
     """All runs: every variant with the first seed, then with the next one, so that an ablation that
     is stopped early has complete comparisons. Raises ConfigError."""
-    from gspo_megatron.config import load_config
+    from gspo_megatron.config.load import load_config, override
 
     is_moe = load_config(path, overrides).resolved_model().num_moe_experts is not None
     measured = ["routing.volatility=true"] if is_moe else []

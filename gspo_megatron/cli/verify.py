@@ -72,7 +72,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a table, and on the last line the worst error; exit code 1 beyond the tolerance."""
+    """Print what is compared, a table, and on the last line the worst error; exit code 1 beyond the
+    tolerance."""
     from gspo_megatron.config import Layout, load_config
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
@@ -106,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     tolerance = TOLERANCES[arguments.precision] if given is None else given
     worst, loss = _compare_all(arguments.config, task, every, tolerance)
     good = worst <= tolerance
+    print("for scripts:")
     line = f"layouts={len(layouts)} worst_error={worst:.2e} tolerance={tolerance:.2e}"
     line += f" equal={int(good)}"
     if task.dump is not None:
@@ -151,11 +153,11 @@ def _compare_all(
 ) -> tuple[float, float]:
     """Compute the task on every layout, the first of which is the reference, and print a table.
     Returns the worst error, and the reference's loss."""
-    from gspo_megatron.cli.check_tables import console, new_table
+    from gspo_megatron.cli.check_tables import console, new_table, print_lines
     from gspo_megatron.verify.results import compare, describe_not_finite, metric_error
 
-    names = ("layout", "ranks", "worst parameter", "its error", "loss", "grad norm", "")
-    table = new_table(None, *names)
+    names = (">ranks", ">loss\nerror", ">grad norm\nerror", ">largest error\nof a gradient", "")
+    table = new_table(None, "layout", *names)
     worst, notes = 0.0, []
     with tempfile.TemporaryDirectory() as folder:
         expected = _measure(config_file, task, layouts[0], Path(folder))
@@ -164,16 +166,27 @@ def _compare_all(
             result = _measure(config_file, task, layout, Path(folder))
             errors = compare(expected.gradients, result.gradients, not_finite=True)
             name, error = errors[0]
+            if error > 0:
+                notes.append(f"{layout}: the gradient with the largest error is that of {name}")
             notes += [f"{layout}: {text}" for text in describe_not_finite(result, expected)]
+            if result.replica_error > tolerance:
+                copies = f"copies of one gradient differ by {result.replica_error:.1e}"
+                notes.append(f"{layout}: {copies} between the ranks that hold it")
             others = [metric_error(result, expected, key) for key in ("loss", "grad_norm")]
             largest = max(error, result.replica_error, *others)
             worst = max(worst, largest)
             verdict = "ok" if largest <= tolerance else "DIFFERS"
-            values = [f"{value:.1e}" for value in (error, *others)]
-            table.add_row(str(layout), str(layout.world_size), name, *values, verdict)
+            values = [f"{value:.1e}" for value in (*others, error)]
+            table.add_row(str(layout), str(layout.world_size), *values, verdict)
+    reference, ranks_of_it = layouts[0], layouts[0].world_size
+    text = (
+        f"One update of the policy on each layout, compared with the same update on {reference} "
+        f"({ranks_of_it} rank{'s' * (ranks_of_it > 1)}). All errors are relative differences; up "
+        f"to {tolerance:g} counts as equal, because sums in another order round differently."
+    )
+    print_lines([("", text)], 0)
     console().print(table, markup=False)
-    for note in notes:
-        print(note)
+    print_lines((("", note) for note in notes), 0)
     return worst, expected.metrics["loss"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +38,26 @@ class Key:
 def list_keys(stage: str) -> Iterator[Key]:
     """All keys of the configuration of rl, sft or pretrain, by section."""
     for section, schema in sections_of(STAGES[stage]).items():
-        for name, node in schema.model_json_schema()["properties"].items():
-            default = dump_yaml(node["default"]) if "default" in node else "required"
-            yield Key(
-                f"{section}.{name}",
-                _type(node),
-                default.removesuffix("...\n").strip(),
-                node["description"],
-                ", ".join(_legal(node)),
-                RESUME[node["resume"]],
-            )
+        described = schema.model_json_schema()
+        yield from _list_section(section, described, described.get("$defs", {}))
+
+
+def _list_section(section: str, described: Mapping[str, Any], inner: Any) -> Iterator[Key]:
+    """inner: the sections inside this one, by the names that pydantic gives them."""
+    for name, node in described["properties"].items():
+        if "$ref" in node:
+            below = inner[node["$ref"].rpartition("/")[2]]
+            yield from _list_section(f"{section}.{name}", below, inner)
+            continue
+        default = dump_yaml(node["default"]) if "default" in node else "required"
+        yield Key(
+            f"{section}.{name}",
+            _type(node),
+            default.removesuffix("...\n").strip(),
+            node["description"],
+            ", ".join(_legal(node)),
+            RESUME[node["resume"]],
+        )
 
 
 def find_keys(word: str = "", stage: str | None = None) -> list[str]:

@@ -7,6 +7,7 @@ reads it, `off` is false, `1e-6` a string, `12:30` a number, and the second of t
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_prob
 from gspo_megatron.config.parallel import expand_layout
 from gspo_megatron.config.problems import did_you_mean, problem, suggest
 from gspo_megatron.config.schema import Config
-from gspo_megatron.config.section import keys_of, sections_of
+from gspo_megatron.config.section import key_above, keys_of
 from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.errors import ConfigError
 
@@ -113,6 +114,17 @@ def apply_overrides(
     return result, problems
 
 
+def override(key: str, value: Any) -> str:
+    """section.key=value, as the command line takes it; text is quoted only where YAML needs it."""
+    plain = isinstance(value, str) and _NEEDS_NO_QUOTES.fullmatch(value)
+    if plain and parse_yaml(value, key) == value:
+        return f"{key}={value}"
+    return f"{key}={json.dumps(value)}"
+
+
+_NEEDS_NO_QUOTES = re.compile(r"[\w./][\w./+-]*")
+
+
 def _read_mapping(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """The sections of a YAML file. Raises ConfigError, also with what is wrong with overrides."""
     try:
@@ -140,14 +152,15 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
     key = str(location[0])
     for part in location[1:]:
         key += f"[{part}]" if isinstance(part, int) else f".{part}"
-    info = keys_of(schema).get(".".join(map(str, location[:2])))
-    description = "a section" if info is None else info.description
+    keys = keys_of(schema)
+    above = key_above(".".join(map(str, location)), keys)
+    description = "a section" if above is None else keys[above].description
     if kind == "extra_forbidden":
         if len(location) == 1:
             return f"{key}: unknown section; {suggest(key, list(schema.model_fields))}"
-        section, name = location
-        elsewhere = [known for known in keys_of(schema) if known.endswith(f".{name}")]
-        siblings = list(sections_of(schema)[section].model_fields)
+        section, name = ".".join(map(str, location[:-1])), location[-1]
+        elsewhere = [known for known in keys if known.endswith(f".{name}")]
+        siblings = [k.removeprefix(f"{section}.") for k in keys if k.startswith(f"{section}.")]
         hint = did_you_mean(elsewhere[:3]) if elsewhere else suggest(str(name), siblings)
         return problem(key, value, f"unknown key; {hint}")
     if kind == "invalid_key":

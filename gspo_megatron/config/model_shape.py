@@ -19,7 +19,7 @@ from gspo_megatron.errors import ConfigError
 
 # What the section `model` has keys for, beside the fields of TransformerConfig.
 WHOLE_MODEL_KEYS = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings")
-_CHECKPOINT_MODEL = "model.json"  # describes the model in a checkpoint of ours
+MODEL_FILE = "model.json"  # describes the model in a checkpoint of ours
 
 
 @dataclass(frozen=True)
@@ -118,18 +118,23 @@ def checkpoint_model_file(path: str) -> Path | None:
     """model.json of a checkpoint, or of any checkpoint in a run folder or its checkpoints folder,
     which all have the same model; None where there is none."""
     folder = Path(path)
-    found = [folder / _CHECKPOINT_MODEL]
+    found = [folder / MODEL_FILE]
     for pattern in ("checkpoints/[!.]*", "[!.]*"):  # names of unfinished ones begin with a dot
-        found += sorted(folder.glob(f"{pattern}/{_CHECKPOINT_MODEL}"), reverse=True)
+        found += sorted(folder.glob(f"{pattern}/{MODEL_FILE}"), reverse=True)
     return next((file for file in found if file.is_file()), None)
 
 
 def no_checkpoint(path: str) -> str:
     """The line about a `model.checkpoint_path` that holds no checkpoint."""
-    reason = "holds no checkpoint of gspo-megatron" if Path(path).is_dir() else "no such folder"
+    reason = "holds no checkpoint of gspo-megatron" if Path(path).is_dir() else no_folder(path)
     if Path(path, "config.json").is_file():
         reason = "is a Hugging Face folder; use model.hf_path for it"
     return problem("model.checkpoint_path", path, reason)
+
+
+def no_folder(path: str | Path) -> str:
+    """What is wrong with a path that should be a folder, and is none."""
+    return "is a file; legal: its folder" if Path(path).is_file() else "no such folder"
 
 
 def preset_of_checkpoint(path: str) -> ModelPreset:

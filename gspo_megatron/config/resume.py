@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_megatron.config.problems import format_value, problem
-from gspo_megatron.config.section import keys_of
+from gspo_megatron.config.section import key_above, keys_of
 from gspo_megatron.config.stages import AnyConfig
 
 # Fields below `model.megatron` that change where and how fast something is computed, and no result
@@ -47,8 +47,8 @@ def find_changes(
     for key in sorted({*then, *now, *same_contents}):
         if key.startswith(_GONE):
             continue
-        top = ".".join(key.split(".")[:2])
-        if top not in keys:
+        top = key_above(key, keys)
+        if top is None:
             changes.refused.append(f"{key}: was {format_value(then.get(key))} and is no key now")
             continue
         # A version that did not know the key yet did what its default says.
@@ -93,10 +93,10 @@ def _compare(
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values. In a dict of Megatron's fields each field has its own key; a dict of
-    the user's (`options`) is one value."""
+    the user's (`options`, `chat_template_options`) is one value."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and name != "options":
+        if isinstance(value, Mapping) and not name.endswith("options"):
             yield from _leaves(value, f"{key}.")
         else:
             yield key, value

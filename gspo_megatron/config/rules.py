@@ -6,14 +6,20 @@ The rules about model, layout and precision are in model_rules.py.
 from __future__ import annotations
 
 import math
+import os
+import re
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config.families import family_of_shape
 from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule
+from gspo_megatron.config.model_shape import MODEL_FILE
 from gspo_megatron.config.objectives import objective_problems
 from gspo_megatron.config.precision import tokens_multiple
-from gspo_megatron.config.problems import problem
+from gspo_megatron.config.problems import format_value, problem
+from gspo_megatron.config.rollout_nodes import VARIABLE, rollout_nodes
 from gspo_megatron.config.schema import Config
 from gspo_megatron.config.stages import (
     AnyConfig,
@@ -48,7 +54,8 @@ def check_config(
 
 def inputs_are_given(plan: Plan) -> Problems:
     data, (learned, evaluated) = plan.config.data, plan.config.inputs
-    if plan.for_training and not getattr(data, learned):
+    learns = plan.config.training.steps != 0
+    if plan.for_training and learns and not getattr(data, learned):
         legal = "a list of prefixes" if learned == "train" else "a .jsonl or .parquet file"
         yield f"data.{learned}", f"needed to train; legal: {legal}"
     names = [name for name in (evaluated, "evaluation_share") if hasattr(data, name)]
@@ -57,6 +64,9 @@ def inputs_are_given(plan: Plan) -> Problems:
         keys = " or ".join(f"data.{name}" for name in names)
         wrong = f"there is nothing to evaluate on; legal: 0, or give {keys}"
         yield "training.evaluation_interval", wrong
+    if plan.for_training and not learns and not given:
+        wrong = "evaluates only, and there is nothing to evaluate on; legal: from 1, or give "
+        yield "training.steps", f"{wrong}data.{evaluated}"
 
 
 def checkpoints_can_be_kept(plan: Plan) -> Problems:
@@ -72,6 +82,8 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
             yield "parallel.ddp.use_distributed_optimizer", lost.format("true")
     if not (section.keep_best and section.best_metric.startswith("evaluation/")):
         return
+    if training.steps == 0:  # nothing is saved
+        return
     evaluated, saved, steps = training.evaluation_interval, section.interval, training.steps
     if evaluated == 0:
         wrong = f"no checkpoint before the last has {section.best_metric}"
@@ -84,6 +96,16 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
             f"(training.evaluation_interval = {evaluated}), as {section.best_metric} needs; legal: "
             f"0, or intervals with a common multiple below training.steps = {steps}",
         )
+
+
+def run_folder_is_apart(plan: Plan) -> Problems:
+    """A run writes into its folder and cleans it; those of given weights must stay as they are."""
+    model, folder = plan.config.model, str(plan.config.logging.dir)
+    for key, given in (("hf_path", model.hf_path), ("checkpoint_path", model.checkpoint_path)):
+        if given is None or (key == "checkpoint_path" and not Path(given, MODEL_FILE).is_file()):
+            continue  # a whole run may have another run below it
+        if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(given)):
+            yield "logging.dir", f"lies in model.{key} = {given}; legal: a folder outside of it"
 
 
 def learning_rates_fit(plan: Plan) -> Problems:
@@ -125,6 +147,69 @@ def rollouts_fit(plan: Plan) -> Problems:
     elif prompt is not None and prompt + response > longest:
         wrong = f"with max_response_tokens = {response} more than max_sequence_length = {longest}"
         yield "data.max_prompt_tokens", f"{wrong}; legal: at most {longest - response}"
+
+
+# Options of a server that the run itself decides.
+_OWN_OPTIONS = {
+    "model", "host", "port", "served_model_name", "dtype", "max_model_len", "logprobs_mode",
+    "tensor_parallel_size", "tokenizer", "worker_extension_cls",
+}  # fmt: skip
+
+
+def servers_fit(plan: Plan) -> Problems:
+    """With rollout.engine: vllm there are servers, and they do what the trainer does."""
+    rollout, servers = plan.config.rollout, plan.config.rollout.vllm
+    fields = type(servers).model_fields
+    if rollout.engine != "vllm":
+        for name, info in fields.items():
+            usual = info.get_default(call_default_factory=True)
+            if getattr(servers, name) != usual:
+                wrong = f"nothing reads it with rollout.engine = {rollout.engine}; legal: "
+                yield f"rollout.vllm.{name}", f"{wrong}{format_value(usual)}, or engine = vllm"
+        return
+    if bool(servers.servers) == bool(servers.urls):
+        wrong = "both start servers and name running ones" if servers.urls else "there are none"
+        yield "rollout.vllm.servers", f"{wrong}; legal: from 1, or 0 with rollout.vllm.urls"
+    for url in servers.urls:
+        if not re.fullmatch(r"https?://[^/\s]+/?", url):
+            yield "rollout.vllm.urls", f"{url}: legal: http://host:port"
+    for name in ("tensor_parallel_size", "python", "options") if servers.urls else ():
+        if getattr(servers, name) != fields[name].get_default(call_default_factory=True):
+            yield f"rollout.vllm.{name}", "is for servers that the run starts; legal: leave it out"
+    if plan.here and servers.python is not None and shutil.which(servers.python) is None:
+        wrong = "is no program; legal: the interpreter of an environment that has vLLM"
+        yield "rollout.vllm.python", wrong
+    for name in sorted(_OWN_OPTIONS & {key.replace("-", "_") for key in servers.options}):
+        yield f"rollout.vllm.options.{name}", "the run decides it; legal: leave it out"
+    for name, usual in (("top_p", 1.0), ("top_k", 0)):
+        if getattr(rollout, name) != usual:
+            wrong = "vLLM's log-probs are of the tokens that are left, the trainer's of all"
+            yield f"rollout.{name}", f"{wrong}; legal with engine = vllm: {usual}"
+    if rollout.batch_size is not None:
+        wrong = "nothing reads it with engine = vllm; legal: null, and max_num_seqs in vllm.options"
+        yield "rollout.batch_size", wrong
+    if rollout.stop and not Path(plan.config.data.tokenizer).is_dir():
+        wrong = "vLLM finds texts only with a Hugging Face tokenizer folder as data.tokenizer"
+        yield "rollout.stop", f"{wrong}; legal: []"
+    if plan.config.routing.rollout_noise:
+        wrong = "is for the in-process engine; legal with rollout.engine = vllm: 0.0"
+        yield "routing.rollout_noise", wrong
+    try:
+        family_of_shape(plan.shape)
+    except ConfigError as error:
+        yield "rollout.engine", f"servers need a Hugging Face model: {error.problems[0]}"
+
+
+def rollout_nodes_are_used(plan: Plan) -> Problems:
+    """Nodes of the job that only serve rollouts have servers, all as many."""
+    names = rollout_nodes() if plan.here else []
+    rollout = plan.config.rollout
+    count, given = rollout.vllm.servers, f"of {VARIABLE} = {','.join(names)}"
+    if names and rollout.engine != "vllm":
+        yield "rollout.engine", f"nothing runs on the nodes {given}; legal with them: vllm"
+    elif names and (count == 0 or count % len(names)):
+        wrong = f"does not spread evenly over the {len(names)} nodes {given}"
+        yield "rollout.vllm.servers", f"{wrong}; legal: multiples of {len(names)}"
 
 
 def rewards_are_shaped(plan: Plan) -> Problems:
@@ -202,13 +287,28 @@ def examples_are_sound(plan: Plan) -> Problems:
         yield "data.max_tokens", f"more than max_sequence_length = {most}; legal: at most that"
 
 
+def prompts_are_sound(plan: Plan) -> Problems:
+    data = plan.config.data
+    yield from weights_fit(data.weights, data.prompts or [], "files in data.prompts")
+    for key, paths in (("data.prompts", data.prompts), ("data.eval_prompts", data.eval_prompts)):
+        if len({os.path.realpath(path) for path in paths or ()}) < len(paths or ()):
+            yield key, "a file is listed twice; legal: once, with a weight"
+    for name in ("prompt_field", "answer_field") if data.format is not None else ():
+        usual = type(data).model_fields[name].default
+        if getattr(data, name) != usual:
+            yield f"data.{name}", f"data.format = {data.format} names it; legal: {usual}"
+
+
+def weights_fit(weights: list[float] | None, weighted: list[str], words: str) -> Problems:
+    if weights is not None and len(weights) != len(weighted):
+        yield "data.weights", f"{len(weights)} weights of {len(weighted)} {words}; legal: one each"
+
+
 def corpora_are_sound(plan: Plan) -> Problems:
     data, training = plan.config.data, plan.config.training
     if training.steps is None and training.tokens is None:
         yield "training.steps", "needed to train, or training.tokens; legal: from 1"
-    if data.weights is not None and len(data.weights) != len(data.train):
-        wrong = f"{len(data.weights)} weights of {len(data.train)} prefixes; legal: one each"
-        yield "data.weights", wrong
+    yield from weights_fit(data.weights, data.train, "prefixes")
     for key, prefixes in (("data.train", data.train), ("data.evaluation", data.evaluation)):
         if len(set(prefixes)) < len(prefixes):
             yield key, "a prefix is listed twice; legal: once, with a weight"
@@ -242,10 +342,23 @@ def samples_and_batches_divide(plan: Plan) -> Problems:
         yield key, f"{wrong}; legal: multiples of {unit}"
 
 
-_SHARED: tuple[Rule, ...] = (inputs_are_given, learning_rates_fit, checkpoints_can_be_kept)
+_SHARED: tuple[Rule, ...] = (
+    inputs_are_given,
+    learning_rates_fit,
+    checkpoints_can_be_kept,
+    run_folder_is_apart,
+)
 _STAGE = (*_SHARED, export_has_a_family)
 _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
-    Config: (*_SHARED, rollouts_fit, rewards_are_shaped, routing_can_be_replayed),
+    Config: (
+        *_SHARED,
+        prompts_are_sound,
+        rollouts_fit,
+        servers_fit,
+        rollout_nodes_are_used,
+        rewards_are_shaped,
+        routing_can_be_replayed,
+    ),
     FineTuningConfig: (*_STAGE, examples_are_sound),
     PretrainingConfig: (*_STAGE, corpora_are_sound, samples_and_batches_divide),
 }

@@ -24,10 +24,12 @@ from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.section import (
     ImportPath,
     NotNegative,
+    Paths,
     Positive,
     Section,
     Seed,
     Text,
+    Weights,
     harmless,
     key,
     shapes,
@@ -128,24 +130,80 @@ class ParallelSection(Section):
 class DataSection(Section):
     """Prompts and tokenizer."""
 
-    prompts: Text | None = key(
-        "contents", None, "training prompts, a .jsonl or .parquet file; required to train"
+    prompts: Paths | None = key(
+        "contents",
+        None,
+        "training prompts: a .jsonl or .parquet file, or a list of them; required to train",
     )
-    eval_prompts: Text | None = key("shown", None, "evaluation prompts, a .jsonl or .parquet file")
+    weights: Weights | None = shapes(
+        None,
+        "the share of each file of prompts in what is drawn, up to a common factor; null: in "
+        "proportion to its prompts",
+    )
+    eval_prompts: Paths | None = key("shown", None, "evaluation prompts, as data.prompts")
     tokenizer: Text = key("contents", ..., "a sentencepiece .model file or a Hugging Face folder")
-    prompt_field: Text = shapes("prompt", "the field that holds the prompt")
-    answer_field: Text = shapes("answer", "the field that holds the right answer")
+    format: Literal["gsm8k", "math", "dapo", "apps"] | None = shapes(
+        None, "a published dataset whose rows these are; replaces the next two keys"
+    )
+    prompt_field: Text = shapes(
+        "prompt", "the field that holds the prompt, a string or messages; a.b: field b of object a"
+    )
+    answer_field: Text | None = shapes(
+        "answer", "the field that holds the right answer; null: the prompts have no answers"
+    )
+    id_field: Text | None = harmless(
+        "id", "the field that identifies a row, where there is one; null: file name and line do"
+    )
     max_prompt_tokens: Positive | None = shapes(
         None, "null: model.max_sequence_length - rollout.max_response_tokens"
     )
-    chat_template: bool = shapes(False, "wrap prompts in the tokenizer's chat template")
+    chat_template: bool = shapes(
+        False, "a prompt that is a string becomes a user message; messages use the template anyway"
+    )
+    chat_template_options: dict[str, Any] = shapes({}, "variables of the tokenizer's chat template")
     shuffle: bool = shapes(True, "a new order in every epoch, from training.seed")
+
+
+class VllmSection(Section):
+    """The vLLM servers of rollout.engine: vllm."""
+
+    servers: NotNegative = harmless(
+        0,
+        "start this many servers: beside rank 0, or on a job's rollout nodes, as many on each; "
+        "0: those of urls are running already",
+    )
+    urls: list[Text] = harmless(
+        [], "running servers, as http://host:port; GSPO_SERVER_TOKEN has their token"
+    )
+    tensor_parallel_size: Positive = harmless(1, "GPUs of each server that is started")
+    python: Text | None = harmless(
+        None, "interpreter of the environment that has vLLM; null: the one that trains"
+    )
+    options: dict[str, Any] = harmless(
+        {}, "further options of the servers that are started, as {max_num_seqs: 128}"
+    )
+    weights_dir: Text | None = harmless(
+        None,
+        "folder for new weights on their way to the servers, which all machines of the run see; "
+        "null: /dev/shm for servers beside rank 0, else the run folder",
+    )
+    restarts: NotNegative = harmless(
+        3, "restarts of each server, and of the rollout service, before the run gives up"
+    )
+    update_seconds: Positive = harmless(
+        600, "a server that takes longer for its start or for new weights is out"
+    )
+    silence_seconds: Positive = harmless(
+        120, "a server that neither answers nor draws a token for this long is out"
+    )
 
 
 class RolloutSection(Section):
     """How responses are sampled."""
 
-    engine: Literal["megatron"] = shapes("megatron", "what generates the responses")
+    engine: Literal["megatron", "vllm"] = shapes(
+        "megatron", "what generates the responses: the model that is trained, or vLLM servers"
+    )
     group_size: Positive = shapes(8, "responses to each prompt")
     prompts_per_step: Positive = shapes(16, "prompts of a step, over all ranks")
     max_response_tokens: Positive = shapes(32, "longer responses are cut off")
@@ -154,7 +212,8 @@ class RolloutSection(Section):
     top_k: NotNegative = shapes(0, "sample from the k most likely tokens; 0: off")
     stop: list[Text] = shapes([], "texts that end a response")
     batch_size: Positive | None = harmless(
-        None, "sequences decoded together on a rank, in whole groups; null: all of them"
+        None,
+        "sequences decoded together on a rank; when one ends, the next starts; null: all of them",
     )
     dynamic_sampling: bool = shapes(
         False,
@@ -162,6 +221,7 @@ class RolloutSection(Section):
         "others",
     )
     max_refills: NotNegative = shapes(4, "additional batches of prompts a step may draw")
+    vllm: VllmSection = Field(default_factory=VllmSection)
 
 
 class RewardSection(Section):
@@ -172,6 +232,17 @@ class RewardSection(Section):
         "code", None, "a custom reward function, package.module:function; replaces name"
     )
     options: dict[str, Any] = shapes({}, "keyword arguments of the reward")
+    weights: dict[str, float] = shapes(
+        {}, "of the reward's parts, by name, where it returns parts; 1.0 for a part without weight"
+    )
+    workers: Positive = harmless(
+        1, "threads of a rank that call the reward, unless it is async or takes a batch"
+    )
+    retries: NotNegative = harmless(2, "further calls of a reward whose call raises an error")
+    on_failure: Literal["stop", "drop_group"] = harmless(
+        "stop",
+        "and then: save the run and end it, or train on no response to that prompt",
+    )
     scale: float = shapes(1.0, "applied first: rewards are multiplied by it", gt=0)
     clip: float | None = shapes(
         None,
@@ -266,13 +337,23 @@ class RunSection(Section):
 class TrainingSection(RunSection):
     """The run itself."""
 
-    steps: Positive = key("steps", 100, "RL steps: roll out, score, update")
+    steps: NotNegative = key(
+        "steps", 100, "RL steps: roll out, score, update; 0: evaluate only, on data.eval_prompts"
+    )
     packing: bool = harmless(True, "sequences end to end in a row; false: a padded row each")
     evaluation_prompts: Positive = harmless(256, "use at most this many of data.eval_prompts")
     dump_batches: NotNegative = harmless(
         0,
         "keep the inputs of this many last steps in the run folder, for `verify --from-dump`; "
         "0: none",
+    )
+
+
+class EvaluationSection(Section):
+    """How held-out responses are judged."""
+
+    correct_at: float = harmless(
+        1.0, "evaluation/accuracy is the share of held-out responses with at least this reward"
     )
 
 
@@ -312,6 +393,7 @@ class RunConfig(Section):
 
     # The keys of the data section with what the stage learns from, and what it evaluates on.
     inputs: ClassVar[tuple[str, str]]
+    input_suffix: ClassVar[str] = ""  # what the paths of input files lack
 
     model: ModelSection = Field(default_factory=ModelSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
@@ -320,7 +402,7 @@ class RunConfig(Section):
         """The files that are read to train, by the key that names them; without the tokenizer."""
         named = {f"data.{name}": getattr(self.data, name) for name in self.inputs}
         return {
-            key: [given] if isinstance(given, str) else [f"{prefix}.idx" for prefix in given]
+            key: [path + self.input_suffix for path in ([given] if type(given) is str else given)]
             for key, given in named.items()
             if given
         }
@@ -352,6 +434,7 @@ class Config(RunConfig):
     routing: RoutingSection = Field(default_factory=RoutingSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     training: TrainingSection = Field(default_factory=TrainingSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     logging: LoggingSection = Field(default_factory=LoggingSection)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 from pydantic.fields import FieldInfo
 
 Text = Annotated[str, Field(min_length=1)]
@@ -13,6 +14,13 @@ Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 # Megatron-Core adds numbers of ranks to it, and numpy takes no more than 32 bits of the sum.
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
+# One path or several, always a list here; one is written as it was given, without brackets.
+Paths = Annotated[
+    list[Text],
+    BeforeValidator(lambda given: given if isinstance(given, list) else [given]),
+    PlainSerializer(lambda paths: paths[0] if len(paths) == 1 else paths),
+]
+Weights = list[Annotated[float, Field(gt=0)]]
 ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]
 
 # May a key differ from what a run was started with, when the run is resumed?
@@ -52,9 +60,27 @@ def sections_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def keys_of(schema: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Every key of a configuration, as section.key, with its default, description and limits."""
+    """Every key of a configuration, as section.key, with its default, description and limits. The
+    keys of a section inside a section are section.inner.key."""
     return {
         f"{name}.{key}": info
         for name, section in sections_of(schema).items()
-        for key, info in section.model_fields.items()
+        for key, info in _keys_of_section(section)
     }
+
+
+def _keys_of_section(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    for name, info in section.model_fields.items():
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            yield from ((f"{name}.{key}", below) for key, below in _keys_of_section(inner))
+        else:
+            yield name, info
+
+
+def key_above(place: str, keys: Mapping[str, FieldInfo]) -> str | None:
+    """The key that `place` is, or lies below, as model.megatron for model.megatron.num_layers; None
+    where there is none."""
+    parts = place.split(".")
+    above = (".".join(parts[:count]) for count in range(len(parts), 1, -1))
+    return next((name for name in above if name in keys), None)

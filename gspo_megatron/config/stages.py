@@ -5,7 +5,7 @@ What describes the model, its layout and its record is as in an RL run.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,7 +17,7 @@ from gspo_megatron.config.schema import (
     RunConfig,
     RunSection,
 )
-from gspo_megatron.config.section import Positive, Section, Text, harmless, key, shapes
+from gspo_megatron.config.section import Positive, Section, Text, Weights, harmless, key, shapes
 
 
 class StageOptimizerSection(OptimizerSection):
@@ -72,6 +72,7 @@ class FineTuningDataSection(Section):
     prompt_field: Text = shapes("prompt", "the field that holds the prompt")
     answer_field: Text = shapes("answer", "the field that holds the answer")
     chat_template: bool = shapes(False, "prompts and answers go through the chat template")
+    chat_template_options: dict[str, Any] = shapes({}, "variables of the tokenizer's chat template")
     max_tokens: Positive | None = shapes(None, "of an example; null: model.max_sequence_length")
     too_long: Literal["error", "drop", "truncate"] = shapes(
         "error", "a longer example is refused, left out, or cut if a learned token is left"
@@ -123,7 +124,7 @@ class PretrainingDataSection(Section):
     """Tokenized corpora: datasets of Megatron-Core, as tools/prepare_data.py writes them."""
 
     train: list[Text] = key("contents", [], "prefixes of .bin and .idx files; required to train")
-    weights: list[Annotated[float, Field(gt=0)]] | None = shapes(
+    weights: Weights | None = shapes(
         None,
         "the share of each prefix in what is learned, up to a common factor; null: in proportion "
         "to its tokens",
@@ -155,6 +156,7 @@ class PretrainingConfig(StageConfig):
 
     phase: ClassVar[str] = "pretrain"
     inputs: ClassVar[tuple[str, str]] = ("train", "evaluation")
+    input_suffix: ClassVar[str] = ".idx"
 
     data: PretrainingDataSection
     training: PretrainingTrainingSection = Field(default_factory=PretrainingTrainingSection)

@@ -58,6 +58,9 @@ class SingleTurn:
                     truncated=was_truncated,
                     fields=prompt.fields,
                     num_tokens=length,
+                    messages=prompt.messages,
+                    row_id=prompt.row_id,
+                    num_prompt_tokens=prompt_length,
                 )
             )
         assert end == len(tokens)

@@ -20,6 +20,7 @@ from gspo_megatron.estimate.traffic import AXES, step_traffic
 from gspo_megatron.estimate.workload import Workload, bubble_share, workload
 
 RECOMPUTE = ("none", "selective", "full")
+LEAST_SAVING = 0.1  # share of the bytes; recomputing takes time, so it must be worth something
 
 # Share of a GPU's memory for the allocator's gaps, NCCL's buffers and the CUDA context.
 HEADROOM = 0.08
@@ -108,6 +109,11 @@ NO_PASSES = [ChunkPass(0, 0, 0, 0, 0, (), (), 0)]
 def run_stage(model: RankModel, work: Workload) -> list[ChunkPass]:
     """Forward and backward pass of a full micro-batch through each chunk."""
     return chunk_passes(model, micro_batch(model, work.lengths), samples=work.rollout_rows > 0)
+
+
+def saves_little(with_mode: float, without: float) -> bool:
+    """Whether a recompute mode needs about as many bytes as none, or more."""
+    return with_mode > (1 - LEAST_SAVING) * without
 
 
 def recompute_modes(estimate: LayoutEstimate, vocab_size: int) -> dict[str, int]:

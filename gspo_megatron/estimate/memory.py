@@ -47,8 +47,12 @@ class RankMemory:
         return self.state.total + self.fp8_copies + self.reference + self.training
 
     @property
+    def while_sampling(self) -> int:
+        return self.while_training - self.training + self.sampling
+
+    @property
     def total(self) -> int:
-        return self.while_training + max(0, self.sampling - self.training)
+        return max(self.while_training, self.while_sampling)
 
 
 def rank_memory(
@@ -109,19 +113,23 @@ def _routes(model: RankModel, work: Workload) -> tuple[int, int, int]:
     return (0, sampled, store) if routing.store_on_host else (store, sampled, 0)
 
 
+_STATE_NAMES = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}
+
+
 def by_component(memory: RankMemory) -> dict[str, int]:
-    """The table's rows in order."""
+    """The table's rows in order; a row with an indented name is part of the one above it."""
     rows = {
-        f"{part} {kind}": table[kind]
+        f"{_STATE_NAMES[part]}: {kind}": table[kind]
         for part, table in vars(memory.state).items()
         for kind in (DENSE, EXPERTS, EMBEDDING)
     }
     return rows | {
         "FP8 copies of weights": memory.fp8_copies,
         "reference policy": memory.reference,
-        "activations": memory.activations,
-        "workspace": memory.workspace,
-        "replay store": memory.replay,
-        "kv cache": memory.kv_cache,
-        "rollout": memory.rollout,
+        "training: kept activations": memory.activations,
+        "training: temporary, in one pass": memory.workspace,
+        "  of it the log-prob head": memory.head,
+        "training: routes to replay": memory.replay,
+        "sampling: key-value cache": memory.kv_cache,
+        "sampling: prompts in the forward pass": memory.rollout,
     }

@@ -1,4 +1,4 @@
-"""Layouts for a number of ranks that pass the rules and fit, best first."""
+"""Layouts for a number of ranks that pass the rules and fit, the fastest in training first."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gspo_megatron.estimate.layout import (
     LayoutEstimate,
     estimate_layout,
     run_stage,
+    saves_little,
 )
 from gspo_megatron.estimate.model import rank_model, with_values
 from gspo_megatron.estimate.traffic import GPUS_PER_NODE, Cost, step_cost
@@ -177,9 +178,9 @@ _TOLERANCE = 1.05  # the rough count may exceed the room by this factor
 
 def _may_fit(candidate: _Candidate, kept: Mapping[str, float], output: float, room: float) -> bool:
     """A rough check by an average rank's state and by activations that only tp divides (a rank has
-    the same number of tokens for every cp). A recompute mode that saves nothing is left out."""
+    the same number of tokens for every cp). A recompute mode that saves little is left out."""
     mode = candidate.config.training.recompute
-    if mode == "selective" and kept[mode] >= kept["none"]:
+    if mode == "selective" and saves_little(kept[mode], kept["none"]):
         return False
     work, sizes = candidate.work, candidate.parallel.layout
     chunks = sizes.vpp or 1

@@ -78,11 +78,12 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
         forward += work.micro_batches_per_step - work.micro_batches
     if objective.kl != "none":
         forward += work.micro_batches_per_step
+    if rollout.engine == "vllm":  # the ranks draw nothing but a short probe
+        return replace(work, forward_only=forward)
     ranks = replicas * parallel.context_parallel_size
-    prompts = -(-rollout.prompts_per_step // ranks)
-    if rollout.batch_size:
-        prompts = min(prompts, max(1, rollout.batch_size // rollout.group_size))
-    rows = prompts * rollout.group_size
+    rows = -(-rollout.prompts_per_step // ranks) * rollout.group_size
+    rows = min(rows, rollout.batch_size or rows)
+    prompts = -(-rows // rollout.group_size)
     return replace(work, forward_only=forward, rollout_rows=rows, rollout_prompts=prompts)
 
 

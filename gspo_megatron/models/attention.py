@@ -13,36 +13,60 @@ from torch import Tensor
 from gspo_megatron.models.core_attention import attend
 from gspo_megatron.models.transformer_config import changed, without_fp8
 
+# Keys and values of prefilled prompts, by layer: [prompts, heads, length, dim] each.
+PromptStates = dict[int, tuple[Tensor, Tensor]]
+
 
 class KeyValueCache:
     """Keys and values of a batch of sequences that grow token by token, for one pipeline stage.
 
     The sequences of a batch differ in length: each has its own position, and a query sees the keys
-    up to its position. All prompts are written at once (`prefill`), padded on the right. Keys of
-    padding come after a sequence's position, and are overwritten when the sequence grows.
+    up to its position. Prompts are computed apart from the batch (`start_prefill`), padded on the
+    right, and then copied to rows of the batch (`place`), where they take the place of whatever was
+    there. Keys of padding and of an earlier sequence come after a row's position, and are
+    overwritten when the row grows.
     """
 
-    def __init__(self, frequencies: Tensor, max_length: int) -> None:
+    def __init__(self, frequencies: Tensor, rows: int, max_length: int) -> None:
         """frequencies: rotary angles [positions, 1, 1, dim] of Megatron's RotaryEmbedding;
-        max_length: the number of positions to allocate."""
+        rows, max_length: the numbers of sequences and positions to allocate."""
         self._frequencies = frequencies
         self._cos, self._sin = frequencies.cos(), frequencies.sin()
-        self._max_length = max_length
+        self._num_rows, self._max_length = rows, max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._prefill_length = 0
+        self._prompts: PromptStates | None = None
         self._positions: Tensor | None = None
         self._length = 0
         self._mask: Tensor | None = None
 
-    def start_prefill(self, length: int) -> None:
-        """The next forward pass writes `length` tokens of every sequence from position 0 on."""
-        self._prefill_length, self._positions = length, None
+    def start_prefill(self, length: int) -> PromptStates:
+        """The next forward pass computes the first `length` tokens of prompts, beside the batch.
+        Returns the dict that the pass fills with their keys and values."""
+        self._prompts = {}
         self.cos, self.sin = self._cos[:length], self._sin[:length]
         self.angles = self._frequencies[:length]
+        return self._prompts
+
+    def place(self, prompts: PromptStates, chosen: Tensor, rows: Tensor) -> None:
+        """Let `rows` [n] begin with the prefilled prompts `chosen` [n]."""
+        for layer, states in prompts.items():
+            for cached, of_prompts in zip(self._of_layer(layer, *states), states):
+                cached[rows, :, : of_prompts.shape[2]] = of_prompts[chosen]
+
+    def _of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch's keys and values [rows, heads, positions, dim], allocated when first used, for
+        states like `key` and `value` [any, heads, any, dim]."""
+        if layer not in self._layers:
+            sizes = [
+                (self._num_rows, s.shape[1], self._max_length, s.shape[3]) for s in (key, value)
+            ]
+            self._layers[layer] = key.new_zeros(sizes[0]), value.new_zeros(sizes[1])
+        return self._layers[layer]
 
     def start_token(self, positions: Tensor, longest: int) -> None:
-        """The next forward pass adds one token per sequence, at `positions` [sequences]; `longest`
-        is one more than the largest position, which the caller knows without asking the device."""
+        """The next forward pass adds one token per sequence, at `positions` [sequences]. `longest`
+        is one more than the largest position that matters: what rows beyond it compute is void."""
+        self._prompts = None
         self._positions, self._length = positions, longest
         self._rows = torch.arange(len(positions), device=positions.device)
         self._mask = (torch.arange(longest, device=positions.device) <= positions[:, None])[
@@ -54,27 +78,25 @@ class KeyValueCache:
 
     def keep(self, rows: Tensor) -> None:
         """Drop all sequences but `rows`."""
+        self._num_rows = len(rows)
         self._layers = {n: (k[rows], v[rows]) for n, (k, v) in self._layers.items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[length, sequences, heads, dim] each, where values may have another dim -> [length,
         sequences, heads * dim of the values]."""
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
-        if self._positions is None:
+        if self._prompts is not None:
+            self._prompts[layer] = key, value
             out = attend(query, key, value, scale, mask=None)
-            rows = (*key.shape[:2], self._max_length)
-            keys, values = self._layers[layer] = (
-                key.new_zeros((*rows, key.shape[3])),
-                value.new_zeros((*rows, value.shape[3])),
-            )
-            keys[:, :, : self._prefill_length] = key
-            values[:, :, : self._prefill_length] = value
         else:
-            keys, values = self._layers[layer]
+            keys, values = self._of_layer(layer, key, value)
             keys[self._rows, :, self._positions] = key[:, :, 0]
             values[self._rows, :, self._positions] = value[:, :, 0]
-            length = self._length
-            out = attend(query, keys[:, :, :length], values[:, :, :length], scale, mask=self._mask)
+            keys, values = keys[:, :, : self._length], values[:, :, : self._length]
+            # A sequence has one query. The heads that share keys pass as several queries of one
+            # head, so that no keys are repeated for them.
+            query = query.squeeze(2).unflatten(1, (keys.shape[1], -1))
+            out = attend(query, keys, values, scale, mask=self._mask).flatten(1, 2).unsqueeze(2)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -13,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from gspo_megatron.config import Config, ModelShape, ResolvedParallel
+from gspo_megatron.config.model_shape import experts_in_layers
 from gspo_megatron.models.initialize import initialize_weights
 from gspo_megatron.models.policy import PolicyModel
 from gspo_megatron.models.specs import block_spec, choose_backend
@@ -36,17 +39,18 @@ class Policy:
         """The chunks without their wrappers."""
         return [unwrap(chunk) for chunk in self.chunks]
 
-    def set_padding_token(self, token: int | None) -> None:
-        """Let the look-up of this token in the embedding give no gradient, as transformers does by
-        nn.Embedding(padding_idx=config.pad_token_id). A tied output layer still trains the row.
+    def set_padding_token(self, hf: Mapping[str, Any] | None) -> None:
+        """Let the look-up of the pad_token_id of `hf`, a Hugging Face config, give no gradient, as
+        nn.Embedding(padding_idx=...) does. A tied output layer still trains the row.
 
         Published models have zeros in that row, and RMSNorm turns a row of zeros into very large
         gradients. As there, a negative number counts from the end of the vocabulary.
         """
-        if token is not None and token < 0:
-            token += self.vocab_size
-        for model in self.models:
-            model.padding_token = token
+        token = (hf or {}).get("pad_token_id")
+        if isinstance(token, int):
+            token = token if token >= 0 else self.vocab_size + token
+            for model in self.models:
+                model.padding_token = token
 
     def finish_parameter_gather(self) -> None:
         """Fetch the weights of the last update from the ranks that share them. Under
@@ -80,6 +84,7 @@ def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) ->
     refuse_impossible(config.training.precision, backend)
     megatron = transformer_config(config, parallel)
     shape = config.resolved_model()
+    experts = experts_in_layers(shape)
     step = VOCAB_MULTIPLE * parallel.tensor_model_parallel_size
     stages = parallel.virtual_pipeline_model_parallel_size
     ddp = ddp_config(config)
@@ -90,7 +95,7 @@ def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) ->
             true_vocab_size=vocab_size,
             config=megatron,
             transformer_layer_spec=block_spec(
-                megatron, backend, vp_stage, joint_qk_norm=shape.joint_qk_norm
+                megatron, backend, experts, vp_stage, joint_qk_norm=shape.joint_qk_norm
             ),
             vocab_size=-(-vocab_size // step) * step,
             max_sequence_length=shape.max_sequence_length,

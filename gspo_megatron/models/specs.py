@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -28,7 +29,6 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from gspo_megatron.config.model_shape import expert_pattern
 from gspo_megatron.errors import UserError
 from gspo_megatron.models.attention import CachedSelfAttention
 from gspo_megatron.models.core_attention import TorchCoreAttention
@@ -78,12 +78,17 @@ def choose_backend(wanted: str, precision: str) -> str:
 
 
 def block_spec(
-    config: TransformerConfig, backend: str, vp_stage: int | None, *, joint_qk_norm: bool = False
+    config: TransformerConfig,
+    backend: str,
+    experts: Sequence[bool],
+    vp_stage: int | None,
+    *,
+    joint_qk_norm: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage (and virtual stage), MoE and dense by moe_layer_freq.
+    """The layers of this pipeline stage (and virtual stage).
 
-    joint_qk_norm: queries and keys are normalised over all heads together. Raises UserError if the
-    layout does not fit the attention.
+    experts: whether each layer of the model is MoE; joint_qk_norm: queries and keys are normalised
+    over all heads together. Raises UserError if the layout does not fit the attention.
     """
     _check_attention(config, joint_qk_norm, backend)
     if backend == "transformer_engine":
@@ -98,8 +103,7 @@ def block_spec(
                 attention.submodules.q_layernorm = QueryNorm
                 attention.submodules.k_layernorm = KeyNorm
         return spec
-    pattern = expert_pattern(vars(config), config.num_layers)
-    layers = [_torch_layer(config, is_moe, joint_qk_norm) for is_moe in pattern]
+    layers = [_torch_layer(config, is_moe, joint_qk_norm) for is_moe in experts]
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         numbers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)

@@ -41,7 +41,7 @@ _LEAVING_SECONDS = 30.0  # for the other ranks to read the result from the store
 _POLL_SECONDS = 0.1
 
 MEMORY = "free memory"
-_UNITS = {"matmul": "TFLOP/s", MEMORY: "GiB"}  # of links: GB/s
+_UNITS = {"matmul": "TFLOP/s", MEMORY: "GB"}  # of links: GB/s
 # Memory that is in use was left behind by another program, so little of it may be missing.
 _MEMORY_SHARE = 0.9
 _ROUNDS = 7  # of each exchange; their median counts
@@ -214,7 +214,7 @@ def look(rank: int, precision: str) -> Report:
         free, _ = torch.cuda.mem_get_info(device)
         query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         driver = next(iter((output_of(*query) or "").split()), None)
-        return replace(report, driver=driver, metrics={MEMORY: free / 2**30})
+        return replace(report, driver=driver, metrics={MEMORY: free / 1e9})
     except Exception as error:  # noqa: BLE001 (whatever it is, the host is named with it)
         return replace(report, problem=_first_line(error))
 

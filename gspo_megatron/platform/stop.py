@@ -23,6 +23,7 @@ import torch
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.stages import StageConfig
+from gspo_megatron.interrupts import saved_at_interrupt
 from gspo_megatron.observe.environment import output_of
 from gspo_megatron.observe.heartbeat import Heartbeat
 from gspo_megatron.platform.collectives import on_main
@@ -92,6 +93,20 @@ class StopSignals:
         self.longest_step = 0.0  # seconds
         self._last_boundary: float | None = None
 
+    def request(self) -> None:
+        """Ask for the stop."""
+        self.is_requested = True
+
+    @contextlib.contextmanager
+    def at_interrupt(self, *, tells: bool) -> Iterator[None]:
+        """Inside, Ctrl-C requests the stop too. Not before: until the run has begun to train there
+        is nothing to save. `tells`: whether this process prints that."""
+        if not self._enabled:
+            yield
+            return
+        with saved_at_interrupt(self.request, tells=tells):
+            yield
+
     def boundary(self) -> None:
         """The end of a step, before the step is saved. A stop that is requested at any time takes
         at most the time between two of these calls."""
@@ -110,7 +125,7 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self.is_requested = True
+        self.request()
 
 
 class TimeWatch:
@@ -140,7 +155,7 @@ class TimeWatch:
             if left is not None and left <= needed:
                 text = f"{job}: {left:.0f} s left, and a stop may take {needed:.0f} s: stopping"
                 print(text, file=sys.stderr, flush=True)
-                self._stop.is_requested = True
+                self._stop.request()
                 return
             wait = _LONGEST_WAIT if left is None else (left - needed) / 2
             if self._ended.wait(min(_LONGEST_WAIT, max(1.0, wait))):
@@ -151,8 +166,8 @@ class TimeWatch:
 def watched(
     config: Config | StageConfig, models: Sequence[torch.nn.Module], ranks: Ranks, stop: StopSignals
 ) -> Iterator[None]:
-    """Train inside the context, which every rank enters: a hang ends the run, and the end of a
-    Slurm job requests a stop. Each forward pass of the models is a heartbeat."""
+    """Train inside the context, which every rank enters: a hang ends the run, and Ctrl-C or the end
+    of a Slurm job requests a stop. Each forward pass of the models is a heartbeat."""
     job = SlurmJob.of(os.environ)
     if job is not None and ranks.is_main:
         print(f"{job}", file=sys.stderr, flush=True)
@@ -164,7 +179,11 @@ def watched(
     watches = ranks.is_main and config.checkpoint.interval > 0
     margin = config.training.stop_margin_seconds
     try:
-        with TimeWatch(stop, margin, job if watches else None), heartbeat:
+        with (
+            TimeWatch(stop, margin, job if watches else None),
+            heartbeat,
+            stop.at_interrupt(tells=ranks.is_main),
+        ):
             yield
     finally:
         for hook in hooks:

@@ -18,11 +18,13 @@ class DynamicSampling:
     enabled: bool = True  # False: the groups of one draw, whatever their rewards
     draws: int = 0
     has_spread: list[bool] = field(default_factory=list)  # by the groups' numbers in the step
+    has_failed: list[bool] = field(default_factory=list)  # no reward: never trained on
 
-    def add(self, has_spread: Sequence[bool]) -> None:
-        """One more draw of groups, in their order."""
+    def add(self, has_spread: Sequence[bool], has_failed: Sequence[bool] | None = None) -> None:
+        """One more draw of groups, in their order. One that has failed has no spread."""
         self.draws += 1
         self.has_spread += has_spread
+        self.has_failed += has_failed or [False] * len(has_spread)
 
     @property
     def wants_more(self) -> bool:
@@ -43,11 +45,12 @@ class DynamicSampling:
 
     def groups(self) -> list[int]:
         """The numbers of the chosen groups: the first `wanted` with spread, or fewer if there are
-        no more. If none has a spread, those of the first draw: a step needs some sequences."""
-        if not self.enabled:
-            return list(range(self.num_groups))
+        no more. If none has a spread, those of the first draw: a step needs some sequences. None
+        at all where these have all failed."""
         chosen = [number for number, has in enumerate(self.has_spread) if has]
-        return chosen[: self.wanted] or list(range(self.wanted))
+        if self.enabled and chosen:
+            return chosen[: self.wanted]
+        return [number for number in range(self.wanted) if not self.has_failed[number]]
 
     def metrics(self) -> dict[str, float]:
         """`rollout/no_spread` is 1 for a step in which no group had a spread: it learns nothing."""

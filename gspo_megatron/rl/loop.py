@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core import parallel_state
@@ -26,11 +26,13 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
+from gspo_megatron.errors import RewardError, RolloutError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import Objective
 from gspo_megatron.objectives.advantages import AdvantageEstimator
 from gspo_megatron.observe.metrics_files import RL
+from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.groups import data_parallel_group
@@ -40,8 +42,7 @@ from gspo_megatron.rl.dynamic_sampling import DynamicSampling
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
 from gspo_megatron.rl.rollouts import Collector, Experience
-from gspo_megatron.rollout.engine import Sampling
-from gspo_megatron.types import Prompt
+from gspo_megatron.rollout.engine import Draw, Sampling
 
 NOISE_WARNING = "ratio/noise_floor"  # given once in a run, resumed or not
 
@@ -66,7 +67,8 @@ class ReinforcementLoop:
     def __init__(self, run: RunComponents) -> None:
         """Continues where the run's checkpoint was taken, if there is one."""
         self.run_components, self.config, rollout = run, run.config, run.config.rollout
-        with run.checkpoints.reference_weights(needed=run.objective.needs_reference):
+        needs_reference = run.objective.needs_reference and run.config.training.steps > 0
+        with run.checkpoints.reference_weights(needed=needs_reference):
             optimizer, updates = self.config.optimizer, self.config.objective.mini_batches
             schedule = Schedule.of(optimizer, self.config.training.steps, updates)
             self.trainer = build_trainer(run.policy, optimizer, schedule)
@@ -87,10 +89,12 @@ class ReinforcementLoop:
             stop=tuple(rollout.stop),
         )
         self.loader = PromptLoader(
-            len(run.inputs.train),
+            # a run that evaluates only may have no prompts, and draws none
+            run.inputs.train_sizes or [len(run.inputs.train) or 1],
             rollout.prompts_per_step,
             self.config.training.seed,
             shuffle=self.config.data.shuffle,
+            weights=self.config.data.weights,
         )
         self.data_group = data_parallel_group()
         self.done = run.checkpoints.restore(RL, self.trainer, self.loader)
@@ -99,11 +103,13 @@ class ReinforcementLoop:
         self.restored: Experience | None = None
         if start.checkpoint is not None and start.state and start.state.rollouts is not None:
             self.restored = read_experience(start.checkpoint, start.state.rollouts, run.policy)
+        # The metrics of the last step, if the run ended because it could not be evaluated.
+        self.unevaluated = start.state.unevaluated if start.state else None
         self.dumps = StepDumps(self.config, run.policy, run.logger)
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step. Returns its metrics, the same on every rank."""
-        start, timer = time.perf_counter(), PhaseTimer(self.device)
+        timer = PhaseTimer(self.device)
         experience = self.roll_out(step)
         self.dumps.write(step, experience)
         index = gather_index(experience.batch, experience.scores.shaped, self.data_group)
@@ -120,44 +126,55 @@ class ReinforcementLoop:
             token_advantages=token_advantages,
         )
         metrics = update_policy(self.updater, sequences, index, plan, advantages, timer)
-        with timer("sync"):
-            self.collector.engine.update_weights()
-        seconds = time.perf_counter() - start
-        return {
-            **experience.metrics,
-            **metrics,
-            "perf/step_seconds": seconds,
-            "perf/rollout_seconds": experience.rollout_seconds,
-            **timer.seconds,
-            "perf/tokens_per_second": experience.num_tokens / seconds,
-            "perf/peak_memory_bytes": peak_memory_bytes(),
-        }
+        metrics = {**experience.metrics, **metrics}
+        try:
+            with timer("sync"):
+                metrics |= self.collector.take_weights(version=step)
+        except RolloutError as error:  # the update is made, and only no server has it
+            metrics |= timer.step_metrics(experience)
+            checkpoints = self.run_components.checkpoints
+            checkpoints.after_failure(step, self.trainer, self.loader, error, metrics)
+        return metrics | timer.step_metrics(experience)
 
     def run(self) -> None:
         """All steps that are not done yet. Raises StopRun if the run was told to stop, and is saved
         then."""
-        steps, interval = self.config.training.steps, self.config.training.evaluation_interval
-        run, logger = self.run_components, self.run_components.logger
-        with logger.progress(steps, run.objective.name, self.done) as progress:
-            if self.done == 0 and self.restored is None:
-                before = self.collector.evaluate(run.inputs.evaluation)
+        steps, run = self.config.training.steps, self.run_components
+        self.collector.take_weights(version=self.done)
+        with run.logger.progress(steps, run.objective.name, self.done) as progress:
+            if self.unevaluated is not None:
+                self._end_step(self.done, self.unevaluated, progress)
+            elif self.done == 0 and self.restored is None:
+                before = self.evaluate(0)
                 if before:
-                    logger.write(RL, 0, before)
-                    accuracy = before["evaluation/accuracy"]
-                    progress.note(f"held-out accuracy before RL: {accuracy:.3f}")
+                    run.logger.write(RL, 0, before)
+                    accuracy, least = before["evaluation/accuracy"], self.config.evaluation
+                    when = " before RL" if steps else ""
+                    progress.note(
+                        f"held-out accuracy{when}: {accuracy:.3f} (reward >= {least.correct_at:g})"
+                    )
                     progress.update(0, before)
             for step in range(self.done + 1, steps + 1):
-                metrics = self.step(step)
-                if step == steps or (interval and step % interval == 0):
-                    metrics |= self.collector.evaluate(run.inputs.evaluation)
-                logger.write(RL, step, metrics)
-                progress.update(step, metrics)
-                warning = self._noise_warning(metrics)
-                if warning:
-                    progress.note(warning)
-                run.checkpoints.end_of_step(
-                    RL, step, self.trainer, self.loader, metrics, is_last=step == steps
-                )
+                self._end_step(step, self.step(step), progress)
+
+    def _end_step(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
+        """Evaluate and save if they are due, and log."""
+        run, steps = self.run_components, self.config.training.steps
+        interval = self.config.training.evaluation_interval
+        if step == steps or (interval and step % interval == 0):
+            try:
+                metrics |= self.evaluate(step)
+            except (RewardError, RolloutError) as error:
+                run.checkpoints.after_failure(step, self.trainer, self.loader, error, metrics)
+        run.logger.write(RL, step, metrics)
+        progress.update(step, metrics)
+        warning = self._noise_warning(metrics)
+        if warning:
+            progress.note(warning)
+        # a step that was evaluated in the second attempt is saved again, as one that is evaluated
+        is_last, self.unevaluated = step == steps or self.unevaluated is not None, None
+        run.checkpoints.end_of_step(RL, step, self.trainer, self.loader, metrics, is_last=is_last)
+        self.collector.after_checkpoint(run.checkpoints.saved_step(step))
 
     # The parts of a step, in their order
 
@@ -166,12 +183,23 @@ class ReinforcementLoop:
         new ones."""
         restored, self.restored = self.restored, None
         if restored is None:
-            run, seed = self.run_components, (self.config.training.seed << 32) + step
-
-            def draw() -> list[Prompt]:
-                return [run.inputs.train[i] for i in self.loader.next()]
-
-            experience = collect(self.collector, draw, self.sampling, seed)
+            run, rollout = self.run_components, self.config.rollout
+            draw = Draw(
+                f"step_{step:08d}",
+                "data.prompts",
+                rows=[],
+                first=0,
+                per_prompt=rollout.group_size,
+                sampling=self.sampling,
+                seed=(self.config.training.seed << 32) + step,
+                version=step - 1,
+            )
+            before = self.loader.state_dict()
+            try:
+                experience = collect(self.collector, self.loader.next, draw)
+            except (RewardError, RolloutError) as error:
+                self.loader.load_state_dict(before)  # the resumed run draws the same prompts again
+                run.checkpoints.after_failure(step - 1, self.trainer, self.loader, error)
             run.checkpoints.after_rollouts(
                 step,
                 self.trainer,
@@ -182,9 +210,16 @@ class ReinforcementLoop:
         else:
             experience = restored
         self.run_components.logger.write_samples(
-            step, experience.samples, experience.sample_rewards
+            step, experience.samples, experience.sample_rewards, experience.sample_parts
         )
         return experience
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The metrics of an evaluation; none without held-out prompts."""
+        run = self.run_components
+        metrics, responses = self.collector.evaluate(step)
+        run.logger.write_evaluation(step, responses)
+        return metrics
 
     def plan(self, index: StepIndex) -> list[MiniBatch]:
         """Which data-parallel rank trains on which sequences, in which micro-batches."""
@@ -227,37 +262,43 @@ class ReinforcementLoop:
         )
 
 
-def collect(
-    collector: Collector, draw: Callable[[], Sequence[Prompt]], sampling: Sampling, seed: int
-) -> Experience:
+def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw) -> Experience:
     """The first half of a step: this rank's share of the responses that it trains on.
 
-    `draw` gives every rank the same `rollout.prompts_per_step` prompts at each call. With dynamic
-    sampling, ranks may be left with unequal numbers of groups. Raises RewardError, on all ranks, if
-    only some responses have rewards of turns.
+    `next_rows` gives every rank the same `rollout.prompts_per_step` numbers of prompts at each
+    call; `draw` is all else about them. With dynamic sampling several draws may be needed, and
+    ranks may be left with unequal numbers of groups. Raises RewardError, on all ranks, as
+    `Collector.score`, if only some responses have rewards of turns, or if no group has rewards.
     """
     start, rollout = time.perf_counter(), collector.config.rollout
-    metrics, drawn = StepMetrics(collector.device), []
+    metrics, drawn, lengths, errors = StepMetrics(collector.device), [], [], 0
     chosen = DynamicSampling(
         rollout.prompts_per_step, rollout.max_refills, enabled=rollout.dynamic_sampling
     )
     while chosen.wants_more:
-        first = chosen.num_groups
-        prompts = draw()
-        batch = collector.roll_out(prompts, first, rollout.group_size, sampling, seed)
-        experience = collector.score(batch, prompts, first)
+        first, rows = chosen.num_groups, next_rows()
+        name = f"{draw.name}_{len(drawn)}"
+        experience = collector.sample(replace(draw, name=name, rows=rows, first=first))
         collector.measure(experience, metrics)
-        chosen.add(collector.groups_with_spread(experience, first, len(prompts)))
+        lengths.append(experience.batch.response_lengths)
+        errors += experience.reward_errors
+        chosen.add(*collector.judge_groups(experience, first, len(rows)))
         if first == 0:
-            shown = collector.config.logging.samples_per_step
-            samples = experience.samples[:shown], experience.sample_rewards[:shown]
+            shown = experience
         drawn.append(experience.of_groups(chosen.candidates(first)))
+    if not chosen.groups():
+        raise collector.nothing_scored("of a step")
     experience = Experience.join([part.of_groups(chosen.groups()) for part in drawn])
     experience.metrics, experience.has_turns = collector.reduce(metrics)
     length_mean = experience.metrics["response/length_mean"]
     experience.num_tokens = round(length_mean * chosen.num_groups * rollout.group_size)
+    experience.metrics |= {**collector.lengths(lengths), "reward/errors": float(errors)}
+    if collector.config.reward.on_failure == "drop_group":
+        experience.metrics["reward/failed_groups"] = float(sum(chosen.has_failed))
     experience.metrics |= chosen.metrics()
-    experience.samples, experience.sample_rewards = samples
+    count = collector.config.logging.samples_per_step
+    for name in ("samples", "sample_rewards", "sample_parts"):
+        setattr(experience, name, getattr(shown, name)[:count])
     experience.rollout_seconds = time.perf_counter() - start
     return experience
 
@@ -300,9 +341,10 @@ def update_policy(
 
 
 class PhaseTimer:
-    """Seconds of a step's phases, as metrics perf/PHASE_seconds."""
+    """Seconds of a step, which begins now, and of its phases, as metrics perf/PHASE_seconds."""
 
     def __init__(self, device: torch.device) -> None:
+        self._start = time.perf_counter()
         self.seconds: dict[str, float] = {}
         self._device = device
 
@@ -313,3 +355,14 @@ class PhaseTimer:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[f"perf/{phase}_seconds"] = time.perf_counter() - start
+
+    def step_metrics(self, experience: Experience) -> dict[str, float]:
+        """The metrics perf/ of the step so far."""
+        seconds = time.perf_counter() - self._start
+        return {
+            "perf/step_seconds": seconds,
+            "perf/rollout_seconds": experience.rollout_seconds,
+            **self.seconds,
+            "perf/tokens_per_second": experience.num_tokens / seconds,
+            "perf/peak_memory_bytes": peak_memory_bytes(),
+        }

@@ -235,7 +235,8 @@ class RoutingReplay(RoutingReplayOff):
     def _of_rollout(self, micro_batch: MicroBatch) -> tuple[RouteTable, Tensor]:
         """The rollout's routes of each local token, and a bool: every token has k different experts
         that exist. A response's last token was never fed to the rollout engine: it has no routes,
-        and no log-prob depends on its experts."""
+        and no log-prob depends on its experts. Zeros in all layers are no routes either: a server
+        did not report them, and the routers choose for that token."""
         assert micro_batch.rollout_routes is not None, "the rollout engine recorded no routes"
         pieces = micro_batch.rollout_routes
         nothing = no_routes(self.config, 1, len(self.layers), device=self.device)
@@ -246,8 +247,10 @@ class RoutingReplay(RoutingReplayOff):
         ends = torch.tensor([len(p) for p in pieces], dtype=torch.long).cumsum(0) - 1
         last[ends.to(self.device)] = True
         last[-1] = True  # padding points here
-        known = ~last[index]
         experts = flat[index]
+        known = ~last[index]
+        if experts.shape[-1] > 1 and experts.shape[-2]:  # k different experts are not all 0
+            known &= (experts != 0).flatten(1).any(1)
         sound = _are_sound(experts[known], self.config.num_moe_experts)
         experts = experts.permute(1, 0, 2).to(nothing.dtype).contiguous()
         table = RouteTable(self.layers, experts, known)

@@ -7,17 +7,16 @@ from contextlib import closing
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
-from gspo_megatron.checkpoint.start import load_starting_weights, open_logger, open_session
-from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.checkpoint.start import open_session, start_model
+from gspo_megatron.config import Config
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
 from gspo_megatron.environments.single_turn import SingleTurn
-from gspo_megatron.models.build import build_policy
 from gspo_megatron.objectives import Objective, build_objective
-from gspo_megatron.platform.groups import patience_minutes, set_up_model_parallel, start_processes
 from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.rewards.registry import Reward, get_reward
 from gspo_megatron.rl.loop import ReinforcementLoop, RunComponents
 from gspo_megatron.rl.rollouts import Collector
+from gspo_megatron.rl.served_rollouts import ServedCollector
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
 
@@ -31,7 +30,8 @@ def run_training(config: Config, *, fresh: bool = False) -> bool:
     the user can mend. All input is read before any process group exists.
     """
     inputs = read_inputs(config)
-    reward = get_reward(config.reward.name, config.reward.import_path, config.reward.options)
+    wanted = config.reward
+    reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     with open_session(config, fresh=fresh) as session:
         if session.start.is_finished:
@@ -39,7 +39,7 @@ def run_training(config: Config, *, fresh: bool = False) -> bool:
             return True
         session.begin()
         run = assemble(config, inputs, reward, objective, session.start, session.stop)
-        with closing(run.logger):
+        with closing(run.logger), closing(run.collector):
             loop = lambda: ReinforcementLoop(run).run()  # noqa: E731 (built under the watches)
             done = session.train(loop, run.policy, run.checkpoints, run.logger)
             if done:
@@ -57,36 +57,34 @@ def assemble(
 ) -> RunComponents:
     """Join the other ranks and build this rank's part of everything. The policy has the weights of
     `start`, if there is one."""
-    start = start or Start()
-    patience = patience_minutes(config.training.hang_timeout_seconds)
-    ranks = start_processes(patience)
-    tokenizer = inputs.tokenizer
-    parallel = resolve_parallel(config, ranks.world_size)
-    set_up_model_parallel(parallel, config.training.seed, patience)
-    policy = build_policy(config, parallel, model_vocab_size(config, tokenizer))
-    routing = config.routing
-    engine = MegatronEngine(
-        policy,
-        pad_id=tokenizer.pad_id,
-        eos_id=tokenizer.eos_ids,
-        batch_size=config.rollout.batch_size,
-        decode=tokenizer.decode,
-        special_tokens=tokenizer.special_tokens,
-        record_routes="r3" in routing.modes,
-        router_noise=routing.rollout_noise,
-    )
-    if "r3" in routing.modes or routing.rollout_noise:
-        attach_hooks(policy.models)
-    logger = open_logger(config, ranks.is_main, start)
+    start, stop = start or Start(), stop or StopSignals(enabled=False)
+    tokenizer, routing = inputs.tokenizer, config.routing
+    ranks, policy, logger, hf = start_model(config, model_vocab_size(config, tokenizer), start)
     for line in inputs.warnings:
         logger.note(f"warning: {line}")
-    hf = load_starting_weights(config, policy, start, logger)
-    stop = stop or StopSignals(enabled=False)
+    collector: Collector
+    if config.rollout.engine == "vllm":
+        collector = ServedCollector(config, inputs, policy, reward, ranks.device, hf)
+    else:
+        engine = MegatronEngine(
+            policy,
+            pad_id=tokenizer.pad_id,
+            eos_id=tokenizer.eos_ids,
+            batch_size=config.rollout.batch_size,
+            decode=tokenizer.decode,
+            special_tokens=tokenizer.special_tokens,
+            record_routes="r3" in routing.modes,
+            router_noise=routing.rollout_noise,
+        )
+        environment = SingleTurn(tokenizer)
+        collector = Collector(config, inputs.files, engine, environment, reward, ranks.device)
+        if "r3" in routing.modes or routing.rollout_noise:
+            attach_hooks(policy.models)
     return RunComponents(
         config=config,
         policy=policy,
         inputs=inputs,
-        collector=Collector(config, engine, SingleTurn(tokenizer), reward, ranks.device),
+        collector=collector,
         builder=MicroBatchBuilder(
             policy,
             tokenizer.pad_id,

@@ -10,14 +10,11 @@ from gspo_megatron.checkpoint.hf.export import export_hf
 from gspo_megatron.checkpoint.hf.writer import check_destination
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
-from gspo_megatron.checkpoint.start import load_starting_weights, open_logger, open_session
-from gspo_megatron.config import resolve_parallel
+from gspo_megatron.checkpoint.start import open_session, start_model
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.data.examples import Counts
 from gspo_megatron.data.inputs import FineTuningInputs, PretrainingInputs, model_vocab_size
-from gspo_megatron.models.build import build_policy
 from gspo_megatron.platform.collectives import on_main
-from gspo_megatron.platform.groups import patience_minutes, set_up_model_parallel, start_processes
 from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.supervised.batches import FineTuningBatches
 from gspo_megatron.supervised.loop import Batches, SupervisedLoop
@@ -62,13 +59,7 @@ def assemble_stage(
     """Join the other ranks and build this rank's part of everything; the policy has the weights of
     `start`, where there is one. Also returns the config.json of the Hugging Face model that the
     weights go back to, or None."""
-    patience = patience_minutes(config.training.hang_timeout_seconds)
-    ranks = start_processes(patience)
-    parallel = resolve_parallel(config, ranks.world_size)
-    set_up_model_parallel(parallel, config.training.seed, patience)
-    policy = build_policy(config, parallel, model_vocab_size(config, inputs.tokenizer))
-    logger = open_logger(config, ranks.is_main, start)
-    hf = load_starting_weights(config, policy, start, logger)
+    _, policy, logger, hf = start_model(config, model_vocab_size(config, inputs.tokenizer), start)
     checkpoints = Checkpoints(config, policy, logger, start, stop, hf)
     batches: Batches
     if isinstance(config, FineTuningConfig):

@@ -23,7 +23,7 @@ from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.checkpoint.optimizer import load_trainer_state
 from gspo_megatron.checkpoint.run_state import RunState, read_model
-from gspo_megatron.checkpoint.start import load_initial_weights, set_padding_token
+from gspo_megatron.checkpoint.start import load_initial_weights
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.config import Config, Layout, apply_layout, check_config, resolve_parallel
 from gspo_megatron.config.objectives import resolve_objective
@@ -189,24 +189,26 @@ def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
     recorder.keeps_first, recorder.moves = True, task.updates
     policy, group = recorder.policy, data_parallel_group()
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
+    hf = None  # config.json of the Hugging Face model that the weights come from
     if checkpoint is None or objective.needs_reference:
         # the weights that RL started from, as far as they are known
         reference = None if checkpoint is None else reference_of(checkpoint)
         if reference is None:
-            load_initial_weights(config, policy)
+            hf = load_initial_weights(config, policy)
         else:
             load_model(reference, policy)
     # its reference policy has the weights of this moment
     updater = PolicyUpdater(policy, recorder, builder, objective, config.objective, config.routing)
     if checkpoint is not None:
         load_model(checkpoint, policy)
-        set_padding_token(policy, read_model(checkpoint)["hf"])
+        hf = read_model(checkpoint)["hf"]
         if task.optimizer:
             load_optimizer(checkpoint, policy, recorder)
             load_trainer_state(recorder, RunState.read(checkpoint).trainer)
             # A run in bf16: these are the fp32 weights, each only on the rank that updates it.
             for chunk in policy.chunks:
                 chunk.start_param_sync(force_sync=True)
+    policy.set_padding_token(hf)
     experience = read_experience(dump.folder, dump.rollouts, policy)
     index = gather_index(experience.batch, experience.scores.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))

@@ -77,9 +77,9 @@ def environment(config_file: Path) -> dict[str, str]:
     return command_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def command(config_file: Path, *words: object) -> list[str]:
-    """`gspo-megatron train` with a configuration."""
-    program = [sys.executable, "-m", "gspo_megatron", "train"]
+def command(config_file: Path, *words: object, what: str = "train") -> list[str]:
+    """`gspo-megatron train`, or another command, with a configuration."""
+    program = [sys.executable, "-m", "gspo_megatron", what]
     return [*program, str(config_file), *map(str, words)]
 
 

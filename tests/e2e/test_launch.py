@@ -389,7 +389,7 @@ def test_a_port_in_use_is_named(start: Start) -> None:
 # A rank that notes the signal, and ends in an orderly way later, when the test lets it.
 SAVES = """
 asked = []
-for number in (signal.SIGTERM, signal.SIGUSR1):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, lambda *_: asked.append(True))
 say("ready")
 while not asked:
@@ -413,6 +413,7 @@ SAVES_IN_VAIN = SAVES + 'join_launcher()\nsys.exit(tell_failure(UserError("the d
     ("script", "number", "code", "told"),
     [
         (SAVES_LONG, signal.SIGTERM, 75, r"told to end[^\n]*\n"),
+        (SAVES_LONG, signal.SIGINT, 75, ""),  # rank 0 of a run tells of it
         (SAVES_LONG, signal.SIGUSR1, 75, ""),
         (SAVES, signal.SIGTERM, 0, ".*"),  # a run that ends by itself meanwhile is done
         (SAVES_IN_VAIN, signal.SIGTERM, 2, r".*\nthe disk is full\n"),
@@ -428,15 +429,22 @@ def test_the_ranks_take_the_time_they_need(
     assert (ended, out) == (code, "") and re.fullmatch(told, err, re.DOTALL), err
 
 
-def test_asked_twice_the_ranks_end_now(start_saving: Start) -> None:
+SAVED_AT = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+
+
+@SAVED_AT
+def test_asked_twice_the_ranks_end_now(start_saving: Start, number: signal.Signals) -> None:
     launch = start_saving(SAVES)
-    launch.ask(signal.SIGTERM)
-    launch.process.send_signal(signal.SIGTERM)
-    assert launch.end()[0] == 143
+    launch.ask(number)
+    launch.process.send_signal(number)
+    assert launch.end()[0] == 128 + number
 
 
-def test_a_rank_that_is_not_ready_yet_ends_the_others(start_saving: Start) -> None:
+@SAVED_AT
+def test_a_rank_that_is_not_ready_yet_ends_the_others(
+    start_saving: Start, number: signal.Signals
+) -> None:
     launch = start_saving('if rank == 0:\n    say("ready")\n    block()\n' + SAVES)
     launch.await_word("ready", 0, 1)
-    launch.process.send_signal(signal.SIGTERM)
-    assert launch.end()[0] == 143
+    launch.process.send_signal(number)
+    assert launch.end()[0] == 128 + number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -26,7 +27,20 @@ def test_layouts_that_agree_pass_and_the_worst_parameter_is_named(config_file: P
     said, found = verify(config_file, "--layouts", "tp=2", "dp=2,ep=2")
     assert (found["layouts"], found["equal"]) == (2, 1)
     assert 0 < found["worst_error"] < 2e-5
-    assert "decoder.layers." in said
+    lines = said.splitlines()
+    assert lines[2] == (
+        "One update of the policy on each layout, compared with the same update on tp=1 (1 rank). "
+        "All errors are relative differences; up to 2e-05 counts as equal, because sums in another "
+        "order round differently."
+    )
+    heads = [re.split(" {2,}", line.strip()) for line in lines[4:6]]
+    assert heads == [
+        ["loss", "grad norm", "largest error"],
+        ["layout", "ranks", "error", "error", "of a gradient"],
+    ]
+    worst = r"tp=2: the gradient with the largest error is that of decoder\.layers\.[\w.]+"
+    assert any(re.fullmatch(worst, line) for line in lines)
+    assert lines[-2] == "for scripts:"
 
 
 def test_in_float64_only_the_order_of_sums_differs(config_file: Path) -> None:

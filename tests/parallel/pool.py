@@ -204,5 +204,7 @@ def _world(rank: int, world_size: int, port: int, task: int, timeout: float) -> 
         world_size=world_size,
         timeout=limit,
     )
+    # A task without a collective could leave while another rank is still connecting to this one.
+    dist.barrier()
     yield
     stop_processes()

@@ -31,7 +31,7 @@ def update_from_folder(**arguments: Any) -> StepResult:
 
     def build_policy(config: Config, *others: Any) -> Policy:
         policy = native(config, *others)
-        load_initial_weights(config, policy)
+        policy.set_padding_token(load_initial_weights(config, policy))
         return policy
 
     with mock.patch.object(parity, "build_policy", build_policy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from megatron.core import parallel_state
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config
 from gspo_megatron.environments.single_turn import SingleTurn
+from gspo_megatron.errors import RewardError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import collect, compute_advantages
 from gspo_megatron.rl.rollouts import Collector
-from gspo_megatron.rollout.engine import Sampling
+from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.types import Prompt, Sample, TurnRewards
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
@@ -62,13 +64,13 @@ def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received],
     data-parallel rank n % size, from wherever it was sampled."""
     engine = MegatronEngine(build_on_ranks(config), pad_id=PAD_ID, eos_id=EOS_ID)
     reward = Reward("turns", reward_of_turns)
-    collector = Collector(config, engine, SingleTurn(Tokenizer()), reward, torch.device("cpu"))
-    drawn = iter(
+    drawn = [
         Prompt(f"prompt {n}", answer, f"f:{n}", {}, tuple(ids))
         for n, (ids, answer) in enumerate(zip(prompts, ANSWERS, strict=True))
-    )
-    count = config.rollout.prompts_per_step
-    experience = collect(collector, lambda: [next(drawn) for _ in range(count)], SAMPLING, 21)
+    ]
+    collector = collector_of(config, engine, reward, drawn)
+    rows, count = iter(range(len(drawn))), config.rollout.prompts_per_step
+    experience = collect(collector, lambda: [next(rows) for _ in range(count)], draw_of(config))
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     index = gather_index(experience.batch, experience.scores.shaped, group)
     _, advantages = compute_advantages(build_advantages(config.objective), experience, index)
@@ -85,6 +87,71 @@ def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received],
     return found, experience.metrics
 
 
+def collector_of(
+    config: Config, engine: MegatronEngine, reward: Reward, prompts: list[Prompt]
+) -> Collector:
+    files = {"data.prompts": prompts, "data.eval_prompts": prompts}
+    return Collector(config, files, engine, SingleTurn(Tokenizer()), reward, torch.device("cpu"))
+
+
+def draw_of(config: Config) -> Draw:
+    group_size = config.rollout.group_size
+    return Draw("step_00000001", "data.prompts", [], 0, group_size, SAMPLING, 21, version=0)
+
+
+PARTS = {"scale": 0.5, "weights": {"even": 2.0}}
+
+
+def parts(sample: Sample) -> dict[str, float]:
+    ids = [int(word) for word in sample.response.split()]
+    return {"even": sum(n % 2 == 0 for n in ids) / 8, "first": ids[0] / 64 if ids else 0.0}
+
+
+def uneven_parts(sample: Sample) -> dict[str, float]:
+    """Which differ between the data ranks."""
+    number = int(sample.prompt.split()[1])
+    return {"odd" if number % 2 else "even": 1.0}
+
+
+def fails_once(sample: Sample) -> float:
+    if sample.prompt == "prompt 1":
+        raise ConnectionError("no judge")
+    return 1.0
+
+
+def scored(config: Config, name: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """The metrics of a step and of an evaluation with its responses, or what was raised."""
+    engine = MegatronEngine(build_on_ranks(config), pad_id=PAD_ID, eos_id=EOS_ID)
+    reward = Reward("mine", globals()[name])
+    drawn = [Prompt(f"prompt {n}", "", f"f:{n}", {}, tuple(p)) for n, p in enumerate(prompts)]
+    collector = collector_of(config, engine, reward, drawn)
+    try:
+        experience = collect(collector, lambda: [*range(PROMPTS)], draw_of(config))
+        evaluation, responses = collector.evaluate()
+    except RewardError as error:
+        return {"error": str(error)}
+    groups = sorted(set(experience.batch.group_index.tolist()))
+    return {
+        "metrics": experience.metrics | evaluation,
+        "responses": responses,
+        "groups": groups,
+    }
+
+
+def scored_on(pool: Pool, layout: str, name: str, **reward: Any) -> list[dict[str, Any]]:
+    """By rank."""
+    config = config_of(layout)
+    rollout = config.rollout.model_copy(update={"dynamic_sampling": False})
+    section = config.reward.model_copy(update={"clip": None, "retries": 0, **reward})
+    config = config.model_copy(update={"rollout": rollout, "reward": section})
+    return pool.each(config, scored, name=name, prompts=make_prompts())
+
+
+def make_prompts() -> list[list[int]]:
+    draw = random.Random(7)
+    return [[draw.randrange(3, VOCAB_SIZE) for _ in range(2 + n % 3)] for n in range(9)]
+
+
 def config_of(layout: str) -> Config:
     config = odd_moe(layout, {"name": "gspo_token"})
     rollout = {"dynamic_sampling": True, "group_size": GROUP, "prompts_per_step": PROMPTS}
@@ -96,9 +163,7 @@ def config_of(layout: str) -> Config:
 
 def collected(pool: Pool, layout: str) -> Step:
     """Each sequence as the ranks that train on it have it, and the metrics of all ranks."""
-    draw = random.Random(7)
-    prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(2 + n % 3)] for n in range(9)]
-    answers = pool.each(config_of(layout), step, prompts=prompts)
+    answers = pool.each(config_of(layout), step, prompts=make_prompts())
     assert all(metrics == answers[0][1] for _, metrics in answers)
     numbers = {number for received, _ in answers for number in received}
     copies = {n: [received[n] for received, _ in answers if n in received] for n in numbers}
@@ -136,3 +201,38 @@ def test_the_batch_is_that_of_one_rank(pool: Pool, of_one_rank: Step, layout: st
         group, content, advantages = expected[number][0]
         for copy in copies:
             assert copy == (group, content, pytest.approx(advantages, abs=1e-6))
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2,pp=2", "cp=2"])
+def test_parts_lengths_and_held_out_responses_are_those_of_one_rank(
+    pool: Pool, layout: str
+) -> None:
+    (expected,) = scored_on(pool, "tp=1", "parts", **PARTS)
+    assert {"reward/even", "reward/first", "response/length_p99"} <= expected["metrics"].keys()
+    assert len(expected["responses"]) == 9
+    main, *others = scored_on(pool, layout, "parts", **PARTS)
+    assert main["responses"] == expected["responses"]
+    assert main["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
+    for other in others:
+        assert other["metrics"] == main["metrics"] and other["responses"] == []
+
+
+def test_parts_that_differ_between_ranks_are_refused_on_all(pool: Pool) -> None:
+    answers = scored_on(pool, "dp=2", "uneven_parts")
+    assert {answer["error"] for answer in answers} == {
+        "reward 'mine' returned the parts even and the parts odd on different ranks; the same "
+        "names are wanted in every call"
+    }
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2", "tp=2,pp=2"])
+def test_a_call_that_fails_on_one_rank_is_known_on_all(pool: Pool, layout: str) -> None:
+    answers = scored_on(pool, layout, "fails_once")
+    (error,) = {answer["error"] for answer in answers}
+    assert error.startswith("reward 'mine' raised ConnectionError: no judge (")
+    answers = scored_on(pool, layout, "fails_once", on_failure="drop_group")
+    for answer in answers:
+        assert answer["metrics"]["reward/failed_groups"] == 1
+        assert answer["metrics"]["reward/errors"] == GROUP
+        assert answer["metrics"]["evaluation/failed"] == 1
+    assert set().union(*(answer["groups"] for answer in answers)) == {0, 2}

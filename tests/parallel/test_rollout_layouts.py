@@ -20,6 +20,7 @@ from gspo_megatron.config.parallel import Layout
 from gspo_megatron.models.build import Policy
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
@@ -58,6 +59,7 @@ class Response:
     tokens: list[int]
     logprobs: list[float]
     truncated: bool
+    routes: list[Any] | None = None  # [tokens, layers of the rank, k]
 
 
 def prompts(count: int = 5) -> list[list[int]]:
@@ -71,14 +73,13 @@ def sample_on_ranks(
     sampling: Sampling,
     per_prompt: int = PER_PROMPT,
     count: int = 5,
-    batch_size: int | None = None,
+    **options: Any,
 ) -> RolloutBatch:
-    """Data ranks take the prompts in turn."""
+    """Data ranks take the prompts in turn. `options` are those of the engine."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     numbers = range(group.rank(), count, group.size())
-    engine = MegatronEngine(
-        policy, pad_id=PAD_ID, eos_id=EOS_ID, batch_size=batch_size, decode=spelled
-    )
+    attach_hooks(policy.models)
+    engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=EOS_ID, decode=spelled, **options)
     requests = Requests([prompts(count)[n] for n in numbers], list(numbers), per_prompt)
     return engine.generate(requests, sampling, seed=11)
 
@@ -87,13 +88,17 @@ def generate(config: Config, **options: Any) -> dict[int, Response]:
     """Sample index -> response of this rank."""
     batch = sample_on_ranks(build_on_ranks(config), **options)
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    rows = batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist())
+    lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+    rows = batch.tokens.split(lengths)
+    routes = None if batch.routes is None else batch.routes.split(lengths)
     logprobs = batch.rollout_logprobs.split(batch.response_lengths.tolist())
     found = {}
     for number, sample in enumerate(batch.sample_index.tolist()):
         parts = rows[number].tensor_split([batch.prompt_lengths[number]])
         lists = [part.tolist() for part in (*parts, logprobs[number])]
         found[sample] = Response(data_rank, *lists, bool(batch.truncated[number]))
+        if routes is not None:
+            found[sample].routes = routes[number].tolist()
     return found
 
 
@@ -139,10 +144,16 @@ def argmaxes(config: Config, sequences: list[list[int]]) -> list[list[int]]:
 
 
 def responses(
-    pool: Pool, layout: str, sampling: Sampling, ddp: dict[str, Any] | None = None, **options: Any
+    pool: Pool,
+    layout: str,
+    sampling: Sampling,
+    ddp: dict[str, Any] | None = None,
+    megatron: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[int, list[Response]]:
     """Sample index -> the response as each rank of a replica returned it."""
-    by_rank = pool.each(odd_moe(layout, ddp=ddp), generate, sampling=sampling, **options)
+    config = odd_moe(layout, ddp=ddp, **(megatron or {}))
+    by_rank = pool.each(config, generate, sampling=sampling, **options)
     samples = sorted({sample for found in by_rank for sample in found})
     return {sample: [found[sample] for found in by_rank if sample in found] for sample in samples}
 
@@ -226,6 +237,41 @@ def test_engine_batches_and_ranks_without_prompts_do_not_change_tokens(
     expected = {s: of_one_rank[s][0].tokens for s in range(count * PER_PROMPT)}
     found = responses(pool, layout, SAMPLED, **options)
     assert {s: copies[0].tokens for s, copies in found.items()} == expected
+
+
+ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows", "megatron"),
+    [
+        *((layout, 4, {}) for layout in ["tp=1", *LAYOUTS]),
+        ("dp=2,ep=2", 2, {}),
+        # ranks have the same number of rows and of prefilled prompts, dummies among them
+        ("dp=2,ep=2", 4, ALLGATHER),
+        ("dp=4,ep=4", 2, ALLGATHER),
+    ],
+)
+def test_refilled_rows_draw_the_same_responses(
+    pool: Pool,
+    of_one_rank: dict[int, list[Response]],
+    layout: str,
+    rows: int,
+    megatron: dict[str, Any],
+) -> None:
+    """Fewer rows than a rank has responses, in most cases no multiple of a group. Routes are those
+    of the same layout with all responses at once."""
+    options = {"megatron": megatron, "record_routes": True}
+    together = responses(pool, layout, SAMPLED, **options)
+    refilled = responses(pool, layout, SAMPLED, batch_size=rows, **options)
+    assert refilled.keys() == of_one_rank.keys()
+    for sample, copies in refilled.items():
+        expected = of_one_rank[sample][0]
+        for found, whole in zip(copies, together[sample], strict=True):
+            assert (found.tokens, found.truncated) == (expected.tokens, expected.truncated)
+            assert found.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
+            assert found.routes[:-1] == whole.routes[:-1]  # the last token has none
+            assert len(found.routes) == len(found.prompt) + len(found.tokens)
 
 
 @pytest.mark.parametrize("layout", ["tp=2,pp=2", "dp=4,ep=4"])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.programs import ROOT, run_program
 
-FOLDERS = (".ci", "examples", "requirements", "slurm", "tests", "tools")
+FOLDERS = (".ci", "examples", "gspo_megatron", "requirements", "slurm", "tests", "tools")
 SHEBANGS = (b"#!/bin/sh", b"#!/bin/bash", b"#!/usr/bin/env bash")
 
 

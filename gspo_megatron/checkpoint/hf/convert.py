@@ -69,7 +69,7 @@ from gspo_megatron.checkpoint.storage import (
     tensors_of,
 )
 from gspo_megatron.config.families import family_of, family_of_shape
-from gspo_megatron.config.model_shape import ModelShape, shape_of
+from gspo_megatron.config.model_shape import ModelShape, no_folder, shape_of
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import fingerprint
 from gspo_megatron.observe.progress import Progress
@@ -411,7 +411,10 @@ def _find(path: Path) -> tuple[Path, list[str]]:
     if (path / MANIFEST).exists():
         return path, []
     if not path.is_dir():
-        raise DataError(f"{path}: no such folder")
+        raise DataError(f"{path}: {no_folder(path)}")
+    if (path / "config.json").is_file():
+        advice = "convert it by `gspo-megatron convert hf-to-megatron`"
+        raise DataError(f"{path}: is a Hugging Face folder; {advice}")
     checkpoints = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     folders = [checkpoints / position.name for position in positions(checkpoints)]
     whole, damage = first_whole(

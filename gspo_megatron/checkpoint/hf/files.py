@@ -17,7 +17,13 @@ from torch import Tensor
 
 from gspo_megatron.checkpoint.hf.weight_map import Box, WeightMap, split, weight_map
 from gspo_megatron.config.families import describe, family_of
-from gspo_megatron.config.model_shape import ModelPreset, ModelShape, shape_conflicts
+from gspo_megatron.config.model_shape import (
+    ModelPreset,
+    ModelShape,
+    checkpoint_model_file,
+    no_folder,
+    shape_conflicts,
+)
 from gspo_megatron.config.problems import format_value
 from gspo_megatron.errors import ConfigError, DataError
 
@@ -73,7 +79,10 @@ class HfFolder:
     def __init__(self, path: str | Path, *, ignore_custom_code: bool = False) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise DataError(f"{self.path}: no such folder")
+            raise DataError(f"{self.path}: {no_folder(self.path)}")
+        if not (self.path / "config.json").exists() and checkpoint_model_file(str(path)):
+            advice = "convert it by `gspo-megatron convert megatron-to-hf`"
+            raise DataError(f"{path}: is a checkpoint of gspo-megatron; {advice}")
         problems: list[str] = []
         self.config: dict[str, Any] = _read_json(self.path / "config.json", problems) or {}
         if (generation := self.path / "generation_config.json").exists():

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_megatron.checkpoint.folder import sync, sync_folders, write_file
+from gspo_megatron.checkpoint.folder import sync_folders, write_file
 from gspo_megatron.checkpoint.hf.files import DTYPES, SINGLE_FILE, WEIGHT_INDEX
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import folder_lacks
+from gspo_megatron.files import folder_lacks, sync
 
 MAX_SHARD_BYTES = 5_000_000_000  # as in most published checkpoints
 

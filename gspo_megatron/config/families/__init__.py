@@ -13,6 +13,7 @@ from gspo_megatron.config.model_shape import (
     ModelShape,
     checkpoint_model_file,
     experts_in_layers,
+    no_folder,
     read_model,
 )
 from gspo_megatron.config.problems import problem
@@ -75,9 +76,9 @@ def preset_of_folder(path: str) -> ModelPreset:
     try:
         changed = file.stat()
     except OSError as error:
-        wrong = f"{file}: {error.strerror}"
+        wrong = f"{file}: {error.strerror}" if Path(path).is_dir() else no_folder(path)
         if checkpoint_model_file(path) is not None:
-            wrong = "holds checkpoints of gspo-megatron; use model.checkpoint_path for it"
+            wrong = "is a checkpoint of gspo-megatron; use model.checkpoint_path for it"
         raise ConfigError([problem("model.hf_path", path, wrong)]) from None
     return read_model("model.hf_path", file, describe, (changed.st_mtime_ns, changed.st_size))
 

@@ -29,7 +29,9 @@ def test_it_is_that_of_the_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, hf: dict[str, Any], token: int
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    for name in ("load_model", "load_rng", "load_weights"):
+    monkeypatch.setattr(start, "_damage_of", lambda *_: [])
+    monkeypatch.setattr(start, "on_main", lambda _: tmp_path)
+    for name in ("load_model", "load_rng"):
         monkeypatch.setattr(start, name, lambda *_: tmp_path)
     monkeypatch.setattr(start, "read_model", lambda _: {"hf": hf})
     monkeypatch.setattr(load, "load_hf", lambda *_: None)
@@ -44,7 +46,7 @@ def test_it_is_that_of_the_weights(
 def test_random_weights_have_none() -> None:
     config: Any = SimpleNamespace(model=SimpleNamespace(hf_path=None, checkpoint_path=None))
     policy: Any = StubPolicy()
-    assert start.load_initial_weights(config, policy) is None
+    assert start.load_starting_weights(config, policy, Start(), None) is None
     assert policy.models[0].padding_token is None
 
 

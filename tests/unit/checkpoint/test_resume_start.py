@@ -109,7 +109,7 @@ def test_the_newest_is_the_one_that_the_run_reached_last(config: Config) -> None
     assert found.checkpoint == path
     assert found.state is not None and found.state.position == Position("rl", 2, True)
     assert not found.is_finished
-    assert found.notes == [f"resuming from {path}"]
+    assert found.notes == [f"resuming from {path} at step 3 of 9"]
 
 
 def test_many_damaged_files_do_not_fill_the_screen(config: Config) -> None:
@@ -120,7 +120,7 @@ def test_many_damaged_files_do_not_fill_the_screen(config: Config) -> None:
     notes = preview(config, fresh=False).notes
     assert len(notes) == 10
     assert "42 more files" in notes[8]
-    assert notes[-1] == f"resuming from {whole}, the newest undamaged checkpoint"
+    assert notes[-1] == f"resuming from {whole}, the newest undamaged checkpoint, at step 2 of 9"
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,24 @@ def test_how_to_go_on_with_a_finished_run(config: Config) -> None:
     assert "raise training.steps" not in finished_text(decaying, state)
 
 
+def test_prompt_files_may_move_and_not_change_places(config: Config, tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("p.jsonl", "q.jsonl", "moved.jsonl")]
+    for path, text in zip(paths, ("{}", "{ }", "{ }"), strict=True):
+        path.write_text(text)
+    names = [str(path) for path in paths]
+    config = changed(config, f"data.prompts=[{names[0]}, {names[1]}]")
+    add(config, Position("rl", 3))
+    moved = changed(config, f"data.prompts=[{names[0]}, {names[2]}]")
+    notes = "\n".join(preview(moved, fresh=False).notes)
+    assert f"data.prompts: {names[:2]} -> {names[::2]}, with the same contents" in notes
+    for other in (f"[{names[1]}, {names[0]}]", names[0]):
+        with pytest.raises(ConfigError, match=r"data.prompts = .*: was \[.*, of other contents"):
+            preview(changed(config, f"data.prompts={other}"), fresh=False)
+
+
 def test_a_changed_prompt_file_is_refused(config: Config) -> None:
     add(config, Position("rl", 3))
-    Path(str(config.data.prompts)).write_text("{} ")
+    Path(config.data.prompts[0]).write_text("{} ")
     with pytest.raises(ConfigError, match="data.prompts = .*: its contents are not what they were"):
         preview(config, fresh=False)
 
@@ -165,7 +180,7 @@ def test_other_versions_are_told_of(config: Config, monkeypatch: pytest.MonkeyPa
         patch.setitem(state_at.__globals__, "versions", lambda: then)
         path = add(config, Position("rl", 3))
     assert preview(config, fresh=False).notes == [
-        f"resuming from {path}",
+        f"resuming from {path} at step 4 of 9",
         f"changed since then, and may change results: torch 2.1 -> {now['torch']}",
     ]
 
@@ -184,15 +199,15 @@ def test_an_own_function_whose_file_has_changed_is_told_of(
     module.write_text("def function(first): ...")
     config = changed(config, f"{key}=own_package.functions:function")
     path = add(config, Position("rl", 3))
-    assert preview(config, fresh=False).notes == [f"resuming from {path}"]
+    assert preview(config, fresh=False).notes == [f"resuming from {path} at step 4 of 9"]
     module.write_text("def function(first): return 1.0")
     told = f"{key}: the code of 'own_package.functions:function'"
     assert preview(config, fresh=False).notes == [
-        f"resuming from {path}",
+        f"resuming from {path} at step 4 of 9",
         f"changed since then, and may change results: {told}",
     ]
     module.unlink()  # whoever loads it says so
-    assert preview(config, fresh=False).notes == [f"resuming from {path}"]
+    assert preview(config, fresh=False).notes == [f"resuming from {path} at step 4 of 9"]
 
 
 def test_a_given_checkpoint_is_found_by_any_of_its_folders(config: Config, tmp_path: Path) -> None:
@@ -213,7 +228,7 @@ def test_given_weights_are_looked_at(config: Config) -> None:
     check_given(new, 48)
     (path / STATE_FILE).unlink()  # nothing of the run is needed
     check_given(new, 48)
-    with pytest.raises(ConfigError, match="model: vocab_size = 64: .* has 48"):
+    with pytest.raises(ConfigError, match="model.vocab_size = 64: .* has 48"):
         check_given(new, 64)
     (path / "model" / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(DataError, match="cut short"):
@@ -229,7 +244,9 @@ def test_all_sizes_that_differ_are_told(config: Config) -> None:
         weights_fit(path, config, 48)
     assert len(caught.value.problems) == 2
     shape = dataclasses.asdict(config.resolved_model())
-    assert f"model: num_layers = {shape['num_layers']}: {path} has 77" in caught.value.problems
+    assert (
+        f"model.megatron.num_layers = {shape['num_layers']}: {path} has 77" in caught.value.problems
+    )
     (path / MODEL_FILE).write_text("[]")
     with pytest.raises(DataError, match="lacks the model's shape"):
         weights_fit(path, config, 48)

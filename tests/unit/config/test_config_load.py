@@ -126,7 +126,8 @@ def test_scalars_are_read_as_people_mean_them(tmp_path: Path) -> None:
         (["objective.clip_low=3e-4"], "objective.clip_low", 3e-4),
         (["objective.clip_low="], "objective.clip_low", None),
         (["data.prompts="], "data.prompts", None),
-        (["data.prompts=a=b.jsonl"], "data.prompts", "a=b.jsonl"),
+        (["data.prompts=a=b.jsonl"], "data.prompts", ["a=b.jsonl"]),
+        (["data.prompts=[a.jsonl, b.jsonl]"], "data.prompts", ["a.jsonl", "b.jsonl"]),
         (["training.steps=1", "training.steps=2"], "training.steps", 2),
         (["reward.import_path=pkg.rewards:mine"], "reward.import_path", "pkg.rewards:mine"),
         (["parallel.layout=tp=2,pp=2"], "parallel.pipeline_model_parallel_size", 2),
@@ -190,7 +191,7 @@ parallel: 4
         ("training.steps='many'", "must be a valid integer"),
         ("training.steps=true", "must be a valid integer"),
         ("training.steps=1.5", "must be a valid integer"),
-        ("training.steps=0", "must be greater than or equal to 1"),
+        ("training.steps=-1", "must be greater than or equal to 0"),
         ("reward.scale=0", "must be greater than 0"),
         ("reward.clip=0", "must be greater than 0"),
         ("reward.overlong_buffer=0", "must be greater than or equal to 1"),
@@ -198,12 +199,16 @@ parallel: 4
         ("rollout.max_refills=-1", "must be greater than or equal to 0"),
         ("optimizer.beta1=1.0", "must be less than 1"),
         ("data.shuffle=1", "must be a valid boolean"),
-        ("data.prompts=''", "must have at least 1 character"),
+        ("data.tokenizer=''", "must have at least 1 character"),
         (
             "reward.import_path='no_colon'",
             "malformed; a custom reward function, package.module:function; replaces name",
         ),
         ("reward.options=5", "must be a mapping of keys, as in `key: value`"),
+        ("reward.workers=0", "must be greater than or equal to 1"),
+        ("reward.retries=-1", "must be greater than or equal to 0"),
+        ("reward.on_failure='zero'", "unknown value; legal: stop, drop_group"),
+        ("reward.weights.correct='high'", "must be a valid number"),
     ],
 )
 def test_each_problem_is_one_line_with_key_value_and_what_is_legal(
@@ -211,6 +216,17 @@ def test_each_problem_is_one_line_with_key_value_and_what_is_legal(
 ) -> None:
     line = f"{override.replace('=', ' = ')}: {wrong}"
     assert problems_of(write(tmp_path, MINIMAL), override) == [line]
+
+
+def test_one_path_is_written_as_it_was_given_and_several_as_a_list(tmp_path: Path) -> None:
+    for value, written in (
+        ("p.jsonl", "p.jsonl"),
+        ("[p.jsonl]", "p.jsonl"),
+        ("[p, q]", ["p", "q"]),
+    ):
+        config = load_config(write(tmp_path, MINIMAL), [f"data.prompts={value}"])
+        assert config.model_dump()["data"]["prompts"] == written
+        assert parse_config(config.model_dump()) == config
 
 
 def test_unknown_sections_items_of_lists_and_no_number(tmp_path: Path) -> None:

@@ -139,12 +139,12 @@ def test_loading_reports_fields_of_all_three_classes_with_schema_problems() -> N
         "model": {"megatron": {"hidden_sise": 64, "moe_router_dtype": "fp33"}},
         "optimizer": {"megatron": {"adam_beta1": 0.9, "exp_avg_dtype": "bf16"}},
         "parallel": {"ddp": {"bukcet_size": 3, "bucket_size": 4}},
-        "training": {"steps": 0},
+        "training": {"steps": -1},
     }
     with pytest.raises(ConfigError) as caught:
         parse_config(values)
     steps, size, dtype, beta, average, bucket = caught.value.problems
-    assert steps.startswith("training.steps = 0: ")
+    assert steps.startswith("training.steps = -1: ")
     assert size.startswith("model.megatron.hidden_sise = 64: ") and "hidden_size?" in size
     assert dtype.startswith("model.megatron.moe_router_dtype = 'fp33': must be one of fp32, fp64")
     assert beta == "optimizer.megatron.adam_beta1 = 0.9: has a key of its own; use optimizer.beta1"

@@ -36,6 +36,8 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
         (1, ["reward.overlong_buffer=31", "reward.overlong_penalty=0.5"]),
         (1, ["reward.scale=2", "reward.clip=3"]),
         (1, ["rollout.dynamic_sampling=true", "rollout.max_refills=0"]),
+        (1, ["training.steps=0", "data.prompts=", "data.eval_prompts=e.jsonl",
+             "checkpoint.keep_best=1", "training.evaluation_interval=5"]),
     ],
 )  # fmt: skip
 def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> None:
@@ -205,6 +207,16 @@ def test_prompts_are_only_needed_to_train() -> None:
     assert line == "data.prompts = null: needed to train; legal: a .jsonl or .parquet file"
 
 
+def test_a_run_of_no_steps_needs_held_out_prompts_only() -> None:
+    words = ("training.steps=0", "data.prompts=")
+    (line,) = problems_of(1, *words, for_training=True)
+    assert line == (
+        "training.steps = 0: evaluates only, and there is nothing to evaluate on; legal: from 1, "
+        "or give data.eval_prompts"
+    )
+    assert problems_of(1, *words, "data.eval_prompts=e.jsonl", for_training=True) == []
+
+
 def test_every_layout_that_passes_resolves_and_multiplies_out() -> None:
     """Over all small layouts: the rules accept exactly those whose groups tile the world."""
     accepted = 0
@@ -221,3 +233,31 @@ def test_every_layout_that_passes_resolves_and_multiplies_out() -> None:
         assert tp * pp * cp * resolved.data_parallel_size == world
         assert etp * ep * pp * resolved.expert_data_parallel_size == world
     assert accepted > 50
+
+
+@pytest.mark.parametrize(
+    ("nodes", "overrides", "told"),
+    [
+        ("", [], None),
+        ("a,b", ["rollout.engine=vllm", "rollout.vllm.servers=4"], None),
+        (
+            "a,b",
+            ["rollout.engine=vllm", "rollout.vllm.servers=3"],
+            "rollout.vllm.servers = 3: does not spread evenly over the 2 nodes of "
+            "GSPO_ROLLOUT_NODES = a,b; legal: multiples of 2",
+        ),
+        (
+            "a",
+            ["rollout.engine=vllm", "rollout.vllm.urls=[http://x]"],
+            "rollout.vllm.servers = 0",
+        ),
+        ("a", [], "rollout.engine = 'megatron': nothing runs on the nodes of GSPO_ROLLOUT_NODES"),
+    ],
+)
+def test_nodes_for_rollouts_have_servers(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, overrides: list[str], told: str | None
+) -> None:
+    monkeypatch.setenv("GSPO_ROLLOUT_NODES", nodes)
+    problems = problems_of(1, *overrides)
+    assert len(problems) == (told is not None)
+    assert told is None or problems[0].startswith(told)

@@ -240,7 +240,7 @@ def test_what_keeps_a_folder_from_being_read(tmp_path: Path) -> None:
     (broken / "config.json").write_text("{")
     (listed / "config.json").write_text("[1]")
     for path, named in (
-        (tmp_path / "absent", "No such file"),
+        (tmp_path / "absent", "no such folder"),
         (folder(tmp_path / "llama", model_type="llama", architectures=["Llama"]), "Llama"),
         (broken, "cannot be read"),
         (listed, "not a JSON object"),

@@ -12,6 +12,8 @@ from gspo_megatron.data.toy import train_toy_tokenizer
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.types import Prompt, Sample
 
+MESSAGES = ({"role": "user", "content": "ab>"},)
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
@@ -22,7 +24,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_responses_become_samples(tokenizer: Tokenizer, kind: Callable) -> None:
     eos = tokenizer.eos_id
     prompts = [
-        Prompt("ab>", "ba", "p:1", {"task": "reversal"}),
+        Prompt("ab>", "ba", "p:1", {"task": "reversal"}, (), MESSAGES, "p:1"),
         Prompt("1+1=", "2", "p:2"),
         Prompt("abc>", "cba", "p:3"),
     ]
@@ -41,10 +43,10 @@ def test_responses_become_samples(tokenizer: Tokenizer, kind: Callable) -> None:
     )
     fields = {"task": "reversal"}
     assert samples == [
-        Sample("ab>", "ba", "ba", False, fields, 3),
-        Sample("ab>", "ba", "", False, fields, 1),
-        Sample("abc>", "cba", "", True, {}, 0),
-        Sample("abc>", "cba", "cbab", True, {}, 4),
+        Sample("ab>", "ba", "ba", False, fields, 3, MESSAGES, "p:1", 3),
+        Sample("ab>", "ba", "", False, fields, 1, MESSAGES, "p:1", 3),
+        Sample("abc>", "cba", "", True, {}, 0, num_prompt_tokens=4),
+        Sample("abc>", "cba", "cbab", True, {}, 4, num_prompt_tokens=4),
     ]
     assert [type(sample.truncated) for sample in samples] == [bool] * 4
     assert SingleTurn(tokenizer).samples([], [], [], [], [], []) == []

@@ -67,7 +67,10 @@ def test_ranks_share_sequences_and_prompts(work_of: Any) -> None:
     work = work_of("dp=3", 3)
     assert work.micro_batches == 4  # 7 of 20 sequences, in twos
     assert (work.rollout_prompts, work.rollout_rows) == (4, 16)
-    assert work_of("dp=3", 3, batch_size=9).rollout_rows == 8  # whole groups
+    work = work_of("dp=3", 3, batch_size=9)
+    assert (work.rollout_prompts, work.rollout_rows) == (3, 9)
+    assert work_of("dp=3", 3, batch_size=99).rollout_rows == 16
+    assert work_of("dp=3", 3, engine="vllm").rollout_rows == 0
 
 
 def held_by_the_schedule(stages: int, stage: int, chunks: int, micro_batches: int) -> list[int]:

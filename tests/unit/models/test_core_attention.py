@@ -188,6 +188,18 @@ def test_no_tensor_has_an_element_for_every_query_and_key(monkeypatch: pytest.Mo
     assert largest.elements <= max(s.numel() for s in states) < 512 * 1024 / 8
 
 
+def test_on_the_meta_device_tiles_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an estimate of a long context would spend minutes on tiles that are alike."""
+    monkeypatch.setattr(core_attention, "MASK_ELEMENTS", 2048)
+    _, of_queries = zigzag_order(512, cp_group(2, 1))
+    here, meta = (
+        cut_into_tiles(of_queries[None], 1, torch.device(kind)).tiles for kind in ("cpu", "meta")
+    )
+    assert [tile for tile, _ in here] == [tile for tile, _ in meta]
+    shapes = {(tile.stop - tile.start, keys) for tile, keys in meta}
+    assert len(meta) > 100 and len(shapes) <= 4
+
+
 def context_parallel_states(length: int, rank: int) -> tuple[Tensor, ...]:
     """[batch, heads, tokens, dim]: query of one of two ranks, key and value of both."""
     generator = torch.Generator().manual_seed(rank)

@@ -252,5 +252,5 @@ def test_attention_that_cannot_be_built_is_refused_by_name(
     }
     config = SimpleNamespace(**values | changes)
     with pytest.raises(UserError) as error:
-        block_spec(config, backend, None, joint_qk_norm=joint_qk_norm)
+        block_spec(config, backend, [False], None, joint_qk_norm=joint_qk_norm)
     assert str(error.value).startswith(parts[0]) and all(part in str(error.value) for part in parts)

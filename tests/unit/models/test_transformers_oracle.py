@@ -291,7 +291,7 @@ def policy_like(model: PreTrainedModel, case: Case, dtype: torch.dtype) -> Polic
         for name, parameter in ours.named_parameters():
             assert parameter.shape == weights[name].shape, name
             parameter.copy_(weights[name])
-    policy.set_padding_token(model.config.pad_token_id)
+    policy.set_padding_token({"pad_token_id": model.config.pad_token_id})
     return policy
 
 

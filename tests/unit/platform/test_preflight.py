@@ -141,7 +141,7 @@ def test_memory_that_another_program_uses() -> None:
     reports = cluster(5, 3)
     reports[6] = with_metrics(reports[6], {MEMORY: 66.0})
     ((host, (line,)),) = judge(reports, 0.7, {}).problems.items()
-    assert host == "node01" and line.startswith("rank 6: free memory 66 GiB, 8")
+    assert host == "node01" and line.startswith("rank 6: free memory 66 GB, 8")
 
 
 def test_devices_and_drivers_that_are_missing_or_of_another_kind() -> None:
@@ -237,7 +237,7 @@ def test_a_rank_says_what_driver_it_has(nvidia_smi: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(preflight, "select_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**9, 10**9))
     nvidia_smi.write_text('#!/bin/sh\necho "$@" | grep -q driver_version && echo 580.65; exit 0\n')
     report = Report(2, "n7", "NVIDIA H100", driver="580.65", metrics={MEMORY: 1.0})
     monkeypatch.setenv("SLURMD_NODENAME", "n7")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron.interrupts import SAVES
 from gspo_megatron.platform import stop as stopping
 from gspo_megatron.platform.stop import (
     SIGNALS,
@@ -17,6 +18,7 @@ from gspo_megatron.platform.stop import (
     TimeWatch,
     parse_time_left,
 )
+from tests.programs import wait_until
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -30,6 +32,29 @@ def test_a_signal_is_noted_and_does_not_end_the_process(number: signal.Signals) 
     assert signal.getsignal(number) is before
     with StopSignals(enabled=False) as stop:  # a run that saves nothing leaves signals alone
         assert signal.getsignal(number) is before and not stop.is_requested
+
+
+def test_an_interrupt_is_noted_only_while_the_run_can_be_saved(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once; without SAVES, before the run has begun to train, and after it, it ends the process."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    try:
+        for enabled, saves in ((True, False), (False, True), (True, True)):
+            monkeypatch.setattr(os, "environ", {SAVES: "1"} if saves else {})
+            with StopSignals(enabled=enabled) as stop:
+                with pytest.raises(KeyboardInterrupt):
+                    interrupt()
+                with pytest.raises(KeyboardInterrupt), stop.at_interrupt(tells=True):
+                    interrupt()
+                    assert enabled and saves and stop.is_requested
+                    interrupt()
+                with pytest.raises(KeyboardInterrupt):
+                    interrupt()
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert wait_until(lambda: "press Ctrl-C again to end at once" in capfd.readouterr().err)
 
 
 class Job(SlurmJob):

@@ -21,7 +21,7 @@ from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
 from gspo_megatron.rl.loop import collect, compute_advantages
 from gspo_megatron.rl.rollouts import Collector, Experience, Scores, join, select_sequences
-from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.engine import Draw, Requests, Sampling
 from gspo_megatron.types import Prompt, RolloutBatch, Sample, TurnRewards
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -71,18 +71,21 @@ class Engine:
 
 
 class Prompts:
-    """Draws prompts 0, 1, 2, ...; those in `flat` are answered alike."""
+    """Prompts 0, 1, 2, ..., of which a call draws the next; those in `flat` are answered alike."""
 
     def __init__(self, *flat: int) -> None:
         self.flat, self.drawn = flat, 0
 
-    def __call__(self) -> list[Prompt]:
-        numbers = range(self.drawn, self.drawn + PROMPTS)
+    def __call__(self) -> list[int]:
         self.drawn += PROMPTS
-        return [
-            Prompt(f"prompt {n}", "flat" if n in self.flat else "", f"f:{n}", {}, (5,) * (n % 3))
-            for n in numbers
-        ]
+        return [*range(self.drawn - PROMPTS, self.drawn)]
+
+    def __getitem__(self, n: int) -> Prompt:
+        answer = "flat" if n in self.flat else ""
+        return Prompt(f"prompt {n}", answer, f"f:{n}", {}, (5,) * (n % 3))
+
+
+DRAW = Draw("step_00000001", "data.prompts", [], 0, GROUP, SAMPLING, 1, version=0)
 
 
 def number(sample: Sample) -> int:
@@ -104,6 +107,7 @@ def collector(
 ) -> Collector:
     return Collector(
         config_of(**sections),
+        {},
         Engine(),
         SingleTurn(Tokenizer()),
         Reward("mine", function),
@@ -114,7 +118,17 @@ def collector(
 def collected(
     draw: Prompts, function: Callable[[Sample], Any] = by_length, **sections: dict[str, Any]
 ) -> Experience:
-    return collect(collector(function, **sections), draw, SAMPLING, 1)
+    return drawn_by(collector(function, **sections), draw)
+
+
+def drawn_by(found: Collector, draw: Prompts) -> Experience:
+    found.prompts = {"data.prompts": draw}
+    return collect(found, draw, DRAW)
+
+
+def evaluated(found: Collector) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    found.prompts = {"data.eval_prompts": [Prompts()[n] for n in range(PROMPTS)]}
+    return found.evaluate()
 
 
 def token_advantages(experience: Experience, **sections: dict[str, Any]) -> torch.Tensor | None:
@@ -153,7 +167,12 @@ def test_a_plain_step_takes_every_response() -> None:
         "reward/mean": pytest.approx(2.75 / 6),
         "reward/std": pytest.approx(statistics.pstdev([0.125, 0.25, 1, 1, 0.125, 0.25])),
         "reward/zero_spread_groups": pytest.approx(1 / 3),
+        "reward/errors": 0,
         "response/length_mean": pytest.approx(13 / 6),
+        "response/length_p50": 2,  # of 1, 1, 2, 2, 3, 4
+        "response/length_p90": pytest.approx(3.5),
+        "response/length_p99": pytest.approx(3.95),
+        "response/length_max": 4,
         "response/truncated": pytest.approx(1 / 6),
     }
 
@@ -161,7 +180,7 @@ def test_a_plain_step_takes_every_response() -> None:
 def test_groups_without_spread_make_room_for_further_prompts() -> None:
     draw = Prompts(0, 2, 4)
     found = collector(rollout=DYNAMIC)
-    experience = collect(found, draw, SAMPLING, 1)
+    experience = drawn_by(found, draw)
     assert draw.drawn == 2 * PROMPTS
     assert found.engine.samples == list(range(12))  # each once: other random numbers for each
     batch = experience.batch
@@ -201,7 +220,7 @@ def test_written_samples_are_the_first_of_all_and_as_the_reward_has_them() -> No
     draw = Prompts(0, 2, 4)
     sections = {"reward": {"scale": 3.0}, "logging": {"samples_per_step": 3}}
     found = collector(by_length, rollout=DYNAMIC, **sections)
-    experience = collect(found, draw, SAMPLING, 1)
+    experience = drawn_by(found, draw)
     assert [(s.prompt, s.response) for s in experience.samples] == [
         ("prompt 0", ""),
         ("prompt 0", "B"),
@@ -250,7 +269,7 @@ def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
     found = collector(
         first_and_rest, objective=TOKENS, reward={"scale": scale}, logging={"samples_per_step": 9}
     )
-    experience = collect(found, Prompts(), SAMPLING, 1)
+    experience = drawn_by(found, Prompts())
     plain = [0, 1.5, 3.5, 5.5, 2, 3.5]
     assert experience.scores.shaped.tolist() == [scale * r for r in plain]
     assert experience.metrics["reward/mean"] == pytest.approx(sum(plain) / 6)
@@ -302,7 +321,7 @@ def test_rewards_of_turns_with_an_objective_of_sequences() -> None:
 def test_an_evaluation_takes_the_sum_and_no_shaping() -> None:
     sections = {"reward": {"scale": 9.0, "overlong_buffer": 2}}
     found = collector(in_turns, **sections)
-    metrics = found.evaluate(Prompts()())
+    metrics, _ = evaluated(found)
     # one response a prompt, of 1, 2 and 3 tokens: 1, 1 and 1 + 2
     assert metrics == {
         "evaluation/reward": pytest.approx(5 / 3),
@@ -310,10 +329,127 @@ def test_an_evaluation_takes_the_sum_and_no_shaping() -> None:
     }
 
 
+def test_a_held_out_response_is_correct_from_a_reward_on() -> None:
+    found = collector(evaluation={"correct_at": 0.25})
+    metrics, responses = evaluated(found)
+    assert metrics == {"evaluation/reward": 0.25, "evaluation/accuracy": pytest.approx(2 / 3)}
+    told = [(r["prompt"], r["response"], r["reward"], r["correct"]) for r in responses]
+    assert told == [
+        ("prompt 0", "", 0.125, False),
+        ("prompt 1", "B", 0.25, True),
+        ("prompt 2", "CC", 0.375, True),
+    ]
+    assert [(r["num_tokens"], r["truncated"], r["answer"]) for r in responses] == [
+        (1, False, ""),
+        (2, False, ""),
+        (3, False, ""),
+    ]
+    assert "parts" not in responses[0] and "row_id" in responses[0]
+
+
+# --- Parts of rewards, and calls that fail --------------------------------------------------------
+
+
+def in_parts(sample: Sample) -> dict[str, float]:
+    return {"short": 1 - sample.num_tokens / 4, "late": number(sample)}
+
+
+def test_parts_are_logged_and_their_weighted_sum_is_trained_on() -> None:
+    sections = {"reward": {"weights": {"late": 0.5}, "scale": 2.0}}
+    experience = collected(Prompts(), in_parts, **sections)
+    short, late = [0.75, 0.5, 0.25, 0, 0.75, 0.5], [0, 0, 1, 1, 2, 2]
+    rewards = [a + b / 2 for a, b in zip(short, late, strict=True)]
+    assert experience.scores.rewards.tolist() == rewards
+    assert experience.scores.shaped.tolist() == [2 * r for r in rewards]
+    assert experience.metrics["reward/mean"] == pytest.approx(sum(rewards) / 6)
+    assert experience.metrics["reward/short"] == pytest.approx(sum(short) / 6)
+    assert experience.metrics["reward/late"] == 1
+    assert experience.sample_parts == [{"late": 0, "short": 0.75}, {"late": 0, "short": 0.5}]
+    assert "parts" not in experience.describe()
+    _, responses = evaluated(collector(in_parts))
+    assert [r["parts"]["late"] for r in responses] == [0, 1, 2]
+
+
+def failing_for(*prompts: int, since: int = 0) -> Callable[[Sample], float]:
+    """Fails for all but the first response to these prompts."""
+
+    def reward(sample: Sample) -> float:
+        if number(sample) in prompts and sample.num_tokens > since:
+            raise ConnectionError("no judge")
+        return by_length(sample)
+
+    return reward
+
+
+DROPPING = {"retries": 0, "on_failure": "drop_group"}
+
+
+def test_the_group_of_a_failed_call_is_left_out_and_counted() -> None:
+    """The second response of group 0, of two tokens, has no reward."""
+    experience = collected(Prompts(), failing_for(0, since=1), reward=DROPPING)
+    assert experience.batch.group_index.tolist() == [1, 1, 2, 2]
+    assert experience.scores.shaped.tolist() == [3 / 8, 4 / 8, 1 / 8, 2 / 8]
+    rewards = [1 / 8, 3 / 8, 4 / 8, 1 / 8, 2 / 8]  # all there are
+    assert experience.metrics["reward/mean"] == pytest.approx(sum(rewards) / 5)
+    assert experience.metrics["reward/std"] == pytest.approx(statistics.pstdev(rewards))
+    assert experience.metrics["reward/zero_spread_groups"] == 0
+    assert experience.metrics["reward/errors"] == 1
+    assert experience.metrics["reward/failed_groups"] == 1
+    assert experience.metrics["response/length_mean"] == pytest.approx(13 / 6)
+    assert experience.num_tokens == 13
+
+
+def test_dynamic_sampling_replaces_groups_of_failed_calls() -> None:
+    draw = Prompts(2)
+    experience = collected(draw, failing_for(1), rollout=DYNAMIC, reward=DROPPING)
+    assert draw.drawn == 2 * PROMPTS
+    assert experience.batch.group_index.tolist() == [0, 0, 3, 3, 4, 4]
+    assert experience.metrics["reward/failed_groups"] == 1
+    assert experience.metrics["rollout/groups_dropped"] == 3
+
+
+def test_without_any_spread_the_first_draw_has_no_failed_group_either() -> None:
+    draw = Prompts(*range(1, 100))
+    experience = collected(draw, failing_for(0), rollout=DYNAMIC, reward=DROPPING)
+    assert experience.batch.group_index.tolist() == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("rollout", [{}, DYNAMIC])
+def test_a_step_or_evaluation_without_any_reward_ends_the_run(rollout: dict[str, Any]) -> None:
+    reward = failing_for(*range(100))
+    with pytest.raises(RewardError, match="'mine': its calls failed in all groups of a step"):
+        collected(Prompts(), reward, rollout=rollout, reward=DROPPING)
+    with pytest.raises(RewardError, match="its calls failed in all groups of an evaluation"):
+        evaluated(collector(reward, reward=DROPPING))
+
+
+def test_an_evaluation_leaves_failed_calls_out() -> None:
+    found = collector(failing_for(1), reward=DROPPING, evaluation={"correct_at": 0.2})
+    metrics, responses = evaluated(found)
+    assert metrics == {
+        "evaluation/reward": 0.25,  # 1/8 and 3/8
+        "evaluation/accuracy": 0.5,
+        "evaluation/failed": 1,
+    }
+    assert [r["reward"] for r in responses] == [0.125, None, 0.375]
+    assert [r["correct"] for r in responses] == [False, None, True]
+
+
+def test_first_calls_that_all_fail_do_not_settle_that_there_are_no_parts() -> None:
+    def reward(sample: Sample) -> dict[str, float]:
+        if number(sample) < PROMPTS:
+            raise ConnectionError("no judge")
+        return in_parts(sample)
+
+    experience = collected(Prompts(), reward, rollout=DYNAMIC, reward=DROPPING)
+    assert experience.batch.group_index.tolist() == [3, 3, 4, 4, 5, 5]
+    assert experience.metrics["reward/late"] == 4
+
+
 def test_each_response_that_is_scored_is_a_sign_of_life() -> None:
     signs: list[str] = []
     with heard_by(lambda: signs.append("")):
-        collector().evaluate(Prompts()())
+        evaluated(collector())
     assert len(signs) == PROMPTS
 
 

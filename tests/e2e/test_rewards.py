@@ -1,0 +1,158 @@
+"""Rewards that fail, held-out responses, and runs that evaluate only, with the real command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import write_config
+from tests.e2e.resuming import assert_same_run, checkpoint_names, make_small, records, train
+
+pytestmark = pytest.mark.slow
+
+STEPS, EVALUATED, RESPONSES = 4, 8, 16
+LAST = f"rl_{STEPS:08d}"
+
+# Fails from call `broken_at` on, as long as there is a file of that name. Ranks count together:
+# each call appends a letter.
+REWARD = """
+import zlib
+from pathlib import Path
+folder = Path(__file__).parent
+def parts(sample):
+    calls, broken = folder / "calls", folder / "broken_at"
+    with calls.open("a") as file:
+        file.write("x")
+    if broken.exists() and calls.stat().st_size > int(broken.read_text()):
+        raise ConnectionError("the judge is away")
+    value = zlib.crc32(repr((sample.prompt, sample.response)).encode()) % 97 / 96
+    return {"value": value, "short": 1 - sample.num_tokens / 6}
+"""
+
+
+def config_in(toy: Path, folder: Path, **sections: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "judging.py").write_text(REWARD)
+    reward = {"import_path": "judging:parts", "weights": {"short": 0.1}, "retries": 1}
+    training = {"steps": STEPS} | sections.pop("training", {})
+    return make_small(
+        write_config(toy, folder),
+        reward=reward,
+        training=training,
+        checkpoint={"interval": 10},
+        evaluation={"correct_at": 0.5},
+        **sections,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a whole run on two ranks."""
+    path = config_in(toy, tmp_path_factory.mktemp("undisturbed") / "whole")
+    train(path, "parallel.layout=dp=2")
+    return path.parent / "run"
+
+
+def held_out(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("good_calls", "finished"),
+    [
+        (EVALUATED + 2 * RESPONSES, 2),  # step 3 has no reward
+        (EVALUATED + STEPS * RESPONSES, STEPS),  # its evaluation has none
+    ],
+)
+def test_a_reward_that_fails_loses_no_finished_step(
+    toy: Path, tmp_path: Path, undisturbed: Path, good_calls: int, finished: int
+) -> None:
+    path = config_in(toy, tmp_path / "broken")
+    run, broken = path.parent / "run", path.parent / "broken_at"
+    broken.write_text(str(good_calls))
+    result = train(path, "parallel.layout=dp=2", expect=2)
+    saved = run / "checkpoints" / f"rl_{finished:08d}"
+    failed, kept = result.stderr.splitlines()[-2:]
+    assert failed.startswith(
+        "reward 'judging:parts' raised ConnectionError: the judge is away (judging.py:"
+    )
+    assert "in the last of 2 calls; prompt" in failed
+    assert kept == (
+        f"{saved}: the run is saved, with {finished} finished steps; the same command continues "
+        "it once the reward works"
+    )
+    assert checkpoint_names(run) == ["latest", saved.name]
+    assert [r["step"] for r in records(run)] == list(range(min(finished + 1, STEPS)))
+
+    if finished < STEPS:  # it is still away
+        again = train(path, "parallel.layout=dp=2", expect=2).stderr
+        assert kept in again and checkpoint_names(run) == ["latest", saved.name]
+    broken.unlink()
+    train(path, "parallel.layout=dp=2")
+    assert_same_run(run, undisturbed, LAST)
+    assert held_out(run) == held_out(undisturbed)
+    if finished == STEPS:
+        assert "finished, with 4 of 4 steps" in train(path, "parallel.layout=dp=2").stdout
+
+
+def test_held_out_responses_and_parts_are_written(undisturbed: Path, toy: Path) -> None:
+    found = held_out(undisturbed)
+    prompts = [json.loads(line)["prompt"] for line in (toy / "test.jsonl").read_text().splitlines()]
+    assert [(r["phase"], r["step"], r["prompt"]) for r in found] == [
+        ("rl", step, prompt) for step in (0, STEPS) for prompt in prompts
+    ]
+    for step in (0, STEPS):
+        responses = [r for r in found if r["step"] == step]
+        (record,) = (r for r in records(undisturbed) if r["step"] == step)
+        rewards = [r["reward"] for r in responses]
+        assert record["evaluation/reward"] == pytest.approx(sum(rewards) / EVALUATED)
+        assert record["evaluation/accuracy"] == sum(r >= 0.5 for r in rewards) / EVALUATED
+        for r in responses:
+            assert r["correct"] == (r["reward"] >= 0.5)
+            assert r["reward"] == pytest.approx(r["parts"]["value"] + 0.1 * r["parts"]["short"])
+    samples = [
+        json.loads(line) for line in (undisturbed / "samples.jsonl").read_text().splitlines()
+    ]
+    assert all(sample["parts"].keys() == {"short", "value"} for sample in samples)
+
+
+def test_without_checkpoints_nothing_is_saved(toy: Path, tmp_path: Path) -> None:
+    path = config_in(toy, tmp_path / "broken")
+    (path.parent / "broken_at").write_text(str(EVALUATED + RESPONSES))
+    result = train(path, "checkpoint.interval=0", "reward.retries=0", expect=2)
+    assert result.stderr.splitlines()[-1] == "nothing is saved: checkpoint.interval = 0"
+    assert checkpoint_names(path.parent / "run") == []
+
+
+def test_a_run_of_no_steps_evaluates(toy: Path, tmp_path: Path, undisturbed: Path) -> None:
+    path = config_in(toy, tmp_path / "evaluation", logging={"dir": str(tmp_path / "run")})
+    model = f"model.checkpoint_path={undisturbed}"
+    words = ("training.steps=0", "data.prompts=", model, "logging.plots=true")
+    for earlier in ([], [tmp_path / "run.1"]):
+        result = train(path, *words)
+        run = tmp_path / "run"
+        (record,) = records(run)
+        final = records(undisturbed)[-1]
+        for key in ("evaluation/reward", "evaluation/accuracy"):
+            assert record[key] == final[key]
+        # the model of the whole run, at its end
+        mine, theirs = held_out(run), held_out(undisturbed)[EVALUATED:]
+        assert [r["response"] for r in mine] == [r["response"] for r in theirs]
+        assert record["step"] == 0 and not checkpoint_names(run)
+        assert "held-out accuracy (reward ≥ 0.5)" in result.stdout
+        assert "held-out reward" in result.stdout
+        assert "held-out accuracy (reward ≥ 0.5)" in (run / "report.html").read_text()
+        assert "(reward >= 0.5)" in result.stderr
+        assert [p for p in earlier if not p.exists()] == []
+
+
+def test_a_run_of_no_steps_needs_something_to_evaluate(toy: Path, tmp_path: Path) -> None:
+    path = config_in(toy, tmp_path / "evaluation")
+    result = train(path, "training.steps=0", "data.eval_prompts=", expect=2)
+    assert result.stderr == (
+        "training.steps = 0: evaluates only, and there is nothing to evaluate on; legal: from 1, "
+        "or give data.eval_prompts\n"
+    )

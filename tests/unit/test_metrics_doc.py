@@ -1,0 +1,100 @@
+"""docs/metrics.md has every key that a run writes to metrics.jsonl, and no others."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import yaml
+
+from gspo_megatron.config.objectives import RECIPES
+from gspo_megatron.data.toy import write_toy_dataset
+from tests.e2e.resuming import TINY_MODEL, all_records, write_corpus
+from tests.programs import ROOT, gspo
+from tests.unit.objectives.batches import make_inputs, make_objective
+
+PAGE = ROOT / "docs" / "metrics.md"
+# The page calls a part NAME, too.
+REWARD = "def reward(sample):\n    return {'NAME': sample.num_tokens % 3 / 3}\n"
+ALL_OPTIONS = {  # an RL run with everything that adds metrics
+    "rollout": {
+        "group_size": 4,
+        "prompts_per_step": 4,
+        "max_response_tokens": 6,
+        "dynamic_sampling": True,
+        "max_refills": 1,
+    },
+    "reward": {"import_path": "parts:reward", "scale": 2.0, "on_failure": "drop_group"},
+    "objective": {
+        "mini_batches": 2,
+        "kl": "k3",
+        "kl_coefficient": 0.01,
+        "correction": "sequence_mask",
+        "off_policy_mask": 0.1,
+    },
+    "routing": {"replay": "r2", "volatility": True},
+}
+# Written by runs with servers only: tests/vllm holds such a run against this set.
+SERVED = {
+    *("sync/seconds", "sync/bytes", "sync/version"),
+    *("engine/tokens_per_second", "engine/kv_usage", "engine/restarts"),
+    *("rollout/resubmitted", "replay/missing_rows"),
+}
+
+
+def documented() -> set[str]:
+    """The keys in the first column of the page's tables; {a,b} stands for both."""
+    cells = re.findall(r"^\| (`[^|]*) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    keys = set()
+    for name in re.findall(r"`([^`]+)`", " ".join(cells)):
+        head, _, several = name.removesuffix("}").partition("{")
+        keys |= {head + each for each in several.split(",")}
+    return keys
+
+
+def normalised(keys: set[str]) -> set[str]:
+    return {re.sub(r"layer_\d+", "layer_NN", key) for key in keys}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The keys that small runs of all stages write."""
+    folder = tmp_path_factory.mktemp("metrics")
+    write_toy_dataset(folder, "mixed", train=32, test=4, seed=1)
+    write_corpus(folder / "tokenizer.model", folder / "text", 30)
+    train, test, text = (str(folder / name) for name in ("train.jsonl", "test.jsonl", "text"))
+    data = {
+        "train": {"prompts": train, "eval_prompts": test},
+        "sft": {"examples": train, "eval_examples": test},
+        "pretrain": {"train": [text], "evaluation_share": 0.3, "sequence_length": 16},
+    }
+    (folder / "parts.py").write_text(REWARD)
+    keys = set()
+    for stage, files in data.items():
+        own = ALL_OPTIONS if stage == "train" else {"training": {"batch_size": 4}}
+        config = own | {
+            "model": {"megatron": TINY_MODEL},
+            "data": files | {"tokenizer": str(folder / "tokenizer.model")},
+            "training": {"steps": 1, "precision": "fp32"} | own.get("training", {}),
+            "logging": {"dir": str(folder / stage), "plots": False},
+        }
+        (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config))
+        gspo(stage, folder / f"{stage}.yaml", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+        keys |= {key for record in all_records(folder / stage) for key in record}
+    return normalised(keys)
+
+
+@pytest.mark.slow
+def test_the_page_has_every_key_and_no_other(written: set[str]) -> None:
+    assert written - documented() == set(), "missing on the page"
+    assert documented() - written == SERVED, "on the page, but never written"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_objectives_have_no_other_keys(name: str) -> None:
+    objective = make_objective(name)
+    outputs = objective(make_inputs(1, with_reference=objective.needs_reference))
+    keys = set(objective.complete(dict.fromkeys(outputs.means, 1.0)))
+    keys |= {f"{key}/p50" for key in outputs.values}
+    assert keys - documented() == set()
