@@ -93,8 +93,7 @@ class Run:
         for process in self.processes:
             if process.poll() is None:
                 found += psutil.Process(process.pid).children(recursive=True)
-        alive = [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        return sorted(alive, key=lambda each: each.create_time())
+        return sorted(filter(is_alive, found), key=lambda each: each.create_time())
 
 
 def make_run(folder: Path, python: Path, **sections: Mapping[str, Any]) -> Run:
@@ -128,6 +127,14 @@ def make_run(folder: Path, python: Path, **sections: Mapping[str, Any]) -> Run:
             known[key] = {**known[key], **value} if key == "vllm" else value
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return Run(folder)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """A killed process that nobody has waited for yet is dead."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 300) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from gspo_megatron.config.load import load_config
 from gspo_megatron.rl.served_rollouts import weights_folder
-from tests.vllm.runs import Run, make_run, wait_for
+from tests.vllm.runs import Run, is_alive, make_run, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 LONG = {"group_size": 4, "prompts_per_step": 6, "max_response_tokens": 100}
@@ -58,7 +58,7 @@ def test_servers_and_service_that_die_or_hang_cost_no_response(
     assert "has not answered or drawn a token for" in said
     assert "the rollout service was killed by SIGKILL: starting it again" in said
     assert_trained_once(run, 6)
-    wait_for(lambda: not any(each.is_running() for each in left))
+    wait_for(lambda: not any(map(is_alive, left)))
     assert not new_weights.parent.exists()
 
 
@@ -77,7 +77,7 @@ def test_a_killed_trainer_takes_all_with_it_and_goes_on_where_it_was(
     left = [*run.services(), *run.servers()]
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    wait_for(lambda: not any(each.is_running() for each in left))
+    wait_for(lambda: not any(map(is_alive, left)))
     assert not weights_folder(load_config(tmp_path / "config.yaml")).exists()
     run.finish(run.start())
     assert_trained_once(run, 4)
