@@ -182,6 +182,11 @@ class VllmSection(Section):
     options: dict[str, Any] = harmless(
         {}, "further options of the servers that are started, as {max_num_seqs: 128}"
     )
+    weight_transport: Literal["auto", "nccl", "disk"] = harmless(
+        "auto",
+        "how new weights get to the servers: nccl, from rank 0 to their workers (gloo on CPUs); "
+        "disk, by a folder; auto: nccl on GPUs where the servers can",
+    )
     weights_dir: Text | None = harmless(
         None,
         "folder for new weights on their way to the servers, which all machines of the run see; "

@@ -1,7 +1,7 @@
 """Responses that vLLM servers draw: the ranks' end of the rollout service.
 
-    weights   all ranks -> a Hugging Face folder -> servers, which prove that they have them
-    responses servers -> service -> bank -> each rank reads its own share
+weights   all ranks -> a Hugging Face folder -> servers, which prove that they have them
+responses servers -> service -> bank -> each rank reads its own share
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from gspo_megatron.checkpoint.hf.export import export_hf
+from gspo_megatron.checkpoint.hf.export import export_hf, stream_hf, stream_specs
 from gspo_megatron.config import Config
+from gspo_megatron.config.families import family_of
 from gspo_megatron.config.model_shape import experts_in_layers
 from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.data.inputs import Inputs
@@ -40,6 +43,7 @@ from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, read_groups
 from gspo_megatron.rollout.service.episodes import draw_to_json
 from gspo_megatron.rollout.service.handle import Handle
 from gspo_megatron.rollout.service.pool import Probe
+from gspo_megatron.rollout.weight_stream import WeightStream, exhaust
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
 
@@ -78,6 +82,9 @@ class ServedCollector(Collector):
             self.layers = [number - 1 for number in attach_hooks(policy.models)]
         self.handle: Handle | None = None  # on rank 0
         self.has_started = False
+        self.version = 0  # of the newest weights
+        self.streams = False  # the servers take weights from rank 0, without a folder
+        self.sender: WeightStream | None = None  # on rank 0
         self.drawn: dict[str, float] = defaultdict(float)  # since the last weights
 
     # Weights
@@ -89,14 +96,20 @@ class ServedCollector(Collector):
         if not self.has_started:
             on_main(self._start)
             self.has_started = True
-        folder = weights_folder(self.config) / f"version_{version:08d}"
-        tokenizer = self.config.data.tokenizer
-        export_hf(self.policy, folder, hf_config=self.hf_config, tokenizer=tokenizer)
+        self.version = version
         probe = dataclasses.asdict(self._probe())
-        weights = {"version": version, "folder": str(folder), "probe": probe}
-        on_main(lambda: self._service().take_weights(weights))
-        self._wait(lambda: self._service().weights_arrived())
-        num_bytes = on_main(lambda: _drop_older(folder))
+        weights = {"version": version, "folder": None, "probe": probe, "stream": None}
+        if self.streams:
+            num_bytes = self._send(weights)
+        else:
+            weights["folder"], num_bytes = self._write()
+            on_main(lambda: self._service().take_weights(weights))
+        arrived = self._wait(lambda: self._service().weights_status())
+        on_main(lambda: _drop_older(self._folder()))
+        wanted = self.config.rollout.vllm.weight_transport
+        self.streams = arrived["can_stream"] and (
+            wanted == "nccl" or (wanted == "auto" and self.device.type == "cuda")
+        )
         figures = on_main(lambda: self._service().figures())
         drawn, self.drawn = self.drawn, defaultdict(float)
         metrics = {
@@ -112,6 +125,42 @@ class ServedCollector(Collector):
             metrics["replay/missing_rows"] = drawn["missing_routes"] / drawn["routes"]
         return metrics
 
+    def _folder(self) -> Path:
+        """Of the newest weights."""
+        return weights_folder(self.config) / f"version_{self.version:08d}"
+
+    def _write(self) -> tuple[str, int]:
+        """The newest weights as a folder; returns it, and its bytes. All ranks call it."""
+        folder, tokenizer = self._folder(), self.config.data.tokenizer
+        export_hf(self.policy, folder, hf_config=self.hf_config, tokenizer=tokenizer)
+        count = on_main(lambda: sum(f.stat().st_size for f in folder.glob("*.safetensors")))
+        return str(folder), count
+
+    def _offer_folder(self) -> None:
+        """The newest weights for a server that starts again."""
+        folder, _ = self._write()
+        on_main(lambda: self._service().offer_folder(folder))
+
+    def _send(self, weights: dict[str, Any]) -> int:
+        """The newest weights to all servers that can take them; returns their bytes. All ranks call
+        it."""
+        family = None if self.hf_config is None else family_of(self.hf_config)
+        specs = stream_specs(self.policy, family=family)
+        tensors = stream_hf(self.policy, family=family)
+
+        def begin() -> None:
+            if self.sender is None:
+                self.sender = _sender(self.config, self.device)
+            self.plan = self.sender.plan(specs)
+            self.receivers = self._service().take_weights({**weights, "stream": self.plan})
+
+        on_main(begin)
+        if self.sender is None:
+            exhaust(tensors)
+        else:
+            self.sender.send(self.plan, self.receivers, tensors, self._service().receivers)
+        return sum(spec.nbytes for spec in specs.values())
+
     def after_checkpoint(self, step: int) -> None:
         """See Collector: the draws of these steps may go."""
         on_main(lambda: self._service().forget(step))
@@ -126,10 +175,15 @@ class ServedCollector(Collector):
         assert self.handle is not None, "only rank 0 talks to the service"
         return self.handle
 
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Until rank 0 finds that it is done. `is_done` waits for some seconds itself."""
-        while not on_main(is_done):
-            pass
+    def _wait(self, status: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Ask rank 0 for a status until that is done, and return it. `status` waits for some
+        seconds itself. A server that starts again meanwhile gets the newest weights."""
+        while True:
+            found, wants = on_main(lambda: (status(), self._service().wants_folder))
+            if wants:
+                self._offer_folder()
+            if found["done"]:
+                return found
 
     def _start(self) -> None:
         """Start the service; on rank 0."""
@@ -196,17 +250,17 @@ class ServedCollector(Collector):
         """See Collector. Raises RolloutError, on all ranks, where no server is left."""
         start = time.perf_counter()
         on_main(lambda: self._service().begin_draw(draw_to_json(draw)))
-        status: dict[str, Any] = {}
+        before = None
 
-        def is_done() -> bool:
-            before = status.get("tokens")
-            status.update(self._service().draw_status(draw.name))
+        def look() -> dict[str, Any]:
+            nonlocal before
+            status = self._service().draw_status(draw.name)
             if status["tokens"] != before:
                 heartbeat()
-            return status["done"]
+            before = status["tokens"]
+            return status
 
-        self._wait(is_done)
-        self.drawn["tokens"] += on_main(lambda: status["tokens"])
+        self.drawn["tokens"] += self._wait(look)["tokens"]
         self.drawn["seconds"] += time.perf_counter() - start
         return self._experience(draw)
 
@@ -288,9 +342,24 @@ def weights_folder(config: Config) -> Path:
     return parent / f"gspo-megatron-weights-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
 
 
-def _drop_older(newest: Path) -> int:
-    """Remove the weights that no server needs any more; returns the bytes of the newest."""
+def _drop_older(newest: Path) -> None:
+    """Remove the weights that no server needs any more."""
     for folder in newest.parent.iterdir():
         if folder != newest:
             shutil.rmtree(folder, ignore_errors=True)
-    return sum(file.stat().st_size for file in newest.glob("*.safetensors"))
+
+
+def _sender(config: Config, device: torch.device) -> WeightStream:
+    """Listens where the servers find this machine: on loopback, unless some are on others. Raises
+    RolloutError where the name that other ranks know it by is no address of this machine."""
+    hosts = [urlsplit(url).hostname or "" for url in config.rollout.vllm.urls]
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    if not rollout_nodes() and all(each in ("localhost", "127.0.0.1") for each in hosts):
+        host = "127.0.0.1"
+    try:
+        return WeightStream(socket.gethostbyname(host), device, config.rollout.vllm.update_seconds)
+    except OSError as error:
+        raise RolloutError(
+            f"{host}: cannot listen for servers there: {error.strerror or error}; legal: "
+            "MASTER_ADDR is a name of rank 0's machine, or rollout.vllm.weight_transport: disk"
+        ) from error

@@ -39,6 +39,7 @@ SETTINGS = PoolSettings(
     max_model_len=2048,
     dtype="float32",
     with_routes=True,
+    must_stream=False,
     restarts=0,
     update_seconds=60,
     silence_seconds=60,

@@ -48,11 +48,7 @@ def export_hf(
     family = family_of_shape(policy.shape) if hf_config is None else family_of(hf_config)
     dtype = dtype or policy.config.params_dtype
     config = export_config(policy.shape, policy.vocab_size, dtype, hf_config)
-    weights = weight_map(family, policy.shape, policy.vocab_size)
-    specs = {
-        name: torch.empty(weights.shapes[name], dtype=kind, device="meta")
-        for name, kind in _dtypes(weights, dtype).items()
-    }
+    specs = stream_specs(policy, family=family, dtype=dtype)
     writer = HfWriter(path, specs, max_shard_bytes=max_shard_bytes)
     is_main = dist.get_rank() == MAIN_RANK
     with contextlib.ExitStack() as stack:
@@ -107,6 +103,18 @@ def stream_hf(
         if everywhere and dist.get_world_size() > 1:
             dist.broadcast(tensor, src=MAIN_RANK)
         yield name, tensor
+
+
+def stream_specs(
+    policy: Policy, *, family: Family | None = None, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """What `stream_hf` yields, in order, on the meta device."""
+    family = family_of_shape(policy.shape) if family is None else family
+    weights = weight_map(family, policy.shape, policy.vocab_size)
+    return {
+        name: torch.empty(weights.shapes[name], dtype=kind, device="meta")
+        for name, kind in _dtypes(weights, dtype or policy.config.params_dtype).items()
+    }
 
 
 def _dtypes(weights: WeightMap, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -80,10 +80,17 @@ class Client:
             return parse_response(found, len(prompt), facts, routes=routes)
 
     async def load_weights(
-        self, folder: str, version: str, *, seconds: float, forgets_prepacked: bool
+        self,
+        folder: str | None,
+        version: str,
+        *,
+        seconds: float,
+        forgets_prepacked: bool,
+        stream: Mapping[str, Any] | None = None,
     ) -> None:
-        """Replace the weights by those of a Hugging Face folder. Requests under way are held and go
-        on with the new weights; what the server remembers of prompts is forgotten.
+        """Replace the weights by those of a Hugging Face folder, or by what rank 0 sends: `stream`
+        has the arguments of `GspoWorker.receive_weights`. Requests under way are held and go on
+        with the new weights; what the server remembers of prompts is forgotten.
 
         forgets_prepacked: the server has our worker extension. On CPUs vLLM packs experts for its
         kernels at the first load only, and would silently ignore the new ones."""
@@ -91,7 +98,10 @@ class Client:
         try:
             if forgets_prepacked:
                 await self._remote("forget_prepacked_experts", {}, seconds)
-            await self._remote("reload_weights", {"weights_path": folder}, seconds)
+            if stream is not None:
+                await self._remote("receive_weights", stream, seconds)
+            else:
+                await self._remote("reload_weights", {"weights_path": folder}, seconds)
             named = {"new_version": version}
             await self._call("POST", "/update_weight_version", named, seconds=seconds)
             await self._call("POST", "/reset_prefix_cache", seconds=seconds)

@@ -30,17 +30,34 @@ class Handle:
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
         self._draws: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name
+        self.wants_folder = False  # a server waits for `offer_folder`
         self._process: subprocess.Popen[str] | None = None
         self._start()
 
-    def take_weights(self, weights: dict[str, Any]) -> None:
-        """Begin to bring all servers to new weights: see `pool.Weights`."""
-        self._weights = weights
-        self._call("POST", "/weights", weights)
+    def take_weights(self, weights: dict[str, Any]) -> dict[str, int]:
+        """Begin to bring all servers to new weights: see `pool.Weights`. Returns to whom rank 0 has
+        to send them: key of a server -> number of its workers."""
+        # what a new service is told: its servers are new, and can load from a folder alone
+        self._weights = {**weights, "stream": None}
+        return self._call("POST", "/weights", weights)["receivers"]
 
-    def weights_arrived(self) -> bool:
-        """Whether all servers that are left have proven the new weights. Waits some seconds."""
-        return self._done(self._call("GET", "/weights"))
+    def receivers(self) -> list[str]:
+        """Keys of the servers that wait for weights from rank 0."""
+        return self._call("GET", "/weights/receivers")
+
+    def offer_folder(self, folder: str) -> None:
+        """The newest weights are in this folder now."""
+        assert self._weights is not None, "weights that nobody has made"
+        self._weights["folder"] = folder
+        self._call("POST", "/weights/folder", {"folder": folder})
+        self.wants_folder = False
+
+    def weights_status(self) -> dict[str, bool]:
+        """done: all servers that are left have proven the new weights; can_stream: they can take
+        them from rank 0. Waits some seconds."""
+        status = self._call("GET", "/weights")
+        self._done(status)
+        return status
 
     def begin_draw(self, draw: dict[str, Any]) -> None:
         """Ask for responses: see `episodes.Draw`."""
@@ -129,8 +146,6 @@ class Handle:
         self._start()
         if self._weights is not None:
             self._ask("POST", "/weights", self._weights)
-            while not self._done(self._ask("GET", "/weights")):
-                pass
         for draw in self._draws.values():
             self._ask("POST", "/draws", draw)
 
@@ -145,9 +160,9 @@ class Handle:
         with opener.open(request, timeout=_CALL_SECONDS) as answer:
             return json.load(answer)
 
-    @staticmethod
-    def _done(status: dict[str, Any]) -> bool:
+    def _done(self, status: dict[str, Any]) -> bool:
         """Whether what was asked for is there. Raises its error."""
+        self.wants_folder = status.get("wants_folder", False)
         error = status.get("error")
         if error is not None:
             kinds = {each.__name__: each for each in (DataError, RewardError, RolloutError)}

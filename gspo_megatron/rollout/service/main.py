@@ -101,6 +101,7 @@ class Service:
             max_model_len=self.config.resolved_model().max_sequence_length,
             dtype=self.settings["dtype"],
             with_routes="r3" in self.config.routing.modes,
+            must_stream=section.weight_transport == "nccl",
             restarts=section.restarts,
             update_seconds=section.update_seconds,
             silence_seconds=section.silence_seconds,
@@ -183,6 +184,8 @@ class Service:
         app.router.add_get("/draws/{name}", self._draw_status)
         app.router.add_post("/weights", self._take_weights)
         app.router.add_get("/weights", self._weights_status)
+        app.router.add_post("/weights/folder", self._offer_folder)
+        app.router.add_get("/weights/receivers", self._receivers)
         app.router.add_post("/forget", self._forget)
         app.router.add_get("/figures", self._figures)
         return app
@@ -209,18 +212,32 @@ class Service:
     async def _draw_status(self, request: web.Request) -> web.Response:
         running = self.draws.running[request.match_info["name"]]
         assert running.task is not None
-        await asyncio.wait([running.task], timeout=LONGEST_WAIT)
-        return web.json_response(running.status())
+        await self._until_news(running.task)
+        return web.json_response({**running.status(), "wants_folder": self.pool.wants_folder})
+
+    async def _until_news(self, task: asyncio.Task[Any]) -> None:
+        """Wait for its end, for some seconds, or until rank 0 has to do something for a server."""
+        asked = asyncio.create_task(self.pool.asks_for_folder())
+        await asyncio.wait([task, asked], timeout=LONGEST_WAIT, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
 
     async def _take_weights(self, request: web.Request) -> web.Response:
         given = await request.json()
         weights = Weights(**{**given, "probe": Probe(**given["probe"])})
-        self.updating = asyncio.create_task(self.pool.update(weights))
+        receivers = self.pool.take(weights)
+        self.updating = asyncio.create_task(self.pool.bring())
+        return web.json_response({"receivers": receivers})
+
+    async def _offer_folder(self, request: web.Request) -> web.Response:
+        await self.pool.offer_folder((await request.json())["folder"])
         return web.json_response({})
+
+    async def _receivers(self, _: web.Request) -> web.Response:
+        return web.json_response([s.receives for s in self.pool.servers if s.receives])
 
     async def _weights_status(self, _: web.Request) -> web.Response:
         assert self.updating is not None
-        await asyncio.wait([self.updating], timeout=LONGEST_WAIT)
+        await self._until_news(self.updating)
         error = self.updating.exception() if self.updating.done() else None
         if error is not None and not isinstance(error, UserError):
             raise error
@@ -228,7 +245,8 @@ class Service:
             {
                 "done": self.updating.done(),
                 "error": None if error is None else {"kind": "RolloutError", "text": str(error)},
-                "versions": {each.name: each.version for each in self.pool.servers},
+                "wants_folder": self.pool.wants_folder,
+                "can_stream": all(each.can_stream for each in self.pool.servers if each.serves),
             }
         )
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -53,8 +54,9 @@ class Weights:
     """A version of the policy's weights on its way to the servers."""
 
     version: int  # steps that the policy has made
-    folder: str  # Hugging Face folder
+    folder: str | None  # Hugging Face folder; None: not written until a server asks for it
     probe: Probe
+    stream: Mapping[str, Any] | None = None  # WeightStream.plan: rank 0 sends them
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class PoolSettings:
     max_model_len: int
     dtype: str  # as vLLM names it
     with_routes: bool
+    must_stream: bool  # rank 0 sends the weights; no folder
     restarts: int
     update_seconds: float
     silence_seconds: float
@@ -82,7 +85,9 @@ class Server:
     why_out: str | None = "has not started yet"
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
     restarts: int = 0
-    forgets_prepacked: bool = False  # has our worker extension
+    is_extended: bool = False  # has our worker extension
+    workers: int = 0  # processes of the server that hold weights; 0: more than one engine
+    receives: str | None = None  # while rank 0 sends it weights: their group's key
     tokens: float = 0.0  # drawn so far, by its own count
     kv_usage: float = 0.0  # share of its cache in use
     heard: float = 0.0  # when it last answered or drew a token
@@ -92,6 +97,11 @@ class Server:
     def serves(self) -> bool:
         return self.version is not None
 
+    @property
+    def can_stream(self) -> bool:
+        """Whether rank 0 can send it weights."""
+        return self.is_extended and self.workers > 0
+
 
 class Pool:
     """The servers of a run."""
@@ -100,6 +110,7 @@ class Pool:
         self.servers, self.settings = list(servers), settings
         self.weights: Weights | None = None
         self.resubmitted = 0
+        self.wants_folder = False  # a server starts again, and its weights are in no folder
         self._changed = asyncio.Condition()  # a server has begun or ceased to serve, or has room
         self._watcher: asyncio.Task[None] | None = None
 
@@ -115,31 +126,71 @@ class Pool:
 
     # Weights
 
-    async def update(self, weights: Weights) -> None:
-        """Bring all servers to new weights; the first time, start them. Raises RolloutError where
-        no server is left, or where one is at fault that the user has to mend."""
-        first, self.weights = self.weights is None, weights
+    def take(self, weights: Weights) -> dict[str, int]:
+        """Make these the newest weights. Returns to whom rank 0 has to send them, where it sends
+        them: key of a server -> number of its workers."""
+        self.weights = weights
+        for number, server in enumerate(self.servers):
+            if weights.stream is not None and server.serves and server.can_stream:
+                server.receives = f"{os.getpid()}/{number}/{server.restarts}"
+        return {each.receives: each.workers for each in self.servers if each.receives}
+
+    async def bring(self) -> None:
+        """Bring all servers to the newest weights; the first time, start them. Raises RolloutError
+        where no server is left, or where one is at fault that the user has to mend."""
+        weights, first = self.weights, self._watcher is None
+        assert weights is not None, "weights that nobody has made"
         if first:
             self._watcher = asyncio.create_task(self._watch())
         for server in self.servers:
-            bring = self._begin(server, weights) if first else self._renew(server, weights)
-            server.tending = asyncio.create_task(_after(server.tending, bring))
+            work = self._begin(server) if first else self._renew(server, weights)
+            server.tending = asyncio.create_task(_after(server.tending, work))
         await asyncio.gather(*(server.tending for server in self.servers))
         left = [server for server in self.servers if server.version == weights.version]
         # At the start every server has to be sound: a run that begins with fewer was set up wrong.
         if not left or (first and len(left) < len(self.servers)):
             raise RolloutError("\n".join(self.problems()))
 
+    async def update(self, weights: Weights) -> None:
+        """`take` and `bring`."""
+        self.take(weights)
+        await self.bring()
+
+    async def offer_folder(self, folder: str) -> None:
+        """The newest weights are there now."""
+        assert self.weights is not None, "weights that nobody has made"
+        self.weights = replace(self.weights, folder=folder)
+        self.wants_folder = False
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _newest_in_a_folder(self) -> Weights:
+        """The newest weights; waits until they are in a folder."""
+        async with self._changed:
+            while True:
+                assert self.weights is not None, "a server that never had weights"
+                if self.weights.folder is not None:
+                    return self.weights
+                self.wants_folder = True
+                self._changed.notify_all()
+                await self._changed.wait()
+
+    async def asks_for_folder(self) -> None:
+        """Wait until a server needs the newest weights in a folder."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.wants_folder)
+
     def problems(self) -> list[str]:
         """Why servers are out."""
         return [f"{each.name}: {each.why_out}" for each in self.servers if each.why_out]
 
-    async def _begin(self, server: Server, weights: Weights) -> None:
+    async def _begin(self, server: Server) -> None:
         """The first weights of a server: those it is started with, or loaded into a running one."""
+        weights = await self._newest_in_a_folder()
         deadline = time.monotonic() + self.settings.update_seconds
         try:
             if server.start is not None:
-                server.process = server.start(weights.folder)
+                server.process = server.start(str(weights.folder))
             await self._wait_until_healthy(server, deadline)
             await self._check(server, deadline)
             if server.start is None:
@@ -153,6 +204,8 @@ class Pool:
         if server.why_out is not None or server.version == weights.version:
             return
         try:
+            if server.receives is None:
+                weights = await self._newest_in_a_folder()
             deadline = time.monotonic() + self.settings.update_seconds
             await self._load(server, weights, deadline)
             await self._prove(server, weights, named=True)
@@ -162,12 +215,20 @@ class Pool:
 
     async def _load(self, server: Server, weights: Weights, deadline: float) -> None:
         server.version = None  # nothing is sent to it meanwhile
-        await server.client.load_weights(
-            weights.folder,
-            str(weights.version),
-            seconds=max(deadline - time.monotonic(), 0.1),
-            forgets_prepacked=server.forgets_prepacked,
-        )
+        stream = None
+        if server.receives is not None:
+            group = {"key": server.receives, "world_size": server.workers + 1}
+            stream = {"plan": weights.stream, **group}
+        try:
+            await server.client.load_weights(
+                weights.folder,
+                str(weights.version),
+                seconds=max(deadline - time.monotonic(), 0.1),
+                forgets_prepacked=server.is_extended,
+                stream=stream,
+            )
+        finally:
+            server.receives = None
 
     async def _prove(self, server: Server, weights: Weights, *, named: bool) -> None:
         """Let the server serve if it has these weights. Raises RolloutError where it has not."""
@@ -232,8 +293,14 @@ class Pool:
             lacks.append(
                 f"takes {found['max_model_len']} tokens: --max-model-len {wanted.max_model_len}"
             )
-        extension = found["parallel_config"].get("worker_extension_cls") or ""
-        server.forgets_prepacked = extension == WORKER
+        layout = found["parallel_config"]
+        server.is_extended = layout.get("worker_extension_cls") == WORKER
+        server.workers = layout["world_size"] if layout["data_parallel_size"] == 1 else 0
+        if wanted.must_stream and not server.can_stream:
+            lacks.append(
+                "takes no weights from rank 0 (weight_transport nccl): --worker-extension-cls "
+                f"{WORKER}, and no data parallelism"
+            )
         if lacks:
             raise RolloutError("; ".join(lacks))
 
@@ -300,7 +367,7 @@ class Pool:
 
     async def _put_out(self, server: Server, why: str) -> None:
         """Send it nothing any more, and what it had to others."""
-        server.version = None
+        server.version = server.receives = None
         for call in tuple(server.in_flight):
             call.cancel()
         await asyncio.sleep(_MOMENT)
@@ -314,10 +381,8 @@ class Pool:
         """Start one of ours again, while it has restarts left, with the newest weights."""
         while server.start is not None and server.restarts < self.settings.restarts:
             server.restarts += 1
-            weights = self.weights
-            assert weights is not None, "a server that never had weights"
             print(f"{server.name}: {server.why_out}; restart {server.restarts}", flush=True)
-            await self._begin(server, weights)
+            await self._begin(server)
             if server.serves:
                 return
         print(f"{server.name} is out: {server.why_out}", flush=True)

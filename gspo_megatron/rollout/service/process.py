@@ -123,7 +123,8 @@ def needed_arguments(folder: str, dtype: str, *, routes: bool, on_cpu: bool) -> 
         "enable_scale_out": True,
         "generation_config": "vllm",  # not the model's own temperature and the like
         **({"enable_return_routed_experts": True} if routes else {}),
-        **({"enforce_eager": True, "worker_extension_cls": WORKER} if on_cpu else {}),
+        "worker_extension_cls": WORKER,
+        **({"enforce_eager": True} if on_cpu else {}),
     }
 
 

@@ -10,8 +10,14 @@ server's.
 from __future__ import annotations
 
 import hmac
+import math
 import os
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"
 
@@ -20,6 +26,9 @@ class GspoWorker:
     """Methods for `/collective_rpc`. vLLM adds this class to the bases of its worker."""
 
     model_runner: Any  # of vLLM's worker
+    device: torch.device
+    rank: int  # in the server, from 0
+    _sender: tuple[str, dist.ProcessGroup] | None = None  # key, and the group with rank 0 of a run
 
     def forget_prepacked_experts(self) -> int:
         """Make the next `reload_weights` pack the experts again; returns the number of MoE layers.
@@ -38,6 +47,59 @@ class GspoWorker:
         for method in methods:
             method.moe_kernel = None
         return len(methods)
+
+    def receive_weights(self, plan: Mapping[str, Any], key: str, world_size: int) -> int:
+        """Load the tensors that rank 0 of a run sends; returns their number.
+
+        plan: WeightStream.plan of that run; key: of this server there; world_size: of its group.
+        The group stays for the next version, under the same key.
+        """
+        if self._sender is None or self._sender[0] != key:
+            self._sender = (key, self._join(plan, key, world_size))
+        group, count = self._sender[1], sum(len(each["tensors"]) for each in plan["buckets"])
+        try:
+            self.reload_weights(weights_iterator=self._received(group, plan["buckets"]))
+        except BaseException:
+            self._sender = None
+            raise
+        return count
+
+    def _join(self, plan: Mapping[str, Any], key: str, world_size: int) -> dist.ProcessGroup:
+        """The group with rank 0 of a run, beside the groups of vLLM."""
+        seconds = timedelta(seconds=plan["seconds"])
+        store = dist.TCPStore(
+            plan["host"], plan["port"], is_master=False, wait_for_workers=False, timeout=seconds
+        )
+        rank = self.rank + 1
+        store.set(f"{key}/{rank}", "here")
+        own = dist.PrefixStore(key, store)
+        if plan["backend"] == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = seconds
+            return dist.ProcessGroupNCCL(own, rank, world_size, options)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = seconds
+        if plan["host"].startswith("127."):  # rank 0 listens there alone
+            device = dist.ProcessGroupGloo.create_device(hostname=plan["host"])
+        else:
+            device = dist.ProcessGroupGloo.create_default_device()
+        options._devices = [device]
+        return dist.ProcessGroupGloo(own, rank, world_size, options)
+
+    def _received(
+        self, group: dist.ProcessGroup, buckets: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) in the order in which they are sent. vLLM may keep a tensor until its
+        layer is whole, so every bucket has memory of its own."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        for bucket in buckets:
+            buffer = torch.empty(bucket["bytes"], dtype=torch.uint8, device=self.device)
+            group.broadcast([buffer], options).wait()
+            for name, dtype, shape, start in bucket["tensors"]:
+                kind = getattr(torch, dtype)
+                content = buffer[start : start + math.prod(shape) * kind.itemsize]
+                yield name, content.view(kind).view(shape)
 
 
 class TokenGuard:

@@ -1,0 +1,180 @@
+"""New weights to running servers over the network, without a file: rank 0's end.
+
+Rank 0 and the workers of one server form a process group: NCCL on GPUs, gloo on CPUs. Every server
+has a group of its own, so one that dies takes no other with it. Tensors travel as bytes in buckets,
+whose layout the workers are told beforehand (`GspoWorker.receive_weights` is the other end).
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET_BYTES = 64 << 20
+_ALIGNMENT = 16  # bytes: of a tensor in its bucket
+_LOOK_SECONDS = 1.0  # between two looks at the servers, while one keeps us waiting
+
+
+class WeightStream:
+    """Sends weights to servers, again and again."""
+
+    def __init__(self, host: str, device: torch.device, seconds: float) -> None:
+        """host: the address of this machine at which the servers find rank 0; seconds: a server
+        that takes longer for one version is dropped. Raises OSError where it is no address of this
+        machine."""
+        self.host, self.device, self.seconds = host, device, seconds
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        listener = socket.create_server((host, 0))
+        self.port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
+            master_listen_fd=listener.detach(),  # without it the store listens on all interfaces
+        )
+        self._groups: dict[str, dist.ProcessGroup] = {}  # of the servers, by key
+
+    def plan(self, specs: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What workers have to know, as JSON. specs: tensors on the meta device, in the order in
+        which they are sent."""
+        return {
+            "host": self.host,
+            "port": self.port,
+            "backend": self.backend,
+            "seconds": self.seconds,
+            "buckets": bucket_layout(specs, BUCKET_BYTES),
+        }
+
+    def send(
+        self,
+        plan: Mapping[str, Any],
+        receivers: Mapping[str, int],
+        tensors: Iterator[tuple[str, Tensor]],
+        receiving: Callable[[], Collection[str]],
+    ) -> None:
+        """Send the tensors to the receivers: key of a server -> number of its workers. A server
+        that fails is dropped; the service finds out why.
+
+        The iterator is consumed to its end in any case. receiving(): keys of the servers that still
+        wait for weights.
+        """
+        deadline = time.monotonic() + self.seconds
+        groups = {key: self._groups.pop(key, None) for key in receivers}
+        self._groups = {}  # of servers that are gone
+        for key, workers in receivers.items():
+            groups[key] = groups[key] or self._join(key, workers, receiving, deadline)
+        for bucket in plan["buckets"]:
+            buffer = torch.empty(bucket["bytes"], dtype=torch.uint8, device=self.device)
+            for name, _, _, start in bucket["tensors"]:
+                found, tensor = next(tensors)
+                assert found == name, f"{found} instead of {name}"
+                content = tensor.contiguous().view(-1).view(torch.uint8)
+                buffer[start : start + len(content)] = content
+            works = {key: _broadcast(group, buffer) for key, group in groups.items() if group}
+            for key, work in works.items():
+                if not _completes(work, lambda key=key: key in receiving(), deadline):
+                    _abort(groups[key])
+                    groups[key] = None
+        assert next(tensors, None) is None, "more tensors than planned"
+        self._groups = {key: group for key, group in groups.items() if group}
+
+    def _join(
+        self,
+        key: str,
+        workers: int,
+        receiving: Callable[[], Collection[str]],
+        deadline: float,
+    ) -> dist.ProcessGroup | None:
+        """The group with a server's workers; None where they do not come. To make a group blocks,
+        so it begins only when all workers have said that they are there."""
+        names = [f"{key}/{rank}" for rank in range(1, workers + 1)]
+        while not self._store.check(names):
+            if key not in receiving() or time.monotonic() > deadline:
+                return None
+            time.sleep(0.02)
+        store = dist.PrefixStore(key, self._store)
+        seconds = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+        try:
+            return _new_group(self.backend, store, workers + 1, seconds, self.host)
+        except RuntimeError:
+            return None
+
+
+def bucket_layout(specs: Mapping[str, Tensor], limit: int) -> list[dict[str, Any]]:
+    """[{bytes, tensors: [[name, dtype, shape, start], ...]}, ...]: where the bytes of each tensor
+    are. A bucket has `limit` bytes at most, or a single tensor."""
+    buckets: list[dict[str, Any]] = []
+    for name, spec in specs.items():
+        size = math.ceil(spec.nbytes / _ALIGNMENT) * _ALIGNMENT
+        if not buckets or buckets[-1]["bytes"] + size > limit:
+            buckets.append({"bytes": 0, "tensors": []})
+        bucket, dtype = buckets[-1], str(spec.dtype).removeprefix("torch.")
+        bucket["tensors"].append([name, dtype, list(spec.shape), bucket["bytes"]])
+        bucket["bytes"] += size
+    return buckets
+
+
+def exhaust(tensors: Iterable[Any]) -> None:
+    """The part of the ranks that send nothing themselves."""
+    for _ in tensors:
+        pass
+
+
+def _new_group(
+    backend: str, store: dist.Store, size: int, seconds: timedelta, host: str
+) -> dist.ProcessGroup:
+    """Rank 0 of a group outside of the default one. Raises RuntimeError."""
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = seconds
+        return dist.ProcessGroupNCCL(store, 0, size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = seconds
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    return dist.ProcessGroupGloo(store, 0, size, options)
+
+
+def _broadcast(group: dist.ProcessGroup, buffer: Tensor) -> dist.Work | None:
+    """None where the group is broken."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    try:
+        return group.broadcast([buffer], options)
+    except RuntimeError:
+        return None
+
+
+def _completes(work: dist.Work | None, is_wanted: Callable[[], bool], deadline: float) -> bool:
+    """Wait for a broadcast; False where the other side has given up. Not by `wait` alone: a peer
+    that dies would hold NCCL up until the timeout, which ends the whole process."""
+    if work is None:
+        return False
+    look = time.monotonic() + _LOOK_SECONDS
+    pause = 1e-5
+    while not work.is_completed():
+        if time.monotonic() > look:
+            if time.monotonic() > deadline or not is_wanted():
+                return False
+            look = time.monotonic() + _LOOK_SECONDS
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _abort(group: dist.ProcessGroup | None) -> None:
+    if group is not None and hasattr(group, "abort"):
+        group.abort()

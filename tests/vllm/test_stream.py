@@ -1,0 +1,42 @@
+"""rollout.vllm.weight_transport: nccl with real vLLM servers; on CPUs the tensors go over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.config.load import load_config
+from gspo_megatron.rl.served_rollouts import weights_folder
+from tests.vllm.runs import make_run
+from tests.vllm.test_faults import LONG, assert_trained_once, begun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def test_rank_0_sends_the_weights_and_a_server_that_dies_gets_them_in_a_folder(
+    vllm_python: Path, tmp_path: Path
+) -> None:
+    run = make_run(
+        tmp_path,
+        vllm_python,
+        parallel={"layout": "tp=2,ep=2"},
+        rollout={**LONG, "vllm": {"servers": 2, "weight_transport": "nccl"}},
+        training={"steps": 5, "precision": "fp32"},
+    )
+    folder = weights_folder(load_config(tmp_path / "config.yaml"))
+    versions: list[str] = []
+    process = run.start()
+    run.wait(process, lambda: begun(run, 2))
+    versions += [each.name for each in folder.iterdir()]
+    run.wait(process, lambda: begun(run, 3))
+    versions += [each.name for each in folder.iterdir()]
+    assert set(versions) <= {"version_00000000"}  # of the start; nothing was written since
+    run.servers()[0].kill()  # while it generates
+    run.wait(process, lambda: any(each.name > "version_00000000" for each in folder.iterdir()))
+    run.wait(process, lambda: begun(run, 5))
+    said = run.finish(process)
+    assert "server 0: was killed by SIGKILL; restart 1" in said
+    assert_trained_once(run, 5)
+    for record in run.steps():
+        assert record["sync/bytes"] > 1e6 and record["sync/version"] == record["step"]
