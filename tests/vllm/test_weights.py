@@ -178,12 +178,47 @@ def test_weights_that_did_not_all_arrive_are_found(
 
     async def work(pool: Pool) -> None:
         await pool.update(weights(0, old))
-        with pytest.raises(RolloutError, match="does not have the trainer's weights"):
+        with pytest.raises(RolloutError, match="does not have the trainer's weights") as caught:
             await pool.update(weights(1, sent, like=new))
+        # the server has what it was told to load
+        assert "its tensors have the folder's sums" in str(caught.value)
         with pytest.raises(RolloutError, match="no server is left"):
             await pool.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
 
     served([vllm_server], work)
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_tensors_that_are_not_the_folder_s_are_named_by_family_and_layer(
+    vllm_server: Running, old: Path, new: Path, tmp_path: Path, at_start: bool
+) -> None:
+    """In an update the probe has to find them first. At the start they are found where no log-prob
+    would show it."""
+    step = 1e-6 if at_start else 1.0
+    wrong = (".layers.1.mlp.experts.3.up_proj.", ".layers.1.mlp.experts.7.", ".3.input_layernorm.")
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * (1 + step) if any(part in name for part in wrong) else tensor
+
+    sabotaged = changed(new, tmp_path / "sabotaged", change)
+
+    class Sabotaged(Client):
+        async def load_weights(self, folder: str, version: str, **options: Any) -> None:
+            sent = sabotaged if at_start or version == "1" else folder
+            await super().load_weights(str(sent), version, **options)
+
+    async def work(pool: Pool) -> None:
+        version = 0
+        if not at_start:
+            await pool.update(weights(0, old))
+            version = 1
+        with pytest.raises(RolloutError) as caught:
+            await pool.update(weights(version, new))
+        told = str(caught.value)
+        assert told.endswith("not as in the folder: experts of layer 1; norms of layer 3")
+        assert ("log-probs" in told) is not at_start
+
+    served([vllm_server], work, Sabotaged)
 
 
 class LeftBehind(Client):

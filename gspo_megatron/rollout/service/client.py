@@ -108,6 +108,12 @@ class Client:
         finally:
             await self._call("POST", "/resume", seconds=seconds)
 
+    async def weight_sums(self, folder: str | None, *, seconds: float) -> list[dict[str, Any]]:
+        """GspoWorker.weight_sums of every worker; only where the server has it."""
+        found = await self._remote("weight_sums", {"folder": folder}, seconds)
+        with self._malformed():
+            return list(found["results"])
+
     async def weight_version(self, *, seconds: float) -> str:
         found = await self._call("GET", "/weight_info", seconds=seconds)
         with self._malformed():
@@ -139,10 +145,10 @@ class Client:
         with self._malformed():
             return set(found["paths"])
 
-    async def _remote(self, method: str, arguments: Mapping[str, Any], seconds: float) -> None:
-        """Call a method of vLLM's workers."""
+    async def _remote(self, method: str, arguments: Mapping[str, Any], seconds: float) -> Any:
+        """Call a method of vLLM's workers; returns the answer."""
         given = {"method": method, "kwargs": dict(arguments), "timeout": seconds}
-        await self._call("POST", "/collective_rpc", given, seconds=seconds)
+        return await self._call("POST", "/collective_rpc", given, seconds=seconds)
 
     async def _call(
         self,

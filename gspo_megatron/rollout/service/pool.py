@@ -28,11 +28,13 @@ from gspo_megatron.rollout.service.client import (
     ServerRefused,
 )
 from gspo_megatron.rollout.service.process import WORKER, ServerProcess
+from gspo_megatron.rollout.service.proof import describe_families, suspect_families
 from gspo_megatron.rollout.service.remote import RemoteProcess
 
 _LOOK_SECONDS = 1.0  # between two looks at a server
 _CALL_SECONDS = 10.0  # for calls that need no work of the engine
 _MOMENT = 0.3  # seconds: a process loses its connections before it has ended
+_NOT_THE_WEIGHTS = "does not have the trainer's weights"
 CONCURRENT_REQUESTS = 512  # on their way to one server: its scheduler likes a queue
 
 Process = ServerProcess | RemoteProcess
@@ -195,7 +197,7 @@ class Pool:
             await self._check(server, deadline)
             if server.start is None:
                 await self._load(server, weights, deadline)
-            await self._prove(server, weights, named=server.start is None)
+            await self._prove(server, weights, at_start=True)
         except (ServerGone, ServerRefused, RolloutError) as error:
             await self._put_out(server, str(error))
 
@@ -208,7 +210,7 @@ class Pool:
                 weights = await self._newest_in_a_folder()
             deadline = time.monotonic() + self.settings.update_seconds
             await self._load(server, weights, deadline)
-            await self._prove(server, weights, named=True)
+            await self._prove(server, weights)
         except (ServerGone, ServerRefused, RolloutError) as error:
             await self._put_out(server, f"weights of version {weights.version}: {error}")
             await self._restart(server)
@@ -230,10 +232,10 @@ class Pool:
         finally:
             server.receives = None
 
-    async def _prove(self, server: Server, weights: Weights, *, named: bool) -> None:
+    async def _prove(self, server: Server, weights: Weights, *, at_start: bool = False) -> None:
         """Let the server serve if it has these weights. Raises RolloutError where it has not."""
         seconds = self.settings.update_seconds
-        if named:
+        if not at_start or server.start is None:
             told = await server.client.weight_version(seconds=_CALL_SECONDS)
             if told != str(weights.version):
                 raise RolloutError(f"says that it has weights {told}, not {weights.version}")
@@ -246,11 +248,27 @@ class Pool:
             for prompt in probe.prompts
         )
         problem = compare(probe, await asyncio.gather(*calls))
+        if server.is_extended and (at_start or problem is not None):
+            suspects = await self._suspects(server)
+            if suspects:
+                problem = f"{problem or _NOT_THE_WEIGHTS}; not as in the folder: {suspects}"
+            elif problem is not None:
+                problem += (
+                    "; its tensors have the folder's sums, so suspect are the kernels' own copies "
+                    "of them, its prefix cache and the folder"
+                )
         if problem is not None:
             raise RolloutError(problem)
         server.version, server.why_out, server.heard = weights.version, None, time.monotonic()
         async with self._changed:
             self._changed.notify_all()
+
+    async def _suspects(self, server: Server) -> str:
+        """The families of tensors that the server has otherwise than the newest folder."""
+        folder, seconds = (await self._newest_in_a_folder()).folder, self.settings.update_seconds
+        found = await server.client.weight_sums(None, seconds=seconds)
+        expected, *_ = await server.client.weight_sums(folder, seconds=seconds)
+        return describe_families(suspect_families(found, expected), len(expected))
 
     async def _wait_until_healthy(self, server: Server, deadline: float) -> None:
         while True:
@@ -433,7 +451,7 @@ def compare(probe: Probe, responses: Sequence[Response]) -> str | None:
     if found.max() <= probe.largest and found.mean() <= probe.mean:
         return None
     return (
-        f"does not have the trainer's weights: log-probs of {len(found)} tokens differ by "
+        f"{_NOT_THE_WEIGHTS}: log-probs of {len(found)} tokens differ by "
         f"{found.mean():.2g} on average and {found.max():.2g} at most; legal: {probe.mean:g} and "
         f"{probe.largest:g}"
     )

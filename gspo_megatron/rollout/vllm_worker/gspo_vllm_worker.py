@@ -12,14 +12,31 @@ from __future__ import annotations
 import hmac
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"
+
+_PART = 1 << 22  # elements that are summed at a time
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+# The first family of which a name has a part is its own.
+_FAMILIES = {
+    "norms": ("norm",),
+    "router": (".gate.", "router", "e_score_correction_bias"),
+    "shared experts": ("shared_expert",),
+    "experts": (".experts.",),
+    "attention": ("attn",),
+    "MLP": (".mlp.",),
+    "embedding": ("embed",),
+    "output layer": ("lm_head",),
+}
 
 
 class GspoWorker:
@@ -47,6 +64,17 @@ class GspoWorker:
         for method in methods:
             method.moe_kernel = None
         return len(methods)
+
+    def weight_sums(self, folder: str | None = None) -> dict[str, list[float]]:
+        """[elements, sum, sum of squares] of each family of tensors in each layer: of this worker's
+        parameters, or of a Hugging Face folder, which one worker reads for all.
+
+        vLLM fuses, pads and reorders tensors as its kernels like them. That changes neither sum, so
+        a tensor that is not the folder's shows, whatever the layout. In float64.
+        """
+        if folder is None:
+            return _sums(self.model_runner.get_model().named_parameters())
+        return {} if self.rank else _sums(_tensors_of(Path(folder), self.device))
 
     def receive_weights(self, plan: Mapping[str, Any], key: str, world_size: int) -> int:
         """Load the tensors that rank 0 of a run sends; returns their number.
@@ -100,6 +128,37 @@ class GspoWorker:
                 kind = getattr(torch, dtype)
                 content = buffer[start : start + math.prod(shape) * kind.itemsize]
                 yield name, content.view(kind).view(shape)
+
+
+def _tensors_of(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of all safetensors files of a folder, one after the other."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                yield name, file.get_tensor(name)
+
+
+@torch.no_grad()
+def _sums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for name, tensor in tensors:
+        if not tensor.is_floating_point() or tensor.itemsize < 2:  # quantized by the server
+            continue
+        sums = found.setdefault(family_of(name), [0, 0.0, 0.0])
+        sums[0] += tensor.numel()
+        for part in tensor.reshape(-1).split(_PART):
+            exact = part.double()
+            sums[1] += float(exact.sum())
+            sums[2] += float(exact @ exact)
+    return found
+
+
+def family_of(name: str) -> str:
+    """What a parameter of vLLM's, or a tensor of a Hugging Face folder, belongs to: `experts of
+    layer 2`, `embedding`."""
+    layer = _LAYER.search(name)
+    kinds = (kind for kind, parts in _FAMILIES.items() if any(part in name for part in parts))
+    return next(kinds, "others") + (f" of layer {layer[1]}" if layer else "")
 
 
 class TokenGuard:

@@ -1,0 +1,84 @@
+"""Sums of tensors that vLLM has fused, split among workers, copied and padded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gspo_megatron.rollout.service.proof import describe_families, suspect_families
+
+
+def sums(*values: np.ndarray) -> list[float]:
+    flat = np.concatenate([each.ravel() for each in values]).astype(np.float64)
+    return [len(flat), float(flat.sum()), float((flat**2).sum())]
+
+
+@pytest.fixture
+def tensors() -> dict[str, np.ndarray]:
+    random, names = np.random.default_rng(7), ("q", "k", "norm", "embed")
+    return {name: random.normal(size=(12, 5)).astype(np.float32) for name in names}
+
+
+def folder(tensors: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    return {
+        "attention of layer 0": sums(tensors["q"], tensors["k"]),
+        "norms of layer 0": sums(tensors["norm"]),
+        "embedding": sums(tensors["embed"]),
+    }
+
+
+def workers(tensors: dict[str, np.ndarray]) -> list[dict[str, list[float]]]:
+    """Of two workers: halves of q and k, fused and reordered; copies of the norm; padded rows."""
+    padded = np.concatenate([tensors["embed"], np.zeros((4, 5), np.float32)])
+    found = []
+    for rank in range(2):
+        half = slice(6 * rank, 6 * rank + 6)
+        found.append(
+            {
+                "attention of layer 0": sums(tensors["k"][half][::-1], tensors["q"][half]),
+                "norms of layer 0": sums(tensors["norm"]),
+                "embedding": sums(padded[8 * rank : 8 * rank + 8]),
+            }
+        )
+    return found
+
+
+def test_another_layout_of_the_same_tensors_is_no_difference(tensors: dict) -> None:
+    assert suspect_families(workers(tensors), folder(tensors)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("k", "attention of layer 0"), ("norm", "norms of layer 0"), ("embed", "embedding")],
+)
+@pytest.mark.parametrize("change", [np.nextafter(np.float32(1), np.float32(2)), -1.0])
+def test_a_difference_in_one_element_is_found(
+    tensors: dict, name: str, family: str, change: float
+) -> None:
+    """By the last bit, which moves both sums; or of the sign, which moves one."""
+    expected = folder(tensors)
+    tensors[name][3, 2] *= np.float32(change)
+    assert suspect_families(workers(tensors), expected) == [family]
+
+
+def test_what_cannot_be_compared_is_left_out(tensors: dict) -> None:
+    """Key heads that are repeated on both workers, quantized norms."""
+    expected, found = folder(tensors), workers(tensors)
+    for worker in found:
+        worker["attention of layer 0"] = sums(tensors["q"][:6], tensors["k"])
+        del worker["norms of layer 0"]
+    assert suspect_families(found, expected) == []
+
+
+@pytest.mark.parametrize(
+    ("families", "known", "told"),
+    [
+        (["experts of layer 2"], 9, "experts of layer 2"),
+        (["experts of layer 2", "embedding", "experts of layer 11"], 9,
+         "experts of layers 2, 11; embedding"),
+        ([f"norms of layer {n}" for n in range(9)], 30, "norms of layers 0, 1, 2, 3, 4, 5, ..."),
+        (["embedding", "norms"], 2, "all of them"),
+    ],
+)  # fmt: skip
+def test_families_in_a_message(families: list[str], known: int, told: str) -> None:
+    assert describe_families(families, known) == told
