@@ -19,6 +19,7 @@ import aiohttp
 import numpy as np
 
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service.checks import Needs, check_server
 from gspo_megatron.rollout.service.client import (
     Client,
     ModelFacts,
@@ -26,7 +27,7 @@ from gspo_megatron.rollout.service.client import (
     ServerGone,
     ServerRefused,
 )
-from gspo_megatron.rollout.service.process import WORKER, ServerProcess
+from gspo_megatron.rollout.service.process import ServerProcess
 from gspo_megatron.rollout.service.remote import RemoteProcess
 
 _LOOK_SECONDS = 1.0  # between two looks at a server
@@ -62,9 +63,7 @@ class PoolSettings:
     """Of the run, for all servers."""
 
     facts: ModelFacts
-    max_model_len: int
-    dtype: str  # as vLLM names it
-    with_routes: bool
+    needs: Needs
     restarts: int
     update_seconds: float
     silence_seconds: float
@@ -141,7 +140,10 @@ class Pool:
             if server.start is not None:
                 server.process = server.start(weights.folder)
             await self._wait_until_healthy(server, deadline)
-            await self._check(server, deadline)
+            left = max(deadline - time.monotonic(), 0.1)  # vLLM looks at the whole machine for it
+            server.forgets_prepacked = await check_server(
+                server.client, self.settings.needs, weights.folder, seconds=left
+            )
             if server.start is None:
                 await self._load(server, weights, deadline)
             await self._prove(server, weights, named=server.start is None)
@@ -178,10 +180,9 @@ class Pool:
                 raise RolloutError(f"says that it has weights {told}, not {weights.version}")
         probe = weights.probe
         sampling = {"temperature": 0.0, "max_tokens": len(probe.tokens[0]), "ignore_eos": True}
+        facts, routes = self.settings.facts, self.settings.needs.with_routes
         calls = (
-            server.client.generate(
-                prompt, sampling, self.settings.facts, seconds=seconds, routes=False
-            )
+            server.client.generate(prompt, sampling, facts, seconds=seconds, routes=routes)
             for prompt in probe.prompts
         )
         problem = compare(probe, await asyncio.gather(*calls))
@@ -195,7 +196,7 @@ class Pool:
         while True:
             if server.process is not None:
                 server.client.url = server.process.url  # on another node it is known later
-            if await server.client.is_healthy(seconds=_CALL_SECONDS):
+            if (why := await server.client.why_not_healthy(seconds=_CALL_SECONDS)) is None:
                 return
             ended = server.process and server.process.has_ended()
             if ended:
@@ -204,38 +205,8 @@ class Pool:
                 where = "" if server.process is None else f": {server.process.last_lines()}"
                 raise ServerGone(f"not ready within {self.settings.update_seconds:g} s{where}")
             if server.process is None:
-                raise ServerGone("cannot be reached")
+                raise ServerGone(f"cannot be reached: {why}")
             await asyncio.sleep(0.2)
-
-    async def _check(self, server: Server, deadline: float) -> None:
-        """Raise RolloutError where the server lacks an ability that the run needs, or serves
-        another kind of model."""
-        seconds = max(deadline - time.monotonic(), 0.1)  # vLLM looks at the whole machine for it
-        found = await server.client.settings(seconds=seconds)
-        paths = await server.client.paths(seconds=seconds)
-        wanted, model = self.settings, found["model_config"]
-        lacks = []
-        needed = {
-            "/inference/v1/generate": "--enable-scale-out",
-            "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
-            "/update_weight_version": "VLLM_SERVER_DEV_MODE=1, and vLLM 0.30 or newer",
-        }
-        absent = {path: how for path, how in needed.items() if path not in paths}
-        lacks += [f"does not answer {path}: {how}" for path, how in absent.items()]
-        if model["logprobs_mode"] != "processed_logprobs":
-            lacks.append(f"gives {model['logprobs_mode']}: --logprobs-mode processed_logprobs")
-        if wanted.with_routes and not model["enable_return_routed_experts"]:
-            lacks.append("gives no experts (routing r3): --enable-return-routed-experts")
-        if model["dtype"].removeprefix("torch.") != wanted.dtype:
-            lacks.append(f"computes in {model['dtype']}: --dtype {wanted.dtype}")
-        if found["max_model_len"] < wanted.max_model_len:
-            lacks.append(
-                f"takes {found['max_model_len']} tokens: --max-model-len {wanted.max_model_len}"
-            )
-        extension = found["parallel_config"].get("worker_extension_cls") or ""
-        server.forgets_prepacked = extension == WORKER
-        if lacks:
-            raise RolloutError("; ".join(lacks))
 
     # Requests
 
@@ -244,7 +215,7 @@ class Pool:
     ) -> Response:
         """A response drawn with the weights of `version`, from whichever server has the fewest
         requests. Raises RolloutError where no server is left, or where all refuse the request."""
-        routes = self.settings.with_routes and sampling["temperature"] > 0
+        routes = self.settings.needs.with_routes and sampling["temperature"] > 0
         while True:
             server = await self._choose(version)
             call = asyncio.create_task(

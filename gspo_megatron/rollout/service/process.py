@@ -122,8 +122,9 @@ def needed_arguments(folder: str, dtype: str, *, routes: bool, on_cpu: bool) -> 
         "logprobs_mode": "processed_logprobs",
         "enable_scale_out": True,
         "generation_config": "vllm",  # not the model's own temperature and the like
+        "worker_extension_cls": WORKER,
         **({"enable_return_routed_experts": True} if routes else {}),
-        **({"enforce_eager": True, "worker_extension_cls": WORKER} if on_cpu else {}),
+        **({"enforce_eager": True} if on_cpu else {}),
     }
 
 

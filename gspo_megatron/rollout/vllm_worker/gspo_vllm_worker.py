@@ -21,6 +21,10 @@ class GspoWorker:
 
     model_runner: Any  # of vLLM's worker
 
+    def tell_config(self) -> str:
+        """config.json of the model that is served, with all of its defaults."""
+        return self.model_runner.model_config.hf_config.to_json_string(use_diff=False)
+
     def forget_prepacked_experts(self) -> int:
         """Make the next `reload_weights` pack the experts again; returns the number of MoE layers.
 
