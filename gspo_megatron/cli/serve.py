@@ -61,6 +61,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
+    from gspo_megatron.rollout.service.process import hold_port
+
     if arguments.join:
         for name in ("port", "dtype"):
             if getattr(arguments, name) is not None:
@@ -69,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name is not None:
         arguments.parser.error("--name: only with --join")
     options = _options(arguments.words)
+    hold_port(_host(arguments), arguments.port or 0).close()  # before a long conversion
     if (arguments.source / "config.json").is_file():
         return _serve(arguments, arguments.source, options)
     from gspo_megatron.checkpoint.hf.convert import megatron_to_hf
@@ -86,9 +89,13 @@ def _serve(arguments: argparse.Namespace, folder: Path, options: dict[str, Any])
     python = arguments.python or sys.executable
     dtype = _DTYPES[arguments.dtype] if arguments.dtype else _dtype_of(folder)
     words, environ = server_command(folder, python, dtype, options)
-    address = (arguments.host or "127.0.0.1", arguments.port)
+    address = (_host(arguments), arguments.port)
     until_told_to_end(lambda ended: serve(words, environ, *address, ended))
     return 0
+
+
+def _host(arguments: argparse.Namespace) -> str:
+    return arguments.host or "127.0.0.1"
 
 
 def _join(arguments: argparse.Namespace) -> int:

@@ -298,10 +298,10 @@ class ServedCollector(Collector):
         )
 
     def _count_missing(self, routes: np.ndarray, num_sequences: int) -> None:
-        """Tokens whose experts the servers did not report, of those that they should report: all
-        but the last of each sequence."""
-        missing = int((~routes.any((1, 2))).sum()) - num_sequences
-        counts = torch.tensor([missing, len(routes) - num_sequences], device=self.device)
+        """Tokens whose experts the servers did not report, of those that they should report."""
+        counts = torch.tensor(
+            [missing_rows(routes, num_sequences), len(routes) - num_sequences], device=self.device
+        )
         dist.all_reduce(counts, group=self.data_group)
         self.drawn["missing_routes"] += int(counts[0])
         self.drawn["routes"] += int(counts[1])
@@ -316,6 +316,12 @@ class ServedCollector(Collector):
                 "every call"
             )
         self.part_names = names
+
+
+def missing_rows(routes: np.ndarray, num_sequences: int) -> int:
+    """Tokens without experts in [tokens, layers, k], beside the last one of each sequence, which
+    never has any."""
+    return int((~routes.any((1, 2))).sum()) - num_sequences
 
 
 def join_groups(

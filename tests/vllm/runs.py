@@ -16,6 +16,7 @@ import psutil
 import yaml
 
 from gspo_megatron.data.toy import write_toy_dataset
+from gspo_megatron.rollout.service.process import end_with_parent
 from tests.programs import ROOT, command_environment
 
 # What is said of a response is arbitrary, and the same everywhere; in `calls`, a line is a call.
@@ -53,6 +54,7 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=end_with_parent,  # with the tests
         )
         self.processes.append(process)
         return process

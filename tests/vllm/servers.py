@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_megatron.rollout.service.process import end_with_parent
 from tests.programs import ROOT, command_environment
 
 WORKER_FOLDER = ROOT / "gspo_megatron" / "rollout" / "vllm_worker"
@@ -116,9 +117,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(python: Path, model: Path, folder: Path) -> Iterator[Server]:
+def serve(
+    python: Path, model: Path, folder: Path, options: Sequence[str] = OPTIONS
+) -> Iterator[Server]:
     """A server of a Hugging Face folder, by the Python of vLLM's environment; its log and caches go
-    to `folder`. Raises AssertionError with the end of the log where it does not start."""
+    to `folder`. It ends with this process, too. Raises AssertionError with the end of the log where
+    it does not start."""
     port = free_port()
     server = Server(port, folder / "server.log")
     program = (str(python), "-m", "vllm.entrypoints.openai.api_server")
@@ -126,12 +130,13 @@ def serve(python: Path, model: Path, folder: Path) -> Iterator[Server]:
     own = {"VLLM_CACHE_ROOT": str(folder / "cache")}
     with server.log.open("wb") as log:
         process = subprocess.Popen(
-            [*program, "--model", str(model), *address, *OPTIONS],
+            [*program, "--model", str(model), *address, *options],
             env=command_environment() | ENVIRONMENT | own,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a process group of its own: it starts processes, too
+            preexec_fn=end_with_parent,
         )
     try:
         wait_until_healthy(server, process)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gspo_megatron.rollout.service.process import end_with_parent
 from tests.programs import command_environment, gspo, wait_until
 from tests.vllm.runs import is_alive, make_run, wait_for
 
@@ -52,6 +53,7 @@ def test_a_run_draws_from_a_server_of_another_one_s_checkpoint(
         stdout=log,
         stderr=(tmp_path / "errors").open("w"),
         start_new_session=True,
+        preexec_fn=end_with_parent,  # with the tests
     )
     try:
         told = lambda: Path(log.name).read_text()  # noqa: E731

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service.checks import Needs
 from gspo_megatron.rollout.service.client import Client, ModelFacts
 from gspo_megatron.rollout.service.pool import (
     Pool,
@@ -36,10 +38,7 @@ VOCABULARY, LAYERS, EXPERTS, TOP_K = 257, 4, 8, 2
 FACTS = ModelFacts(VOCABULARY, LAYERS, EXPERTS, TOP_K, tuple(range(LAYERS)))
 SETTINGS = PoolSettings(
     facts=FACTS,
-    max_model_len=2048,
-    dtype="float32",
-    with_routes=True,
-    must_stream=False,
+    needs=Needs(max_model_len=2048, dtype="float32", with_routes=True),
     restarts=0,
     update_seconds=60,
     silence_seconds=60,
@@ -283,9 +282,8 @@ def test_a_server_of_another_model_is_refused_at_the_start(vllm_server: Running,
     """It is named, with everything that it lacks; nothing is loaded into it."""
 
     async def work(pool: Pool) -> None:
-        pool.settings = PoolSettings(
-            **{**vars(SETTINGS), "dtype": "bfloat16", "max_model_len": 4096}
-        )
+        other = Needs(max_model_len=4096, dtype="bfloat16", with_routes=True)
+        pool.settings = replace(SETTINGS, needs=other)
         with pytest.raises(RolloutError) as caught:
             await pool.update(weights(0, old))
         (line,) = str(caught.value).splitlines()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import contextlib
 import io
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zipfile import BadZipFile
 
 import aiohttp
 import numpy as np
@@ -21,6 +22,10 @@ TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"  # of servers that the run has not started
 # How a server is paused for new weights. The cache has to go at once: else requests under way go
 # on with what the old weights made of their tokens.
 KEEP = {"mode": "keep", "clear_cache": "true"}
+
+# What reading an answer raises that is not as vLLM gives it. The last three are NumPy's for what is
+# no array.
+_MALFORMED = (LookupError, TypeError, ValueError, OverflowError, EOFError, MemoryError, BadZipFile)
 
 _METRIC = re.compile(r"^vllm:(\w+?)(?:\{.*\})? ([-+.\deE]+)$", re.MULTILINE)
 
@@ -76,7 +81,7 @@ class Client:
         """A response to the token ids `prompt`; `sampling`: vLLM's SamplingParams."""
         given = {"token_ids": list(prompt), "sampling_params": {"logprobs": 0, **sampling}}
         found = await self._call("POST", "/inference/v1/generate", given, seconds=seconds)
-        with self._malformed():
+        with malformed():
             return parse_response(found, len(prompt), facts, routes=routes)
 
     async def load_weights(
@@ -111,20 +116,21 @@ class Client:
     async def weight_sums(self, folder: str | None, *, seconds: float) -> list[dict[str, Any]]:
         """GspoWorker.weight_sums of every worker; only where the server has it."""
         found = await self._remote("weight_sums", {"folder": folder}, seconds)
-        with self._malformed():
+        with malformed():
             return list(found["results"])
 
     async def weight_version(self, *, seconds: float) -> str:
         found = await self._call("GET", "/weight_info", seconds=seconds)
-        with self._malformed():
+        with malformed():
             return str(found["weight_version"])
 
-    async def is_healthy(self, *, seconds: float) -> bool:
+    async def why_not_healthy(self, *, seconds: float) -> str | None:
+        """None: it is healthy."""
         try:
             await self._call("GET", "/health", seconds=seconds)
-        except (ServerGone, ServerRefused):
-            return False
-        return True
+        except (ServerGone, ServerRefused) as error:
+            return str(error)
+        return None
 
     async def figures(self, *, seconds: float) -> dict[str, float]:
         """vLLM's own metrics, by name without the prefix."""
@@ -136,14 +142,27 @@ class Client:
         models = await self._call("GET", "/v1/models", seconds=seconds)
         query = {"config_format": "json"}
         info = await self._call("GET", "/server_info", query=query, seconds=seconds)
-        with self._malformed():
+        with malformed():
             return {**info["vllm_config"], "max_model_len": models["data"][0]["max_model_len"]}
 
     async def paths(self, *, seconds: float) -> set[str]:
         """The paths that the server answers: what it is able to do."""
         found = await self._call("GET", "/openapi.json", seconds=seconds)
-        with self._malformed():
+        with malformed():
             return set(found["paths"])
+
+    async def model(self, *, seconds: float) -> dict[str, Any]:
+        """config.json of its model, as a server with our worker extension tells it."""
+        found = await self._remote("tell_config", {}, seconds)
+        with malformed():
+            return dict(json.loads(found["results"][0]))
+
+    async def tokenize(self, text: str, *, seconds: float) -> list[int]:
+        """Token ids of a text, without special tokens around it."""
+        given = {"prompt": text, "add_special_tokens": False}
+        found = await self._call("POST", "/tokenize", given, seconds=seconds)
+        with malformed():
+            return list(found["tokens"])
 
     async def _remote(self, method: str, arguments: Mapping[str, Any], seconds: float) -> Any:
         """Call a method of vLLM's workers; returns the answer."""
@@ -170,15 +189,16 @@ class Client:
                 timeout=aiohttp.ClientTimeout(total=seconds),
             ) as answer:
                 text = await answer.text()
+                told = f"{path}: HTTP {answer.status}: {' '.join(text.split())[:300]}"
                 if answer.status >= 500 and path != "/collective_rpc":
-                    raise ServerGone(f"{path}: HTTP {answer.status}: {text[:300]}")
+                    raise ServerGone(told)
                 if answer.status == 401:
                     raise ServerRefused(
                         f"{path}: it asks for another token: set {TOKEN_VARIABLE} to the one that "
                         "it was started with"
                     )
                 if answer.status >= 400:
-                    raise ServerRefused(f"{path}: HTTP {answer.status}: {text[:300]}")
+                    raise ServerRefused(told)
                 return text if as_text or not text else await answer.json(content_type=None)
         except asyncio.TimeoutError:
             raise ServerGone(f"{path}: no answer within {seconds:g} s") from None
@@ -187,21 +207,21 @@ class Client:
         except ValueError as error:
             raise ServerGone(f"{path}: the answer is not JSON: {error}") from error
 
-    @contextlib.contextmanager
-    def _malformed(self) -> Iterator[None]:
-        """An answer of another form than vLLM's."""
-        try:
-            yield
-        except (KeyError, IndexError, TypeError, ValueError, binascii.Error) as error:
-            told = f"{type(error).__name__}: {error}"
-            raise ServerGone(f"an answer that is not as vLLM gives it: {told}") from error
+
+@contextlib.contextmanager
+def malformed() -> Iterator[None]:
+    """An answer of another form than vLLM's."""
+    try:
+        yield
+    except _MALFORMED as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ServerGone(f"an answer that is not as vLLM gives it: {told}") from error
 
 
 def parse_response(found: Any, prompt_tokens: int, facts: ModelFacts, *, routes: bool) -> Response:
     """The first choice of an answer of /inference/v1/generate.
 
-    Raises KeyError, IndexError, TypeError or ValueError for an answer that is wrong or misses what
-    is needed.
+    Raises one of _MALFORMED for an answer that is wrong or misses what is needed.
     """
     choice = found["choices"][0]
     ids = np.array(choice["token_ids"], dtype=np.int32)

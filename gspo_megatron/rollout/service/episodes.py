@@ -185,7 +185,7 @@ class Draws:
 
     def _sampling(self, draw: Draw, prompt: Prompt, sample: int) -> dict[str, Any]:
         """vLLM's SamplingParams of a response, whose seed is that of the draw and its number."""
-        room = self.pool.settings.max_model_len - len(prompt.token_ids)
+        room = self.pool.settings.needs.max_model_len - len(prompt.token_ids)
         seed = np.random.SeedSequence((draw.seed, sample)).generate_state(1, np.uint64)[0]
         return {
             "temperature": draw.sampling.temperature,

@@ -29,6 +29,7 @@ from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
 from gspo_megatron.errors import UserError
 from gspo_megatron.rollout.service.bank import FOLDER, forget
+from gspo_megatron.rollout.service.checks import Needs, tokenized
 from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client, ModelFacts
 from gspo_megatron.rollout.service.episodes import Draws, Scorers, draw_from_json
 from gspo_megatron.rollout.service.pool import (
@@ -95,13 +96,19 @@ class Service:
     # What it consists of
 
     def _pool_settings(self) -> PoolSettings:
-        section = self.config.rollout.vllm
+        section, finds_texts = self.config.rollout.vllm, "stop" in self._stops()
         return PoolSettings(
             facts=ModelFacts(**self.settings["facts"]),
-            max_model_len=self.config.resolved_model().max_sequence_length,
-            dtype=self.settings["dtype"],
-            with_routes="r3" in self.config.routing.modes,
-            must_stream=section.weight_transport == "nccl",
+            needs=Needs(
+                max_model_len=self.config.resolved_model().max_sequence_length,
+                dtype=self.settings["dtype"],
+                with_routes="r3" in self.config.routing.modes,
+                must_stream=section.weight_transport == "nccl",
+                # our own servers have the trainer's tokenizer, or need none
+                tokenized=tokenized(self.inputs.tokenizer, is_needed=finds_texts)
+                if section.urls
+                else None,
+            ),
             restarts=section.restarts,
             update_seconds=section.update_seconds,
             silence_seconds=section.silence_seconds,
@@ -146,7 +153,7 @@ class Service:
             **needed_arguments(
                 folder,
                 self.settings["dtype"],
-                routes=self.pool.settings.with_routes,
+                routes=self.pool.settings.needs.with_routes,
                 on_cpu=self.settings["on_cpu"],
             ),
             "max_model_len": self.config.resolved_model().max_sequence_length,
@@ -246,7 +253,9 @@ class Service:
                 "done": self.updating.done(),
                 "error": None if error is None else {"kind": "RolloutError", "text": str(error)},
                 "wants_folder": self.pool.wants_folder,
-                "can_stream": all(each.can_stream for each in self.pool.servers if each.serves),
+                "can_stream": all(
+                    each.abilities.can_stream for each in self.pool.servers if each.serves
+                ),
             }
         )
 

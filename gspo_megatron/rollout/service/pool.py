@@ -20,6 +20,7 @@ import aiohttp
 import numpy as np
 
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service.checks import Abilities, Needs, check_server
 from gspo_megatron.rollout.service.client import (
     Client,
     ModelFacts,
@@ -27,7 +28,7 @@ from gspo_megatron.rollout.service.client import (
     ServerGone,
     ServerRefused,
 )
-from gspo_megatron.rollout.service.process import WORKER, ServerProcess
+from gspo_megatron.rollout.service.process import ServerProcess
 from gspo_megatron.rollout.service.proof import describe_families, suspect_families
 from gspo_megatron.rollout.service.remote import RemoteProcess
 
@@ -66,10 +67,7 @@ class PoolSettings:
     """Of the run, for all servers."""
 
     facts: ModelFacts
-    max_model_len: int
-    dtype: str  # as vLLM names it
-    with_routes: bool
-    must_stream: bool  # rank 0 sends the weights; no folder
+    needs: Needs
     restarts: int
     update_seconds: float
     silence_seconds: float
@@ -87,8 +85,7 @@ class Server:
     why_out: str | None = "has not started yet"
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
     restarts: int = 0
-    is_extended: bool = False  # has our worker extension
-    workers: int = 0  # processes of the server that hold weights; 0: more than one engine
+    abilities: Abilities = field(default_factory=Abilities)
     receives: str | None = None  # while rank 0 sends it weights: their group's key
     tokens: float = 0.0  # drawn so far, by its own count
     kv_usage: float = 0.0  # share of its cache in use
@@ -98,11 +95,6 @@ class Server:
     @property
     def serves(self) -> bool:
         return self.version is not None
-
-    @property
-    def can_stream(self) -> bool:
-        """Whether rank 0 can send it weights."""
-        return self.is_extended and self.workers > 0
 
 
 class Pool:
@@ -133,9 +125,9 @@ class Pool:
         them: key of a server -> number of its workers."""
         self.weights = weights
         for number, server in enumerate(self.servers):
-            if weights.stream is not None and server.serves and server.can_stream:
+            if weights.stream is not None and server.serves and server.abilities.can_stream:
                 server.receives = f"{os.getpid()}/{number}/{server.restarts}"
-        return {each.receives: each.workers for each in self.servers if each.receives}
+        return {each.receives: each.abilities.workers for each in self.servers if each.receives}
 
     async def bring(self) -> None:
         """Bring all servers to the newest weights; the first time, start them. Raises RolloutError
@@ -194,7 +186,10 @@ class Pool:
             if server.start is not None:
                 server.process = server.start(str(weights.folder))
             await self._wait_until_healthy(server, deadline)
-            await self._check(server, deadline)
+            left = max(deadline - time.monotonic(), 0.1)  # vLLM looks at the whole machine for it
+            server.abilities = await check_server(
+                server.client, self.settings.needs, str(weights.folder), seconds=left
+            )
             if server.start is None:
                 await self._load(server, weights, deadline)
             await self._prove(server, weights, at_start=True)
@@ -219,14 +214,14 @@ class Pool:
         server.version = None  # nothing is sent to it meanwhile
         stream = None
         if server.receives is not None:
-            group = {"key": server.receives, "world_size": server.workers + 1}
+            group = {"key": server.receives, "world_size": server.abilities.workers + 1}
             stream = {"plan": weights.stream, **group}
         try:
             await server.client.load_weights(
                 weights.folder,
                 str(weights.version),
                 seconds=max(deadline - time.monotonic(), 0.1),
-                forgets_prepacked=server.is_extended,
+                forgets_prepacked=server.abilities.is_extended,
                 stream=stream,
             )
         finally:
@@ -241,14 +236,13 @@ class Pool:
                 raise RolloutError(f"says that it has weights {told}, not {weights.version}")
         probe = weights.probe
         sampling = {"temperature": 0.0, "max_tokens": len(probe.tokens[0]), "ignore_eos": True}
+        facts, routes = self.settings.facts, self.settings.needs.with_routes
         calls = (
-            server.client.generate(
-                prompt, sampling, self.settings.facts, seconds=seconds, routes=False
-            )
+            server.client.generate(prompt, sampling, facts, seconds=seconds, routes=routes)
             for prompt in probe.prompts
         )
         problem = compare(probe, await asyncio.gather(*calls))
-        if server.is_extended and (at_start or problem is not None):
+        if server.abilities.is_extended and (at_start or problem is not None):
             suspects = await self._suspects(server)
             if suspects:
                 problem = f"{problem or _NOT_THE_WEIGHTS}; not as in the folder: {suspects}"
@@ -274,7 +268,7 @@ class Pool:
         while True:
             if server.process is not None:
                 server.client.url = server.process.url  # on another node it is known later
-            if await server.client.is_healthy(seconds=_CALL_SECONDS):
+            if (why := await server.client.why_not_healthy(seconds=_CALL_SECONDS)) is None:
                 return
             ended = server.process and server.process.has_ended()
             if ended:
@@ -283,44 +277,8 @@ class Pool:
                 where = "" if server.process is None else f": {server.process.last_lines()}"
                 raise ServerGone(f"not ready within {self.settings.update_seconds:g} s{where}")
             if server.process is None:
-                raise ServerGone("cannot be reached")
+                raise ServerGone(f"cannot be reached: {why}")
             await asyncio.sleep(0.2)
-
-    async def _check(self, server: Server, deadline: float) -> None:
-        """Raise RolloutError where the server lacks an ability that the run needs, or serves
-        another kind of model."""
-        seconds = max(deadline - time.monotonic(), 0.1)  # vLLM looks at the whole machine for it
-        found = await server.client.settings(seconds=seconds)
-        paths = await server.client.paths(seconds=seconds)
-        wanted, model = self.settings, found["model_config"]
-        lacks = []
-        needed = {
-            "/inference/v1/generate": "--enable-scale-out",
-            "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
-            "/update_weight_version": "VLLM_SERVER_DEV_MODE=1, and vLLM 0.30 or newer",
-        }
-        absent = {path: how for path, how in needed.items() if path not in paths}
-        lacks += [f"does not answer {path}: {how}" for path, how in absent.items()]
-        if model["logprobs_mode"] != "processed_logprobs":
-            lacks.append(f"gives {model['logprobs_mode']}: --logprobs-mode processed_logprobs")
-        if wanted.with_routes and not model["enable_return_routed_experts"]:
-            lacks.append("gives no experts (routing r3): --enable-return-routed-experts")
-        if model["dtype"].removeprefix("torch.") != wanted.dtype:
-            lacks.append(f"computes in {model['dtype']}: --dtype {wanted.dtype}")
-        if found["max_model_len"] < wanted.max_model_len:
-            lacks.append(
-                f"takes {found['max_model_len']} tokens: --max-model-len {wanted.max_model_len}"
-            )
-        layout = found["parallel_config"]
-        server.is_extended = layout.get("worker_extension_cls") == WORKER
-        server.workers = layout["world_size"] if layout["data_parallel_size"] == 1 else 0
-        if wanted.must_stream and not server.can_stream:
-            lacks.append(
-                "takes no weights from rank 0 (weight_transport nccl): --worker-extension-cls "
-                f"{WORKER}, and no data parallelism"
-            )
-        if lacks:
-            raise RolloutError("; ".join(lacks))
 
     # Requests
 
@@ -329,7 +287,7 @@ class Pool:
     ) -> Response:
         """A response drawn with the weights of `version`, from whichever server has the fewest
         requests. Raises RolloutError where no server is left, or where all refuse the request."""
-        routes = self.settings.with_routes and sampling["temperature"] > 0
+        routes = self.settings.needs.with_routes and sampling["temperature"] > 0
         while True:
             server = await self._choose(version)
             call = asyncio.create_task(

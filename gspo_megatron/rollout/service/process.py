@@ -40,10 +40,11 @@ class ServerProcess:
         port: int | None = None,
     ) -> None:
         """words: its command without the address; environ: what is added to our own variables; log:
-        a file for its output, or None: it goes to our stderr. Raises RolloutError where it cannot
-        be started."""
+        a file for its output, or None: it goes to our stderr; port: None: any that is free. Raises
+        RolloutError where it cannot be started."""
         self.log = log
-        port = port or _free_port(host)
+        self._held = hold_port(host, port or 0)
+        port = self._held.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         with contextlib.ExitStack() as stack:
             output: Any = sys.stderr
@@ -61,6 +62,7 @@ class ServerProcess:
                     preexec_fn=end_with_parent,
                 )
             except OSError as error:
+                self._held.close()
                 wrong = f"cannot be run: {error.strerror}; legal: a Python that has vLLM"
                 raise RolloutError(problem("rollout.vllm.python", words[0], wrong)) from error
 
@@ -85,6 +87,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         """End the server and its engine processes at once."""
+        self._held.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -122,8 +125,8 @@ def needed_arguments(folder: str, dtype: str, *, routes: bool, on_cpu: bool) -> 
         "logprobs_mode": "processed_logprobs",
         "enable_scale_out": True,
         "generation_config": "vllm",  # not the model's own temperature and the like
-        **({"enable_return_routed_experts": True} if routes else {}),
         "worker_extension_cls": WORKER,
+        **({"enable_return_routed_experts": True} if routes else {}),
         **({"enforce_eager": True} if on_cpu else {}),
     }
 
@@ -168,10 +171,22 @@ def common_environment(token: str, device_numbers: Sequence[str] = ()) -> dict[s
     }
 
 
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+def hold_port(host: str, port: int) -> socket.socket:
+    """A socket that keeps a port for the server; 0: any that is free. Raises RolloutError.
+
+    A server needs seconds before it takes its port. With SO_REUSEADDR, which servers set, Linux
+    lets it have a port that another socket is bound to but does not listen on, and gives that port
+    to nobody who asks for any.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, port))
+    except OSError as error:
+        held.close()
+        wrong = f"{error.strerror or error}; legal: an address of this machine, and a free port"
+        raise RolloutError(f"a server cannot listen on {host}, port {port}: {wrong}") from error
+    return held
 
 
 def end_with_parent() -> None:

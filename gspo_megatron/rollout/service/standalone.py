@@ -64,7 +64,7 @@ async def serve(
             while not ended.is_set():
                 if how := process.has_ended():
                     raise RolloutError(f"the server {how}")
-                if not is_ready and await client.is_healthy(seconds=5.0):
+                if not is_ready and await client.why_not_healthy(seconds=5.0) is None:
                     is_ready = True
                     _tell_ready(process.url, environ[TOKEN_VARIABLE])
                 await asyncio.sleep(_LOOK_SECONDS)

@@ -47,6 +47,10 @@ class GspoWorker:
     rank: int  # in the server, from 0
     _sender: tuple[str, dist.ProcessGroup] | None = None  # key, and the group with rank 0 of a run
 
+    def tell_config(self) -> str:
+        """config.json of the model that is served, with all of its defaults."""
+        return self.model_runner.model_config.hf_config.to_json_string(use_diff=False)
+
     def forget_prepacked_experts(self) -> int:
         """Make the next `reload_weights` pack the experts again; returns the number of MoE layers.
 

@@ -1,0 +1,241 @@
+"""A program that answers like a vLLM server, and errs on demand as vLLM cannot be made to.
+
+Its model is a formula: a greedy token is a function of all tokens before it, and its log-prob one
+of the token and of the weights' version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from gspo_megatron.config.families import FAMILIES, PRESETS
+from gspo_megatron.config.model_shape import shape_of
+from gspo_megatron.rollout.service.client import ModelFacts
+from gspo_megatron.rollout.service.pool import Probe, Weights
+
+VOCABULARY, LAYERS, EXPERTS, TOP_K, LENGTH = 50, 3, 8, 2, 64
+FACTS = ModelFacts(VOCABULARY, LAYERS, EXPERTS, TOP_K, (1, 2))  # layer 0 has no experts
+CONFIG: Mapping[str, Any] = FAMILIES["qwen3_moe"].config(
+    shape_of(
+        PRESETS["tiny"],
+        {"num_layers": LAYERS, "moe_layer_freq": [0, 1, 1], "num_moe_experts": EXPERTS},
+    ),
+    VOCABULARY,
+)  # type: ignore[assignment]
+
+# Of a request and the answer to it: the answer to give instead.
+Fault = Callable[[web.Request, Any], Awaitable[web.StreamResponse]]
+
+
+def greedy(prompt: Sequence[int], count: int) -> list[int]:
+    tokens: list[int] = []
+    for _ in range(count):
+        tokens.append((sum(prompt) + 3 * sum(tokens) + len(tokens)) % VOCABULARY)
+    return tokens
+
+
+def logprob(token: int, version: str) -> float:
+    return -0.1 - (7 * token + 11 * int(version)) % 40 / 10
+
+
+def experts(tokens: Sequence[int]) -> np.ndarray:
+    """[tokens, LAYERS, TOP_K]: of each token; what layer 0 says means nothing."""
+    first = (np.array(tokens)[:, None] + np.arange(LAYERS)) % EXPERTS
+    chosen = np.stack([first, (first + 3) % EXPERTS], -1)
+    chosen[:, 0] = 99
+    return chosen
+
+
+def encoded(array: np.ndarray) -> str:
+    """As vLLM sends it."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def weights(folder: Path, version: int) -> Weights:
+    """What the trainer sends; a server has version n once it has loaded this folder."""
+    place = folder / f"version_{version}"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(CONFIG))
+    prompts = [[1, 2, 3], [4] * 20]
+    tokens = [greedy(prompt, 4) for prompt in prompts]
+    logprobs = [[logprob(token, str(version)) for token in response] for response in tokens]
+    return Weights(version, str(place), Probe(prompts, tokens, logprobs, 1e-4, 3e-5))
+
+
+def _version(folder: str) -> str:
+    return folder.rpartition("_")[2]
+
+
+class Double:
+    """One server. faults: by path; they may change while it runs."""
+
+    def __init__(self) -> None:
+        self.faults: dict[str, Fault] = {}
+        self.calls: Counter[str] = Counter()
+        self.running = self.drawn = 0  # requests under way, and tokens so far
+        self.loaded, self.named = "0", "default"  # versions
+        self.model = {
+            "logprobs_mode": "processed_logprobs",
+            "enable_return_routed_experts": True,
+            "dtype": "torch.float32",
+            "skip_tokenizer_init": True,
+        }
+        self.layout = {
+            "worker_extension_cls": "gspo_vllm_worker.GspoWorker",
+            "world_size": 1,
+            "data_parallel_size": 1,
+        }
+        self.url = ""
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[Double]:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        self.calls[path] += 1
+        given = await request.json() if request.can_read_body else {}
+        is_draw = path == "/inference/v1/generate"
+        self.running += is_draw
+        try:
+            answer = self._answers(path, given)
+            fault = self.faults.get(path)
+            return await (fault or plain)(request, answer)
+        finally:
+            self.running -= is_draw
+
+    def _answers(self, path: str, given: Mapping[str, Any]) -> Any:
+        if path == "/inference/v1/generate":
+            return self._generate(given["token_ids"], given["sampling_params"]["max_tokens"])
+        if path == "/collective_rpc":
+            return {"results": [self._calls(given["method"], given["kwargs"])]}
+        if path == "/update_weight_version":
+            self.named = given["new_version"]
+        return {
+            "/weight_info": {"weight_version": self.named},
+            "/v1/models": {"data": [{"max_model_len": LENGTH}]},
+            "/openapi.json": {"paths": dict.fromkeys(_PATHS)},
+            "/server_info": {
+                "vllm_config": {
+                    "model_config": self.model,
+                    "parallel_config": self.layout,
+                    "device_config": {"device": "cuda"},
+                }
+            },
+            "/metrics": f"vllm:num_requests_running {float(self.running)}\n"
+            f"vllm:generation_tokens_total {float(self.drawn)}\n",
+        }.get(path, {})
+
+    def _calls(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """The result of its only worker."""
+        if method == "reload_weights":
+            self.loaded = _version(arguments["weights_path"])
+        if method == "weight_sums":
+            folder = arguments["folder"]
+            value = float(self.loaded if folder is None else _version(folder)) + 1
+            return {f"experts of layer {n}": [1, value, value**2] for n in FACTS.moe_layers}
+        return json.dumps(CONFIG) if method == "tell_config" else None
+
+    def _generate(self, prompt: list[int], count: int) -> dict[str, Any]:
+        tokens = greedy(prompt, count)
+        self.drawn += len(tokens)
+        content = [{"logprob": logprob(token, self.loaded)} for token in tokens]
+        choice = {
+            "token_ids": tokens,
+            "logprobs": {"content": content},
+            "finish_reason": "length",
+            "routed_experts": encoded(experts([*prompt, *tokens][:-1])),
+        }
+        return {"choices": [choice]}
+
+
+_PATHS = ("/inference/v1/generate", "/server_info", "/collective_rpc", "/update_weight_version")
+
+
+# Faults
+
+
+async def plain(_: web.Request, answer: Any) -> web.StreamResponse:
+    return web.Response(text=answer) if isinstance(answer, str) else web.json_response(answer)
+
+
+def fails(status: int, text: str = "it is\nbroken") -> Fault:
+    async def fault(*_: Any) -> web.StreamResponse:
+        return web.Response(status=status, text=text)
+
+    return fault
+
+
+def late(seconds: float) -> Fault:
+    async def fault(request: web.Request, answer: Any) -> web.StreamResponse:
+        await asyncio.sleep(seconds)
+        return await plain(request, answer)
+
+    return fault
+
+
+async def drops(request: web.Request, _: Any) -> web.StreamResponse:
+    """The connection, without an answer."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def ends_early(request: web.Request, answer: Any) -> web.StreamResponse:
+    """The connection, in the middle of an answer."""
+    text = json.dumps(answer).encode()
+    response = web.StreamResponse(headers={"Content-Length": str(len(text))})
+    await response.prepare(request)
+    await response.write(text[: len(text) // 2])
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+async def cut(_: web.Request, answer: Any) -> web.StreamResponse:
+    """Half of the JSON, as if it were the whole."""
+    text = json.dumps(answer)
+    return web.Response(text=text[: len(text) // 2], content_type="application/json")
+
+
+def choice_with(**changes: Any) -> Fault:
+    """Other values in a response; those that are callable are called with the right one."""
+
+    async def fault(request: web.Request, answer: Any) -> web.StreamResponse:
+        [choice] = answer["choices"]
+        changed = {k: v(choice[k]) if callable(v) else v for k, v in changes.items()}
+        return await plain(request, {"choices": [{**choice, **changed}]})
+
+    return fault
+
+
+def routes_with(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
+    """Another table of experts."""
+    return choice_with(routed_experts=lambda text: encoded(change(decoded(text))))
+
+
+def decoded(text: str) -> np.ndarray:
+    return np.load(io.BytesIO(base64.b64decode(text)))

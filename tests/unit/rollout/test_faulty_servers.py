@@ -1,0 +1,400 @@
+"""Servers that do wrong what vLLM cannot be made to do: the run goes on with another one, or one
+line says what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rl.served_rollouts import missing_rows
+from gspo_megatron.rollout.service.checks import Abilities, Needs
+from gspo_megatron.rollout.service.client import Client, Response, parse_response
+from gspo_megatron.rollout.service.pool import (
+    Pool,
+    PoolSettings,
+    Probe,
+    Server,
+    compare,
+    connected_session,
+)
+from tests.unit.rollout.double import (
+    EXPERTS,
+    FACTS,
+    LAYERS,
+    LENGTH,
+    TOP_K,
+    VOCABULARY,
+    Double,
+    Fault,
+    choice_with,
+    cut,
+    drops,
+    ends_early,
+    experts,
+    fails,
+    greedy,
+    late,
+    logprob,
+    routes_with,
+    weights,
+)
+
+GENERATE = "/inference/v1/generate"
+PROMPT = [5, 6, 7]
+SAMPLING = {"temperature": 1.0, "max_tokens": 6}
+
+
+def pooled(
+    work: Callable[[Pool, list[Double]], Awaitable[None]], count: int = 2, **limits: float
+) -> None:
+    """Work with a pool of doubles, called server 0, 1, ..."""
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            doubles = [await stack.enter_async_context(Double().serve()) for _ in range(count)]
+            session = await stack.enter_async_context(connected_session())
+            servers = [Server(f"server {n}", Client(d.url, session)) for n, d in enumerate(doubles)]
+            settings = PoolSettings(
+                facts=FACTS,
+                needs=Needs(max_model_len=LENGTH, dtype="float32", with_routes=True),
+                **{"restarts": 0, "update_seconds": 30, "silence_seconds": 30, **limits},
+            )
+            pool = Pool(servers, settings)
+            try:
+                await work(pool, doubles)
+            finally:
+                await pool.close()
+
+    asyncio.run(run())
+
+
+def assert_is_right(response: Response, version: int) -> None:
+    tokens = greedy(PROMPT, SAMPLING["max_tokens"])
+    assert response.token_ids.tolist() == tokens
+    expected = [logprob(token, str(version)) for token in tokens]
+    np.testing.assert_allclose(response.logprobs, expected, rtol=1e-6)
+    assert response.truncated and response.routes is not None
+    inputs = [*PROMPT, *tokens][:-1]
+    np.testing.assert_array_equal(response.routes[:-1], experts(inputs))
+    assert not response.routes[-1].any()
+
+
+def test_sound_servers_serve_every_version(tmp_path: Path) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        for version in range(3):
+            await pool.update(weights(tmp_path, version))
+            for each in await asyncio.gather(
+                *(pool.generate(PROMPT, SAMPLING, version) for _ in range(4))
+            ):
+                assert_is_right(each, version)
+        assert all(each.calls[GENERATE] == 3 * (2 + 2) for each in doubles)  # the probe has 2
+
+    pooled(work)
+
+
+def first_infinite(content: list[dict]) -> list[dict]:
+    return [{"logprob": -math.inf}, *content[1:]]
+
+
+WRONG_ANSWERS: dict[str, tuple[Fault, str]] = {
+    "HTTP 500": (fails(500), f"{GENERATE}: HTTP 500: it is broken"),
+    "no answer": (drops, f"{GENERATE}: "),
+    "half an answer": (ends_early, f"{GENERATE}: "),
+    "half of the JSON": (cut, "the answer is not JSON"),
+    "a page": (fails(200, "<html>\n</html>"), "the answer is not JSON"),
+    "no choices": (choice_with(logprobs=None), "an answer that is not as vLLM gives it"),
+    "NaN": (choice_with(logprobs={"content": [{"logprob": math.nan}] * 6}), "not finite"),
+    "-inf": (
+        choice_with(logprobs=lambda given: {"content": first_infinite(given["content"])}),
+        "not finite",
+    ),
+    "above 0": (choice_with(logprobs={"content": [{"logprob": 0.5}] * 6}), "above 0"),
+    "too few": (choice_with(logprobs={"content": [{"logprob": -1}] * 5}), "6 tokens with 5"),
+    "no tokens": (choice_with(token_ids=[], logprobs={"content": []}), "0 tokens"),
+    "unknown tokens": (choice_with(token_ids=[VOCABULARY] * 6), f"to {VOCABULARY}, of 50"),
+    "huge tokens": (choice_with(token_ids=[2**40] * 6), "OverflowError"),
+    "aborted": (choice_with(finish_reason="abort"), "finish_reason 'abort'"),
+    "no experts": (choice_with(routed_experts=None), "TypeError"),
+    "a layer too many": (
+        routes_with(lambda t: np.concatenate([t, t[:, :1]], 1)),
+        "routed experts [8, 4, 2]",
+    ),
+    "a row too few": (routes_with(lambda t: t[1:]), "routed experts [7, 3, 2]"),
+    "weights of experts": (routes_with(lambda t: t / 2), "float64, expected (8, 3, 2)"),
+    "not base64": (choice_with(routed_experts="?"), "an answer that is not as vLLM gives it"),
+    "an empty file": (choice_with(routed_experts=""), "EOFError"),
+    "a broken zip": (
+        choice_with(routed_experts=base64.b64encode(b"PK\3\4" + bytes(30)).decode()),
+        "BadZipFile",
+    ),
+    "objects": (routes_with(lambda t: t.astype(object)), "allow_pickle"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ANSWERS)
+def test_a_wrong_answer_costs_the_server_and_no_response(tmp_path: Path, name: str) -> None:
+    fault, why = WRONG_ANSWERS[name]
+
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        await pool.update(weights(tmp_path, 0))
+        doubles[0].faults[GENERATE] = fault
+        calls = [pool.generate(PROMPT, SAMPLING, 0) for _ in range(8)]
+        for each in await asyncio.gather(*calls):
+            assert_is_right(each, 0)
+        assert pool.resubmitted == 4  # every other request was the first server's
+        assert pool.servers[0].tending is not None
+        await pool.servers[0].tending
+        [problem] = pool.problems()
+        assert problem.startswith("server 0: ") and why in problem, problem
+        assert len(problem.splitlines()) == 1
+        asked = doubles[0].calls[GENERATE]
+        assert_is_right(await pool.generate(PROMPT, SAMPLING, 0), 0)
+        assert doubles[0].calls[GENERATE] == asked
+
+    pooled(work)
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (lambda table: table * 0, range(8)),
+        (lambda table: np.where(table == table[2, 1, 0], EXPERTS, table), None),
+        (lambda table: -1 - table, range(8)),
+        (lambda table: table[..., :1].repeat(TOP_K, -1), range(8)),
+    ],
+    ids=["zeros", "beyond", "negative", "twice"],
+)
+def test_useless_experts_of_a_token_are_missing_and_counted(
+    tmp_path: Path, change: Callable[[np.ndarray], np.ndarray], rows: range | None
+) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        await pool.update(weights(tmp_path, 0))
+        doubles[0].faults[GENERATE] = routes_with(change)
+        response = await pool.generate(PROMPT, SAMPLING, 0)
+        assert response.routes is not None and not pool.problems()
+        tokens = [*PROMPT, *greedy(PROMPT, 6)]
+        right, useless = experts(tokens[:-1]), change(experts(tokens[:-1]))
+        wanted = rows
+        if wanted is None:  # in plain words: a token for whom a layer names no expert of the model
+            wanted = [n for n in range(8) if (useless[n, 1:] >= EXPERTS).any()]
+            assert 0 < len(wanted) < 8
+        for row in range(8):
+            np.testing.assert_array_equal(response.routes[row], right[row] * (row not in wanted))
+        assert missing_rows(np.concatenate([response.routes] * 3), 3) == 3 * len(wanted)
+
+    pooled(work, count=1)
+
+
+def test_a_server_that_names_another_version_is_out(tmp_path: Path) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        await pool.update(weights(tmp_path, 0))
+
+        async def another(*_: Any) -> Any:
+            return await fails(200, '{"weight_version": "7"}')()
+
+        doubles[1].faults["/weight_info"] = another
+        await pool.update(weights(tmp_path, 1))
+        assert pool.problems() == [
+            "server 1: weights of version 1: says that it has weights 7, not 1"
+        ]
+        assert_is_right(await pool.generate(PROMPT, SAMPLING, 1), 1)
+
+    pooled(work)
+
+
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/resume", GENERATE])
+def test_an_update_ends_in_time(tmp_path: Path, path: str) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        await pool.update(weights(tmp_path, 0))
+        doubles[1].faults[path] = late(60)
+        start = time.monotonic()
+        await pool.update(weights(tmp_path, 1))
+        assert 1 < time.monotonic() - start < 4
+        [problem] = pool.problems()
+        said = rf"server 1: weights of version 1: {path}: no answer within [\d.]+ s"
+        assert re.fullmatch(said, problem), problem
+        assert_is_right(await pool.generate(PROMPT, SAMPLING, 1), 1)
+
+    pooled(work, update_seconds=1.5)
+
+
+def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_path: Path) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        silent, slow = doubles
+        await pool.update(weights(tmp_path, 0))
+        silent.faults[GENERATE] = late(60)
+
+        async def works(request: Any, answer: Any) -> Any:
+            for _ in range(30):
+                slow.drawn += 1  # tokens of it
+                await asyncio.sleep(0.2)
+            return await late(0)(request, answer)
+
+        slow.faults[GENERATE] = works
+        start = time.monotonic()
+        for each in await asyncio.gather(*(pool.generate(PROMPT, SAMPLING, 0) for _ in range(2))):
+            assert_is_right(each, 0)
+        assert 8 < time.monotonic() - start < 14  # silent for two seconds, then six of work
+        [problem] = pool.problems()
+        assert re.fullmatch(r"server 0: has not answered or drawn a token for \d s", problem)
+
+    pooled(work, silence_seconds=2)
+
+
+def test_the_end_names_every_server(tmp_path: Path) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        await pool.update(weights(tmp_path, 0))
+        doubles[0].faults[GENERATE], doubles[1].faults[GENERATE] = fails(503), cut
+        with pytest.raises(RolloutError) as caught:
+            await pool.generate(PROMPT, SAMPLING, 0)
+        first, *others = str(caught.value).splitlines()
+        assert first == "no server is left:"
+        assert [each[:9] for each in others] == ["server 0:", "server 1:"]
+
+    pooled(work)
+
+
+def test_a_request_that_is_refused_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        await pool.update(weights(tmp_path, 0))
+        doubles[0].faults[GENERATE] = fails(400)
+        with pytest.raises(RolloutError) as caught:
+            await pool.generate(PROMPT, SAMPLING, 0)
+        assert str(caught.value) == (
+            f"server 0 refuses a request: {GENERATE}: HTTP 400: it is broken"
+        )
+
+    pooled(work)
+
+
+async def one_path(*_: Any) -> Any:
+    return await fails(200, '{"paths": {"/inference/v1/generate": {}}}')()
+
+
+@pytest.mark.parametrize(
+    ("path", "fault", "told"),
+    [
+        ("/health", fails(404), "cannot be reached: /health: HTTP 404: it is broken"),
+        ("/openapi.json", fails(200, "<html>"), "/openapi.json: the answer is not JSON"),
+        ("/openapi.json", fails(401), "/openapi.json: it asks for another token: set GSPO_SERVER_"),
+        (
+            "/openapi.json",
+            one_path,
+            "does not answer /server_info: VLLM_SERVER_DEV_MODE=1; does not answer /collective_rpc",
+        ),
+        ("/server_info", fails(200, "{}"), "an answer that is not as vLLM gives it: KeyError"),
+        (GENERATE, routes_with(lambda t: t[:, 1:]), "routed experts [6, 2, 2]"),
+    ],
+)
+def test_what_is_no_server_for_us_is_told_in_one_line_at_the_start(
+    tmp_path: Path, path: str, fault: Fault, told: str
+) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        doubles[1].faults[path] = fault
+        with pytest.raises(RolloutError) as caught:
+            await pool.update(weights(tmp_path, 0))
+        [line] = str(caught.value).splitlines()
+        assert line.startswith("server 1: ") and told in line, line
+
+    pooled(work)
+
+
+@pytest.mark.parametrize("layout", [{"worker_extension_cls": ""}, {"data_parallel_size": 2}])
+def test_a_server_that_cannot_take_weights_from_rank_0_is_named_where_it_must(
+    tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        doubles[1].layout |= layout
+        pool.settings = replace(pool.settings, needs=replace(pool.settings.needs, must_stream=True))
+        with pytest.raises(RolloutError) as caught:
+            await pool.update(weights(tmp_path, 0))
+        assert str(caught.value) == (
+            "server 1: takes no weights from rank 0 (weight_transport nccl): --worker-extension-cls"
+            " gspo_vllm_worker.GspoWorker, and no data parallelism"
+        )
+
+    pooled(work)
+
+
+def test_weights_for_servers_that_start_again_wait_for_a_folder(tmp_path: Path) -> None:
+    """Rank 0 sends version 1 to one server; the other has lost its own meanwhile."""
+
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        await pool.update(weights(tmp_path, 0))
+        doubles[1].layout |= {"worker_extension_cls": ""}
+        pool.servers[1].abilities = Abilities()
+        first = weights(tmp_path, 1)
+        assert list(pool.take(replace(first, folder=None, stream={})).values()) == [1]
+        doubles[0].loaded = "1"  # as if it had received them
+        bringing = asyncio.create_task(pool.bring())
+        await asyncio.wait_for(pool.asks_for_folder(), 20)
+        await pool.offer_folder(str(first.folder))
+        await asyncio.wait_for(bringing, 20)
+        assert not pool.wants_folder and [each.version for each in pool.servers] == [1, 1]
+
+    pooled(work)
+
+
+# What responses are read and compared with: plain formulas
+
+
+def test_a_response_is_read_as_it_is_written() -> None:
+    double, generator = Double(), np.random.default_rng(3)
+    for _ in range(30):
+        prompt = generator.integers(0, VOCABULARY, generator.integers(1, 20)).tolist()
+        count = int(generator.integers(1, 12))
+        found = double._generate(prompt, count)
+        response = parse_response(found, len(prompt), FACTS, routes=True)
+        tokens = greedy(prompt, count)
+        assert response.token_ids.tolist() == tokens
+        assert response.logprobs.tolist() == pytest.approx([logprob(t, "0") for t in tokens])
+        assert response.routes is not None and response.routes.dtype == np.uint8
+        table = response.routes.tolist()
+        assert len(table) == len(prompt) + count
+        assert table.pop() == [[0] * TOP_K] * LAYERS
+        assert table == experts([*prompt, *tokens][:-1]).tolist()
+        found["choices"][0]["finish_reason"] = "stop"
+        assert not parse_response(found, len(prompt), FACTS, routes=False).truncated
+
+
+def test_greedy_responses_are_compared_up_to_the_first_other_token() -> None:
+    generator = np.random.default_rng(8)
+    for _ in range(200):
+        rows, length = int(generator.integers(1, 4)), int(generator.integers(1, 6))
+        wanted = generator.integers(0, 3, (rows, length)).tolist()
+        given = np.where(generator.random((rows, length)) < 0.8, wanted, 3).tolist()
+        own = -generator.random((rows, length))
+        theirs = own + generator.choice([0.0, 1e-3, 0.2], (rows, length), p=[0.8, 0.1, 0.1])
+        found = []
+        for row in range(rows):
+            for n in range(length):
+                found.append(abs(own[row][n] - theirs[row][n]))
+                if wanted[row][n] != given[row][n]:
+                    break
+        largest, mean = max(found), sum(found) / len(found)
+        responses = [
+            Response(np.array(ids), np.array(values), truncated=True)
+            for ids, values in zip(given, theirs, strict=True)
+        ]
+        for limit, average, is_right in (
+            (largest + 1e-9, mean + 1e-9, True),
+            (largest - 1e-9, mean + 1e-9, False),
+            (largest + 1e-9, mean - 1e-9, False),
+        ):
+            probe = Probe([[0]] * rows, wanted, own.tolist(), limit, average)
+            told = compare(probe, responses)
+            assert (told is None) == is_right
+            if told is not None:
+                assert f"of {len(found)} tokens differ by {mean:.2g} on average" in told

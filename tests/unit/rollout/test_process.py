@@ -1,0 +1,107 @@
+"""Servers as processes: their ports, and their end. Small HTTP programs stand for vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service.process import ServerProcess
+from tests.programs import command_environment, gspo, wait_until
+
+# It takes its port late, as vLLM does: when the file appears that it is given.
+_SERVER = """
+import http.server, sys, time
+from pathlib import Path
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+while not Path(options["--when"]).exists():
+    time.sleep(0.01)
+address = (options["--host"], int(options["--port"]))
+http.server.HTTPServer(address, http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+_START = """
+import sys
+from pathlib import Path
+from tests.vllm.servers import serve
+with serve(*map(Path, sys.argv[1:])):
+    pass
+"""
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def test_a_port_is_the_server_s_before_the_server_takes_it(tmp_path: Path) -> None:
+    script, when = tmp_path / "server.py", tmp_path / "go"
+    script.write_text(_SERVER)
+    words = [sys.executable, str(script), "--when", str(when)]
+    process = ServerProcess(words, {}, tmp_path / "log")
+    try:
+        port = int(process.url.rpartition(":")[2])
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        when.touch()
+
+        def answers() -> bool:
+            assert process.has_ended() is None, process.last_lines()
+            with contextlib.suppress(OSError), urllib.request.urlopen(process.url) as answer:
+                return answer.status == 200
+            return False
+
+        wait_until(answers, seconds=30)
+    finally:
+        asyncio.run(process.end())
+    with socket.socket() as other:  # and nobody's after its end
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+
+
+def test_a_port_that_is_taken_is_told_at_once(taken: int, tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match=f"on 127.0.0.1, port {taken}: Address already in use"):
+        ServerProcess([sys.executable, "-c", "pass"], {}, tmp_path / "log", port=taken)
+    assert not (tmp_path / "log").exists()
+    (tmp_path / "config.json").write_text("{}")
+    for words, told in (
+        (("--port", taken), f"on 127.0.0.1, port {taken}: Address already in use; legal: "),
+        (("--host", "192.0.2.1"), "on 192.0.2.1, port 0: Cannot assign requested address"),
+    ):
+        said = gspo("serve", tmp_path, *words, expect=2).stderr.strip()
+        assert told in said and len(said.splitlines()) == 1
+
+
+def test_a_server_that_tests_start_ends_with_them(tmp_path: Path) -> None:
+    """By whatever they are killed."""
+    python, told = tmp_path / "python", tmp_path / "pid"
+    python.write_text(f"#!/bin/sh\necho $$ >{told}.new\nmv {told}.new {told}\nexec sleep 300\n")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    words = [sys.executable, "-c", _START, *map(str, (python, tmp_path, tmp_path))]
+    tests = subprocess.Popen(words, env=command_environment())
+    try:
+        assert wait_until(told.exists, tests, seconds=60)
+        server = psutil.Process(int(told.read_text()))
+        tests.kill()
+        tests.wait()
+        server.wait(10)
+    finally:
+        tests.kill()
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int(told.read_text()), signal.SIGKILL)
