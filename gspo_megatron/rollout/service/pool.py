@@ -86,6 +86,8 @@ class Server:
     tokens: float = 0.0  # drawn so far, by its own count
     kv_usage: float = 0.0  # share of its cache in use
     heard: float = 0.0  # when it last answered or drew a token
+    load_seconds: float = 0.0  # of its newest weights: it stood still
+    proof_seconds: float = 0.0
     tending: asyncio.Task[None] | None = None  # its start or restart
 
     @property
@@ -162,16 +164,18 @@ class Pool:
 
     async def _load(self, server: Server, weights: Weights, deadline: float) -> None:
         server.version = None  # nothing is sent to it meanwhile
+        start = time.monotonic()
         await server.client.load_weights(
             weights.folder,
             str(weights.version),
             seconds=max(deadline - time.monotonic(), 0.1),
             forgets_prepacked=server.forgets_prepacked,
         )
+        server.load_seconds = time.monotonic() - start
 
     async def _prove(self, server: Server, weights: Weights, *, named: bool) -> None:
         """Let the server serve if it has these weights. Raises RolloutError where it has not."""
-        seconds = self.settings.update_seconds
+        seconds, start = self.settings.update_seconds, time.monotonic()
         if named:
             told = await server.client.weight_version(seconds=_CALL_SECONDS)
             if told != str(weights.version):
@@ -188,6 +192,7 @@ class Pool:
         if problem is not None:
             raise RolloutError(problem)
         server.version, server.why_out, server.heard = weights.version, None, time.monotonic()
+        server.proof_seconds = server.heard - start
         async with self._changed:
             self._changed.notify_all()
 
