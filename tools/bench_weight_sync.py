@@ -3,24 +3,24 @@
     python tools/bench_weight_sync.py --python VLLM_PYTHON [--gigabytes 1] [--rounds 5]
 
 One rank holds a random Qwen3-MoE-shaped model; one server on the same machine has its weights. A
-round changes all weights and calls what a run calls after each step (`ServedCollector.take_weights`):
+round changes all weights and calls what a run calls after each step, ServedCollector.take_weights:
 the model becomes a Hugging Face folder, the server is paused, loads it, forgets what it knows of
 prompts, goes on, and proves its weights with eight prompts that the trainer has answered, too. The
 time is from the call to its return, so it includes all of that.
 
 It is compared with `cp -r` of the same folder to the same file system, in the same round; the two
-take turns in being first. `cp` calls no fsync, and neither reads a disk: the folder was just written,
-so it is in memory. `ratio` is the seconds of `cp` divided by those of the call: 1 would be as fast as
-one copy. The call makes at least three (trainer to folder, folder to server's tensors, and on a CPU
-into the layout of its kernel), and computes 128 tokens.
+take turns in being first. `cp` calls no fsync, and nothing is read from a disk: the folder was just
+written, so it is in memory. `ratio` is the seconds of `cp` divided by those of the call: 1 would be
+as fast as one copy. The call makes several: from the trainer to the folder, from there into vLLM's
+buffers, on a CPU into the layout of its kernels, and into the tensors that the kernels use.
 
     export   the model into the folder           probe   the trainer's own answers
     load     the server stands still             proof   the server's answers
 
 Memory of the trainer: its largest resident set during the call above that before (VmHWM, which the
-kernel keeps). Of the server: the same of all its processes, summed; `anonymous` leaves out the pages
-of the mapped folder, which are no copy; it is sampled. The goals are a ratio of at least 0.3, and no
-more memory of the trainer than a layer has.
+kernel keeps). Of the server: the same of all its processes, summed; `anonymous`, which is sampled,
+leaves out the pages of the mapped folder, which are no copy. The goals are a ratio of at least 0.3,
+and no more memory of the trainer than a layer has.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Responses that vLLM servers draw: the ranks' end of the rollout service.
 
-    weights   all ranks -> a Hugging Face folder -> servers, which prove that they have them
-    responses servers -> service -> bank -> each rank reads its own share
+weights   all ranks -> a Hugging Face folder -> servers, which prove that they have them
+responses servers -> service -> bank -> each rank reads its own share
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -91,7 +92,8 @@ class ServedCollector(Collector):
             self.has_started = True
         folder = weights_folder(self.config) / f"version_{version:08d}"
         tokenizer = self.config.data.tokenizer
-        export_hf(self.policy, folder, hf_config=self.hf_config, tokenizer=tokenizer)
+        # a folder that a killed machine leaves incomplete is never read: the next start writes anew
+        export_hf(self.policy, folder, hf_config=self.hf_config, tokenizer=tokenizer, durable=False)
         probe = dataclasses.asdict(self._probe())
         weights = {"version": version, "folder": str(folder), "probe": probe}
         on_main(lambda: self._service().take_weights(weights))
@@ -182,11 +184,15 @@ class ServedCollector(Collector):
         lengths = [min(length, longest) for length in PROBE_PROMPTS]
         ids = np.random.default_rng(0).integers(0, self.policy.vocab_size, sum(lengths))
         prompts = [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
-        requests = Requests(prompts, range(len(prompts)))
-        batch = self.engine.generate(requests, Sampling(PROBE_TOKENS, temperature=0.0), seed=0)
-        of_each = batch.tokens.split([length + PROBE_TOKENS for length in lengths])
-        tokens = [sequence[-PROBE_TOKENS:].tolist() for sequence in of_each]
-        logprobs = batch.rollout_logprobs.view(-1, PROBE_TOKENS).tolist()
+        tokens: list[list[int]] = []
+        logprobs: list[list[float]] = []
+        for length, group in itertools.groupby(prompts, len):  # together, all would be padded
+            alike = list(group)
+            requests = Requests(alike, range(len(alike)))
+            batch = self.engine.generate(requests, Sampling(PROBE_TOKENS, temperature=0.0), seed=0)
+            sequences = batch.tokens.view(-1, length + PROBE_TOKENS)
+            tokens += sequences[:, -PROBE_TOKENS:].tolist()
+            logprobs += batch.rollout_logprobs.view(-1, PROBE_TOKENS).tolist()
         largest, mean = _TOLERANCES.get(self.config.training.precision, _COARSE)
         return Probe(prompts, tokens, logprobs, largest, mean)
 
