@@ -380,7 +380,7 @@ def compare(probe: Probe, responses: Sequence[Response]) -> str | None:
 
 
 def connected_session() -> aiohttp.ClientSession:
-    """For the clients of all servers; without a limit of its own on connections. An idle connection
-    is given up before vLLM closes it, after 5 s: a request that meets the end of its connection
-    looks as if the server had died."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0))
+    """For the clients of all servers; without a limit of its own on connections. A request has a
+    connection of its own: vLLM closes one that was idle for 5 s, and a request that is sent at this
+    moment is lost as if the server had died."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
