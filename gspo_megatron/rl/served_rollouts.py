@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -132,7 +133,8 @@ class ServedCollector(Collector):
     def _write(self) -> tuple[str, int]:
         """The newest weights as a folder; returns it, and its bytes. All ranks call it."""
         folder, tokenizer = self._folder(), self.config.data.tokenizer
-        export_hf(self.policy, folder, hf_config=self.hf_config, tokenizer=tokenizer)
+        # a folder that a killed machine leaves incomplete is never read: the next start writes anew
+        export_hf(self.policy, folder, hf_config=self.hf_config, tokenizer=tokenizer, durable=False)
         count = on_main(lambda: sum(f.stat().st_size for f in folder.glob("*.safetensors")))
         return str(folder), count
 
@@ -236,11 +238,15 @@ class ServedCollector(Collector):
         lengths = [min(length, longest) for length in PROBE_PROMPTS]
         ids = np.random.default_rng(0).integers(0, self.policy.vocab_size, sum(lengths))
         prompts = [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
-        requests = Requests(prompts, range(len(prompts)))
-        batch = self.engine.generate(requests, Sampling(PROBE_TOKENS, temperature=0.0), seed=0)
-        of_each = batch.tokens.split([length + PROBE_TOKENS for length in lengths])
-        tokens = [sequence[-PROBE_TOKENS:].tolist() for sequence in of_each]
-        logprobs = batch.rollout_logprobs.view(-1, PROBE_TOKENS).tolist()
+        tokens: list[list[int]] = []
+        logprobs: list[list[float]] = []
+        for length, group in itertools.groupby(prompts, len):  # together, all would be padded
+            alike = list(group)
+            requests = Requests(alike, range(len(alike)))
+            batch = self.engine.generate(requests, Sampling(PROBE_TOKENS, temperature=0.0), seed=0)
+            sequences = batch.tokens.view(-1, length + PROBE_TOKENS)
+            tokens += sequences[:, -PROBE_TOKENS:].tolist()
+            logprobs += batch.rollout_logprobs.view(-1, PROBE_TOKENS).tolist()
         largest, mean = _TOLERANCES.get(self.config.training.precision, _COARSE)
         return Probe(prompts, tokens, logprobs, largest, mean)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,8 +49,13 @@ class Watched:
 
 
 def watched_update(mistake: str | None = None, **arguments: Any) -> Watched:
-    """An update, every routing map of Megatron-Core held against the routes of the pass. `mistake`:
-    of tests.unit.routing.mistakes."""
+    """A watched update. `mistake`: of tests.unit.routing.mistakes."""
+    with getattr(mistakes, mistake)() if mistake else nullcontext():
+        return watched(update_away_from_the_reference, **arguments)
+
+
+def watched(update: Callable[..., StepResult], **arguments: Any) -> Watched:
+    """An update, every routing map of Megatron-Core held against the routes of the pass."""
     counts, passes = defaultdict(int), defaultdict(int)
     native = TopKRouter.routing
 
@@ -75,9 +81,8 @@ def watched_update(mistake: str | None = None, **arguments: Any) -> Watched:
             assert not (probs[~chosen] != 0).any()
         return probs, chosen
 
-    wrong = getattr(mistakes, mistake)() if mistake else nullcontext()
-    with wrong, mock.patch.object(TopKRouter, "routing", routing):
-        result = update_away_from_the_reference(**arguments)
+    with mock.patch.object(TopKRouter, "routing", routing):
+        result = update(**arguments)
     values = torch.tensor([counts[name] for name in ("replayed", "wrong", "moved")])
     dist.all_reduce(values)
     return Watched(result, *values.tolist(), passes=dict(passes))

@@ -34,13 +34,15 @@ def export_hf(
     tokenizer: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    durable: bool = True,
 ) -> None:
     """Write the model's weights, config.json and tokenizer to the new folder `path`. All ranks call
     it; the main rank writes, a tensor at a time. The folder appears when it is complete.
 
     hf_config: config.json of the folder that the weights came from; it decides the family, and its
     other keys are kept; tokenizer: a folder, of which the settings and tokenizer files are copied,
-    or one file; dtype: of the weights (default: the model's).
+    or one file; dtype: of the weights (default: the model's); durable: wait until everything is on
+    the disk, so that it outlives a crash of the machine.
 
     Raises, on every rank, ConfigError for a model that no family has and DataError for a
     destination that cannot be written.
@@ -49,7 +51,7 @@ def export_hf(
     dtype = dtype or policy.config.params_dtype
     config = export_config(policy.shape, policy.vocab_size, dtype, hf_config)
     specs = stream_specs(policy, family=family, dtype=dtype)
-    writer = HfWriter(path, specs, max_shard_bytes=max_shard_bytes)
+    writer = HfWriter(path, specs, max_shard_bytes=max_shard_bytes, durable=durable)
     is_main = dist.get_rank() == MAIN_RANK
     with contextlib.ExitStack() as stack:
         with raised_everywhere():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_megatron.checkpoint.folder import sync_folders, write_file
+from gspo_megatron.checkpoint.folder import sync_folders
 from gspo_megatron.checkpoint.hf.files import DTYPES, SINGLE_FILE, WEIGHT_INDEX
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import folder_lacks, sync
@@ -32,15 +32,19 @@ class NewFolder:
     """A context manager: within it, `partial` is a hidden folder beside `path`; `publish` renames
     it to `path`. Without that it is removed at the end. What a killed process left is replaced.
 
-    With owner=False it uses the folder that another process, the owner, makes and publishes.
+    With owner=False it uses the folder that another process, the owner, makes and publishes. With
+    durable=False nothing waits for the disk: a crash of the machine may lose or spoil the folder.
 
     Raises DataError where `path` has something in it already, cannot be written, is being written
     by another process, or where the disk has less than `size` bytes free.
     """
 
-    def __init__(self, path: str | Path, size: int, *, owner: bool = True) -> None:
+    def __init__(
+        self, path: str | Path, size: int, *, owner: bool = True, durable: bool = True
+    ) -> None:
         self.path = Path(path)
         self.partial = _hidden_place(self.path)
+        self.durable = durable
         self._size, self._owner = size, owner
         self._lock: int | None = None
 
@@ -66,9 +70,11 @@ class NewFolder:
     def publish(self) -> None:
         """Make the names in it durable (files are synced already) and rename it."""
         with write_errors(self.path):
-            sync_folders(self.partial)
+            if self.durable:
+                sync_folders(self.partial)
             self.partial.rename(os.path.abspath(self.path))
-            sync(self.partial.parent)
+            if self.durable:
+                sync(self.partial.parent)
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
@@ -106,10 +112,11 @@ class HfWriter(NewFolder):
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         owner: bool = True,
+        durable: bool = True,
     ) -> None:
         self.tensors = dict(tensors)
         self.bytes = sum(planned.nbytes for planned in self.tensors.values())
-        super().__init__(path, self.bytes, owner=owner)
+        super().__init__(path, self.bytes, owner=owner, durable=durable)
         self.files = _plan(self.tensors, max_shard_bytes)
         self._file_of = {name: file for file in self.files for name in file.offsets}
         self._missing = {name: planned.nbytes for name, planned in self.tensors.items()}
@@ -137,13 +144,14 @@ class HfWriter(NewFolder):
             self._missing[name] -= len(flat)
 
     def finish(self, files: Iterable[_File] | None = None) -> None:
-        """Complete these files, by default all, and wait until they are on the disk."""
+        """Complete these files, by default all; if durable, wait until they are on the disk."""
         for file in self.files if files is None else files:
             for name in file.offsets:
                 assert self._missing[name] == 0, f"never written, or only in part: {name}"
             with write_errors(self.path):
                 self._write(file, memoryview(file.header), 0)
-                os.fsync(self._descriptors[file.name])
+                if self.durable:
+                    os.fsync(self._descriptors[file.name])
 
     def publish(
         self, contents: Mapping[str, Mapping[str, Any]] = {}, copies: Iterable[Path] = ()
@@ -155,12 +163,15 @@ class HfWriter(NewFolder):
             index = {"metadata": {"total_size": self.bytes}, "weight_map": names}
             contents = {**contents, WEIGHT_INDEX: index}
         with write_errors(self.path):
+            copies = [file for file in copies if file.name not in contents]
             for file in copies:
-                if file.name not in contents:
-                    copy_file(file, self.partial)
+                shutil.copyfile(file, self.partial / file.name)
             for name, content in contents.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False)
-                write_file(self.partial / name, f"{text}\n".encode())
+                (self.partial / name).write_bytes(f"{text}\n".encode())
+            if self.durable:
+                for name in (*contents, *(file.name for file in copies)):
+                    sync(self.partial / name)
         super().publish()
 
     def __exit__(self, *error: object) -> None:

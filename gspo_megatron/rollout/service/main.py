@@ -277,6 +277,8 @@ class Service:
                 "serving": sum(each.serves for each in servers),
                 "in_flight": sum(len(each.in_flight) for each in servers),
                 "resubmitted": self.pool.resubmitted,
+                "load_seconds": max(each.load_seconds for each in servers),
+                "proof_seconds": max(each.proof_seconds for each in servers),
             }
         )
 

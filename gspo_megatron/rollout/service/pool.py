@@ -90,6 +90,8 @@ class Server:
     tokens: float = 0.0  # drawn so far, by its own count
     kv_usage: float = 0.0  # share of its cache in use
     heard: float = 0.0  # when it last answered or drew a token
+    load_seconds: float = 0.0  # of its newest weights: it stood still
+    proof_seconds: float = 0.0
     tending: asyncio.Task[None] | None = None  # its start or restart
 
     @property
@@ -212,7 +214,7 @@ class Pool:
 
     async def _load(self, server: Server, weights: Weights, deadline: float) -> None:
         server.version = None  # nothing is sent to it meanwhile
-        stream = None
+        stream, start = None, time.monotonic()
         if server.receives is not None:
             group = {"key": server.receives, "world_size": server.abilities.workers + 1}
             stream = {"plan": weights.stream, **group}
@@ -226,10 +228,11 @@ class Pool:
             )
         finally:
             server.receives = None
+        server.load_seconds = time.monotonic() - start
 
     async def _prove(self, server: Server, weights: Weights, *, at_start: bool = False) -> None:
         """Let the server serve if it has these weights. Raises RolloutError where it has not."""
-        seconds = self.settings.update_seconds
+        seconds, start = self.settings.update_seconds, time.monotonic()
         if not at_start or server.start is None:
             told = await server.client.weight_version(seconds=_CALL_SECONDS)
             if told != str(weights.version):
@@ -254,6 +257,7 @@ class Pool:
         if problem is not None:
             raise RolloutError(problem)
         server.version, server.why_out, server.heard = weights.version, None, time.monotonic()
+        server.proof_seconds = server.heard - start
         async with self._changed:
             self._changed.notify_all()
 
@@ -416,5 +420,7 @@ def compare(probe: Probe, responses: Sequence[Response]) -> str | None:
 
 
 def connected_session() -> aiohttp.ClientSession:
-    """For the clients of all servers; without a limit of its own on connections."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+    """For the clients of all servers; without a limit of its own on connections. A request has a
+    connection of its own: vLLM closes one that was idle for 5 s, and a request that is sent at this
+    moment is lost as if the server had died."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))

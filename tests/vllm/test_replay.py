@@ -1,0 +1,124 @@
+"""Routing Replay of a real server's experts (r3): the gradients of the update that follows.
+
+A run draws its responses and their experts from vLLM and dumps the step. The step is computed again
+from the dump, with the server's experts, with those that the in-process engine records for the same
+responses, and with experts that are wrong on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gspo_megatron.config import Config, Layout, apply_layout, parse_config
+from gspo_megatron.models.build import Policy
+from gspo_megatron.rl.dumps import Dump
+from gspo_megatron.rl.rollout_store import read_experience
+from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.types import RolloutBatch
+from gspo_megatron.verify import parity
+from tests.parallel.pool import Pool
+from tests.parallel.test_replay import Watched, watched
+from tests.vllm.runs import make_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+LAYERS, EXPERTS = 4, 8  # of the preset tiny
+LAYOUTS = ("tp=1", "pp=2,ep=2,dp=2")
+
+
+@pytest.fixture(scope="module")
+def dumped(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Dump]:
+    """The configuration and the only step of a run with two data ranks."""
+    run = make_run(
+        tmp_path_factory.mktemp("dumped"),
+        vllm_python,
+        parallel={"layout": "dp=2,ep=2"},
+        objective={"name": "gspo", "mini_batches": 1},
+        routing={"replay": "r3"},
+        training={"steps": 1, "precision": "fp32", "dump_batches": 1},
+    )
+    run.finish(run.start())
+    config = parse_config(yaml.safe_load((run.folder / "config.yaml").read_text()))
+    return config, Dump.read(run.out / "dumps" / "step_00000001")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    processes = Pool()
+    yield processes
+    processes.close()
+
+
+def recorded_by_the_engine(batch: RolloutBatch, policy: Policy) -> Tensor:
+    """[tokens, layers of this stage, k]: what the in-process engine records for the sequences when
+    it is given all of each but its last token."""
+    engine = MegatronEngine(policy, pad_id=0, eos_id=(), record_routes=True)
+    sequences = batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist())
+    given = [sequence[:-1].tolist() for sequence in sequences]
+    found = engine.generate(Requests(given, range(len(given))), Sampling(max_tokens=1), seed=0)
+    return found.routes
+
+
+def update(config: Config, dump: Dump, routes: str) -> Watched:
+    """The dumped step on these ranks. routes: server, engine, or next (the experts after those of
+    the server, in one layer)."""
+
+    def read(folder: Path, description: Mapping[str, Any], policy: Policy) -> Experience:
+        experience = read_experience(folder, description, policy)
+        batch, layers = experience.batch, parity.attach_hooks(policy.models)
+        if routes == "engine":
+            batch.routes = recorded_by_the_engine(batch, policy)
+        elif routes == "next" and 2 in layers:
+            of_layer = batch.routes[:, layers.index(2)]
+            is_known = (batch.routes != 0).flatten(1).any(1)
+            of_layer[is_known] = (of_layer[is_known] + 1) % EXPERTS
+        return experience
+
+    task = parity.Task(config, dump.vocab_size, parity.Cut(replicas=2), dump)
+    with mock.patch.object(parity, "read_experience", read):
+        return watched(parity._run_dumped_step, task=task, dump=dump)
+
+
+def distance(one: Watched, other: Watched) -> float:
+    """The largest difference of an element of the gradient, relative to the largest element."""
+    reference, found = one.result.gradients, other.result.gradients
+    assert reference.keys() == found.keys()
+    largest = max(float(gradient.abs().max()) for gradient in reference.values())
+    return max(float((reference[n] - found[n]).abs().max()) for n in reference) / largest
+
+
+def routed_tokens(dump: Dump) -> int:
+    """All tokens of the step but the last of each sequence: no engine has fed it to the model."""
+    found = 0
+    for path in (dump.folder / "rollouts").glob("*_stage_000.safetensors"):
+        columns = load_file(path)
+        found += int((columns["prompt_lengths"] + columns["response_lengths"] - 1).sum())
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_servers_experts_give_the_gradients_of_the_engines_experts(
+    pool: Pool, dumped: tuple[Config, Dump], layout: str
+) -> None:
+    config, dump = dumped
+    config = apply_layout(config, Layout.parse(layout))
+    server, engine, wrong = (
+        pool.on(config, update, dump=dump, routes=routes) for routes in ("server", "engine", "next")
+    )
+    # the weights are those that the server had when it drew
+    assert server.result.metrics["mismatch/abs_mean"] <= 1e-5
+    for each in (server, engine, wrong):
+        assert (each.replayed, each.wrong) == (LAYERS * routed_tokens(dump), 0)
+    assert distance(server, engine) <= 1e-6
+    # experts of which the routers would choose others: 0.037 was measured
+    assert wrong.moved >= routed_tokens(dump) // 2
+    assert distance(server, wrong) > 1e-3

@@ -1,0 +1,256 @@
+"""Seconds and memory of new weights on their way from the trainer to a vLLM server.
+
+    python tools/bench_weight_sync.py --python VLLM_PYTHON [--gigabytes 1] [--rounds 5]
+
+One rank holds a random Qwen3-MoE-shaped model; one server on the same machine has its weights. A
+round changes all weights and calls what a run calls after each step, ServedCollector.take_weights:
+the model becomes a Hugging Face folder, the server is paused, loads it, forgets what it knows of
+prompts, goes on, and proves its weights with eight prompts that the trainer has answered, too. The
+time is from the call to its return, so it includes all of that.
+
+It is compared with `cp -r` of the same folder to the same file system, in the same round; the two
+take turns in being first. `cp` calls no fsync, and nothing is read from a disk: the folder was just
+written, so it is in memory. `ratio` is the seconds of `cp` divided by those of the call: 1 would be
+as fast as one copy. The call makes several: from the trainer to the folder, from there into vLLM's
+buffers, on a CPU into the layout of its kernels, and into the tensors that the kernels use.
+
+    export   the model into the folder           probe   the trainer's own answers
+    load     the server stands still             proof   the server's answers
+
+Memory of the trainer: its largest resident set during the call above that before (VmHWM, which the
+kernel keeps). Of the server: the same of all its processes, summed; `anonymous`, which is sampled,
+leaves out the pages of the mapped folder, which are no copy. The goals are a ratio of at least 0.3,
+and no more memory of the trainer than a layer has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the cores are shared
+
+_LAYERS, _HIDDEN, _WIDTH, _VOCABULARY = 8, 512, 512, 8192
+_SAMPLE_SECONDS = 0.02
+PARTS = ("export", "probe", "load", "proof")
+
+
+def model_section(gigabytes: float, precision: str) -> dict[str, Any]:
+    """`model` of the configuration. Sizes are such that vLLM's kernels for CPUs take them: heads of
+    32, 64 or 128 channels, and a multiple of 32 for the hidden size."""
+    parameters = gigabytes * 1e9 / {"fp32": 4, "bf16": 2}[precision]
+    others = 2 * _VOCABULARY * _HIDDEN + _LAYERS * 3 * _HIDDEN**2
+    experts = max(4, round((parameters - others) / (_LAYERS * 3 * _HIDDEN * _WIDTH)))
+    return {
+        "vocab_size": _VOCABULARY,
+        "megatron": {
+            "num_layers": _LAYERS,
+            "hidden_size": _HIDDEN,
+            "num_attention_heads": 8,
+            "num_query_groups": 4,
+            "kv_channels": 64,
+            "moe_ffn_hidden_size": _WIDTH,
+            "num_moe_experts": experts,
+            "moe_router_topk": 4,
+        },
+    }
+
+
+def assemble_run(arguments: argparse.Namespace, folder: Path) -> Any:
+    """The parts of a run, as `gspo-megatron train` builds them."""
+    from gspo_megatron.config import check_config, parse_config
+    from gspo_megatron.data.inputs import read_inputs
+    from gspo_megatron.data.toy import write_toy_dataset
+    from gspo_megatron.objectives import build_objective
+    from gspo_megatron.rewards.registry import get_reward
+    from gspo_megatron.rl.run import assemble
+
+    write_toy_dataset(folder / "toy", "mixed", train=8, test=8, seed=1)
+    vllm = {"servers": 1, "python": str(arguments.python), "options": {"max_num_seqs": 16}}
+    if arguments.directory is not None:
+        vllm["weights_dir"] = str(arguments.directory)
+    config = parse_config(
+        {
+            "model": model_section(arguments.gigabytes, arguments.precision),
+            "data": {
+                "tokenizer": str(folder / "toy" / "tokenizer.model"),
+                "prompts": str(folder / "toy" / "train.jsonl"),
+            },
+            "rollout": {"engine": "vllm", "max_response_tokens": 8, "vllm": vllm},
+            "reward": {"name": "per_character"},
+            "objective": {"name": "gspo"},
+            "training": {"precision": arguments.precision},
+            "logging": {"dir": str(folder / "run"), "plots": False},
+        }
+    )
+    check_config(config, 1, for_training=True)
+    objective = build_objective(config.objective, config.rollout.max_response_tokens)
+    reward = get_reward(config.reward.name, None, config.reward.options, config.reward.workers)
+    return assemble(config, read_inputs(config), reward, objective)
+
+
+class Parts:
+    """Seconds of the parts of a call, by name."""
+
+    def __init__(self, collector: Any) -> None:
+        from gspo_megatron.rl import served_rollouts
+
+        self.seconds: dict[str, float] = {}
+        served_rollouts.export_hf = self._timed("export", served_rollouts.export_hf)
+        collector._probe = self._timed("probe", collector._probe)
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*given, **named)
+            self.seconds[name] = time.perf_counter() - start
+            return result
+
+        return timed
+
+
+def status_bytes(pid: int | str, name: str) -> int:
+    """A field of /proc/PID/status; 0 for a process that has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+class Memory:
+    """Peaks of processes above what they have now."""
+
+    def __init__(self, pids: Sequence[int | str]) -> None:
+        self._pids = pids
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM begins anew
+        self._resident, self._anonymous = self._sum("VmRSS"), self._sum("RssAnon")
+        self._most_anonymous, self._ended = self._anonymous, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def finish(self) -> tuple[int, int]:
+        """Bytes of the resident set, and of anonymous pages."""
+        self._ended.set()
+        self._thread.join()
+        resident = self._sum("VmHWM") - self._resident
+        return resident, self._most_anonymous - self._anonymous
+
+    def _sum(self, name: str) -> int:
+        return sum(status_bytes(pid, name) for pid in self._pids)
+
+    def _sample(self) -> None:
+        while not self._ended.wait(_SAMPLE_SECONDS):
+            self._most_anonymous = max(self._most_anonymous, self._sum("RssAnon"))
+
+
+def server_pids() -> list[int]:
+    """The processes of the server, which are below this one."""
+    import psutil
+
+    below = psutil.Process().children(recursive=True)
+    servers = [p for p in below if "vllm.entrypoints.openai.api_server" in p.cmdline()]
+    return [p.pid for server in servers for p in (server, *server.children(recursive=True))]
+
+
+def copy(folder: Path, to: Path) -> float:
+    """Seconds of `cp -r`."""
+    start = time.perf_counter()
+    subprocess.run(["cp", "-r", str(folder), str(to)], check=True)
+    seconds = time.perf_counter() - start
+    shutil.rmtree(to)
+    return seconds
+
+
+@contextlib.contextmanager
+def running(arguments: argparse.Namespace, folder: Path) -> Iterator[Any]:
+    """The run with its server, which has the first weights."""
+    from gspo_megatron.platform.groups import stop_processes
+
+    run = assemble_run(arguments, folder)
+    try:
+        start = time.perf_counter()
+        run.collector.take_weights(0)
+        print(f"first weights, with the start of the server: {time.perf_counter() - start:.1f} s")
+        yield run
+    finally:
+        run.collector.close()
+        run.logger.close()
+        stop_processes()
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
+    """The figures of each round: seconds, bytes, and the ratio."""
+    import torch
+
+    from gspo_megatron.rl.served_rollouts import weights_folder
+
+    with running(arguments, folder) as run:
+        parts, rounds = Parts(run.collector), []
+        parameters = [p for model in run.policy.models for p in model.parameters()]
+        total = sum(p.nbytes for p in parameters)
+        layer = (total - 2 * _VOCABULARY * _HIDDEN * parameters[0].itemsize) / _LAYERS
+        place = weights_folder(run.config)
+        print(f"{total / 1e9:.3f} GB, {layer / 1e6:.0f} MB a layer, disk: {place.parent}")
+        for number in range(1, arguments.rounds + 1):
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.add_(parameter, alpha=0.01 * (-1) ** number)
+            newest = place / f"version_{number - 1:08d}"
+            cp = copy(newest, place.with_suffix(".copy")) if number % 2 else 0.0
+            trainer, server = Memory(["self"]), Memory(server_pids())
+            metrics = run.collector.take_weights(number)
+            extra, (of_server, anonymous) = trainer.finish()[0], server.finish()
+            newest = place / f"version_{number:08d}"
+            cp = cp or copy(newest, place.with_suffix(".copy"))
+            figures = run.collector._service().figures()
+            seconds = parts.seconds | {n: figures[f"{n}_seconds"] for n in ("load", "proof")}
+            figures = {
+                "ratio": cp / metrics["sync/seconds"],
+                "seconds": metrics["sync/seconds"],
+                "cp_seconds": cp,
+                **{f"{name}_seconds": seconds[name] for name in PARTS},
+                "trainer_extra_mb": extra / 1e6,
+                "server_extra_mb": of_server / 1e6,
+                "server_anonymous_mb": anonymous / 1e6,
+            }
+            rounds.append(figures)
+            shown = " ".join(f"{name}={value:.2f}" for name, value in figures.items())
+            print(f"round {number}: {shown}", flush=True)
+        extra = {"bytes": metrics["sync/bytes"], "layer_mb": layer / 1e6}
+        return [{**figures, **extra} for figures in rounds]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", type=Path, required=True, help="of an environment with vLLM")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the weights")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=Path, help="rollout.vllm.weights_dir")
+    arguments = parser.parse_args()
+    if arguments.gigabytes <= 0 or arguments.rounds < 1:
+        parser.error("--gigabytes must be above 0, --rounds at least 1")
+    if sys.platform != "linux":
+        parser.error("memory is read from /proc: it needs Linux")
+    with tempfile.TemporaryDirectory(prefix="bench_weight_sync_") as name:
+        rounds = measure(arguments, Path(name))
+    medians = {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
+    print(" ".join(f"{name}={value:.2f}" for name, value in medians.items()))
+
+
+if __name__ == "__main__":
+    main()
