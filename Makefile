@@ -37,7 +37,7 @@ test: lint  ## the tests of CI: lint, and all tests that take seconds
 	@$(call pytest,tests/parallel)
 	@$(call pytest,tests/gpu,-k cpu)
 	@$(call pytest,tests/slurm)
-	@$(call pytest,tests/vllm)
+	@$(call pytest,tests/vllm,-n 2)
 	@$(call pytest,tests/e2e,-n 2)
 	@$(call pytest,tests/docs,-n 2)
 
@@ -46,7 +46,7 @@ test-full: lint  ## `test`, plus the tests that take minutes and those that need
 	@$(call pytest,tests/parallel,-m '')
 	@$(call pytest,tests/gpu,-m '')
 	@$(call pytest,tests/slurm,-m '')
-	@$(call pytest,tests/vllm,-m '')
+	@$(call pytest,tests/vllm,-n 2 -m '')
 	@$(call pytest,tests/e2e,-n 2 -m '')
 	@$(call pytest,tests/docs,-n 2 -m '')
 

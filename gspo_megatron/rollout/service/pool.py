@@ -87,6 +87,7 @@ class Server:
     restarts: int = 0
     abilities: Abilities = field(default_factory=Abilities)
     receives: str | None = None  # while rank 0 sends it weights: their group's key
+    wants_folders: bool = False  # because rank 0 failed to send it weights
     tokens: float = 0.0  # drawn so far, by its own count
     kv_usage: float = 0.0  # share of its cache in use
     heard: float = 0.0  # when it last answered or drew a token
@@ -97,6 +98,10 @@ class Server:
     @property
     def serves(self) -> bool:
         return self.version is not None
+
+    @property
+    def can_stream(self) -> bool:
+        return self.abilities.can_stream and not self.wants_folders
 
 
 class Pool:
@@ -127,7 +132,7 @@ class Pool:
         them: key of a server -> number of its workers."""
         self.weights = weights
         for number, server in enumerate(self.servers):
-            if weights.stream is not None and server.serves and server.abilities.can_stream:
+            if weights.stream is not None and server.serves and server.can_stream:
                 server.receives = f"{os.getpid()}/{number}/{server.restarts}"
         return {each.receives: each.abilities.workers for each in self.servers if each.receives}
 
@@ -203,31 +208,47 @@ class Pool:
         if server.why_out is not None or server.version == weights.version:
             return
         try:
-            if server.receives is None:
+            if not (server.receives and await self._receive(server, weights)):
                 weights = await self._newest_in_a_folder()
-            deadline = time.monotonic() + self.settings.update_seconds
-            await self._load(server, weights, deadline)
+                await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
             await self._prove(server, weights)
         except (ServerGone, ServerRefused, RolloutError) as error:
             await self._put_out(server, f"weights of version {weights.version}: {error}")
             await self._restart(server)
 
-    async def _load(self, server: Server, weights: Weights, deadline: float) -> None:
-        server.version = None  # nothing is sent to it meanwhile
-        stream, start = None, time.monotonic()
-        if server.receives is not None:
-            group = {"key": server.receives, "world_size": server.abilities.workers + 1}
-            stream = {"plan": weights.stream, **group}
+    async def _receive(self, server: Server, weights: Weights) -> bool:
+        """Let rank 0 send it the weights. Where that fails, a folder may do, and it gets no others
+        from then on."""
+        group = {"key": server.receives, "world_size": server.abilities.workers + 1}
+        deadline = time.monotonic() + self.settings.update_seconds
         try:
-            await server.client.load_weights(
-                weights.folder,
-                str(weights.version),
-                seconds=max(deadline - time.monotonic(), 0.1),
-                forgets_prepacked=server.abilities.is_extended,
-                stream=stream,
-            )
+            await self._load(server, weights, deadline, {"plan": weights.stream, **group})
+        except (ServerGone, ServerRefused) as error:
+            await asyncio.sleep(_MOMENT)
+            if server.process and server.process.has_ended():
+                raise
+            server.wants_folders = True
+            print(f"{server.name}: cannot take weights from rank 0, but in folders: {error}")
+            return False
         finally:
             server.receives = None
+        return True
+
+    async def _load(
+        self,
+        server: Server,
+        weights: Weights,
+        deadline: float,
+        stream: Mapping[str, Any] | None = None,
+    ) -> None:
+        server.version, start = None, time.monotonic()  # nothing is sent to it meanwhile
+        await server.client.load_weights(
+            weights.folder,
+            str(weights.version),
+            seconds=max(deadline - time.monotonic(), 0.1),
+            forgets_prepacked=server.abilities.is_extended,
+            stream=stream,
+        )
         server.load_seconds = time.monotonic() - start
 
     async def _prove(self, server: Server, weights: Weights, *, at_start: bool = False) -> None:

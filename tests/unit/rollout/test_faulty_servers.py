@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import missing_rows
@@ -47,6 +48,7 @@ from tests.unit.rollout.double import (
     greedy,
     late,
     logprob,
+    plain,
     routes_with,
     weights,
 )
@@ -326,6 +328,24 @@ def test_a_server_that_cannot_take_weights_from_rank_0_is_named_where_it_must(
         )
 
     pooled(work)
+
+
+def test_a_server_that_rank_0_cannot_send_weights_gets_them_in_folders(tmp_path: Path) -> None:
+    async def refuse(request: web.Request, answer: Any) -> web.StreamResponse:
+        is_sent = (await request.json())["method"] == "receive_weights"
+        return await (fails(500) if is_sent else plain)(request, answer)
+
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        await pool.update(weights(tmp_path, 0))
+        doubles[0].faults["/collective_rpc"] = refuse
+        for version, receivers in ((1, 1), (2, 0)):
+            newest = weights(tmp_path, version)
+            assert len(pool.take(replace(newest, stream={}))) == receivers
+            await pool.bring()
+            assert pool.servers[0].version == version
+            assert_is_right(await pool.generate(PROMPT, SAMPLING, version), version)
+
+    pooled(work, count=1)
 
 
 def test_weights_for_servers_that_start_again_wait_for_a_folder(tmp_path: Path) -> None:
