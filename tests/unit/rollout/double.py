@@ -89,6 +89,7 @@ class Double:
             "dtype": "torch.float32",
             "skip_tokenizer_init": True,
         }
+        self.paths = set(_PATHS)  # of those that not every server answers
         self.url = ""
 
     @contextlib.asynccontextmanager
@@ -113,7 +114,7 @@ class Double:
         self.running += is_draw
         try:
             answer = self._answers(path, given)
-            fault = self.faults.get(path)
+            fault = fails(404) if path in _PATHS - self.paths else self.faults.get(path)
             return await (fault or plain)(request, answer)
         finally:
             self.running -= is_draw
@@ -129,7 +130,7 @@ class Double:
             "/collective_rpc": {"results": [json.dumps(CONFIG)]},
             "/weight_info": {"weight_version": self.named},
             "/v1/models": {"data": [{"max_model_len": LENGTH}]},
-            "/openapi.json": {"paths": dict.fromkeys(_PATHS)},
+            "/openapi.json": {"paths": dict.fromkeys(self.paths)},
             "/server_info": {
                 "vllm_config": {
                     "model_config": self.model,
@@ -154,7 +155,7 @@ class Double:
         return {"choices": [choice]}
 
 
-_PATHS = ("/inference/v1/generate", "/server_info", "/collective_rpc", "/update_weight_version")
+_PATHS = {"/inference/v1/generate", "/server_info", "/collective_rpc", "/update_weight_version"}
 
 
 # Faults

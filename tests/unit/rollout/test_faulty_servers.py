@@ -278,21 +278,12 @@ def test_a_request_that_is_refused_ends_the_run_in_one_line(tmp_path: Path) -> N
     pooled(work)
 
 
-async def one_path(*_: Any) -> Any:
-    return await fails(200, '{"paths": {"/inference/v1/generate": {}}}')()
-
-
 @pytest.mark.parametrize(
     ("path", "fault", "told"),
     [
         ("/health", fails(404), "cannot be reached: /health: HTTP 404: it is broken"),
         ("/openapi.json", fails(200, "<html>"), "/openapi.json: the answer is not JSON"),
         ("/openapi.json", fails(401), "/openapi.json: it asks for another token: set GSPO_SERVER_"),
-        (
-            "/openapi.json",
-            one_path,
-            "does not answer /server_info: VLLM_SERVER_DEV_MODE=1; does not answer /collective_rpc",
-        ),
         ("/server_info", fails(200, "{}"), "an answer that is not as vLLM gives it: KeyError"),
         (GENERATE, routes_with(lambda t: t[:, 1:]), "routed experts [6, 2, 2]"),
     ],
@@ -308,6 +299,23 @@ def test_what_is_no_server_for_us_is_told_in_one_line_at_the_start(
         assert line.startswith("server 1: ") and told in line, line
 
     pooled(work)
+
+
+def test_a_server_without_development_mode_is_told_what_it_lacks(tmp_path: Path) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        doubles[0].paths = {GENERATE}
+        with pytest.raises(RolloutError) as caught:
+            await pool.update(weights(tmp_path, 0))
+        assert str(caught.value) == "; ".join(
+            [
+                "server 0: does not answer /server_info: VLLM_SERVER_DEV_MODE=1",
+                "does not answer /collective_rpc: VLLM_SERVER_DEV_MODE=1",
+                "does not answer /update_weight_version: VLLM_SERVER_DEV_MODE=1, "
+                "and vLLM 0.30 or newer",
+            ]
+        )
+
+    pooled(work, count=1)
 
 
 # What responses are read and compared with: plain formulas
