@@ -67,7 +67,7 @@ def encoded(array: np.ndarray) -> str:
 def weights(folder: Path, version: int) -> Weights:
     """What the trainer sends; a server has version n once it has loaded this folder."""
     place = folder / f"version_{version}"
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     (place / "config.json").write_text(json.dumps(CONFIG))
     prompts = [[1, 2, 3], [4] * 20]
     tokens = [greedy(prompt, 4) for prompt in prompts]
