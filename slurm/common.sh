@@ -218,11 +218,26 @@ gspo_joined() {
 gspo_start_agents() {
     local node
     for node in "${gspo_rollout_nodes[@]}"; do
+        gspo_keep_agent "$node" "$@" &
+    done
+}
+
+# Run an agent, and start it again when it dies. In a shell of its own, which may outlive the script by
+# some seconds ($$ is the script's process).
+gspo_keep_agent() {
+    local node=$1
+    shift
+    trap '' USR1
+    while true; do
         # Without a number of CPUs it gets all that the job has on the node.
         env -u SRUN_CPUS_PER_TASK -u SLURM_CPUS_PER_TASK srun --overlap --nodes=1 --ntasks=1 \
             --nodelist="$node" --cpu-bind=none "${gspo_image_options[@]}" \
             "${gspo_before_task[@]}" "$GSPO_PYTHON" -m gspo_megatron serve --join "$@" \
-            --name "$node" &
+            --name "$node"
+        case $? in 0 | 2) return ;; esac # told to end, or the user's mistake
+        sleep 5
+        kill -0 $$ 2>/dev/null || return 0
+        gspo_say "the agent on $node has ended: starting it again"
     done
 }
 

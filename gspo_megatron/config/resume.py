@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_megatron.config.problems import format_value, problem
+from gspo_megatron.config.schema import Config
 from gspo_megatron.config.section import key_above, keys_of
 from gspo_megatron.config.stages import AnyConfig
 
@@ -63,6 +64,20 @@ def find_changes(
     return changes
 
 
+def decides_rollouts(config: Config) -> dict[str, Any]:
+    """What decides responses and rewards before the first update, by dotted key; of input files the
+    contents do, which are not here."""
+    keys, unread = keys_of(type(config)), ("objective.", "optimizer.")
+    return {
+        key: value
+        for key, value in _leaves(config.model_dump(mode="json"))
+        if (top := key_above(key, keys)) is not None
+        and keys[top].json_schema_extra["resume"] in ("shapes", "code")
+        and not key.startswith(unread)
+        and not _is_harmless_field(key)
+    }
+
+
 # Keys of earlier versions that acted before the first RL step only.
 _GONE = ("training.warm_start.",)
 # Earlier versions wrote the default preset where the weights give the shape.
@@ -84,11 +99,15 @@ def _compare(
         return "refused", problem(key, new, "its contents are not what they were")
     if resume == "code" and old == new:
         return "warned", f"{key}: the code of {format_value(new)}"
-    harmless = resume == "harmless" or key.rpartition(".")[2] in _HARMLESS_FIELDS.split()
+    harmless = resume == "harmless" or _is_harmless_field(key)
     if harmless or (resume == "steps" and decay == "constant"):
         return "allowed", renamed
     ends = f", and optimizer.decay = {decay} ends there" if resume == "steps" else ""
     return "refused", problem(key, new, f"{was}{ends}")
+
+
+def _is_harmless_field(key: str) -> bool:
+    return key.rpartition(".")[2] in _HARMLESS_FIELDS.split()
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

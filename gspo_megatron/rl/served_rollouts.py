@@ -25,9 +25,11 @@ import torch
 import torch.distributed as dist
 
 from gspo_megatron.checkpoint.hf.export import export_hf, stream_hf, stream_specs
+from gspo_megatron.checkpoint.run_state import fingerprints
 from gspo_megatron.config import Config
 from gspo_megatron.config.families import family_of
 from gspo_megatron.config.model_shape import experts_in_layers
+from gspo_megatron.config.resume import decides_rollouts
 from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.environments.single_turn import SingleTurn
@@ -205,6 +207,7 @@ class ServedCollector(Collector):
             {
                 "config": self.config.model_dump(mode="json"),
                 "facts": facts,
+                "origin": origin_of_rollouts(self.config),
                 "dtype": str(self.policy.config.params_dtype).removeprefix("torch."),
                 "devices": self._devices(),
                 "on_cpu": self.device.type != "cuda",
@@ -322,6 +325,14 @@ class ServedCollector(Collector):
                 "every call"
             )
         self.part_names = names
+
+
+def origin_of_rollouts(config: Config) -> str:
+    """A fingerprint of what decides responses and rewards, beside the policy: settings, prompts,
+    tokenizer, the reward's code. Raises DataError."""
+    files = {k: v for k, v in fingerprints(config).items() if not k.startswith("objective.")}
+    text = json.dumps([decides_rollouts(config), files], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def missing_rows(routes: np.ndarray, num_sequences: int) -> int:

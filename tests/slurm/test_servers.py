@@ -19,6 +19,7 @@ from tests.slurm.jobs import (
     node_failed,
     requeued,
     signalled,
+    wait_for_line,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -104,6 +105,25 @@ def test_the_node_of_the_servers_is_lost(cluster: Cluster, served: Run) -> None:
     second = cluster.nodes[1]
     assert f"server 0 on {second}: there is no sign of life from {second} for " in log
     assert "a node of the job does not answer: the run continues from its last checkpoint" in log
+
+
+def test_an_agent_that_dies_is_started_again(cluster: Cluster, served: Run) -> None:
+    served.hold(IN_STEP_2)
+    number = submit(served, cluster)
+    served.wait_until_held(cluster, number)
+    [agent] = [p for p in psutil.process_iter(["cmdline"]) if is_agent(p, served)]
+    agent.kill()
+    second = cluster.nodes[1]
+    wait_for_line(cluster, number, f"the agent on {second} has ended: starting it again")
+    served.let_go()
+    log = finish(cluster, served, number)
+    assert log.count(f"{second}: server 0 started at ") >= 2
+    assert cluster.restarts(number) == 0
+
+
+def is_agent(process: psutil.Process, run: Run) -> bool:
+    words = process.info["cmdline"] or []
+    return words[1:5] == ["-m", "gspo_megatron", "serve", "--join"] and str(run.config) in words
 
 
 def test_servers_that_do_not_spread_over_the_nodes(cluster: Cluster, small: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from gspo_megatron.rollout.service.bank import read_groups
+from gspo_megatron.config.load import load_config
+from gspo_megatron.rl.served_rollouts import origin_of_rollouts
+from gspo_megatron.rollout.service.bank import DrawFile, Group, _records, read_groups
 from tests.unit.test_metrics_doc import SERVED
 from tests.vllm.runs import make_run
 
@@ -46,13 +49,26 @@ def test_servers_sample_from_the_policy_at_every_one_of_twenty_steps(
     assert not list((run.out / "rollouts").glob("*.groups"))  # nothing needs them any more
 
 
-def test_the_servers_experts_are_those_of_training(vllm_python: Path, tmp_path: Path) -> None:
+def hand_on(bank: Path, to: Path, config: Path) -> None:
+    """Give a run the finished groups of another one, as if they were its own."""
+    _, content, _ = next(_records(bank))
+    request = {**json.loads(content), "origin": origin_of_rollouts(load_config(config))}
+    file = DrawFile(to, request)
+    for number, columns in read_groups(bank, lambda _: True).items():
+        file.append(Group(number, columns))
+    file.close()
+
+
+def test_the_servers_experts_are_those_of_training(
+    vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two runs of the same responses: one replays the servers' experts, in the other the routers
     choose. In fp32 they choose alike, so both updates are the same."""
     updated = []
     for name in ("r3", "off"):
         folder = tmp_path / name
         folder.mkdir()
+        monkeypatch.syspath_prepend(folder)  # the module of the reward
         run = make_run(
             folder,
             vllm_python,
@@ -64,8 +80,7 @@ def test_the_servers_experts_are_those_of_training(vllm_python: Path, tmp_path: 
         )
         bank = run.out / "rollouts" / "step_00000001_0.groups"
         if name == "off":
-            bank.parent.mkdir(parents=True)
-            shutil.copy(tmp_path / "kept.groups", bank)
+            hand_on(tmp_path / "kept.groups", bank, folder / "config.yaml")
         process = run.start()
         if name == "r3":
             # the file goes once the run is saved

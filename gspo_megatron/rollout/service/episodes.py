@@ -125,11 +125,13 @@ class Draws:
         prompts: Mapping[str, Sequence[Prompt]],
         stops: Mapping[str, Any],
         folder: Path,
+        origin: str,
     ) -> None:
         """prompts: by the key of their files; stops: what ends a response, as vLLM's
-        SamplingParams; folder: of the bank."""
+        SamplingParams; folder: of the bank; origin: of responses and rewards: finished groups of
+        another one are not used."""
         self.pool, self.scorers, self.prompts = pool, scorers, prompts
-        self.stops, self.folder = stops, folder
+        self.stops, self.folder, self.origin = stops, folder, origin
         self.running: dict[str, RunningDraw] = {}
 
     def begin(self, draw: Draw) -> RunningDraw:
@@ -139,7 +141,8 @@ class Draws:
         if running is None or running.draw != draw or running.error is not None:
             if running is not None:
                 running.file.close()
-            running = RunningDraw(draw, DrawFile(self.path(draw.name), draw_to_json(draw)))
+            request = {**draw_to_json(draw), "origin": self.origin}
+            running = RunningDraw(draw, DrawFile(self.path(draw.name), request))
             self.running[draw.name] = running
             running.task = asyncio.create_task(self._run(running))
         return running

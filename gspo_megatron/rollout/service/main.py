@@ -71,7 +71,12 @@ class Service:
         async with connected_session() as session:
             self.pool = Pool(self._servers(session), self._pool_settings())
             self.draws = Draws(
-                self.pool, self.scorers, self.inputs.files, self._stops(), self.folder
+                self.pool,
+                self.scorers,
+                self.inputs.files,
+                self._stops(),
+                self.folder,
+                self.settings["origin"],
             )
             runner = web.AppRunner(self._app())
             await runner.setup()

@@ -67,7 +67,7 @@ def encoded(array: np.ndarray) -> str:
 def weights(folder: Path, version: int) -> Weights:
     """What the trainer sends; a server has version n once it has loaded this folder."""
     place = folder / f"version_{version}"
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     (place / "config.json").write_text(json.dumps(CONFIG))
     prompts = [[1, 2, 3], [4] * 20]
     tokens = [greedy(prompt, 4) for prompt in prompts]
@@ -98,6 +98,7 @@ class Double:
             "world_size": 1,
             "data_parallel_size": 1,
         }
+        self.paths = set(_PATHS)  # of those that not every server answers
         self.url = ""
 
     @contextlib.asynccontextmanager
@@ -122,7 +123,7 @@ class Double:
         self.running += is_draw
         try:
             answer = self._answers(path, given)
-            fault = self.faults.get(path)
+            fault = fails(404) if path in _PATHS - self.paths else self.faults.get(path)
             return await (fault or plain)(request, answer)
         finally:
             self.running -= is_draw
@@ -137,7 +138,7 @@ class Double:
         return {
             "/weight_info": {"weight_version": self.named},
             "/v1/models": {"data": [{"max_model_len": LENGTH}]},
-            "/openapi.json": {"paths": dict.fromkeys(_PATHS)},
+            "/openapi.json": {"paths": dict.fromkeys(self.paths)},
             "/server_info": {
                 "vllm_config": {
                     "model_config": self.model,
@@ -172,7 +173,7 @@ class Double:
         return {"choices": [choice]}
 
 
-_PATHS = ("/inference/v1/generate", "/server_info", "/collective_rpc", "/update_weight_version")
+_PATHS = {"/inference/v1/generate", "/server_info", "/collective_rpc", "/update_weight_version"}
 
 
 # Faults

@@ -223,13 +223,13 @@ def test_an_update_ends_in_time(tmp_path: Path, path: str) -> None:
         doubles[1].faults[path] = late(60)
         start = time.monotonic()
         await pool.update(weights(tmp_path, 1))
-        assert 1 < time.monotonic() - start < 4
+        assert 2.5 < time.monotonic() - start < 20
         [problem] = pool.problems()
         said = rf"server 1: weights of version 1: {path}: no answer within [\d.]+ s"
         assert re.fullmatch(said, problem), problem
         assert_is_right(await pool.generate(PROMPT, SAMPLING, 1), 1)
 
-    pooled(work, update_seconds=1.5)
+    pooled(work, update_seconds=3)
 
 
 def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_pa
         start = time.monotonic()
         for each in await asyncio.gather(*(pool.generate(PROMPT, SAMPLING, 0) for _ in range(2))):
             assert_is_right(each, 0)
-        assert 8 < time.monotonic() - start < 14  # silent for two seconds, then six of work
+        assert 8 < time.monotonic() - start < 30  # silent for two seconds, then six of work
         [problem] = pool.problems()
         assert re.fullmatch(r"server 0: has not answered or drawn a token for \d s", problem)
 
@@ -281,21 +281,12 @@ def test_a_request_that_is_refused_ends_the_run_in_one_line(tmp_path: Path) -> N
     pooled(work)
 
 
-async def one_path(*_: Any) -> Any:
-    return await fails(200, '{"paths": {"/inference/v1/generate": {}}}')()
-
-
 @pytest.mark.parametrize(
     ("path", "fault", "told"),
     [
         ("/health", fails(404), "cannot be reached: /health: HTTP 404: it is broken"),
         ("/openapi.json", fails(200, "<html>"), "/openapi.json: the answer is not JSON"),
         ("/openapi.json", fails(401), "/openapi.json: it asks for another token: set GSPO_SERVER_"),
-        (
-            "/openapi.json",
-            one_path,
-            "does not answer /server_info: VLLM_SERVER_DEV_MODE=1; does not answer /collective_rpc",
-        ),
         ("/server_info", fails(200, "{}"), "an answer that is not as vLLM gives it: KeyError"),
         (GENERATE, routes_with(lambda t: t[:, 1:]), "routed experts [6, 2, 2]"),
     ],
@@ -365,6 +356,23 @@ def test_weights_for_servers_that_start_again_wait_for_a_folder(tmp_path: Path) 
         assert not pool.wants_folder and [each.version for each in pool.servers] == [1, 1]
 
     pooled(work)
+
+
+def test_a_server_without_development_mode_is_told_what_it_lacks(tmp_path: Path) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        doubles[0].paths = {GENERATE}
+        with pytest.raises(RolloutError) as caught:
+            await pool.update(weights(tmp_path, 0))
+        assert str(caught.value) == "; ".join(
+            [
+                "server 0: does not answer /server_info: VLLM_SERVER_DEV_MODE=1",
+                "does not answer /collective_rpc: VLLM_SERVER_DEV_MODE=1",
+                "does not answer /update_weight_version: VLLM_SERVER_DEV_MODE=1, "
+                "and vLLM 0.30 or newer",
+            ]
+        )
+
+    pooled(work, count=1)
 
 
 # What responses are read and compared with: plain formulas

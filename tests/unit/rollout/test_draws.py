@@ -1,0 +1,140 @@
+"""Draws: which finished groups of an earlier start are used again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from gspo_megatron.config import Config
+from gspo_megatron.config.load import load_config
+from gspo_megatron.data.inputs import read_inputs
+from gspo_megatron.data.toy import write_toy_dataset
+from gspo_megatron.rl.served_rollouts import origin_of_rollouts
+from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.service.bank import read_groups
+from gspo_megatron.rollout.service.checks import Needs
+from gspo_megatron.rollout.service.client import Client
+from gspo_megatron.rollout.service.episodes import Draws, Scorers
+from gspo_megatron.rollout.service.pool import Pool, PoolSettings, Server, connected_session
+from tests.unit.rollout.double import FACTS, LENGTH, Double, weights
+
+DRAW = Draw(
+    name="step_00000001_0",
+    key="data.prompts",
+    rows=[3, 0, 5],
+    first=0,
+    per_prompt=2,
+    sampling=Sampling(4),
+    seed=1,
+    version=0,
+)
+_REWARD = "def reward(sample):\n    return {value}\n"
+
+
+@pytest.fixture
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """The configuration of a run with a reward of its own, with overrides."""
+    monkeypatch.chdir(tmp_path)
+    write_toy_dataset(tmp_path / "toy", "mixed", train=16, test=2, seed=1)
+    (tmp_path / "bank_test_reward.py").write_text(_REWARD.format(value=0.25))
+    content = {
+        "data": {"tokenizer": "toy/tokenizer.model", "prompts": "toy/train.jsonl"},
+        "rollout": {"engine": "vllm", "vllm": {"servers": 1}},
+        "reward": {"import_path": "bank_test_reward:reward"},
+        "logging": {"dir": "run"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    return lambda *overrides: load_config(tmp_path / "config.yaml", overrides)
+
+
+def draw(config: Config, folder: Path) -> tuple[int, dict[int, dict[str, np.ndarray]]]:
+    """Have the draw as a service that is started now; returns how many responses the server gave,
+    and the groups."""
+    scorers = Scorers(config, inputs := read_inputs(config))
+
+    async def run() -> int:
+        async with Double().serve() as double, connected_session() as session:
+            needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=False)
+            settings = PoolSettings(
+                facts=FACTS, needs=needs, restarts=0, update_seconds=30, silence_seconds=30
+            )
+            pool = Pool([Server("server", Client(double.url, session))], settings)
+            folder.mkdir(exist_ok=True)
+            try:
+                await pool.update(weights(folder, 0))
+                origin = origin_of_rollouts(config)
+                draws = Draws(pool, scorers, inputs.files, {}, folder / "bank", origin)
+                before = double.calls["/inference/v1/generate"]
+                running = draws.begin(DRAW)
+                assert running.task is not None
+                await running.task
+                assert running.error is None
+                return double.calls["/inference/v1/generate"] - before
+            finally:
+                await pool.close()
+
+    counts: list[int] = []
+
+    def work() -> None:
+        try:
+            counts.append(asyncio.run(run()))
+        finally:
+            scorers.stop()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    scorers.work()
+    thread.join()
+    return counts[0], read_groups(folder / "bank" / f"{DRAW.name}.groups", lambda _: True)
+
+
+def test_groups_are_used_again_unless_the_reward_has_changed(
+    configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(*overrides: str) -> tuple[int, set[float]]:
+        """By a new process: how many responses, and the rewards."""
+        monkeypatch.delitem(sys.modules, "bank_test_reward", raising=False)
+        count, groups = draw(configured(*overrides), tmp_path / "run")
+        assert groups.keys() == {0, 1, 2}
+        return count, {float(x) for each in groups.values() for x in each["rewards"]}
+
+    assert drawn() == (6, {0.25})
+    assert drawn() == (0, {0.25})
+    assert drawn("optimizer.learning_rate=1e-4", "parallel.layout=tp=2") == (0, {0.25})
+    (tmp_path / "bank_test_reward.py").write_text(_REWARD.format(value=0.5))
+    assert drawn() == (6, {0.5})
+    assert drawn("reward.scale=2.0")[0] == 6
+
+
+def test_what_decides_rollouts_is_told_apart(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    def origin(*overrides: Any) -> str:
+        return origin_of_rollouts(configured(*overrides))
+
+    first = origin()
+    for same in (
+        "logging.dir=elsewhere",
+        "training.steps=7",
+        "objective.name=grpo",
+        "rollout.vllm.servers=2",
+        "model.megatron.recompute_num_layers=1",
+    ):
+        assert origin(same) == first, same
+    for other in ("training.seed=2", "reward.clip=1.0", "model.megatron.num_layers=2"):
+        assert origin(other) != first, other
+    prompts = tmp_path / "toy" / "train.jsonl"
+    moved = prompts.with_name("moved.jsonl")
+    moved.write_bytes(prompts.read_bytes())
+    assert origin(f"data.prompts={json.dumps(str(moved))}") == first
+    moved.write_text(moved.read_text().replace("a", "e"))
+    assert origin(f"data.prompts={json.dumps(str(moved))}") != first
