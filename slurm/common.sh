@@ -18,7 +18,7 @@ gspo_told_to_stop=
 trap 'gspo_told_to_stop=1' USR1 TERM
 
 gspo_set_up() {
-    local ranks_per_node end
+    local ranks_per_node end name own
     # Settings of the cluster: modules, network interfaces, containers. The file is optional.
     local site=${GSPO_SITE:-$GSPO_HOME/slurm/site.sh}
     if [ -f "$site" ]; then
@@ -28,6 +28,12 @@ gspo_set_up() {
         gspo_say "GSPO_SITE = $GSPO_SITE: no such file"
         exit 2
     fi
+    # In a heterogeneous job these variables have the number of their component in their names. The
+    # tasks are those of the first one, as for srun.
+    for name in JOB_NODELIST JOB_NUM_NODES NTASKS NTASKS_PER_NODE CPUS_PER_TASK; do
+        own=SLURM_${name}_HET_GROUP_0
+        [ -z "${!own:-}" ] || export "SLURM_$name=${!own}"
+    done
     if [ -z "${SLURM_NTASKS:-}" ]; then
         ranks_per_node=${SLURM_NTASKS_PER_NODE:-1}
         export SLURM_NTASKS=$((ranks_per_node * SLURM_JOB_NUM_NODES))
@@ -50,7 +56,7 @@ gspo_set_up() {
     # The tasks need the end of the job, and a container has no squeue to ask. Old versions of Slurm
     # do not set this variable.
     if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
-        end=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*EndTime=\([0-9T:-]*\).*/\1/p')
+        end=$(gspo_job_field EndTime '[0-9T:-]*' 2>/dev/null)
         end=$(date -d "${end:-unknown}" +%s 2>/dev/null) && export SLURM_JOB_END_TIME=$end
     fi
     gspo_container
@@ -181,27 +187,38 @@ gspo_preflight() {
     gspo_run_tasks "$GSPO_PYTHON" -m gspo_megatron preflight "$@" "${options[@]}"
 }
 
-# Gives the last nodes of the job, as many as told, to rollout servers. The tasks run on the others: as
-# many on each as before, and the first one is the job's first node.
+# Chooses the nodes of rollout servers: the last ones of the job, as many as told, or all of the second
+# component of a heterogeneous job. The tasks run on the others: as many on each as before, and the first
+# one is the job's first node.
 gspo_split_nodes() {
     local names nodes command=$1 count=$2 all=$SLURM_JOB_NUM_NODES
-    gspo_rollout_nodes=()
+    gspo_rollout_nodes=() gspo_rollout_group=()
     unset GSPO_ROLLOUT_NODES
-    [ "$count" != 0 ] || return 0
-    if [[ $command != train || ! $count =~ ^[1-9][0-9]*$ ]] || [ "$count" -ge "$all" ]; then
-        gspo_say "--rollout-nodes $count: legal in train_gspo.sbatch: less than the $all nodes of the job"
-        exit 2
+    if [ -n "${SLURM_HET_SIZE:-}" ]; then
+        if [ "$command $SLURM_HET_SIZE $count" != "train 2 0" ]; then
+            gspo_say "a heterogeneous job of $SLURM_HET_SIZE components: legal: 2, in train_gspo.sbatch, without --rollout-nodes"
+            exit 2
+        fi
+        nodes=$all gspo_rollout_group=(--het-group=1)
+        mapfile -t gspo_rollout_nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
+    elif [ "$count" = 0 ]; then
+        return 0
+    else
+        if [[ $command != train || ! $count =~ ^[1-9][0-9]*$ ]] || [ "$count" -ge "$all" ]; then
+            gspo_say "--rollout-nodes $count: legal in train_gspo.sbatch: less than the $all nodes of the job"
+            exit 2
+        fi
+        if [ $((SLURM_NTASKS % all)) -ne 0 ]; then
+            gspo_say "--rollout-nodes $count: $SLURM_NTASKS tasks on $all nodes; legal: --ntasks-per-node of sbatch"
+            exit 2
+        fi
+        nodes=$((all - count))
+        mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+        gspo_rollout_nodes=("${names[@]:nodes}")
+        export SLURM_NTASKS=$((SLURM_NTASKS * nodes / all))
+        gspo_srun_options+=(--nodes="$nodes" --ntasks="$SLURM_NTASKS"
+            --nodelist="$(gspo_joined "${names[@]:0:nodes}")")
     fi
-    if [ $((SLURM_NTASKS % all)) -ne 0 ]; then
-        gspo_say "--rollout-nodes $count: $SLURM_NTASKS tasks on $all nodes; legal: --ntasks-per-node of sbatch"
-        exit 2
-    fi
-    nodes=$((all - count))
-    mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    gspo_rollout_nodes=("${names[@]:nodes}")
-    export SLURM_NTASKS=$((SLURM_NTASKS * nodes / all))
-    gspo_srun_options+=(--nodes="$nodes" --ntasks="$SLURM_NTASKS"
-        --nodelist="$(gspo_joined "${names[@]:0:nodes}")")
     # The program starts its servers on these nodes.
     GSPO_ROLLOUT_NODES=$(gspo_joined "${gspo_rollout_nodes[@]}")
     export GSPO_ROLLOUT_NODES
@@ -231,7 +248,7 @@ gspo_keep_agent() {
     while true; do
         # Without a number of CPUs it gets all that the job has on the node.
         env -u SRUN_CPUS_PER_TASK -u SLURM_CPUS_PER_TASK srun --overlap --nodes=1 --ntasks=1 \
-            --nodelist="$node" --cpu-bind=none "${gspo_image_options[@]}" \
+            --nodelist="$node" --cpu-bind=none "${gspo_rollout_group[@]}" "${gspo_image_options[@]}" \
             "${gspo_before_task[@]}" "$GSPO_PYTHON" -m gspo_megatron serve --join "$@" \
             --name "$node"
         case $? in 0 | 2) return ;; esac # told to end, or the user's mistake
@@ -251,13 +268,28 @@ gspo_may_be_a_nodes_fault() {
 }
 
 # The job's state in Slurm.
-gspo_state() { scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p'; }
+gspo_state() { gspo_job_field JobState '[A-Z_]*'; }
+
+# What `scontrol show job` says: the field $1, of the form $2. A heterogeneous job has one record for
+# each component; the first is that of this script.
+gspo_job_field() {
+    scontrol show job "$SLURM_JOB_ID" | sed -n "0,/ $1=/s/.* $1=\\($2\\).*/\\1/p"
+}
 
 # Whether some node of the job cannot start a process any more.
 gspo_a_node_is_gone() {
-    [ "$SLURM_JOB_NUM_NODES" -gt 1 ] && [ "$(gspo_state)" = RUNNING ] || return 1
-    ! timeout "${GSPO_PROBE_SECONDS:-60}" srun --overlap --nodes="$SLURM_JOB_NUM_NODES" \
-        --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 true
+    [ "$(gspo_state)" = RUNNING ] || return 1
+    if [ "$SLURM_JOB_NUM_NODES" -gt 1 ] && ! gspo_nodes_answer "$SLURM_JOB_NUM_NODES"; then
+        return 0
+    fi
+    [ ${#gspo_rollout_group[@]} -gt 0 ] &&
+        ! gspo_nodes_answer ${#gspo_rollout_nodes[@]} "${gspo_rollout_group[@]}"
+}
+
+# Whether as many nodes can start a process; further words are options of srun.
+gspo_nodes_answer() {
+    timeout "${GSPO_PROBE_SECONDS:-60}" srun --overlap --nodes="$1" --ntasks="$1" \
+        --ntasks-per-node=1 --cpus-per-task=1 "${@:2}" true
 }
 
 # Whether a signal for an earlier start may have killed tasks. If a node is gone, Slurm keeps its

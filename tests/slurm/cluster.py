@@ -140,8 +140,12 @@ class Cluster:
 
     def job(self, number: str) -> dict[str, str]:
         """What `scontrol show job` says of it."""
-        text = self.run("scontrol", "-o", "show", "job", number)
-        return dict(re.findall(r"([\w/:]+)=(.*?)(?= [\w/:]+=|\s*$)", text.splitlines()[0]))
+        return self._components(number)[0]
+
+    def _components(self, number: str) -> list[dict[str, str]]:
+        """What Slurm says of each component of a heterogeneous job, or of the job."""
+        lines = self.run("scontrol", "-o", "show", "job", number).splitlines()
+        return [dict(re.findall(r"([\w/:]+)=(.*?)(?= [\w/:]+=|\s*$)", line)) for line in lines]
 
     def wait(
         self, number: str, condition: Callable[[dict[str, str]], bool], timeout: float = 300
@@ -150,12 +154,14 @@ class Cluster:
         was requeued is told to start now."""
         deadline = time.monotonic() + timeout
         while True:
-            job = self.job(number)
+            components = self._components(number)
+            job = components[0]
             if condition(job):
                 return job
             assert time.monotonic() < deadline, (job, self.log(job)[-4000:])
             start = (number, job["Restarts"])
-            is_held = (job["JobState"], job["Reason"]) == ("PENDING", "BeginTime")
+            held = ("PENDING", "BeginTime")
+            is_held = all((each["JobState"], each["Reason"]) == held for each in components)
             if is_held and start not in self._hurried:
                 self._hurried.add(start)
                 self.run("scontrol", "update", f"JobId={number}", "StartTime=now+2")

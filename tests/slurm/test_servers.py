@@ -126,6 +126,28 @@ def is_agent(process: psutil.Process, run: Run) -> bool:
     return words[1:5] == ["-m", "gspo_megatron", "serve", "--join"] and str(run.config) in words
 
 
+def test_the_second_component_of_a_heterogeneous_job_serves(cluster: Cluster, served: Run) -> None:
+    """It is requeued as a whole: once it was told to stop, and once a node is lost."""
+    served.hold(IN_STEP_2)
+    second = ["--nodes=1", ":", "--nodes=1", "--exclusive"]
+    number = served.submit(cluster, options=second, GSPO_PROBE_SECONDS=str(PROBE_SECONDS))
+    disturb(cluster, served, number, signalled)
+    served.hold((served.folder / "calls").stat().st_size + 3)
+    disturb(cluster, served, number, node_failed)
+    log = finish(cluster, served, number)
+    node = cluster.nodes[1]
+    assert log.count(f"2 tasks on 1 nodes; rollout servers on {node}") == 3
+    assert "stopped as asked" in log
+    assert "a node of the job does not answer: the run continues from its last checkpoint" in log
+
+
+def test_components_that_nothing_runs_on_are_refused(cluster: Cluster, small: Run) -> None:
+    usual = ["--nodes=1", ":", "--nodes=1", "--exclusive"]
+    number = small.submit(cluster, "--rollout-nodes=1", options=usual)
+    log = cluster.ended(number, "FAILED 2:0")
+    assert "a heterogeneous job of 2 components: legal: 2, in train_gspo.sbatch, without" in log
+
+
 def test_servers_that_do_not_spread_over_the_nodes(cluster: Cluster, small: Run) -> None:
     number = small.submit(cluster, "--rollout-nodes=1")
     log = cluster.ended(number, "FAILED 2:0")

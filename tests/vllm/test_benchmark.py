@@ -1,0 +1,25 @@
+"""tools/bench_weight_sync.py still runs on the package as it is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.programs import ROOT, run_program
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_weight_sync_is_measured(vllm_python: Path) -> None:
+    tool = str(ROOT / "tools" / "bench_weight_sync.py")
+    words = ("--python", str(vllm_python), "--gigabytes", "0.1", "--rounds", "2")
+    last = run_program(sys.executable, tool, *words).stdout.splitlines()[-1]
+    figures = {n: float(value) for n, value in (word.split("=") for word in last.split())}
+    parts = {"export_seconds", "probe_seconds", "load_seconds", "proof_seconds"}
+    assert {"ratio", "cp_seconds", *parts} <= figures.keys()
+    assert all(figures[name] > 0 for name in ("ratio", "seconds", "cp_seconds", *parts))
+    assert 1e8 < figures["bytes"] < 3e8
+    # a tensor at a time; the largest is a tenth of this small model
+    assert figures["trainer_extra_mb"] < figures["bytes"] / 2e6
