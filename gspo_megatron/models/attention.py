@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +9,6 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from gspo_megatron.models.core_attention import attend
-from gspo_megatron.models.transformer_config import changed, without_fp8
 
 # Keys and values of prefilled prompts, by layer: [prompts, heads, length, dim] each.
 PromptStates = dict[int, tuple[Tensor, Tensor]]
@@ -138,31 +135,3 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = turned.chunk(2, dim=-1)
     turned = turned * cos.to(states.dtype) + torch.cat((-high, low), dim=-1) * sin.to(states.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
-
-
-# Attributes of Megatron-Core's modules and configs that turn sequence parallelism on.
-_SEQUENCE_PARALLEL_SWITCHES = (
-    "sequence_parallel",
-    "scatter_to_sequence_parallel",
-    "reduce_scatter_embeddings",
-)
-
-
-@contextlib.contextmanager
-def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterator[None]:
-    """Let the attention layers of a policy's chunks use `cache`, without sequence parallelism (one
-    token cannot be divided by TP) and without FP8."""
-    modules = [module for model in models for module in model.modules()]
-    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}.values()
-    changes = [
-        (owner, name, False)
-        for owner in (*modules, *configs)
-        for name in _SEQUENCE_PARALLEL_SWITCHES
-        if getattr(owner, name, False)
-    ]
-    changes += [(m, "key_value_cache", cache) for m in modules if hasattr(m, "key_value_cache")]
-    # The cache has the angles of each sequence's position. GPTModel cannot cut the angles of one
-    # token for context parallelism.
-    changes += [(model, "position_embedding_type", "none") for model in models]
-    with changed(changes), without_fp8(models):
-        yield

@@ -19,10 +19,10 @@ from torch import Tensor
 from gspo_megatron.models.attention import (
     KeyValueCache,
     PromptStates,
-    decoding,
     rotary_frequencies,
 )
 from gspo_megatron.models.build import Policy
+from gspo_megatron.models.decoding import decoding
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.rows import Responses, Rows, padded

@@ -1,0 +1,126 @@
+"""What decoding changes in a policy's modules.
+
+Megatron-Core's modules are made for training: many tokens, gradients, several ranks. With a token
+per sequence their Python code takes longer than the matrix products. While `decoding` lasts, the
+parts that only serve gradients or other ranks are replaced by the plain computation; where other
+ranks do hold a share, Megatron-Core's own parts stay. The results are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor
+
+from gspo_megatron.models.attention import KeyValueCache
+from gspo_megatron.models.experts import GroupedExperts
+from gspo_megatron.models.transformer_config import changed, without_fp8
+
+# Attributes of Megatron-Core's modules and configs that turn sequence parallelism on.
+_SEQUENCE_PARALLEL_SWITCHES = (
+    "sequence_parallel",
+    "scatter_to_sequence_parallel",
+    "reduce_scatter_embeddings",
+)
+
+
+@contextlib.contextmanager
+def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterator[None]:
+    """Let the attention layers of a policy's chunks use `cache`, without sequence parallelism (one
+    token cannot be divided by TP) and without FP8."""
+    modules = [module for model in models for module in model.modules()]
+    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}.values()
+    changes = [
+        (owner, name, False)
+        for owner in (*modules, *configs)
+        for name in _SEQUENCE_PARALLEL_SWITCHES
+        if getattr(owner, name, False)
+    ]
+    changes += [(m, "key_value_cache", cache) for m in modules if hasattr(m, "key_value_cache")]
+    # The cache has the angles of each sequence's position. GPTModel cannot cut the angles of one
+    # token for context parallelism.
+    changes += [(model, "position_embedding_type", "none") for model in models]
+    changes += [
+        (module, name, LocalLinear(child))
+        for module in modules
+        for name, child in module.named_children()
+        if _has_all_of(child)
+    ]
+    changes += [(m, "token_dispatcher", LocalDispatcher()) for m in modules if _has_all_experts(m)]
+    with changed(changes), without_fp8(models):
+        yield
+
+
+def _has_all_of(module: torch.nn.Module) -> bool:
+    """A stock linear layer with its whole weight on this rank."""
+    is_stock = type(module) in (ColumnParallelLinear, RowParallelLinear)
+    return is_stock and module.weight is not None and module.tp_group.size() == 1
+
+
+def _has_all_experts(module: torch.nn.Module) -> bool:
+    """A layer with all experts on this rank, whole, that sends no tokens to other ranks."""
+    return (
+        isinstance(module, MoELayer)
+        and isinstance(module.experts, GroupedExperts)
+        and module.attn_tp_group.size() == 1
+        and module.experts.groups.ep.size() == 1
+        and module.experts.groups.expt_tp.size() == 1
+        and not module.shared_expert_overlap  # the dispatcher computes the shared experts then
+    )
+
+
+class LocalLinear(torch.nn.Module):
+    """A linear layer of Megatron-Core without its gradients and collectives."""
+
+    def __init__(self, stock: ColumnParallelLinear | RowParallelLinear) -> None:
+        super().__init__()
+        self.weight, self.bias = stock.weight, stock.bias
+        self.skip_bias_add = stock.skip_bias_add
+
+    def forward(self, states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """[..., in] -> [..., out], and the bias if others are to add it."""
+        if self.skip_bias_add:
+            return F.linear(states, self.weight), self.bias
+        return F.linear(states, self.weight, self.bias), None
+
+
+class LocalDispatcher(MoETokenDispatcher):
+    """Sorts tokens by expert and adds up the experts' outputs, all on this rank."""
+
+    def __init__(self) -> None:
+        """Without process groups: nothing is sent."""
+
+    def dispatch_preprocess(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """tokens [..., hidden], routing_map bool and probs [tokens, experts] -> the tokens [rows,
+        hidden] and probs [rows] of the chosen experts, sorted by expert."""
+        self._shape = tokens.shape
+        self._counts = routing_map.sum(0)
+        experts, self._tokens = routing_map.t().nonzero().unbind(1)
+        return tokens.flatten(0, -2)[self._tokens], probs[self._tokens, experts]
+
+    def token_dispatch(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return rows, probs
+
+    def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return rows, self._counts, probs
+
+    def combine_preprocess(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def token_combine(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def combine_postprocess(self, rows: Tensor) -> Tensor:
+        """[rows, hidden] -> [..., hidden], in the order of the tokens."""
+        return rows.new_zeros(self._shape).flatten(0, -2).index_add_(
+            0, self._tokens, rows
+        ).view(self._shape)
