@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +12,41 @@ from torch import Tensor
 
 from gspo_megatron.models.core_attention import attend
 
+# Reading, writing and reading again, compared with reading once.
+COPY_COST = 3
+
 # Keys and values of prefilled prompts, by layer: [prompts, heads, length, dim] each.
 PromptStates = dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Spans:
+    """How many keys the rows of a decoding batch see. What rows compute that need more is void.
+
+    A few long sequences among many short ones are common. If all rows saw as many keys as the
+    longest, most of what attention reads would be masked out. So the longest rows are computed
+    again, apart from the others.
+    """
+
+    long_rows: int  # so many rows see `longest` keys
+    longest: int
+    others: int  # keys that all other rows see
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Spans:
+        """lengths: tokens of the sequence in each row, 0 where there is none. Finds the cut for
+        which attention reads the fewest keys; those of the long rows are copied, too."""
+        ordered = [*sorted(lengths, reverse=True), 1]
+        costs = [
+            len(lengths) * others + COPY_COST * long_rows * ordered[0]
+            for long_rows, others in enumerate(ordered)
+        ]
+        long_rows = costs.index(min(costs))
+        return cls(long_rows, ordered[0], max(ordered[long_rows], 1))
+
+    def grow(self, limit: int) -> None:
+        """Each sequence has one more token, up to this limit."""
+        self.longest, self.others = min(self.longest + 1, limit), min(self.others + 1, limit)
 
 
 class KeyValueCache:
@@ -33,8 +68,7 @@ class KeyValueCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._prompts: PromptStates | None = None
         self._positions: Tensor | None = None
-        self._length = 0
-        self._mask: Tensor | None = None
+        self._parts: list[tuple[Tensor | None, Tensor]] = []  # rows (None: all) and their mask
 
     def start_prefill(self, length: int) -> PromptStates:
         """The next forward pass computes the first `length` tokens of prompts, beside the batch.
@@ -60,15 +94,15 @@ class KeyValueCache:
             self._layers[layer] = key.new_zeros(sizes[0]), value.new_zeros(sizes[1])
         return self._layers[layer]
 
-    def start_token(self, positions: Tensor, longest: int) -> None:
-        """The next forward pass adds one token per sequence, at `positions` [sequences]. `longest`
-        is one more than the largest position that matters: what rows beyond it compute is void."""
+    def start_token(self, positions: Tensor, spans: Spans, long_rows: Tensor) -> None:
+        """The next forward pass adds one token per sequence, at `positions` [sequences]. `long_rows`
+        [spans.long_rows] are those that see `spans.longest` keys."""
         self._prompts = None
-        self._positions, self._length = positions, longest
+        self._positions = positions
         self._rows = torch.arange(len(positions), device=positions.device)
-        self._mask = (torch.arange(longest, device=positions.device) <= positions[:, None])[
-            :, None, None
-        ]
+        self._parts = [(None, _mask(positions, spans.others))]
+        if spans.long_rows:
+            self._parts.append((long_rows, _mask(positions[long_rows], spans.longest)))
         self.cos = self._cos[positions, 0].unsqueeze(0)  # [1, sequences, 1, dim]
         self.sin = self._sin[positions, 0].unsqueeze(0)
         self.angles = self._frequencies[positions, 0].unsqueeze(0)
@@ -89,12 +123,24 @@ class KeyValueCache:
             keys, values = self._of_layer(layer, key, value)
             keys[self._rows, :, self._positions] = key[:, :, 0]
             values[self._rows, :, self._positions] = value[:, :, 0]
-            keys, values = keys[:, :, : self._length], values[:, :, : self._length]
             # A sequence has one query. The heads that share keys pass as several queries of one
             # head, so that no keys are repeated for them.
             query = query.squeeze(2).unflatten(1, (keys.shape[1], -1))
-            out = attend(query, keys, values, scale, mask=self._mask).flatten(1, 2).unsqueeze(2)
+            for rows, mask in self._parts:
+                length = mask.shape[-1]
+                if rows is None:
+                    seen = keys[:, :, :length], values[:, :, :length]
+                    out = attend(query, *seen, scale, mask)
+                else:
+                    seen = keys[rows, :, :length], values[rows, :, :length]
+                    out[rows] = attend(query[rows], *seen, scale, mask)
+            out = out.flatten(1, 2).unsqueeze(2)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _mask(positions: Tensor, length: int) -> Tensor:
+    """[sequences, 1, 1, length] bool: the keys that the queries at `positions` [sequences] see."""
+    return (torch.arange(length, device=positions.device) <= positions[:, None])[:, None, None]
 
 
 class CachedSelfAttention(SelfAttention):
