@@ -95,8 +95,8 @@ class KeyValueCache:
         return self._layers[layer]
 
     def start_token(self, positions: Tensor, spans: Spans, long_rows: Tensor) -> None:
-        """The next forward pass adds one token per sequence, at `positions` [sequences]. `long_rows`
-        [spans.long_rows] are those that see `spans.longest` keys."""
+        """The next forward pass adds one token per sequence, at `positions` [sequences].
+        `long_rows` [spans.long_rows] are those that see `spans.longest` keys."""
         self._prompts = None
         self._positions = positions
         self._rows = torch.arange(len(positions), device=positions.device)

@@ -121,6 +121,9 @@ class LocalDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """[rows, hidden] -> [..., hidden], in the order of the tokens."""
-        return rows.new_zeros(self._shape).flatten(0, -2).index_add_(
-            0, self._tokens, rows
-        ).view(self._shape)
+        return (
+            rows.new_zeros(self._shape)
+            .flatten(0, -2)
+            .index_add_(0, self._tokens, rows)
+            .view(self._shape)
+        )

@@ -1,7 +1,7 @@
 """Responses that vLLM servers draw: the ranks' end of the rollout service.
 
-    weights   all ranks -> a Hugging Face folder -> servers, which prove that they have them
-    responses servers -> service -> bank -> each rank reads its own share
+weights   all ranks -> a Hugging Face folder -> servers, which prove that they have them
+responses servers -> service -> bank -> each rank reads its own share
 """
 
 from __future__ import annotations

@@ -87,9 +87,7 @@ class DrawFile:
         os.fsync(self._file.fileno())
 
 
-def read_groups(
-    path: Path, wanted: Callable[[int], bool]
-) -> dict[int, dict[str, np.ndarray]]:
+def read_groups(path: Path, wanted: Callable[[int], bool]) -> dict[int, dict[str, np.ndarray]]:
     """The columns of those groups of a draw whose numbers are `wanted`. The others are skipped, not
     read.
 
