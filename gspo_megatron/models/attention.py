@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo_megatron.models.core_attention import attend
 
 # Reading, writing and reading again, compared with reading once.
-COPY_COST = 3
+COPY_COST = 2
 
 # Keys and values of prefilled prompts, by layer: [prompts, heads, length, dim] each.
 PromptStates = dict[int, tuple[Tensor, Tensor]]

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from gspo_megatron.models.attention import KeyValueCache
 from gspo_megatron.models.experts import GroupedExperts
+from gspo_megatron.models.norms import TorchNorm
 from gspo_megatron.models.transformer_config import changed, without_fp8
 
 # Attributes of Megatron-Core's modules and configs that turn sequence parallelism on.
@@ -53,6 +56,12 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterato
         for name, child in module.named_children()
         if _has_all_of(child)
     ]
+    changes += [
+        (owner, name, LocalLayer(child))
+        for owner in modules
+        for name, child in owner.named_children()
+        if _is_plain(child)
+    ]
     changes += [(m, "token_dispatcher", LocalDispatcher()) for m in modules if _has_all_experts(m)]
     with changed(changes), without_fp8(models):
         yield
@@ -74,6 +83,35 @@ def _has_all_experts(module: torch.nn.Module) -> bool:
         and module.experts.groups.expt_tp.size() == 1
         and not module.shared_expert_overlap  # the dispatcher computes the shared experts then
     )
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """A stock layer of norms, self-attention, MLP or experts, and two residual connections."""
+    return (
+        type(module) is TransformerLayer
+        and isinstance(module.input_layernorm, TorchNorm)
+        and isinstance(module.pre_mlp_layernorm, TorchNorm)
+        and isinstance(module.cross_attention, IdentityOp)
+        and not module.config.fp32_residual_connection
+    )
+
+
+class LocalLayer(torch.nn.Module):
+    """A TransformerLayer without dropout, recomputation and offloading."""
+
+    def __init__(self, stock: TransformerLayer) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attention = stock.input_layernorm, stock.self_attention
+        self.pre_mlp_layernorm, self.mlp = stock.pre_mlp_layernorm, stock.mlp
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """[length, sequences, hidden] -> the same shape, and no context for cross-attention."""
+        hidden = _add(hidden_states, *self.self_attention(self.input_layernorm(hidden_states)))
+        return _add(hidden, *self.mlp(self.pre_mlp_layernorm(hidden))), None
+
+
+def _add(residual: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
+    return residual + (output if bias is None else output + bias)
 
 
 class LocalLinear(torch.nn.Module):
