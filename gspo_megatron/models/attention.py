@@ -36,13 +36,13 @@ class Spans:
     def of(cls, lengths: Sequence[int]) -> Spans:
         """lengths: tokens of the sequence in each row, 0 where there is none. Finds the cut for
         which attention reads the fewest keys; those of the long rows are copied, too."""
-        ordered = [*sorted(lengths, reverse=True), 1]
+        ordered = [*sorted((max(length, 1) for length in lengths), reverse=True), 1]
         costs = [
             len(lengths) * others + COPY_COST * long_rows * ordered[0]
             for long_rows, others in enumerate(ordered)
         ]
         long_rows = costs.index(min(costs))
-        return cls(long_rows, ordered[0], max(ordered[long_rows], 1))
+        return cls(long_rows, ordered[0], ordered[long_rows])
 
     def grow(self, limit: int) -> None:
         """Each sequence has one more token, up to this limit."""
