@@ -157,7 +157,8 @@ class CachedSelfAttention(SelfAttention):
         if cache is None:
             return super().forward(hidden_states, *args, **kwargs)
         query, key, value = self.get_query_key_value_tensors(hidden_states)[:3]
-        query, key = rotate(query, cache.cos, cache.sin), rotate(key, cache.cos, cache.sin)
+        turned = rotate(torch.cat((query, key), dim=2), cache.cos, cache.sin)
+        query, key = turned.split((query.shape[2], key.shape[2]), dim=2)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
         return self.linear_proj(cache.attend(self.layer_number, query, key, value, scale))
 

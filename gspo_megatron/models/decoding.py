@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -51,18 +50,16 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterato
     # token for context parallelism.
     changes += [(model, "position_embedding_type", "none") for model in models]
     changes += [
-        (module, name, LocalLinear(child))
-        for module in modules
-        for name, child in module.named_children()
-        if _has_all_of(child)
-    ]
-    changes += [
-        (owner, name, LocalLayer(child))
+        (owner, name, plain(child))
         for owner in modules
         for name, child in owner.named_children()
-        if _is_plain(child)
+        for is_replaceable, plain in (
+            (_has_all_of, LocalLinear),
+            (_has_all_experts, LocalExperts),
+            (_is_plain, LocalLayer),
+        )
+        if is_replaceable(child)
     ]
-    changes += [(m, "token_dispatcher", LocalDispatcher()) for m in modules if _has_all_experts(m)]
     with changed(changes), without_fp8(models):
         yield
 
@@ -81,7 +78,8 @@ def _has_all_experts(module: torch.nn.Module) -> bool:
         and module.attn_tp_group.size() == 1
         and module.experts.groups.ep.size() == 1
         and module.experts.groups.expt_tp.size() == 1
-        and not module.shared_expert_overlap  # the dispatcher computes the shared experts then
+        and not module.shared_expert_overlap
+        and not module.config.moe_latent_size
     )
 
 
@@ -101,13 +99,13 @@ class LocalLayer(torch.nn.Module):
 
     def __init__(self, stock: TransformerLayer) -> None:
         super().__init__()
-        self.input_layernorm, self.self_attention = stock.input_layernorm, stock.self_attention
-        self.pre_mlp_layernorm, self.mlp = stock.pre_mlp_layernorm, stock.mlp
+        self.stock = stock  # its parts are replaced in it
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """[length, sequences, hidden] -> the same shape, and no context for cross-attention."""
-        hidden = _add(hidden_states, *self.self_attention(self.input_layernorm(hidden_states)))
-        return _add(hidden, *self.mlp(self.pre_mlp_layernorm(hidden))), None
+        layer = self.stock
+        hidden = _add(hidden_states, *layer.self_attention(layer.input_layernorm(hidden_states)))
+        return _add(hidden, *layer.mlp(layer.pre_mlp_layernorm(hidden))), None
 
 
 def _add(residual: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
@@ -129,39 +127,23 @@ class LocalLinear(torch.nn.Module):
         return F.linear(states, self.weight, self.bias), None
 
 
-class LocalDispatcher(MoETokenDispatcher):
-    """Sorts tokens by expert and adds up the experts' outputs, all on this rank."""
+class LocalExperts(torch.nn.Module):
+    """An MoELayer that neither sends tokens to other ranks nor has gradients."""
 
-    def __init__(self) -> None:
-        """Without process groups: nothing is sent."""
+    def __init__(self, stock: MoELayer) -> None:
+        super().__init__()
+        self.router, self.experts = stock.router, stock.experts
+        self.shared_experts = stock.shared_experts
 
-    def dispatch_preprocess(
-        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """tokens [..., hidden], routing_map bool and probs [tokens, experts] -> the tokens [rows,
-        hidden] and probs [rows] of the chosen experts, sorted by expert."""
-        self._shape = tokens.shape
-        self._counts = routing_map.sum(0)
-        experts, self._tokens = routing_map.t().nonzero().unbind(1)
-        return tokens.flatten(0, -2)[self._tokens], probs[self._tokens, experts]
-
-    def token_dispatch(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        return rows, probs
-
-    def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return rows, self._counts, probs
-
-    def combine_preprocess(self, rows: Tensor) -> Tensor:
-        return rows
-
-    def token_combine(self, rows: Tensor) -> Tensor:
-        return rows
-
-    def combine_postprocess(self, rows: Tensor) -> Tensor:
-        """[rows, hidden] -> [..., hidden], in the order of the tokens."""
-        return (
-            rows.new_zeros(self._shape)
-            .flatten(0, -2)
-            .index_add_(0, self._tokens, rows)
-            .view(self._shape)
-        )
+    def forward(self, states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """[length, sequences, hidden] -> the same shape, and no bias."""
+        probs, routing_map = self.router(states)  # [tokens, experts] each
+        tokens = states.flatten(0, 1)
+        # [rows] each: sorted by expert, and by token for each of them
+        chosen, sources = routing_map.t().nonzero().unbind(1)
+        rows, _ = self.experts(tokens[sources], routing_map.sum(0), probs[sources, chosen])
+        # added up as Megatron-Core does, one expert after the other
+        output = torch.zeros_like(tokens).index_add_(0, sources, rows).view_as(states)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(states)
+        return output, None

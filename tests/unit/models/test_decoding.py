@@ -14,14 +14,13 @@ from torch import Tensor
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.models.attention import COPY_COST, KeyValueCache, Spans, rotary_frequencies
 from gspo_megatron.models.build import Policy, build_policy
-from gspo_megatron.models.decoding import LocalDispatcher, LocalLayer, LocalLinear, decoding
+from gspo_megatron.models.decoding import LocalExperts, LocalLayer, LocalLinear, decoding
 from tests.unit.checkpoint.hf.policies import config_of
 from tests.unit.checkpoint.hf.published import CONFIGS, VOCABULARY, write_model
 from tests.unit.models.one_rank import hidden_states, random_sequences, tiny_policy
 
 SEQUENCES = [prompt for prompt, _ in random_sequences(3, [(9, 0), (14, 0), (6, 0)])]
 TOKENS = 4  # of each sequence; those before them are its prompt
-STOCK = (TransformerLayer, ColumnParallelLinear, RowParallelLinear)
 # further parts that a layer may have, besides those of the families
 PARTS = {
     "biases": {"num_moe_experts": None, "add_bias_linear": True, "add_qkv_bias": True},
@@ -99,21 +98,19 @@ def test_hidden_states_are_those_of_the_full_forward_pass(
 
 def test_plain_parts_are_in_use_while_decoding_and_gone_afterwards(policy: Policy) -> None:
     def parts() -> list[type]:
-        return [type(m) for model in policy.models for m in model.modules()]
-
-    def dispatchers() -> list[type]:
-        modules = policy.models[0].modules()
-        return [type(m.token_dispatcher) for m in modules if isinstance(m, MoELayer)]
+        return [type(module) for module in model.modules()]
 
     [model] = policy.models
-    before = parts(), dispatchers(), list(model.state_dict())
+    before, keys = parts(), list(model.state_dict())
     cache = KeyValueCache(rotary_frequencies(model, 20), 3, 20)
     with decoding(policy.models, cache):
-        assert parts().count(LocalLayer) == before[0].count(TransformerLayer) > 0
-        assert parts().count(LocalLinear) > 0 and not set(parts()) & set(STOCK)
-        assert set(dispatchers()) <= {LocalDispatcher}
-        assert len(dispatchers()) == len(before[1])
-    assert (parts(), dispatchers(), list(model.state_dict())) == before
+        inside = parts()
+        assert inside.count(LocalLayer) == before.count(TransformerLayer) > 0
+        assert inside.count(LocalExperts) == before.count(MoELayer)
+        assert inside.count(LocalLinear) > 0
+        # the layers themselves keep their parts
+        assert not set(inside) & {ColumnParallelLinear, RowParallelLinear, MoELayer}
+    assert parts() == before and list(model.state_dict()) == keys
 
 
 def test_spans_read_the_fewest_keys() -> None:
