@@ -35,8 +35,8 @@ _SEQUENCE_PARALLEL_SWITCHES = (
 
 @contextlib.contextmanager
 def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterator[None]:
-    """Let the attention layers of a policy's chunks use `cache`, without sequence parallelism (one
-    token cannot be divided by TP) and without FP8."""
+    """Let the attention layers of a policy's chunks use `cache`, and plain parts stand in for those
+    of training; without sequence parallelism (one token cannot be divided by TP) and FP8."""
     modules = [module for model in models for module in model.modules()]
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}.values()
     changes = [
@@ -120,7 +120,7 @@ class LocalLinear(torch.nn.Module):
         self.weight, self.bias = stock.weight, stock.bias
         self.skip_bias_add = stock.skip_bias_add
 
-    def forward(self, states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
         """[..., in] -> [..., out], and the bias if others are to add it."""
         if self.skip_bias_add:
             return F.linear(states, self.weight), self.bias
@@ -135,7 +135,7 @@ class LocalExperts(torch.nn.Module):
         self.router, self.experts = stock.router, stock.experts
         self.shared_experts = stock.shared_experts
 
-    def forward(self, states: Tensor, **_: Any) -> tuple[Tensor, None]:
+    def forward(self, states: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """[length, sequences, hidden] -> the same shape, and no bias."""
         probs, routing_map = self.router(states)  # [tokens, experts] each
         tokens = states.flatten(0, 1)
