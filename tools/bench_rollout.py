@@ -1,38 +1,46 @@
-"""Tokens per second of rollouts with skewed lengths: this package and transformers.
+"""Tokens per second of rollouts with skewed lengths: this package, vLLM and transformers.
 
-    python tools/bench_rollout.py [--prompts 16] [--group 8] [--batch-size 32] [--steps 4]
+    python tools/bench_rollout.py [--vllm-python PATH] [--batch-size 32] [--steps 4]
 
 The same random Qwen3-MoE weights, prompts and response lengths for all contenders, one after the
-other in one process with one thread:
+other, with one thread:
 
     refilled      rollout.engine megatron, `batch_size` rows; a free row takes the next response
     all_at_once   the same without a batch size
     transformers  its continuous batching, at most `batch_size` requests at a time
+    vllm          a vLLM server with as many, if `--vllm-python` names a Python that has vLLM
 
-Lengths are log-normal, and forced: transformers gets them as limits; in our engine an end token
-takes the place of the last token drawn. The contenders take turns, step by step. Between two steps
-the policy gets an optimizer update, because our engine decodes with the trained weights. The first
-step is reported apart from the median of the later ones. The ratios are those of `refilled` to
-transformers, by the clock and by processor time; on a busy machine the latter are more reliable.
-The target is 1.5.
+Lengths are log-normal, and forced: transformers and vLLM get them as limits; in our engine an end
+token takes the place of the last token drawn. The contenders take turns, step by step. Between two
+steps the policy gets an optimizer update, because our engine decodes with the trained weights. The
+first step is reported apart from the median of the later ones. Each ratio is the one of `refilled`
+to another contender, by the clock or by processor time. On a busy machine processor time is more
+reliable for transformers, which shares our process. A server has several processes, which compute
+at the same time where there are cores for it: for vllm the clock counts. The target is 1.5 for
+transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import math
 import os
 import random
+import secrets
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
+import aiohttp
+import psutil
 import torch
 from torch import Tensor
 from transformers import (
@@ -45,6 +53,8 @@ from transformers import (
 from gspo_megatron.rollout import megatron
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.rows import Responses, Rows
+from gspo_megatron.rollout.service import process
+from gspo_megatron.rollout.service.client import Client, ModelFacts
 
 if TYPE_CHECKING:
     from gspo_megatron.models.build import Policy
@@ -93,6 +103,10 @@ class Contender(Protocol):
         """Draw all responses. Returns their lengths in tokens."""
         ...
 
+    def processor_seconds(self) -> float:
+        """Processor time of all its processes so far."""
+        ...
+
 
 class ForcedRows(Rows):
     """Rows whose responses end at given lengths, and not before."""
@@ -129,6 +143,9 @@ class Ours:
             sampling = Sampling(max_tokens=max(work.lengths))
             batch = self.engine.generate(requests, sampling, work.seed)
         return batch.response_lengths.tolist()
+
+    def processor_seconds(self) -> float:
+        return time.process_time()
 
 
 class Transformers:
@@ -169,6 +186,69 @@ class Transformers:
                 if done is not None and done.is_finished():
                     lengths[done.request_id] = len(done.generated_tokens)
         return [lengths[name] for name in names]
+
+    def processor_seconds(self) -> float:
+        return time.process_time()
+
+
+class Vllm:
+    """A vLLM server of its own. All requests of a step are sent at once; the server queues them."""
+
+    name = "vllm"
+
+    def __init__(self, python: str, folder: str, batch_size: int, longest: int) -> None:
+        """longest: tokens of a sequence, prompt included."""
+        arguments = {
+            **process.needed_arguments(folder, "float32", routes=False, on_cpu=True),
+            "max_num_seqs": batch_size,
+            "max_model_len": longest,
+        }
+        self.token = secrets.token_hex()
+        environ = {**process.common_environment(self.token), **process.cpu_environment()}
+        words = process.server_words(python, arguments)
+        self.server = process.ServerProcess(words, environ, Path(folder) / "vllm.log")
+        self.facts = ModelFacts(VOCABULARY, SHAPE["num_hidden_layers"], 0, 0, ())
+
+    def wait(self) -> None:
+        """Until it answers. Raises RuntimeError if it ends instead."""
+
+        async def is_healthy() -> bool:
+            async with aiohttp.ClientSession() as session:
+                return await Client(self.server.url, session, self.token).is_healthy(seconds=5)
+
+        while not asyncio.run(is_healthy()):
+            ended = self.server.has_ended()
+            if ended is not None:
+                raise RuntimeError(f"the vLLM server {ended}")
+            time.sleep(0.5)
+
+    def roll_out(self, work: Workload) -> list[int]:
+        return asyncio.run(self._roll_out(work))
+
+    async def _roll_out(self, work: Workload) -> list[int]:
+        connections = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connections) as session:
+            client = Client(self.server.url, session, self.token)
+            prompts = (prompt for prompt in work.prompts for _ in range(work.per_prompt))
+            responses = await asyncio.gather(
+                *(
+                    client.generate(
+                        prompt,
+                        {"temperature": 1.0, "max_tokens": length, "ignore_eos": True},
+                        self.facts,
+                        seconds=600,
+                        routes=False,
+                    )
+                    for prompt, length in zip(prompts, work.lengths, strict=True)
+                )
+            )
+        return [len(response.token_ids) for response in responses]
+
+    def processor_seconds(self) -> float:
+        """The server's, and that of sending requests to it."""
+        server = psutil.Process(self.server.pid)
+        times = [each.cpu_times() for each in (server, *server.children(recursive=True))]
+        return time.process_time() + sum(t.user + t.system for t in times)
 
 
 def save_weights(folder: str, seed: int) -> None:
@@ -240,33 +320,43 @@ class Rates:
 
     def measure(self, contender: Contender, work: Workload) -> None:
         """One step of a contender."""
-        clock, processor = time.perf_counter(), time.process_time()
+        clock, processor = time.perf_counter(), contender.processor_seconds()
         lengths = contender.roll_out(work)
         self.by_clock.append(work.tokens / (time.perf_counter() - clock))
-        self.by_processor.append(work.tokens / (time.process_time() - processor))
+        self.by_processor.append(work.tokens / (contender.processor_seconds() - processor))
         assert lengths == work.lengths, f"{contender.name}: other lengths than asked for"
 
 
 def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Rates]:
     """The rates of each contender. Prints every step."""
-    policy, trainer = load_policy(folder)
-    contenders: list[Contender] = [
-        Ours("refilled", policy, arguments.batch_size),
-        Ours("all_at_once", policy, None),
-        Transformers(folder, arguments.batch_size, arguments.prompt_tokens + arguments.longest),
-    ]
-    rates = {contender.name: Rates() for contender in contenders}
-    for step in range(1, arguments.steps + 1):
-        work = draw_work(arguments, seed=step)
-        for contender in contenders:
-            rates[contender.name].measure(contender, work)
-        print(
-            f"step {step}: {work.tokens} tokens, longest {max(work.lengths)};",
-            "tokens/s by clock (processor):",
-            *(f"{n} {r.by_clock[-1]:.0f} ({r.by_processor[-1]:.0f})" for n, r in rates.items()),
-            flush=True,
-        )
-        update(policy, trainer, seed=step)
+    longest = arguments.prompt_tokens + arguments.longest
+    with contextlib.ExitStack() as stack:
+        contenders: list[Contender] = []
+        if arguments.vllm_python:
+            vllm = Vllm(arguments.vllm_python, folder, arguments.batch_size, longest)
+            stack.callback(vllm.server.kill)
+            vllm.wait()
+            contenders.append(vllm)
+        else:
+            print("vllm: left out; --vllm-python names the Python of an environment that has it")
+        policy, trainer = load_policy(folder)
+        contenders += [
+            Ours("refilled", policy, arguments.batch_size),
+            Ours("all_at_once", policy, None),
+            Transformers(folder, arguments.batch_size, longest),
+        ]
+        rates = {contender.name: Rates() for contender in contenders}
+        for step in range(1, arguments.steps + 1):
+            work = draw_work(arguments, seed=step)
+            for contender in contenders:
+                rates[contender.name].measure(contender, work)
+            print(
+                f"step {step}: {work.tokens} tokens, longest {max(work.lengths)};",
+                "tokens/s by clock (processor):",
+                *(f"{n} {r.by_clock[-1]:.0f} ({r.by_processor[-1]:.0f})" for n, r in rates.items()),
+                flush=True,
+            )
+            update(policy, trainer, seed=step)
     return rates
 
 
@@ -278,8 +368,13 @@ def summary(rates: dict[str, Rates]) -> str:
         processor = {n: statistics.median(r.by_processor[steps]) for n, r in rates.items()}
         words += [f"{name}_{when}={rate:.0f}" for name, rate in clock.items()]
         words += [
-            f"{name}_{when}={each['refilled'] / each['transformers']:.2f}"
-            for name, each in (("ratio", clock), ("processor_ratio", processor))
+            f"{name}_{when}={each['refilled'] / each[other]:.2f}"
+            for name, each, other in (
+                ("ratio", clock, "transformers"),
+                ("processor_ratio", processor, "transformers"),
+                ("vllm_ratio", clock, "vllm"),
+            )
+            if other in each
         ]
     return " ".join(words)
 
@@ -294,6 +389,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--median", type=float, default=64.0, help="tokens of a response")
     parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of log length")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a response")
+    parser.add_argument("--vllm-python", metavar="PATH", help="of an environment that has vLLM")
     arguments = parser.parse_args()
     if arguments.steps < 2:
         parser.error("--steps must be at least 2: the first step is reported apart")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,10 +11,42 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from gspo_megatron.models.core_attention import attend
-from gspo_megatron.models.transformer_config import changed, without_fp8
+
+# Reading, writing and reading again, compared with reading once.
+COPY_COST = 2
 
 # Keys and values of prefilled prompts, by layer: [prompts, heads, length, dim] each.
 PromptStates = dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Spans:
+    """How many keys the rows of a decoding batch see. What rows compute that need more is void.
+
+    A few long sequences among many short ones are common. If all rows saw as many keys as the
+    longest, most of what attention reads would be masked out. So the longest rows are computed
+    again, apart from the others.
+    """
+
+    long_rows: int  # so many rows see `longest` keys
+    longest: int
+    others: int  # keys that all other rows see
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Spans:
+        """lengths: tokens of the sequence in each row, 0 where there is none. Finds the cut for
+        which attention reads the fewest keys; those of the long rows are copied, too."""
+        ordered = [*sorted((max(length, 1) for length in lengths), reverse=True), 1]
+        costs = [
+            len(lengths) * others + COPY_COST * long_rows * ordered[0]
+            for long_rows, others in enumerate(ordered)
+        ]
+        long_rows = costs.index(min(costs))
+        return cls(long_rows, ordered[0], ordered[long_rows])
+
+    def grow(self, limit: int) -> None:
+        """Each sequence has one more token, up to this limit."""
+        self.longest, self.others = min(self.longest + 1, limit), min(self.others + 1, limit)
 
 
 class KeyValueCache:
@@ -36,8 +68,7 @@ class KeyValueCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._prompts: PromptStates | None = None
         self._positions: Tensor | None = None
-        self._length = 0
-        self._mask: Tensor | None = None
+        self._parts: list[tuple[Tensor | None, Tensor]] = []  # rows (None: all) and their mask
 
     def start_prefill(self, length: int) -> PromptStates:
         """The next forward pass computes the first `length` tokens of prompts, beside the batch.
@@ -63,15 +94,15 @@ class KeyValueCache:
             self._layers[layer] = key.new_zeros(sizes[0]), value.new_zeros(sizes[1])
         return self._layers[layer]
 
-    def start_token(self, positions: Tensor, longest: int) -> None:
-        """The next forward pass adds one token per sequence, at `positions` [sequences]. `longest`
-        is one more than the largest position that matters: what rows beyond it compute is void."""
+    def start_token(self, positions: Tensor, spans: Spans, long_rows: Tensor) -> None:
+        """The next forward pass adds one token per sequence, at `positions` [sequences].
+        `long_rows` [spans.long_rows] are those that see `spans.longest` keys."""
         self._prompts = None
-        self._positions, self._length = positions, longest
+        self._positions = positions
         self._rows = torch.arange(len(positions), device=positions.device)
-        self._mask = (torch.arange(longest, device=positions.device) <= positions[:, None])[
-            :, None, None
-        ]
+        self._parts = [(None, _mask(positions, spans.others))]
+        if spans.long_rows:
+            self._parts.append((long_rows, _mask(positions[long_rows], spans.longest)))
         self.cos = self._cos[positions, 0].unsqueeze(0)  # [1, sequences, 1, dim]
         self.sin = self._sin[positions, 0].unsqueeze(0)
         self.angles = self._frequencies[positions, 0].unsqueeze(0)
@@ -92,12 +123,24 @@ class KeyValueCache:
             keys, values = self._of_layer(layer, key, value)
             keys[self._rows, :, self._positions] = key[:, :, 0]
             values[self._rows, :, self._positions] = value[:, :, 0]
-            keys, values = keys[:, :, : self._length], values[:, :, : self._length]
             # A sequence has one query. The heads that share keys pass as several queries of one
             # head, so that no keys are repeated for them.
             query = query.squeeze(2).unflatten(1, (keys.shape[1], -1))
-            out = attend(query, keys, values, scale, mask=self._mask).flatten(1, 2).unsqueeze(2)
+            for rows, mask in self._parts:
+                length = mask.shape[-1]
+                if rows is None:
+                    seen = keys[:, :, :length], values[:, :, :length]
+                    out = attend(query, *seen, scale, mask)
+                else:
+                    seen = keys[rows, :, :length], values[rows, :, :length]
+                    out[rows] = attend(query[rows], *seen, scale, mask)
+            out = out.flatten(1, 2).unsqueeze(2)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _mask(positions: Tensor, length: int) -> Tensor:
+    """[sequences, 1, 1, length] bool: the keys that the queries at `positions` [sequences] see."""
+    return (torch.arange(length, device=positions.device) <= positions[:, None])[:, None, None]
 
 
 class CachedSelfAttention(SelfAttention):
@@ -114,7 +157,8 @@ class CachedSelfAttention(SelfAttention):
         if cache is None:
             return super().forward(hidden_states, *args, **kwargs)
         query, key, value = self.get_query_key_value_tensors(hidden_states)[:3]
-        query, key = rotate(query, cache.cos, cache.sin), rotate(key, cache.cos, cache.sin)
+        turned = rotate(torch.cat((query, key), dim=2), cache.cos, cache.sin)
+        query, key = turned.split((query.shape[2], key.shape[2]), dim=2)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
         return self.linear_proj(cache.attend(self.layer_number, query, key, value, scale))
 
@@ -138,31 +182,3 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = turned.chunk(2, dim=-1)
     turned = turned * cos.to(states.dtype) + torch.cat((-high, low), dim=-1) * sin.to(states.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
-
-
-# Attributes of Megatron-Core's modules and configs that turn sequence parallelism on.
-_SEQUENCE_PARALLEL_SWITCHES = (
-    "sequence_parallel",
-    "scatter_to_sequence_parallel",
-    "reduce_scatter_embeddings",
-)
-
-
-@contextlib.contextmanager
-def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterator[None]:
-    """Let the attention layers of a policy's chunks use `cache`, without sequence parallelism (one
-    token cannot be divided by TP) and without FP8."""
-    modules = [module for model in models for module in model.modules()]
-    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}.values()
-    changes = [
-        (owner, name, False)
-        for owner in (*modules, *configs)
-        for name in _SEQUENCE_PARALLEL_SWITCHES
-        if getattr(owner, name, False)
-    ]
-    changes += [(m, "key_value_cache", cache) for m in modules if hasattr(m, "key_value_cache")]
-    # The cache has the angles of each sequence's position. GPTModel cannot cut the angles of one
-    # token for context parallelism.
-    changes += [(model, "position_embedding_type", "none") for model in models]
-    with changed(changes), without_fp8(models):
-        yield

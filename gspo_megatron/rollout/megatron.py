@@ -19,10 +19,11 @@ from torch import Tensor
 from gspo_megatron.models.attention import (
     KeyValueCache,
     PromptStates,
-    decoding,
+    Spans,
     rotary_frequencies,
 )
 from gspo_megatron.models.build import Policy
+from gspo_megatron.models.decoding import decoding
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.rows import Responses, Rows, padded
@@ -219,7 +220,7 @@ class _Generation:
         self.responses = Responses.empty(count, sampling.max_tokens, routes, device)
         self.next = 0  # the first response that has not started
         self.prefilled: _Prefilled | None = None  # its prompt, if others of its group have started
-        self.longest = 0  # tokens of the longest sequence in the batch
+        self.spans, self.long_rows = Spans.of([]), self.samples[:0]
 
     def run(self) -> None:
         """Draw all responses of this rank, and take part in the forward passes of the others."""
@@ -249,13 +250,16 @@ class _Generation:
                     return
                 if 2 * plan.rows <= len(self.rows):
                     self.cache.keep(self.rows.keep(plan.rows))
+                self.long_rows = self.rows.longest(self.spans.long_rows)
                 hidden = self._fill(self._next(), plan)
 
     def _plan(self) -> _Plan:
         """Agree on what to do with the rows that are free, and on the forward passes until the next
         check. Reads from the device once."""
         engine, rows, max_tokens = self.engine, len(self.rows), self.sampling.max_tokens
-        running, self.longest, left = self.rows.progress(max_tokens) if rows else (0, 0, 0)
+        lengths, left = self.rows.progress(max_tokens) if rows else ([], 0)
+        self.spans = Spans.of(lengths)
+        running = sum(length > 0 for length in lengths)
         queued = len(self.samples) - self.next
         needed = min(rows, running + queued)
         starts = min(rows - running, queued)
@@ -298,7 +302,7 @@ class _Generation:
             self.prefilled = None  # all of its group have started
         self.next = last
         lengths = map(len, self.prompts[first // self.per_prompt : prefilled])
-        self.longest = max(self.longest, max(lengths, default=1))
+        self.spans.others = max(self.spans.others, max(lengths, default=1))
         return hidden
 
     def _start(
@@ -343,12 +347,12 @@ class _Generation:
         """Draw a token in every row. hidden [rows, hidden]: where they come from."""
         tokens, logprobs = self.engine._draw(hidden, self.sampling, self.rows.uniform())
         self.rows.add(tokens, logprobs, self.end_ids, self.responses)
-        self.longest = min(self.longest + 1, self.max_length)
+        self.spans.grow(self.max_length)
 
     def _next(self) -> Tensor | None:
         """A forward pass of the last tokens drawn -> [rows, hidden] on the last stage."""
         rows, positions = self.rows, self.rows.positions
-        self.cache.start_token(positions, self.longest)
+        self.cache.start_token(positions, self.spans, self.long_rows)
         randomness = self._randomness(rows.samples)
         hidden, routes = self.engine._forward(rows.tokens[:, None], positions[:, None], randomness)
         if routes is not None:

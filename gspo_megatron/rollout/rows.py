@@ -193,11 +193,15 @@ class Rows:
         responses.lengths[self.response] = self.lengths
         responses.ended[self.response] = self.ended
 
-    def progress(self, max_tokens: int) -> tuple[int, int, int]:
-        """Of the rows that are going: their number, the tokens of the longest sequence, prompt
-        included, and the most tokens that a response may still get. Reads from the device once."""
+    def progress(self, max_tokens: int) -> tuple[list[int], int]:
+        """Of each row, the tokens of its sequence, prompt included, or 0 if it is not going; and
+        the most tokens that a response may still get. Reads from the device once."""
         going = self.going
-        longest = torch.where(going, self.prompt_lengths + self.lengths, 0).max()
+        lengths = torch.where(going, self.prompt_lengths + self.lengths, 0)
         left = torch.where(going, max_tokens - self.lengths, 0).max()
-        count, longest, left = torch.stack([going.sum(), longest, left]).tolist()
-        return count, longest, left
+        *of_rows, left = torch.cat([lengths, left[None]]).tolist()
+        return of_rows, left
+
+    def longest(self, count: int) -> Tensor:
+        """[count]: the rows that are going with the longest sequences."""
+        return torch.where(self.going, self.prompt_lengths + self.lengths, 0).topk(count).indices

@@ -66,6 +66,10 @@ class ServerProcess:
                 wrong = f"cannot be run: {error.strerror}; legal: a Python that has vLLM"
                 raise RolloutError(problem("rollout.vllm.python", words[0], wrong)) from error
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def has_ended(self) -> str | None:
         """How it has ended, in words; None while it runs."""
         code = self._process.poll()

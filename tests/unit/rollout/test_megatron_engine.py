@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
+from gspo_megatron.models.attention import KeyValueCache, Spans
 from gspo_megatron.models.build import Policy
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
@@ -169,6 +170,25 @@ def test_a_free_row_takes_the_next_response(
     # each prompt passes once, and only the rows of the last responses become fewer
     assert sum(sequences for sequences, length in passes if length > 1) == len(prompts)
     assert max(steps) == rows and steps == sorted(steps, reverse=True)
+
+
+def test_long_sequences_among_short_ones_have_the_trainers_logprobs(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They attend apart from the others. Some start in rows that become free."""
+    long_rows = []
+    native = KeyValueCache.start_token
+
+    def watched(self: KeyValueCache, positions: Tensor, spans: Spans, *others: Any) -> None:
+        long_rows.append(spans.long_rows)
+        native(self, positions, spans, *others)
+
+    monkeypatch.setattr(KeyValueCache, "start_token", watched)
+    lengths = [2, 50, 1, 3, 1, 2, 60, 1, 2, 40]
+    prompts = [prompt for prompt, _ in random_sequences(4, [(n, 0) for n in lengths])]
+    batch = generate(policy, prompts, per_prompt=2, eos_id=(2, 11, 17), max_tokens=30, batch_size=6)
+    assert set(long_rows) >= {0, 1, 2}
+    assert float(trainer_difference(policy, batch, 1.0).max()) <= 1e-5
 
 
 def test_a_sample_is_the_same_among_other_prompts(policy: Policy) -> None:

@@ -1,0 +1,129 @@
+"""Decoding with a cache and plain layers, against full forward passes of Megatron-Core's own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from gspo_megatron.config import resolve_parallel
+from gspo_megatron.models.attention import COPY_COST, KeyValueCache, Spans, rotary_frequencies
+from gspo_megatron.models.build import Policy, build_policy
+from gspo_megatron.models.decoding import LocalExperts, LocalLayer, LocalLinear, decoding
+from tests.unit.checkpoint.hf.policies import config_of
+from tests.unit.checkpoint.hf.published import CONFIGS, VOCABULARY, write_model
+from tests.unit.models.one_rank import hidden_states, random_sequences, tiny_policy
+
+SEQUENCES = [prompt for prompt, _ in random_sequences(3, [(9, 0), (14, 0), (6, 0)])]
+TOKENS = 4  # of each sequence; those before them are its prompt
+# further parts that a layer may have, besides those of the families
+PARTS = {
+    "biases": {"num_moe_experts": None, "add_bias_linear": True, "add_qkv_bias": True},
+    "layernorm": {"normalization": "LayerNorm"},
+    "gated shared expert": {
+        "moe_shared_expert_intermediate_size": 36,
+        "moe_shared_expert_gate": True,
+    },
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
+}
+
+
+@pytest.fixture(scope="module", params=[*CONFIGS, *PARTS])
+def policy(
+    request: pytest.FixtureRequest, one_rank: None, tmp_path_factory: pytest.TempPathFactory
+) -> Policy:
+    """Of each family, with sizes that are neither equal nor round."""
+    name = request.param
+    if name in PARTS:
+        policy = tiny_policy(model={"megatron": {"init_method_std": 0.15, **PARTS[name]}})
+    else:
+        folder = write_model(tmp_path_factory.mktemp("models") / name, name, seed=1)
+        config = config_of(folder, init_method_std=0.15)
+        policy = build_policy(config, resolve_parallel(config, 1), VOCABULARY)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.models[0].named_parameters():
+            if "bias" in name or "norm" in name:  # they begin as zeros and ones
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+@torch.no_grad()
+def decoded(policy: Policy, spans: Spans, long_rows: list[int]) -> Tensor:
+    """[sequences, TOKENS, hidden] of the last tokens of SEQUENCES, one token a pass."""
+    model = policy.models[0]
+    prompts = [sequence[:-TOKENS] for sequence in SEQUENCES]
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    rows = torch.arange(len(prompts))
+    padded = torch.zeros((len(prompts), int(lengths.max())), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        padded[row, : len(prompt)] = torch.tensor(prompt)
+
+    def forward(ids: Tensor, positions: Tensor) -> Tensor:
+        return model(input_ids=ids, position_ids=positions, attention_mask=None)
+
+    cache = KeyValueCache(rotary_frequencies(model, 20), len(rows), 20)
+    outputs = []
+    with decoding(policy.models, cache):
+        states = cache.start_prefill(padded.shape[1])
+        forward(padded, torch.arange(padded.shape[1]).expand_as(padded))
+        cache.place(states, rows, rows)
+        for number in range(TOKENS):
+            positions = lengths + number
+            cache.start_token(positions, spans, torch.tensor(long_rows, dtype=torch.long))
+            ids = torch.tensor([s[p] for s, p in zip(SEQUENCES, positions.tolist())])[:, None]
+            outputs.append(forward(ids, positions[:, None]))
+            spans.grow(20)
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize(
+    ("spans", "long_rows"), [((0, 11, 11), []), ((1, 11, 6), [1]), ((2, 11, 3), [1, 0])], ids=str
+)
+def test_hidden_states_are_those_of_the_full_forward_pass(
+    policy: Policy, spans: tuple[int, int, int], long_rows: list[int]
+) -> None:
+    policy.eval()
+    with torch.no_grad():
+        expected = [hidden_states(policy, sequence)[-TOKENS:] for sequence in SEQUENCES]
+    found = decoded(policy, Spans(*spans), long_rows)
+    # both in fp32: what is left is the order of sums
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_plain_parts_are_in_use_while_decoding_and_gone_afterwards(policy: Policy) -> None:
+    def parts() -> list[type]:
+        return [type(module) for module in model.modules()]
+
+    [model] = policy.models
+    before, keys = parts(), list(model.state_dict())
+    cache = KeyValueCache(rotary_frequencies(model, 20), 3, 20)
+    with decoding(policy.models, cache):
+        inside = parts()
+        assert inside.count(LocalLayer) == before.count(TransformerLayer) > 0
+        assert inside.count(LocalExperts) == before.count(MoELayer)
+        assert inside.count(LocalLinear) > 0
+        # the layers themselves keep their parts
+        assert not set(inside) & {ColumnParallelLinear, RowParallelLinear, MoELayer}
+    assert parts() == before and list(model.state_dict()) == keys
+
+
+def test_spans_read_the_fewest_keys() -> None:
+    source = random.Random(2)
+    for _ in range(200):
+        lengths = [round(source.lognormvariate(3, 1)) for _ in range(source.randrange(1, 12))]
+        lengths = [length if source.random() < 0.8 else 0 for length in lengths]
+        spans = Spans.of(lengths)
+
+        def cost(limit: int, lengths: list[int] = lengths) -> int:
+            above = sum(length > limit for length in lengths)
+            return len(lengths) * limit + COPY_COST * above * max(lengths)
+
+        assert spans.long_rows == sum(length > spans.others for length in lengths)
+        assert spans.longest >= max(lengths) and spans.others >= 1
+        assert cost(spans.others) == min(cost(max(limit, 1)) for limit in [*lengths, 1])
