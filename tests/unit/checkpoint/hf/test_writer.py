@@ -117,10 +117,8 @@ def test_two_writers_of_one_folder(tmp_path: Path) -> None:
 def test_only_a_durable_folder_waits_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
-    waited, fsync = [], os.fsync
-    monkeypatch.setattr(
-        os, "fsync", lambda number: waited.append(os.fstat(number)) or fsync(number)
-    )
+    waited: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda number: waited.append(os.fstat(number).st_ino))
     (tmp_path / "vocab.json").write_text("{}")
     tensors = some_tensors()
     with HfWriter(tmp_path / "new", tensors, durable=durable) as writer:
