@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from pathlib import Path
 
@@ -110,6 +111,25 @@ def test_two_writers_of_one_folder(tmp_path: Path) -> None:
         ):
             pass
         assert (tmp_path / PARTIAL).exists()
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_only_a_durable_folder_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda number: waited.append(os.fstat(number).st_ino))
+    (tmp_path / "vocab.json").write_text("{}")
+    tensors = some_tensors()
+    with HfWriter(tmp_path / "new", tensors, durable=durable) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.finish()
+        writer.publish({"config.json": CONFIG}, [tmp_path / "vocab.json"])
+    assert_same_bits(read_folder(tmp_path / "new"), tensors)
+    written = [*(tmp_path / "new").iterdir(), tmp_path / "new", tmp_path]
+    wanted = {path.stat().st_ino for path in written} if durable else set()
+    assert set(waited) == wanted
 
 
 def test_a_destination_in_use(tmp_path: Path) -> None:
