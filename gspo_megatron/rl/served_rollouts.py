@@ -100,13 +100,14 @@ class ServedCollector(Collector):
             on_main(self._start)
             self.has_started = True
         self.version = version
-        probe = dataclasses.asdict(self._probe())
-        weights = {"version": version, "folder": None, "probe": probe, "stream": None}
+        weights = {"version": version, "folder": None, "probe": None, "stream": None}
         if self.streams:
             num_bytes = self._send(weights)
         else:
             weights["folder"], num_bytes = self._write()
             on_main(lambda: self._service().take_weights(weights))
+        probe = dataclasses.asdict(self._probe())  # while the servers load
+        on_main(lambda: self._service().offer(probe=probe))
         arrived = self._wait(lambda: self._service().weights_status())
         on_main(lambda: _drop_older(self._folder()))
         wanted = self.config.rollout.vllm.weight_transport
@@ -143,7 +144,7 @@ class ServedCollector(Collector):
     def _offer_folder(self) -> None:
         """The newest weights for a server that starts again."""
         folder, _ = self._write()
-        on_main(lambda: self._service().offer_folder(folder))
+        on_main(lambda: self._service().offer(folder=folder))
 
     def _send(self, weights: dict[str, Any]) -> int:
         """The newest weights to all servers that can take them; returns their bytes. All ranks call

@@ -30,7 +30,7 @@ class Handle:
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
         self._draws: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name
-        self.wants_folder = False  # a server waits for `offer_folder`
+        self.wants_folder = False  # a server waits for the newest weights' folder
         self._process: subprocess.Popen[str] | None = None
         self._start()
 
@@ -45,12 +45,12 @@ class Handle:
         """Keys of the servers that wait for weights from rank 0."""
         return self._call("GET", "/weights/receivers")
 
-    def offer_folder(self, folder: str) -> None:
-        """The newest weights are in this folder now."""
+    def offer(self, **parts: Any) -> None:
+        """More of the newest weights: their `folder`, their `probe`."""
         assert self._weights is not None, "weights that nobody has made"
-        self._weights["folder"] = folder
-        self._call("POST", "/weights/folder", {"folder": folder})
-        self.wants_folder = False
+        self._weights.update(parts)
+        self._call("POST", "/weights/parts", parts)
+        self.wants_folder &= self._weights["folder"] is None
 
     def weights_status(self) -> dict[str, bool]:
         """done: all servers that are left have proven the new weights; can_stream: they can take

@@ -196,7 +196,7 @@ class Service:
         app.router.add_get("/draws/{name}", self._draw_status)
         app.router.add_post("/weights", self._take_weights)
         app.router.add_get("/weights", self._weights_status)
-        app.router.add_post("/weights/folder", self._offer_folder)
+        app.router.add_post("/weights/parts", self._offer)
         app.router.add_get("/weights/receivers", self._receivers)
         app.router.add_post("/forget", self._forget)
         app.router.add_get("/figures", self._figures)
@@ -235,13 +235,12 @@ class Service:
 
     async def _take_weights(self, request: web.Request) -> web.Response:
         given = await request.json()
-        weights = Weights(**{**given, "probe": Probe(**given["probe"])})
-        receivers = self.pool.take(weights)
+        receivers = self.pool.take(Weights(**_weights_parts(given)))
         self.updating = asyncio.create_task(self.pool.bring())
         return web.json_response({"receivers": receivers})
 
-    async def _offer_folder(self, request: web.Request) -> web.Response:
-        await self.pool.offer_folder((await request.json())["folder"])
+    async def _offer(self, request: web.Request) -> web.Response:
+        await self.pool.offer(**_weights_parts(await request.json()))
         return web.json_response({})
 
     async def _receivers(self, _: web.Request) -> web.Response:
@@ -286,6 +285,12 @@ class Service:
                 "proof_seconds": max(each.proof_seconds for each in servers),
             }
         )
+
+
+def _weights_parts(given: dict[str, Any]) -> dict[str, Any]:
+    """Of `pool.Weights`, from JSON."""
+    probe = given.get("probe")
+    return given if probe is None else {**given, "probe": Probe(**probe)}
 
 
 def main() -> None:

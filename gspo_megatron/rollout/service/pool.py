@@ -58,7 +58,7 @@ class Weights:
 
     version: int  # steps that the policy has made
     folder: str | None  # Hugging Face folder; None: not written until a server asks for it
-    probe: Probe
+    probe: Probe | None = None  # None: the trainer still computes it
     stream: Mapping[str, Any] | None = None  # WeightStream.plan: rank 0 sends them
 
 
@@ -157,13 +157,22 @@ class Pool:
         self.take(weights)
         await self.bring()
 
-    async def offer_folder(self, folder: str) -> None:
-        """The newest weights are there now."""
+    async def offer(self, **parts: Any) -> None:
+        """More of the newest weights: their `folder`, their `probe`."""
         assert self.weights is not None, "weights that nobody has made"
-        self.weights = replace(self.weights, folder=folder)
-        self.wants_folder = False
+        self.weights = replace(self.weights, **parts)
+        self.wants_folder &= self.weights.folder is None
         async with self._changed:
             self._changed.notify_all()
+
+    async def _newest_probe(self) -> Probe:
+        """Of the newest weights; waits for it."""
+        async with self._changed:
+            while True:
+                assert self.weights is not None, "a server that never had weights"
+                if self.weights.probe is not None:
+                    return self.weights.probe
+                await self._changed.wait()
 
     async def _newest_in_a_folder(self) -> Weights:
         """The newest weights; waits until they are in a folder."""
@@ -253,12 +262,12 @@ class Pool:
 
     async def _prove(self, server: Server, weights: Weights, *, at_start: bool = False) -> None:
         """Let the server serve if it has these weights. Raises RolloutError where it has not."""
-        seconds, start = self.settings.update_seconds, time.monotonic()
+        probe, seconds = await self._newest_probe(), self.settings.update_seconds
+        start = time.monotonic()
         if not at_start or server.start is None:
             told = await server.client.weight_version(seconds=_CALL_SECONDS)
             if told != str(weights.version):
                 raise RolloutError(f"says that it has weights {told}, not {weights.version}")
-        probe = weights.probe
         sampling = {"temperature": 0.0, "max_tokens": len(probe.tokens[0]), "ignore_eos": True}
         facts, routes = self.settings.facts, self.settings.needs.with_routes
         calls = (

@@ -351,7 +351,7 @@ def test_weights_for_servers_that_start_again_wait_for_a_folder(tmp_path: Path) 
         doubles[0].loaded = "1"  # as if it had received them
         bringing = asyncio.create_task(pool.bring())
         await asyncio.wait_for(pool.asks_for_folder(), 20)
-        await pool.offer_folder(str(first.folder))
+        await pool.offer(folder=str(first.folder))
         await asyncio.wait_for(bringing, 20)
         assert not pool.wants_folder and [each.version for each in pool.servers] == [1, 1]
 
