@@ -212,11 +212,11 @@ class Vllm:
     def wait(self) -> None:
         """Until it answers. Raises RuntimeError if it ends instead."""
 
-        async def is_healthy() -> bool:
+        async def why_not_healthy() -> str | None:
             async with aiohttp.ClientSession() as session:
-                return await Client(self.server.url, session, self.token).is_healthy(seconds=5)
+                return await Client(self.server.url, session, self.token).why_not_healthy(seconds=5)
 
-        while not asyncio.run(is_healthy()):
+        while asyncio.run(why_not_healthy()) is not None:
             ended = self.server.has_ended()
             if ended is not None:
                 raise RuntimeError(f"the vLLM server {ended}")
