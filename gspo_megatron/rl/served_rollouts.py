@@ -52,7 +52,7 @@ from gspo_megatron.types import RolloutBatch
 
 # The probe: greedy responses to fixed prompts. One is longer than two blocks of vLLM's prefix cache
 # (16 tokens on GPUs, 128 on CPUs), so that a cache of old weights is noticed.
-PROBE_PROMPTS, PROBE_TOKENS = (40,) * 7 + (272,), 8  # tokens of each prompt, and of a response
+PROBE_PROMPTS, PROBE_TOKENS = (24,) * 15 + (272,), 2  # tokens of each prompt, and of a response
 # Largest and mean difference of a log-prob from the trainer's. In fp32 vLLM and Megatron-Core agree
 # to 1e-5; a single expert that is left behind moves them by 1e-3 and more. In bf16 rounding alone
 # moves them by 0.04 on average (measured on a model of random weights).

@@ -43,6 +43,9 @@ class WeightStream:
             master_listen_fd=listener.detach(),  # without it the store listens on all interfaces
         )
         self._groups: dict[str, dist.ProcessGroup] = {}  # of the servers, by key
+        # What a server that hangs has not taken. To let go of such a group blocks until the server
+        # is gone, or the time is up.
+        self._stuck: list[tuple[dist.Work, dist.ProcessGroup, Tensor]] = []
 
     def plan(self, specs: Mapping[str, Tensor]) -> dict[str, Any]:
         """What workers have to know, as JSON. specs: tensors on the meta device, in the order in
@@ -71,6 +74,7 @@ class WeightStream:
         deadline = time.monotonic() + self.seconds
         groups = {key: self._groups.pop(key, None) for key in receivers}
         self._groups = {}  # of servers that are gone
+        self._stuck = [entry for entry in self._stuck if not entry[0].is_completed()]
         for key, workers in receivers.items():
             groups[key] = groups[key] or self._join(key, workers, receiving, deadline)
         for bucket in plan["buckets"]:
@@ -83,10 +87,17 @@ class WeightStream:
             works = {key: _broadcast(group, buffer) for key, group in groups.items() if group}
             for key, work in works.items():
                 if not _completes(work, lambda key=key: key in receiving(), deadline):
-                    _abort(groups[key])
+                    self._drop(groups[key], work, buffer)
                     groups[key] = None
         assert next(tensors, None) is None, "more tensors than planned"
         self._groups = {key: group for key, group in groups.items() if group}
+
+    def _drop(self, group: dist.ProcessGroup, work: dist.Work | None, buffer: Tensor) -> None:
+        """Give a server up."""
+        if hasattr(group, "abort"):  # of NCCL: ends the kernel that waits for the server
+            group.abort()
+        if work is not None and not work.is_completed():
+            self._stuck.append((work, group, buffer))
 
     def _join(
         self,
@@ -173,8 +184,3 @@ def _completes(work: dist.Work | None, is_wanted: Callable[[], bool], deadline: 
     except RuntimeError:
         return False
     return True
-
-
-def _abort(group: dist.ProcessGroup | None) -> None:
-    if group is not None and hasattr(group, "abort"):
-        group.abort()

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.rl.served_rollouts import PROBE_PROMPTS, PROBE_TOKENS
 from gspo_megatron.rollout.service.checks import Needs
 from gspo_megatron.rollout.service.client import Client, ModelFacts
 from gspo_megatron.rollout.service.pool import (
@@ -43,7 +44,6 @@ SETTINGS = PoolSettings(
     update_seconds=60,
     silence_seconds=60,
 )
-PROMPTS = (38, 39, 40, 41, 42, 43, 44, 272)  # vLLM caches blocks of 128 tokens on a CPU
 LARGEST, MEAN = 1e-4, 3e-5  # as in rl.served_rollouts for fp32
 # How far one policy update moves the weights, relative to their size: log-probs of sampled tokens
 # move by some 1e-2 (asserted below).
@@ -93,10 +93,10 @@ def probe_of(folder: Path) -> Probe:
     """Greedy responses of transformers to random prompts, token by token without a cache."""
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found: list[list[Any]] = [[], [], []]
-    for length in PROMPTS:
-        prompt = np.random.default_rng(length).integers(0, VOCABULARY, length).tolist()
+    for seed, length in enumerate(PROBE_PROMPTS):
+        prompt = np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist()
         ids, logprobs = torch.tensor([prompt]), []
-        for _ in range(8):
+        for _ in range(PROBE_TOKENS):
             best = torch.log_softmax(model(ids).logits[:, -1], -1).max(-1)
             ids = torch.cat([ids, best.indices[:, None]], 1)
             logprobs.append(float(best.values))

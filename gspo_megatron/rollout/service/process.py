@@ -156,6 +156,10 @@ def cpu_environment() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1",
+        # glibc keeps what is freed: a reload allocates the weights layer by layer, and pages that
+        # come from the system anew take longer than the copies
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     }
     return {name: value for name, value in wanted.items() if name not in os.environ}
 

@@ -147,9 +147,10 @@ def test_how_a_server_ended_is_told(run: Run) -> None:
             failing = run.server(nodes, 0, "--fail", "it-is-broken")
             killed = run.server(nodes, 1)
             await started(killed)
+            await until(failing.has_ended)
             for process in run.processes():
                 process.kill()
-            await until(lambda: failing.has_ended() and killed.has_ended())
+            await until(killed.has_ended)
             assert "exit code 1" in str(failing.has_ended())
             assert "it-is-broken" in str(failing.has_ended())
             assert str(failing.log) in str(failing.has_ended())
