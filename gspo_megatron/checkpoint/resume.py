@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
 from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage, first_whole
@@ -127,33 +128,38 @@ def finished_text(config: Config, state: RunState, command: Sequence[str] = ()) 
     newest = folder / CHECKPOINTS / state.position.name
     lines = [f"{folder}: finished, with {state.step} of {training.steps} steps"]
     if config.optimizer.decay == "constant":
-        more = [override("training.steps", 2 * state.step)]
+        more = {"training.steps": 2 * state.step}
         for name in ("epochs", "tokens"):  # which a stage may be limited by too
             if limit := getattr(training, name, None):
-                more.append(override(f"training.{name}", 2 * limit))
-        words = shlex.join([*command, *more, *_new_export(config)])
+                more[f"training.{name}"] = 2 * limit
+        words = _words(command, more | _new_export(config))
         lines.append(f"to continue, raise training.steps: {words}")
-    words = shlex.join([*command, *_new_run(config, newest)])
+    words = _words(command, _new_run(config, newest))
     lines.append(f"to train its weights in a new run: {words}")
     return "\n".join([*lines, "to start again, move the folder away"])
 
 
-def _new_run(config: Config, checkpoint: Path | None) -> list[str]:
+def _words(command: Sequence[str], overrides: Mapping[str, Any]) -> str:
+    """A command to copy. overrides: values by key."""
+    return shlex.join([*command, *(override(key, value) for key, value in overrides.items())])
+
+
+def _new_run(config: Config, checkpoint: Path | None) -> dict[str, Any]:
     """Overrides that make a new run of a configuration: from the weights of a checkpoint, or from
     those that the configuration names."""
-    words = [override("logging.dir", str(_unused(run_folder(config))))]
+    values: dict[str, Any] = {"logging.dir": str(_unused(run_folder(config)))}
     if checkpoint is not None:
-        words += [] if config.model.hf_path is None else ["model.hf_path=null"]
-        words.append(override("model.checkpoint_path", str(checkpoint)))
-    return words + _new_export(config)
+        values |= {} if config.model.hf_path is None else {"model.hf_path": None}
+        values["model.checkpoint_path"] = str(checkpoint)
+    return values | _new_export(config)
 
 
-def _new_export(config: Config) -> list[str]:
+def _new_export(config: Config) -> dict[str, Any]:
     """The override that a stage needs where its export has been written already."""
     given = config.export.hf_path if isinstance(config, StageConfig) else None
     if given is None or not Path(given).exists():
-        return []
-    return [override("export.hf_path", str(_unused(Path(given))))]
+        return {}
+    return {"export.hf_path": str(_unused(Path(given)))}
 
 
 def _unused(folder: Path) -> Path:
@@ -193,12 +199,13 @@ def given_checkpoint(path: str) -> Path:
     raise DataError(no_checkpoint(path))
 
 
-def weights_fit(checkpoint: Path, config: Config, vocab_size: int) -> None:
+def weights_fit(checkpoint: Path, config: Config, vocab_size: int | None = None) -> None:
     """Raise ConfigError with all differences between a checkpoint's model and the configured one,
-    in sizes and in other settings that change its results."""
+    in sizes and in other settings that change its results. vocab_size: None: it is the
+    checkpoint's."""
     there = read_model(checkpoint)
     shape = config.resolved_model()
-    wanted = {**shape.megatron, **vars(shape), "vocab_size": vocab_size}
+    wanted = {**shape.megatron, **vars(shape), "vocab_size": vocab_size or there["vocab_size"]}
     known = {**there["shape"]["megatron"], **there["shape"], "vocab_size": there["vocab_size"]}
     names = [name for name in there["shape"] if name in wanted and name != "max_sequence_length"]
     different = [name for name in names if name != "megatron" and wanted[name] != known[name]]
@@ -234,8 +241,7 @@ def _can_take(config: Config, checkpoint: Path) -> bool:
     update = {"hf_path": None, "checkpoint_path": str(checkpoint)}
     model = config.model.model_copy(update=update)
     try:
-        vocab_size = read_model(checkpoint)["vocab_size"]
-        weights_fit(checkpoint, config.model_copy(update={"model": model}), vocab_size)
+        weights_fit(checkpoint, config.model_copy(update={"model": model}))
     except UserError:
         return False
     return True
@@ -255,7 +261,7 @@ def _changes(
     if changes.refused:
         others = any(line.startswith(_OTHER_WEIGHTS) for line in changes.refused)
         on_these = not others and _can_take(config, checkpoint)
-        words = shlex.join([*command, *_new_run(config, checkpoint if on_these else None)])
+        words = _words(command, _new_run(config, checkpoint if on_these else None))
         raise ConfigError(
             [
                 *changes.refused,

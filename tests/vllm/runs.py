@@ -87,6 +87,11 @@ class Run:
     def services(self) -> list[psutil.Process]:
         return [p for p in self._below() if "gspo_megatron.rollout.service.main" in p.cmdline()]
 
+    def trainers(self) -> list[psutil.Process]:
+        """The command itself, and its ranks."""
+        below = [p for p in self._below() if "gspo_megatron" in p.cmdline()]
+        return [*below, *(psutil.Process(p.pid) for p in self.processes if p.poll() is None)]
+
     def servers(self) -> list[psutil.Process]:
         return [p for p in self._below() if "vllm.entrypoints.openai.api_server" in p.cmdline()]
 

@@ -22,7 +22,7 @@ def test_rank_0_sends_the_weights_and_a_server_that_dies_gets_them_in_a_folder(
         vllm_python,
         parallel={"layout": "tp=2,ep=2"},
         rollout={**LONG, "vllm": {"servers": 2, "weight_transport": "nccl"}},
-        training={"steps": 5, "precision": "fp32"},
+        training={"steps": 6, "precision": "fp32"},
     )
     folder = weights_folder(load_config(tmp_path / "config.yaml"))
     versions: list[str] = []
@@ -35,8 +35,10 @@ def test_rank_0_sends_the_weights_and_a_server_that_dies_gets_them_in_a_folder(
     run.servers()[0].kill()  # while it generates
     run.wait(process, lambda: any(each.name > "version_00000000" for each in folder.iterdir()))
     run.wait(process, lambda: begun(run, 5))
+    run.services()[0].kill()  # its servers end, and new ones need the weights of step 4
     said = run.finish(process)
     assert "server 0: was killed by SIGKILL; restart 1" in said
-    assert_trained_once(run, 5)
+    assert "the rollout service was killed by SIGKILL: starting it again" in said
+    assert_trained_once(run, 6)
     for record in run.steps():
         assert record["sync/bytes"] > 1e6 and record["sync/version"] == record["step"]
