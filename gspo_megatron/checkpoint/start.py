@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -44,9 +44,6 @@ from gspo_megatron.platform.groups import (
     stop_processes,
 )
 from gspo_megatron.platform.stop import SlurmJob, StopRun, StopSignals, watched
-
-if TYPE_CHECKING:
-    from gspo_megatron.checkpoint.manager import Checkpoints
 
 RESTARTS_FILE = "restarts.json"
 
@@ -184,16 +181,20 @@ class Session:
             on_main(lambda: move_earlier_run(run_folder(self.config), self.lock))
 
     def train(
-        self, loop: Callable[[], None], policy: Policy, checkpoints: Checkpoints, logger: RunLogger
+        self,
+        loop: Callable[[], None],
+        policy: Policy,
+        close_checkpoints: Callable[[], None],
+        logger: RunLogger,
     ) -> bool:
         """Run `loop`, watched for hangs and for the end of the job. Returns True when the run is
         done, False when it was stopped and saved."""
         with watched(self.config, policy.models, self.ranks, self.stop):
             try:
                 loop()
-                checkpoints.close()
+                close_checkpoints()
             except StopRun as stopped:
-                checkpoints.close()
+                close_checkpoints()
                 logger.note(str(stopped))
                 return False
         return True

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from gspo_megatron.config.problems import problem, suggest
 from gspo_megatron.data.rows import json_type, text_fault
 from gspo_megatron.errors import DataError
 from gspo_megatron.types import Message
-
-if TYPE_CHECKING:
-    from gspo_megatron.data.tokenizers import Encoded, Tokenizer
 
 ASSISTANT, USER = "assistant", "user"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -49,6 +46,31 @@ class Rendered:
     # [start, end) of what the assistant writes, in characters; None if the template has no
     # {% generation %} marks.
     answers: list[tuple[int, int]] | None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids, and the range of characters [start, end) that each stands for.
+
+    Where a character is spelled in bytes, all its tokens may have its range, or only the last.
+    """
+
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+
+
+class ChatTokenizer(Protocol):
+    """What is needed of a tokenizer here; data/tokenizers.py has them."""
+
+    name: str
+    eos_id: int
+    chat_template: str | None
+    template_options: Mapping[str, Any]
+
+    def render(self, messages: Sequence[Message], *, open_answer: bool = False) -> Rendered: ...
+    def encode_rendered(self, text: str) -> Encoded: ...
+    def symbol_id(self, symbol: str) -> int | None: ...
 
 
 def read_template(folder: Path) -> str | None:
@@ -115,7 +137,7 @@ def render(
     return Rendered(texts[0], [(start, end) for start, end in spans[0]] if marked else None)
 
 
-def check_template(tokenizer: Tokenizer, prompt: Sequence[Message] | None = None) -> None:
+def check_template(tokenizer: ChatTokenizer, prompt: Sequence[Message] | None = None) -> None:
     """Raises DataError if the tokenizer has no template, or one that is not valid Jinja, writes a
     symbol that the tokenizer lacks or reads no variable with the name of an option.
 
@@ -156,7 +178,7 @@ def check_template(tokenizer: Tokenizer, prompt: Sequence[Message] | None = None
         )
 
 
-def _option_faults(tokenizer: Tokenizer, template: str) -> list[str]:
+def _option_faults(tokenizer: ChatTokenizer, template: str) -> list[str]:
     """One line for each option that the template never reads."""
     from jinja2 import Environment, meta
 
@@ -197,7 +219,7 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer
+    messages: Sequence[Message], tokenizer: ChatTokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids [length] int32, and a mask [length] bool: True on what the assistant writes.
 
@@ -230,7 +252,7 @@ def _mask_by_marks(encoded: Encoded, answers: Sequence[tuple[int, int]]) -> np.n
 
 
 def _mask_by_prefixes(
-    messages: Sequence[Message], tokenizer: Tokenizer, text: str, ids: list[int]
+    messages: Sequence[Message], tokenizer: ChatTokenizer, text: str, ids: list[int]
 ) -> np.ndarray:
     mask = np.zeros(len(ids), bool)
     for number, message in enumerate(messages):
@@ -246,7 +268,9 @@ def _mask_by_prefixes(
     return mask
 
 
-def _prefix_tokens(part: str, text: str, ids: list[int], tokenizer: Tokenizer, number: int) -> int:
+def _prefix_tokens(
+    part: str, text: str, ids: list[int], tokenizer: ChatTokenizer, number: int
+) -> int:
     """The number of tokens of `part`, with which `text` and its `ids` must begin."""
     part_ids = tokenizer.encode_rendered(part).ids
     if text.startswith(part) and ids[: len(part_ids)] == part_ids:

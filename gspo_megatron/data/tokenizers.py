@@ -6,11 +6,10 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.data.chat import TEMPLATE_FILE, Rendered, read_template, render
+from gspo_megatron.data.chat import TEMPLATE_FILE, Encoded, Rendered, read_template, render
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
 
@@ -24,18 +23,6 @@ HELP = (
 HUGGING_FACE_FILES = ("tokenizer.json", "tokenizer_config.json")
 GENERATION_FILE = "generation_config.json"
 _NEEDS_TEMPLATE = "which messages and data.chat_template: true need"
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids, and the range of characters [start, end) that each stands for.
-
-    Where a character is spelled in bytes, all its tokens may have its range, or only the last.
-    """
-
-    ids: list[int]
-    starts: list[int]
-    ends: list[int]
 
 
 def load_tokenizer(

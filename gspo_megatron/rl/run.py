@@ -41,7 +41,7 @@ def run_training(config: Config, *, fresh: bool = False) -> bool:
         run = assemble(config, inputs, reward, objective, session.start, session.stop)
         with closing(run.logger), closing(run.collector):
             loop = lambda: ReinforcementLoop(run).run()  # noqa: E731 (built under the watches)
-            done = session.train(loop, run.policy, run.checkpoints, run.logger)
+            done = session.train(loop, run.policy, run.checkpoints.close, run.logger)
             if done:
                 run.logger.finish()
         return done

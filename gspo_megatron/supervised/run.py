@@ -42,7 +42,7 @@ def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bo
         session.begin()
         loop, hf = assemble_stage(config, inputs, session.start, session.stop)
         with closing(loop.logger):
-            done = session.train(loop.run, loop.policy, loop.checkpoints, loop.logger)
+            done = session.train(loop.run, loop.policy, loop.checkpoints.close, loop.logger)
             if done:  # not watched: one rank writes, the others wait, for as long as it takes
                 if export is not None:
                     tokenizer = config.data.tokenizer
