@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rl.served_rollouts import PROBE_PROMPTS, PROBE_TOKENS
+from gspo_megatron.rl.served_rollouts import PROBE_PROMPTS, PROBE_TOKENS, TOLERANCES
 from gspo_megatron.rollout.service.checks import Needs
 from gspo_megatron.rollout.service.client import Client, ModelFacts
 from gspo_megatron.rollout.service.pool import (
@@ -44,7 +44,6 @@ SETTINGS = PoolSettings(
     update_seconds=60,
     silence_seconds=60,
 )
-LARGEST, MEAN = 1e-4, 3e-5  # as in rl.served_rollouts for fp32
 # How far one policy update moves the weights, relative to their size: log-probs of sampled tokens
 # move by some 1e-2 (asserted below).
 STEP = 3e-3
@@ -102,7 +101,7 @@ def probe_of(folder: Path) -> Probe:
             logprobs.append(float(best.values))
         for values, value in zip(found, (prompt, ids[0, length:].tolist(), logprobs), strict=True):
             values.append(value)
-    return Probe(*found, LARGEST, MEAN)
+    return Probe(*found, *TOLERANCES["fp32"])
 
 
 def served(

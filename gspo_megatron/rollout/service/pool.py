@@ -35,6 +35,7 @@ from gspo_megatron.rollout.service.remote import RemoteProcess
 _LOOK_SECONDS = 1.0  # between two looks at a server
 _CALL_SECONDS = 10.0  # for calls that need no work of the engine
 _MOMENT = 0.3  # seconds: a process loses its connections before it has ended
+_OUTLIERS = 8  # one response in so many may differ
 _NOT_THE_WEIGHTS = "does not have the trainer's weights"
 CONCURRENT_REQUESTS = 512  # on their way to one server: its scheduler likes a queue
 
@@ -49,7 +50,7 @@ class Probe:
     tokens: list[list[int]]  # of the greedy responses, all of one length
     logprobs: list[list[float]]  # of these tokens, at temperature 1
     largest: float  # tolerance of a single log-prob
-    mean: float  # tolerance of their mean absolute difference
+    mean: float  # tolerance of the mean absolute difference of a response's
 
 
 @dataclass(frozen=True)
@@ -432,19 +433,23 @@ def compare(probe: Probe, responses: Sequence[Response]) -> str | None:
 
     Greedy decoding takes the likeliest token, so the log-probs agree up to the first token that
     differs, and there too: two tokens that are as likely as each other may be told apart by
-    rounding.
+    rounding. So may two experts, which moves the log-probs of one response; wrong weights move
+    nearly all of them, and an old prefix cache those of all long prompts. So one in eight may
+    differ.
     """
     differences = []
     for tokens, logprobs, response in zip(probe.tokens, probe.logprobs, responses, strict=True):
         same = np.array(tokens) == response.token_ids
         end = len(same) if same.all() else int(same.argmin()) + 1
         differences.append(np.abs(np.array(logprobs) - response.logprobs)[:end])
-    found = np.concatenate(differences)
-    if found.max() <= probe.largest and found.mean() <= probe.mean:
+    largest = max(each.max() for each in differences)
+    wrong = sum(each.mean() > probe.mean for each in differences)
+    allowed = len(differences) // _OUTLIERS
+    if wrong <= allowed and largest <= probe.largest:
         return None
     return (
-        f"{_NOT_THE_WEIGHTS}: log-probs of {len(found)} tokens differ by "
-        f"{found.mean():.2g} on average and {found.max():.2g} at most; legal: {probe.mean:g} and "
+        f"{_NOT_THE_WEIGHTS}: log-probs of {wrong} of {len(differences)} responses differ by more "
+        f"than {probe.mean:g} on average, the largest by {largest:.2g}; legal: {allowed}, and "
         f"{probe.largest:g}"
     )
 

@@ -399,30 +399,34 @@ def test_a_response_is_read_as_it_is_written() -> None:
 
 def test_greedy_responses_are_compared_up_to_the_first_other_token() -> None:
     generator = np.random.default_rng(8)
-    for _ in range(200):
-        rows, length = int(generator.integers(1, 4)), int(generator.integers(1, 6))
+    for _ in range(300):
+        rows, length = int(generator.integers(1, 20)), int(generator.integers(1, 6))
         wanted = generator.integers(0, 3, (rows, length)).tolist()
         given = np.where(generator.random((rows, length)) < 0.8, wanted, 3).tolist()
         own = -generator.random((rows, length))
-        theirs = own + generator.choice([0.0, 1e-3, 0.2], (rows, length), p=[0.8, 0.1, 0.1])
-        found = []
+        theirs = own + generator.choice([0.0, 1e-3, 0.2], (rows, length), p=[0.9, 0.05, 0.05])
+        means, largest = [], 0.0
         for row in range(rows):
+            found = []
             for n in range(length):
                 found.append(abs(own[row][n] - theirs[row][n]))
                 if wanted[row][n] != given[row][n]:
                     break
-        largest, mean = max(found), sum(found) / len(found)
+            means.append(sum(found) / len(found))
+            largest = max(largest, *found)
         responses = [
             Response(np.array(ids), np.array(values), truncated=True)
             for ids, values in zip(given, theirs, strict=True)
         ]
+        # of 16 responses two may differ: the third largest mean decides
+        decides = sorted(means, reverse=True)[rows // 8]
         for limit, average, is_right in (
-            (largest + 1e-9, mean + 1e-9, True),
-            (largest - 1e-9, mean + 1e-9, False),
-            (largest + 1e-9, mean - 1e-9, False),
+            (largest + 1e-9, decides + 1e-9, True),
+            (largest - 1e-9, decides + 1e-9, False),
+            (largest + 1e-9, decides - 1e-9, False),
         ):
             probe = Probe([[0]] * rows, wanted, own.tolist(), limit, average)
             told = compare(probe, responses)
             assert (told is None) == is_right
             if told is not None:
-                assert f"of {len(found)} tokens differ by {mean:.2g} on average" in told
+                assert f"of {rows} responses differ by more than {average:g}" in told
