@@ -85,14 +85,20 @@ def test_a_killed_trainer_takes_all_with_it_and_goes_on_where_it_was(
 
 def test_a_signal_to_all_processes_saves_the_run(vllm_python: Path, tmp_path: Path) -> None:
     """As Slurm sends it before the end of a job."""
-    run = make_run(tmp_path, vllm_python, rollout=LONG, training={"steps": 3, "precision": "fp32"})
+    run = make_run(
+        tmp_path,
+        vllm_python,
+        rollout=LONG,
+        training={"steps": 5, "precision": "fp32"},
+        checkpoint={"interval": 10},
+    )
     process = run.start()
     run.wait(process, lambda: begun(run, 2))
     for each in [*run.servers(), *run.services(), *run.trainers()]:
         each.send_signal(signal.SIGUSR1)
     assert "checkpoints/rl_0000000" in run.finish(process, 75)
     run.finish(run.start())
-    assert_trained_once(run, 3)
+    assert_trained_once(run, 5)
 
 
 @pytest.mark.parametrize(
