@@ -239,12 +239,19 @@ class Unnamed(Client):
 
 
 class OldCache(Client):
-    """Keeps what the server remembers of prompts."""
+    """Keeps what the server remembers of prompts in an update. The first weights clear it: the
+    server may have had others, in a test before."""
+
+    updates = False
+
+    async def load_weights(self, folder: str, version: str, **options: Any) -> None:
+        self.updates = version != "0"
+        await super().load_weights(folder, version, **options)
 
     async def _call(self, verb: str, path: str, *given: Any, **options: Any) -> Any:
-        if path == "/reset_prefix_cache":
+        if self.updates and path == "/reset_prefix_cache":
             return None
-        if path == "/pause":
+        if self.updates and path == "/pause":
             options["query"] = {"mode": "keep", "clear_cache": "false"}
         return await super()._call(verb, path, *given, **options)
 
