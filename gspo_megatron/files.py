@@ -8,6 +8,8 @@ from pathlib import Path
 
 from gspo_megatron.errors import DataError
 
+SETTLED = 64 << 20  # bytes of a large file that are written before `settle` waits for the disk
+
 
 def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Path:
     """Writes `content` to `path`, making its folder; a reader never sees half of it. `mode`: who
@@ -38,6 +40,17 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def settle(descriptor: int) -> None:
+    """Wait until a file's contents are on the disk, and give their memory back.
+
+    Called every SETTLED bytes while a large file is written: its pages are then used again for what
+    follows. Without it a model fills the page cache, and fresh memory is several times slower than
+    used memory on a virtual machine (docs/decisions.md). Raises OSError.
+    """
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def folder_lacks(folder: Path) -> str | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +73,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    from gspo_megatron.checkpoint.hf.convert import hf_to_megatron
+    with _loading():
+        from gspo_megatron.checkpoint.hf.convert import hf_to_megatron
 
     hf_to_megatron(
         arguments.source,
@@ -124,7 +128,8 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace, share: Share | None = None) -> None:
-    from gspo_megatron.checkpoint.hf.convert import ALONE, megatron_to_hf
+    with _loading():
+        from gspo_megatron.checkpoint.hf.convert import ALONE, megatron_to_hf
 
     share = share or ALONE
     taken, notes = megatron_to_hf(
@@ -134,6 +139,18 @@ def _export(arguments: argparse.Namespace, share: Share | None = None) -> None:
         for note in notes:
             print(note, file=sys.stderr)
         print(f"{arguments.destination}: written from {taken}")
+
+
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
+    """Modules that are loaded inside it are left alone by the garbage collector, which otherwise
+    takes a fifth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _dtype(arguments: argparse.Namespace) -> torch.dtype | None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,9 +25,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.serialization import set_crc32_options
 
 from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions, write_file
 from gspo_megatron.checkpoint.hf.files import DTYPES, HfFolder, check_tied_copy, checked_weights
@@ -50,12 +54,14 @@ from gspo_megatron.checkpoint.hf.writer import (
 )
 from gspo_megatron.checkpoint.manifest import (
     MANIFEST,
+    FileRecord,
     Files,
     damage_notes,
     dump_manifest,
     files_below,
     find_damage,
     first_whole,
+    read_manifest,
     record_of,
 )
 from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
@@ -71,12 +77,15 @@ from gspo_megatron.checkpoint.storage import (
 from gspo_megatron.config.families import family_of, family_of_shape
 from gspo_megatron.config.model_shape import ModelShape, no_folder, shape_of
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import fingerprint
+from gspo_megatron.files import SETTLED, fingerprint, settle
 from gspo_megatron.observe.progress import Progress
 
 _FILE_BYTES = 4 << 30  # of a checkpoint's files: one is synced while others are written
 _BLOCK_BYTES = 16 << 20  # of what is written: the memory of larger ones would not be reused
 _MILLION = 1_000_000
+_READ_BYTES = 4 << 20  # of a checkpoint's files at once
+_BEHIND_BYTES = 256 << 20  # of blocks that may not be converted yet; what is before is forgotten
+_QUEUED = 2  # pieces of work that wait, for each thread
 _MOST_THREADS = 4  # each holds a few blocks of tensors in memory
 
 Item = TypeVar("Item")
@@ -156,21 +165,44 @@ def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
 
     def write(number: int, done: Done) -> None:
         name = f"__0_{number}.distcp"
-        with operating_system_errors(), (folder / name).open("xb") as stream:
+        with operating_system_errors(), _ModelFile(folder / name) as file:
             for item in files[number]:
-                start = stream.tell()
-                torch.save(planner.resolve_data(item), stream)
-                length = stream.tell() - start
-                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                start = file.size
+                torch.save(planner.resolve_data(item), file)
+                place = _StorageInfo(name, start, file.size - start)
+                results.append(WriteResult(item.index, place.length, place))
                 done(planner.bytes_of(item))
-            stream.flush()
-            os.fsync(stream.fileno())
-        records[name] = record_of(folder / name)
+            settle(file.fileno())
+        records[name] = FileRecord(file.size, f"{file.crc32:08x}")
 
     numbers = [number for number in range(count) if files[number]]
-    _in_threads(write, numbers, "hf-to-megatron, MB", total)
+    set_crc32_options(compute_crc32=False)  # the manifest has a checksum of every file
+    try:
+        _in_threads(write, numbers, "hf-to-megatron, MB", total)
+    finally:
+        set_crc32_options(compute_crc32=True)
     writer.finish(index, [results])
     return records
+
+
+class _ModelFile(io.FileIO):
+    """A new file for torch.save, which writes one part after the other; `size` and `crc32` are of
+    what was written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "x")
+        self.size, self.crc32, self._settled = 0, 0, 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        left = memoryview(data)
+        while left:
+            left = left[super().write(left) :]
+        self.size += len(data)
+        if self.size - self._settled >= SETTLED:
+            settle(self.fileno())
+            self._settled = self.size
+        return len(data)
 
 
 @dataclass(frozen=True)
@@ -246,6 +278,10 @@ def megatron_to_hf(
     model = checkpoint.folder / "model"
     index = read_index(model)
     shape, vocab_size = checkpoint.shape, checkpoint.vocab_size
+    records = None  # several processes have compared the checksums already
+    if share.world_size == 1:
+        files = read_manifest(checkpoint.folder)
+        records = {Path(name).name: files[name] for name in files if _is_large(name)}
     original = checkpoint.hf_config
     family = family_of_shape(shape) if original is None else family_of(original)
     weights = weight_map(family, shape, vocab_size)
@@ -269,7 +305,12 @@ def megatron_to_hf(
         with share.together():
             mine = writer.files[share.rank :: share.world_size]
             names = {name for file in mine for name in file.offsets}
-            _export(model, index, recipes, writer, names, share.is_main)
+            try:
+                _export(model, index, recipes, writer, names, records, share.is_main)
+            except DataError:
+                if records is not None:  # what is wrong with other files, too
+                    _refuse_damage(source, checkpoint.folder, ALONE, checkpoint.notes)
+                raise
             writer.finish(mine)
         with share.together():
             if share.is_main:
@@ -286,31 +327,74 @@ def _export(
     recipes: Mapping[str, TensorRecipe],
     writer: HfWriter,
     names: set[str],
+    records: Files | None,
     progress: bool,
 ) -> None:
-    """Read each stored block that the HF tensors of `names` need, once, and write its parts."""
+    """Read each stored block that the HF tensors of `names` need, once, and write its parts;
+    records: see `_in_file_order`."""
     reader = TorchDistReader(folder, index)
-    work: list[tuple[Piece, list[Box]]] = []  # blocks without values, and what is made of them
+    work: dict[str, list[_Block]] = defaultdict(list)  # by file
     for key, recipe in recipes.items():
         entry = index.state_dict_metadata[key]
         for chunk in entry.chunks:
             planned = torch.empty(chunk.sizes, dtype=entry.properties.dtype, device="meta")
-            block = Piece(key, planned, tuple(entry.size), tuple(chunk.offsets))
-            boxes = [box for box in recipe.cut(block.slices) if box.name in names]
+            piece = Piece(key, planned, tuple(entry.size), tuple(chunk.offsets))
+            boxes = [box for box in recipe.cut(piece.slices) if box.name in names]
             if boxes:
-                work.append((block, boxes))
+                place = index.storage_data[MetadataIndex(key, chunk.offsets)]
+                block = _Block(place.offset, place.length, piece, boxes)
+                work[place.relative_path].append(block)
 
-    def convert(item: tuple[Piece, list[Box]], done: Done) -> None:
-        block, boxes = item
-        data = torch.empty(block.data.shape, dtype=block.data.dtype)
-        reader.read([replace(block, data=data)])
-        for box in boxes:
+    def convert(block: _Block, done: Done) -> None:
+        data = torch.empty(block.piece.data.shape, dtype=block.piece.data.dtype)
+        reader.read([replace(block.piece, data=data)])
+        for box in block.boxes:
             part = data[box.target_slices].to(writer.tensors[box.name].dtype)
             writer.write(box.name, part.reshape(box.source_size), box.source_slices)
-        done(sum(box.numel for box in boxes))
+        done(block.numel)
 
-    total = sum(box.numel for _, boxes in work for box in boxes)
-    _in_threads(convert, work, "megatron-to-hf, million weights", total, enabled=progress)
+    total = sum(block.numel for blocks in work.values() for block in blocks)
+    blocks = _in_file_order(folder, work, records)
+    _in_threads(convert, blocks, "megatron-to-hf, million weights", total, enabled=progress)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of a checkpoint: where it is in its file, its place in its tensor (no values), and
+    what is made of it."""
+
+    offset: int
+    length: int
+    piece: Piece
+    boxes: list[Box]
+
+    @property
+    def numel(self) -> int:
+        return sum(box.numel for box in self.boxes)
+
+
+def _in_file_order(
+    folder: Path, work: Mapping[str, list[_Block]], records: Files | None
+) -> Iterator[_Block]:
+    """The blocks of each file as they follow each other. With `records`, by file, all files are
+    read on the way, and each block follows when its bytes have been read: so a checkpoint is read
+    once from the disk, and checked. Raises DataError where a file is not as its record says."""
+    for name in sorted(work):
+        blocks = sorted(work[name], key=lambda block: block.offset)
+        if records is None:
+            yield from blocks
+            continue
+        with (folder / name).open("rb", buffering=0) as file:
+            checksum, place, buffer = 0, 0, memoryview(bytearray(_READ_BYTES))
+            while count := file.readinto(buffer):
+                checksum, place = zlib.crc32(buffer[:count], checksum), place + count
+                while blocks and blocks[0].offset + blocks[0].length <= place:
+                    block = blocks.pop(0)
+                    yield block
+                    done_with = max(0, block.offset - _BEHIND_BYTES)
+                    os.posix_fadvise(file.fileno(), 0, done_with, os.POSIX_FADV_DONTNEED)
+        if FileRecord(place, f"{checksum:08x}") != records[name]:
+            raise DataError(f"{folder / name}: altered, its checksum is not the manifest's")
 
 
 def _by_key(weights: WeightMap) -> dict[str, TensorRecipe]:
@@ -361,20 +445,13 @@ class Source:
 def open_checkpoint(path: Path, share: Share = ALONE) -> Source:
     """The checkpoint `path`; of a run or a folder of checkpoints, the newest one whose files all
     have their sizes. The main process chooses, because a run may publish another one at any time;
-    all processes compare checksums. Raises DataError with all that is wrong.
+    all processes compare checksums. One process alone compares those of the tensors' files when it
+    reads them (`_verified`). Raises DataError with all that is wrong.
     """
     with share.together():
         found = _find(path) if share.is_main else None
     folder, notes = share.gather(found)[0]
-    threads = _thread_count()
-    shares = [(share.rank * threads + n, share.world_size * threads) for n in range(threads)]
-    with share.together(), ThreadPoolExecutor(threads) as pool:
-        found = list(pool.map(lambda n: find_damage(folder, share=n, only=_matters), shares))
-    parts = [part for theirs in share.gather(found) for part in theirs]
-    if lines := [f"{folder}: {line}" for part in parts for line in part]:
-        if folder != path:
-            lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
-        raise DataError("\n".join([*notes, *lines]))
+    _refuse_damage(path, folder, share, notes, with_tensors=share.world_size > 1)
     document = read_model(folder)
     try:
         known = {field.name for field in dataclasses.fields(ModelShape)}
@@ -387,6 +464,28 @@ def open_checkpoint(path: Path, share: Share = ALONE) -> Source:
     if not is_imported and tokenizer is not None and (changed := _changed(folder, tokenizer)):
         notes, files = [*notes, f"{tokenizer}: {changed}, and is left out"], []
     return Source(folder, notes, shape, vocab_size, document.get("hf"), is_imported, files)
+
+
+def _refuse_damage(
+    path: Path, folder: Path, share: Share, notes: Sequence[str] = (), *, with_tensors: bool = True
+) -> None:
+    """Raise DataError, in all processes, with all that is wrong with the checkpoint `folder`, which
+    `path` means; with_tensors: also compare the checksums of the files of tensors."""
+    threads = _thread_count()
+    shares = [(share.rank * threads + n, share.world_size * threads) for n in range(threads)]
+
+    def damage(number: int) -> list[str]:
+        small = find_damage(folder, share=shares[number], only=_is_small)
+        large = find_damage(folder, share=shares[number], contents=with_tensors, only=_is_large)
+        return list(dict.fromkeys([*small, *large]))
+
+    with share.together(), ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(damage, range(threads)))
+    parts = [part for theirs in share.gather(found) for part in theirs]
+    if lines := [f"{folder}: {line}" for part in parts for line in part]:
+        if folder != path:
+            lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
+        raise DataError("\n".join([*notes, *lines]))
 
 
 def _changed(checkpoint: Path, tokenizer: str) -> str | None:
@@ -404,6 +503,15 @@ def _changed(checkpoint: Path, tokenizer: str) -> str | None:
 def _matters(name: str) -> bool:
     """Whether a file is needed: the optimizer's are not."""
     return name.startswith(("model/", "hf/")) or name == MODEL_FILE
+
+
+def _is_large(name: str) -> bool:
+    """Whether tensors are in a file."""
+    return name.startswith("model/") and name.endswith(".distcp")
+
+
+def _is_small(name: str) -> bool:
+    return _matters(name) and not _is_large(name)
 
 
 def _find(path: Path) -> tuple[Path, list[str]]:
@@ -437,16 +545,16 @@ def _thread_count() -> int:
 
 def _in_threads(
     work: Callable[[Item, Done], None],
-    items: Sequence[Item],
+    items: Iterable[Item],
     title: str,
     total: int,
     *,
     enabled: bool = True,
 ) -> None:
     """work(item, done) for all items, a few at a time; `done` moves a progress bar up to `total`.
-    After the first error, or Ctrl-C, `done` raises in all threads."""
+    `items` may raise. After the first error, or Ctrl-C, `done` raises in all threads."""
     lock, stopped = threading.Lock(), threading.Event()
-    count, size = 0, max(1, total // _MILLION)
+    count, size, threads = 0, max(1, total // _MILLION), _thread_count()
 
     def done(more: int) -> None:
         nonlocal count
@@ -457,10 +565,16 @@ def _in_threads(
             bar.update(size if count >= total else min(size - 1, count // _MILLION), {})
 
     torch.set_num_threads(1)  # these threads share the work
-    with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(_thread_count()) as pool:
-        futures = [pool.submit(work, item, done) for item in items]
+    with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(threads) as pool:
         try:
-            for future in as_completed(futures):
+            running: set[Future[None]] = set()
+            for item in items:
+                running.add(pool.submit(work, item, done))
+                if len(running) >= _QUEUED * threads:
+                    finished, running = wait(running, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        future.result()
+            for future in as_completed(running):
                 future.result()
         except BaseException:
             stopped.set()

@@ -21,7 +21,7 @@ from torch import Tensor
 from gspo_megatron.checkpoint.folder import sync_folders
 from gspo_megatron.checkpoint.hf.files import DTYPES, SINGLE_FILE, WEIGHT_INDEX
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import folder_lacks, sync
+from gspo_megatron.files import SETTLED, folder_lacks, settle, sync
 
 MAX_SHARD_BYTES = 5_000_000_000  # as in most published checkpoints
 
@@ -121,6 +121,7 @@ class HfWriter(NewFolder):
         self._file_of = {name: file for file in self.files for name in file.offsets}
         self._missing = {name: planned.nbytes for name, planned in self.tensors.items()}
         self._descriptors: dict[str, int] = {}
+        self._unsettled = dict.fromkeys((file.name for file in self.files), 0)  # bytes
         # The kernel lets one thread at a time write to a file; others would spin.
         self._writing = threading.Lock()
 
@@ -142,6 +143,13 @@ class HfWriter(NewFolder):
                 at = file.offsets[name] + offset * dtype.itemsize
                 self._write(file, memoryview(flat[number * size : (number + 1) * size]), at)
             self._missing[name] -= len(flat)
+            self._unsettled[file.name] += len(flat)
+            is_due = self.durable and self._unsettled[file.name] >= SETTLED
+            if is_due:
+                self._unsettled[file.name] = 0
+        if is_due:  # others may write meanwhile
+            with write_errors(self.path):
+                settle(self._descriptors[file.name])
 
     def finish(self, files: Iterable[_File] | None = None) -> None:
         """Complete these files, by default all; if durable, wait until they are on the disk."""
@@ -151,7 +159,7 @@ class HfWriter(NewFolder):
             with write_errors(self.path):
                 self._write(file, memoryview(file.header), 0)
                 if self.durable:
-                    os.fsync(self._descriptors[file.name])
+                    settle(self._descriptors[file.name])
 
     def publish(
         self, contents: Mapping[str, Mapping[str, Any]] = {}, copies: Iterable[Path] = ()

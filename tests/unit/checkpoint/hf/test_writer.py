@@ -132,6 +132,23 @@ def test_only_a_durable_folder_waits_for_the_disk(
     assert set(waited) == wanted
 
 
+def test_a_large_file_goes_to_the_disk_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model must not fill the page cache: see `files.settle`."""
+    settled: list[int] = []
+    monkeypatch.setattr("gspo_megatron.checkpoint.hf.writer.SETTLED", 1000)
+    monkeypatch.setattr(os, "posix_fadvise", lambda number, *_: settled.append(number))
+    tensor = torch.arange(4 * 500).view(4, 500).to(torch.bfloat16)  # 1,000 bytes a row
+    with HfWriter(tmp_path / "new", {"w": tensor}) as writer:
+        for row in range(4):
+            writer.write("w", tensor[row : row + 1], [slice(row, row + 1), slice(0, 500)])
+        assert len(settled) == 4
+        writer.finish()
+        writer.publish({"config.json": CONFIG})
+    assert_same_bits(read_folder(tmp_path / "new"), {"w": tensor})
+
+
 def test_a_destination_in_use(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new/notes").write_text("mine")
