@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo_megatron.cli import ranks
-from gspo_megatron.cli.arguments import Commands, new_parser
+from gspo_megatron.cli.arguments import Commands, loading, new_parser
 from gspo_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,7 +70,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    with _loading():
+    with loading():
         from gspo_megatron.checkpoint.hf.convert import hf_to_megatron
 
     hf_to_megatron(
@@ -128,7 +125,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace, share: Share | None = None) -> None:
-    with _loading():
+    with loading():
         from gspo_megatron.checkpoint.hf.convert import ALONE, megatron_to_hf
 
     share = share or ALONE
@@ -139,18 +136,6 @@ def _export(arguments: argparse.Namespace, share: Share | None = None) -> None:
         for note in notes:
             print(note, file=sys.stderr)
         print(f"{arguments.destination}: written from {taken}")
-
-
-@contextlib.contextmanager
-def _loading() -> Iterator[None]:
-    """Modules that are loaded inside it are left alone by the garbage collector, which otherwise
-    takes a fifth of the time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _dtype(arguments: argparse.Namespace) -> torch.dtype | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli import ranks
-from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser
+from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading
 from gspo_megatron.cli.check_inputs import Checked, check_all, check_run
 from gspo_megatron.cli.failures import INTERRUPTED, STOPPED
 from gspo_megatron.errors import UserError
@@ -93,10 +93,12 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 def _train(stage: str, config: Any, inputs: Any, fresh: bool) -> bool:
     """Train as a rank of the run; returns False where it was stopped and saved."""
     if stage == "rl":
-        from gspo_megatron.rl.run import run_training
+        with loading():
+            from gspo_megatron.rl.run import run_training
 
         return run_training(config, fresh=fresh)
-    from gspo_megatron.supervised.run import run_stage
+    with loading():
+        from gspo_megatron.supervised.run import run_stage
 
     return run_stage(config, inputs, fresh=fresh)
 

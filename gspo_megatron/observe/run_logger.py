@@ -20,7 +20,6 @@ from gspo_megatron.observe.metrics_files import (
     SampleWriter,
 )
 from gspo_megatron.observe.progress import Progress
-from gspo_megatron.observe.report import finish_run
 from gspo_megatron.observe.trackers import open_trackers
 from gspo_megatron.types import Sample
 
@@ -113,6 +112,9 @@ class RunLogger:
         if not self.is_main:
             return
         self.close()
+        # not at the top: no rank but this one needs matplotlib
+        from gspo_megatron.observe.report import finish_run
+
         finish_run(self.folder, plots=self.plots)
 
     def close(self) -> None:

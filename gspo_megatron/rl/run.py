@@ -16,7 +16,6 @@ from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.rewards.registry import Reward, get_reward
 from gspo_megatron.rl.loop import ReinforcementLoop, RunComponents
 from gspo_megatron.rl.rollouts import Collector
-from gspo_megatron.rl.served_rollouts import ServedCollector
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
 
@@ -64,6 +63,9 @@ def assemble(
         logger.note(f"warning: {line}")
     collector: Collector
     if config.rollout.engine == "vllm":
+        # not at the top: it loads an HTTP library
+        from gspo_megatron.rl.served_rollouts import ServedCollector
+
         collector = ServedCollector(config, inputs, policy, reward, ranks.device, hf)
     else:
         engine = MegatronEngine(
