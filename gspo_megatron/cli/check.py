@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli import train
-from gspo_megatron.cli.arguments import Commands, config_parser, number, positive
+from gspo_megatron.cli.arguments import Commands, config_parser, loading, number, positive
 from gspo_megatron.cli.check_inputs import Checked, check_run
 from gspo_megatron.errors import ConfigError, UserError
 
@@ -206,15 +206,14 @@ def _search(
 def _dry_run() -> Iterator[None]:
     """Hide the GPUs: a dry run needs none, and must not take memory of one that is in use.
 
-    Every rank that is built becomes garbage. `gc.freeze` exempts the loaded modules, most of what
-    the garbage collector would scan.
+    Every rank that is built becomes garbage. The garbage collector leaves the loaded modules alone
+    meanwhile, most of what it would scan.
     """
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        import gspo_megatron.estimate.suggest  # noqa: F401
-
-        gc.freeze()
+        with loading():
+            import gspo_megatron.estimate.suggest  # noqa: F401
         yield
     finally:
         gc.unfreeze()
