@@ -96,7 +96,9 @@ class Cluster:
     def __init__(self, folder: Path, prefix: Path, *, isolated: bool = False) -> None:
         """`folder`: an empty one, with a short path. `prefix`: of `slurm_prefix`."""
         self.folder, self.prefix, self.isolated = folder, prefix, isolated
-        network = _NETWORK if isolated else "127.0.0"
+        # each process of pytest-xdist has a cluster: jobs of equal numbers use equal ports
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+        network = _NETWORK if isolated else f"127.0.{worker}"
         self.nodes = [f"{network}.{number}" for number in (11, 12)]
         self.address = f"{_NETWORK}.1" if isolated else "127.0.0.1"
         self.environ = dict(os.environ) | program_environment(prefix)
