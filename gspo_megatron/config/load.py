@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
 from gspo_megatron.config.parallel import expand_layout
-from gspo_megatron.config.problems import did_you_mean, problem, suggest
+from gspo_megatron.config.problems import did_you_mean, nearest, problem, suggest
 from gspo_megatron.config.schema import Config
 from gspo_megatron.config.section import key_above, keys_of
 from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig, StageConfig
@@ -161,7 +161,9 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
         section, name = ".".join(map(str, location[:-1])), location[-1]
         elsewhere = [known for known in keys if known.endswith(f".{name}")]
         siblings = [k.removeprefix(f"{section}.") for k in keys if k.startswith(f"{section}.")]
-        hint = did_you_mean(elsewhere[:3]) if elsewhere else suggest(str(name), siblings)
+        inner = {k.split(".")[0] for k in siblings if "." in k}
+        meant = elsewhere[:3] or nearest(str(name), inner)
+        hint = did_you_mean(meant) if meant else suggest(str(name), siblings)
         return problem(key, value, f"unknown key; {hint}")
     if kind == "invalid_key":
         return f"{key}: a key must be text"

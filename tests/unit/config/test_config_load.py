@@ -172,6 +172,7 @@ parallel: 4
     ("override", "wrong"),
     [
         ("training.stpes=5", "unknown key; did you mean steps?"),
+        ("rollout.vlm={}", "unknown key; did you mean vllm?"),
         ("training.clip_grad=1.0", "unknown key; did you mean optimizer.clip_grad?"),
         (
             "routing.xyz=1",
