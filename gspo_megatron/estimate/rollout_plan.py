@@ -20,11 +20,11 @@ import numpy as np
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.metrics_files import read_metrics, series
 
-STEPS = 50  # simulated
-WARM_UP = 10  # the first of them, which do not count: at the start nothing is in flight
+WARM_UP = 10  # steps that do not count: at the start nothing is in flight
+STEPS = WARM_UP + 60  # simulated. Steps may come in bunches of max_staleness + 1, which divides 60
 _AS_GOOD = 1.02  # a step may be this much longer for less staleness, or fewer servers
 _LAST_STEPS = 20  # of a run, whose lengths count: they change while it learns
-_LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}  # of response/length_*
+_LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 0.9995}  # of response/length_*
 
 
 @dataclass(frozen=True)
@@ -186,26 +186,20 @@ def simulate(lengths: np.ndarray, server: Server, setting: Setting, steps: int) 
     return Trace(starts, trainings, ends, np.array(tokens), np.array(idle))
 
 
-def outcome(
-    lengths: np.ndarray,
-    server: Server,
-    setting: Setting,
-    steps: int = STEPS,
-    warm_up: int = WARM_UP,
-) -> Outcome:
-    """The steps of `simulate` after the first `warm_up`."""
-    trace = simulate(lengths, server, setting, steps)
-    seconds = trace.ends[-1] - trace.ends[warm_up - 1]
-    waits = trace.starts[warm_up:] - trace.ends[warm_up - 1 : -1]
-    # [steps, steps]: of row version and column draw, from 0; draw d is trained on version d
-    tokens = np.maximum(trace.tokens[:, warm_up:steps], 0.0)
-    draws, versions = np.arange(warm_up, steps), np.arange(steps)[:, None]
+def outcome(lengths: np.ndarray, server: Server, setting: Setting) -> Outcome:
+    """The steps of `simulate` after the first WARM_UP."""
+    trace = simulate(lengths, server, setting, STEPS)
+    seconds = trace.ends[-1] - trace.ends[WARM_UP - 1]
+    waits = trace.starts[WARM_UP:] - trace.ends[WARM_UP - 1 : -1]
+    # [STEPS, STEPS - WARM_UP]: of version and draw, from 0; draw d is trained on version d
+    tokens = np.maximum(trace.tokens[:, WARM_UP:STEPS], 0.0)
+    draws, versions = np.arange(WARM_UP, STEPS), np.arange(STEPS)[:, None]
     staleness = np.where(tokens > 1e-6 * lengths.mean(), draws - versions, 0)
-    speed = lengths[warm_up:steps].sum() / seconds
-    idle = trace.idle[-1] - trace.idle[warm_up - 1]
+    speed = lengths[WARM_UP:STEPS].sum() / seconds
+    idle = trace.idle[-1] - trace.idle[WARM_UP - 1]
     return Outcome(
         setting=setting,
-        step_seconds=float(seconds / (steps - warm_up)),
+        step_seconds=float(seconds / (STEPS - WARM_UP)),
         tokens_per_second=float(speed),
         trainer_idle=float(waits.sum() / seconds),
         servers_idle=float(idle / (seconds * setting.servers)),
@@ -260,27 +254,32 @@ def log_normal_lengths(median: float, p90: float, longest: int) -> np.ndarray:
     """Evenly spaced quantiles of a log-normal distribution; longer ones are cut to `longest`."""
     scale = math.log(p90 / median) / NormalDist().inv_cdf(0.9)
     levels = (np.arange(20_000) + 0.5) / 20_000
-    normal = np.array([NormalDist().inv_cdf(level) for level in levels])
-    return np.clip(np.ceil(median * np.exp(scale * normal)), 1, longest)
+    return np.clip(np.ceil(median * np.exp(scale * _normal_scores(levels))), 1, longest)
 
 
 def _lengths_of_run(folder: str) -> np.ndarray:
-    """Evenly spaced quantiles of the lengths of its last steps. metrics.jsonl has some percentiles
-    of each step; between them lengths are taken as uniform, and below the median so that the mean
-    is the step's."""
+    """Evenly spaced quantiles of the lengths of its last steps, from the percentiles and the mean
+    of each step in metrics.jsonl. Above the median they are those of pieces of log-normal
+    distributions; below it they are uniform, so that the mean is the step's."""
     records = read_metrics(folder)
     curves = [series(records, f"response/length_{name}")[1] for name in ("mean", *_LEVELS)]
     if not curves[0]:
         raise DataError(f"{folder}: not the folder of an RL run: no response/length_mean")
-    levels = np.array([0.0, *_LEVELS.values()])
+    levels = (np.arange(1000) + 0.5) / 1000
+    scores = _normal_scores(levels[500:])
+    known_scores = _normal_scores(list(_LEVELS.values()))
     found = []
     for mean, *values in list(zip(*curves))[-_LAST_STEPS:]:
-        known = np.array([0.0, *values])
-        # the mean of a uniform stretch is that of its ends
-        missing = mean - (np.diff(levels) * (known[1:] + known[:-1]) / 2).sum()
-        known[0] = np.clip(missing / (levels[1] / 2), 1, known[1])
-        found.append(np.interp((np.arange(1000) + 0.5) / 1000, levels, known))
+        upper = np.exp(np.interp(scores, known_scores, np.log(values)))
+        # the mean of a uniform half is that of its ends
+        lowest = np.clip(2 * (2 * mean - upper.mean()) - values[0], 1, values[0])
+        found += [lowest + 2 * levels[:500] * (values[0] - lowest), upper]
     return np.concatenate(found)
+
+
+def _normal_scores(levels: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Quantiles of the standard normal distribution."""
+    return np.array([NormalDist().inv_cdf(level) for level in levels])
 
 
 def train_seconds(given: Mapping[int, float], nodes: int) -> float:

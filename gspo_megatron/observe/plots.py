@@ -256,7 +256,7 @@ def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Pat
             for axes, panel in zip(all_axes, panels):
                 draw = {"lines": _draw_lines, "fan": _draw_fan, "stack": _draw_stack}[panel.kind]
                 finish_axes(axes, panel.title, draw(axes, run, panel, page.phase))
-                add_legend(axes)
+                _add_legend(axes)
             path = Path(run_dir if out_dir is None else out_dir) / "plots" / f"{page.name}.png"
             written.append(save_figure(figure, path))
     return written
@@ -399,7 +399,7 @@ def finish_axes(axes: Axes, title: str, ylabel: str, xlabel: str = "step") -> No
     axes.margins(x=0.015)
 
 
-def add_legend(axes: Axes) -> None:
+def _add_legend(axes: Axes) -> None:
     """Above the panel, where there is more than one label."""
     labels = axes.get_legend_handles_labels()[1]
     if len(labels) > 1:

@@ -19,7 +19,6 @@ from gspo_megatron.observe.plots import (
     MUTED,
     PALETTE,
     STYLE,
-    add_legend,
     finish_axes,
     panel_grid,
     save_figure,
@@ -132,5 +131,6 @@ def plot_plan(
             if is_share:
                 axes.set_ylim(0, 1.03)
                 axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g}%"))
-        add_legend(all_axes[0])
+        handles, labels = all_axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), fontsize=9)
         return save_figure(figure, path)
