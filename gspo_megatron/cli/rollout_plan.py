@@ -106,7 +106,10 @@ _OPTIONS = {
         "SPEED", _above_0, "tokens/s of a response that a server draws alone, above 0"
     ),
     "--server-speed": _Option(
-        "SPEED", _above_0, "the most tokens/s of a server, all its responses together, above 0"
+        "SPEED",
+        _above_0,
+        "tokens/s of a server with as many responses as it takes at a time, all together, not "
+        "below --sequence-speed",
     ),
     "--train-seconds": _Option(
         "SECONDS",
@@ -167,6 +170,11 @@ def _read_options(arguments: argparse.Namespace, problems: list[str]) -> dict[st
                 problems.append(f"{name} {text}: wrong; {option.metavar}: {option.help}")
         elif option.is_needed:
             problems.append(f"{name} {option.metavar} is missing: {option.help}")
+    alone, together = (values.get(name) for name in ("--sequence-speed", "--server-speed"))
+    if alone and together and together < alone:
+        problems.append(
+            f"--server-speed {together:g}: wrong; it is below --sequence-speed {alone:g}"
+        )
     splits, seconds = arguments.nodes is not None, values.get("--train-seconds")
     if splits == (arguments.servers is not None):
         problems.append("give one of --nodes and --servers, and not both")
@@ -283,8 +291,8 @@ def _show(compared: _Comparison, outcomes: Sequence[Outcome], chosen: Outcome) -
     rows = {
         "responses": f"{compared.responses:,} a step; median {median}, 90% up to {p90}, mean "
         f"{number(float(lengths.mean()))}, longest {number(float(lengths.max()))} tokens",
-        "server": f"{number(server.sequence_speed)} tokens/s for a response alone, at most "
-        f"{number(server.speed)} for all; {server.slots} responses at a time",
+        "server": f"{number(server.sequence_speed)} tokens/s for a response alone, "
+        f"{number(server.speed)} for {server.slots} together; it takes no more at a time",
         "simulated": f"{STEPS} steps of each line; the first {WARM_UP} do not count",
     }
     print_lines(rows.items(), 12)

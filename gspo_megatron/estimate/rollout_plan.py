@@ -29,12 +29,18 @@ _LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 0.9995}  # of response/le
 
 @dataclass(frozen=True)
 class Server:
-    """A saturating batch: n responses at a time get min(n * sequence_speed, speed) together, in
-    equal shares. A further one waits until one of `slots` is free."""
+    """A pass of the model gives each response one token, and its time grows evenly with their
+    number: two speeds tell it. A response beyond `slots` waits."""
 
-    sequence_speed: float
-    speed: float
+    sequence_speed: float  # of one response alone
+    speed: float  # of `slots` responses, all together
     slots: int
+
+    def token_seconds(self) -> list[float]:
+        """Of a pass with 0, 1, … `slots` responses, so for a token of each."""
+        alone, full = 1 / self.sequence_speed, self.slots / self.speed
+        each_more = max(0.0, full - alone) / max(1, self.slots - 1)
+        return [alone + each_more * (n - 1) for n in range(self.slots + 1)]
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Outcome:
     tokens_per_second: float  # response tokens of a step / step_seconds
     trainer_idle: float  # share of the time in which it waits for responses
     servers_idle: float  # share of the time without any response and outside of updates
-    servers_load: float  # tokens_per_second / what saturated servers would draw
+    servers_load: float  # tokens_per_second / what servers with all slots taken would draw
     staleness_mean: float  # of trained tokens: versions between the drawing and the trained one
     staleness_max: int
 
@@ -77,7 +83,8 @@ class _Servers:
     run there since the start. So all that run there end at a fixed clock."""
 
     def __init__(self, lengths: np.ndarray, servers: int, server: Server) -> None:
-        self.server, self.per_draw = server, lengths.shape[1]
+        self.slots, self.token_seconds = server.slots, server.token_seconds()
+        self.per_draw = lengths.shape[1]
         self.lengths: list[float] = lengths.ravel().tolist()
         self.next = 0  # response that starts next
         self.allowed = 0  # responses of the draws that may start
@@ -91,15 +98,11 @@ class _Servers:
         self.tokens = [0.0] * len(lengths)  # of each draw since the last update
         self.ends: list[tuple[float, int]] = []  # (time of the next end, server), as a heap
 
-    def speed(self, running: int) -> float:
-        """Of one response among so many."""
-        return min(self.server.sequence_speed, self.server.speed / running)
-
     def start(self, now: float, draws: int) -> None:
         """Begin, or go on after a pause; the first `draws` draws may start. Each waiting response
         goes to the server with the fewest."""
         self.allowed = min(draws * self.per_draw, len(self.lengths))
-        free = [(len(r), s) for s, r in enumerate(self.running) if len(r) < self.server.slots]
+        free = [(len(r), s) for s, r in enumerate(self.running) if len(r) < self.slots]
         heapq.heapify(free)
         for s, responses in enumerate(self.running):
             self.at[s] = now
@@ -111,12 +114,12 @@ class _Servers:
             heapq.heappush(self.running[s], (self.clock[s] + self.lengths[self.next], draw))
             self.tokens[draw] -= self.clock[s]
             self.next += 1
-            if count + 1 < self.server.slots:
+            if count + 1 < self.slots:
                 heapq.heapreplace(free, (count + 1, s))
             else:
                 heapq.heappop(free)
         self.ends = [
-            (now + (responses[0][0] - self.clock[s]) / self.speed(len(responses)), s)
+            (now + (responses[0][0] - self.clock[s]) * self.token_seconds[len(responses)], s)
             for s, responses in enumerate(self.running)
             if responses
         ]
@@ -140,7 +143,7 @@ class _Servers:
             else:
                 heapq.heappop(responses)
             if responses:
-                wait = (responses[0][0] - clock) / self.speed(len(responses))
+                wait = (responses[0][0] - clock) * self.token_seconds[len(responses)]
                 heapq.heapreplace(ends, (now + wait, s))
             else:
                 heapq.heappop(ends)
@@ -156,7 +159,7 @@ class _Servers:
             if not responses:
                 self.idle += now - self.idle_since[s]
                 continue
-            self.clock[s] += (now - self.at[s]) * self.speed(len(responses))
+            self.clock[s] += (now - self.at[s]) / self.token_seconds[len(responses)]
             for _, draw in responses:
                 before[draw] -= self.clock[s]
         drawn = [so_far - rest for so_far, rest in zip(self.tokens, before)]
@@ -196,6 +199,7 @@ def outcome(lengths: np.ndarray, server: Server, setting: Setting) -> Outcome:
     draws, versions = np.arange(WARM_UP, STEPS), np.arange(STEPS)[:, None]
     staleness = np.where(tokens > 1e-6 * lengths.mean(), draws - versions, 0)
     speed = lengths[WARM_UP:STEPS].sum() / seconds
+    most = setting.servers * server.slots / server.token_seconds()[-1]
     idle = trace.idle[-1] - trace.idle[WARM_UP - 1]
     return Outcome(
         setting=setting,
@@ -203,7 +207,7 @@ def outcome(lengths: np.ndarray, server: Server, setting: Setting) -> Outcome:
         tokens_per_second=float(speed),
         trainer_idle=float(waits.sum() / seconds),
         servers_idle=float(idle / (seconds * setting.servers)),
-        servers_load=float(speed / (setting.servers * server.speed)),
+        servers_load=float(speed / most),
         staleness_mean=float((tokens * staleness).sum() / tokens.sum()),
         staleness_max=int(staleness.max()),
     )

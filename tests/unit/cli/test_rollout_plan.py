@@ -111,6 +111,8 @@ def test_all_that_is_wrong_is_told_at_once(
     assert (code, told) == (2, f"--train-seconds 5: wrong; legal: {form}\n")
     code, _, told = gspo(*good, "--train-seconds=1:5", "--servers=2")
     assert code == 2 and told.endswith("legal: plain SECONDS with --servers\n")
+    code, _, told = gspo(*good, "--train-seconds=5", "--servers=2", "--server-speed=9")
+    assert (code, told) == (2, "--server-speed 9: wrong; below --sequence-speed 10\n")
     large = "rollout.vllm.tensor_parallel_size=16"
     code, _, told = gspo(*good, "--train-seconds=1:5", "--nodes=2", large)
     assert code == 2 and told.startswith("rollout.vllm.tensor_parallel_size = 16: ")

@@ -50,7 +50,7 @@ def test_without_staleness_a_step_is_the_sum_of_its_parts(
     assert found.tokens_per_second == pytest.approx(1600 / step)
     assert found.trainer_idle == pytest.approx(rollout / step)
     assert found.servers_idle == pytest.approx(7 / step)
-    assert found.servers_load == pytest.approx(1600 / step / (2 * speed))
+    assert found.servers_load == pytest.approx(1600 / step / (2 * min(speed, slots * 10)))
     assert found.staleness_mean == found.staleness_max == 0
 
 
@@ -89,6 +89,14 @@ def test_a_long_response_has_so_many_steps_as_the_bound_allows(max_staleness: in
     assert found.servers_idle == pytest.approx(30 / 152 if max_staleness == 0 else 0, abs=1e-12)
 
 
+def test_a_pass_takes_evenly_longer_with_more_responses() -> None:
+    """10 tokens/s alone, 40 for 13 together: 0.1 s a pass, and 0.325 s."""
+    server, setting = Server(10, 40, 13), Setting(1, 0, 0, 0)
+    for responses, seconds in ((1, 0.1), (7, 0.2125), (13, 0.325), (26, 2 * 0.325)):
+        found = outcome(constant(100, responses), server, setting)
+        assert found.step_seconds == pytest.approx(100 * seconds)
+
+
 # --- a second simulation --------------------------------------------------------------------------
 
 
@@ -100,7 +108,8 @@ def naive(
     In exact fractions, from one moment to the next at which anything changes. Every response has
     its own count of tokens that are missing, and the trainer is a state that is looked at.
     """
-    per_response, together = Fraction(server.sequence_speed), Fraction(server.speed)
+    alone, full = 1 / Fraction(server.sequence_speed), server.slots / Fraction(server.speed)
+    growth = (full - alone) / (server.slots - 1) if server.slots > 1 and full > alone else 0
     waiting = [(t, Fraction(int(n))) for t, row in enumerate(lengths, 1) for n in row]
     running: list[list[list]] = [[] for _ in range(setting.servers)]  # of [draw, missing tokens]
     missing = dict.fromkeys(range(1, len(lengths) + 1), lengths.shape[1])
@@ -116,7 +125,7 @@ def naive(
         if state == "waits" and missing[version + 1] == 0:
             state, left = "trains", Fraction(setting.train_seconds)
             times.append([float(now)])
-        speeds = [min(per_response, together / max(len(r), 1)) for r in running]
+        speeds = [1 / (alone + growth * max(len(r) - 1, 0)) for r in running]
         drawing = [] if state == "updates" else list(zip(running, speeds))
         moments = [response[1] / speed for r, speed in drawing for response in r]
         passed = min([*moments, left] if left is not None else moments)
@@ -142,9 +151,9 @@ def naive(
 def test_it_agrees_with_a_naive_simulation_in_exact_fractions(seed: int) -> None:
     rng = np.random.default_rng(seed)
     bound, steps = int(rng.integers(0, 4)), 5
-    lengths = rng.integers(1, 10**6, (steps + bound, int(rng.integers(1, 7))))
+    lengths = rng.integers(1, 10**6, (steps + bound, int(rng.integers(1, 13))))
     server = Server(
-        float(rng.integers(1, 50)), float(rng.integers(20, 90)), int(rng.integers(1, 4))
+        float(rng.integers(1, 50)), float(rng.integers(50, 150)), int(rng.integers(1, 7))
     )
     typical = lengths.sum(1).mean() / server.speed
     train, update = (int(rng.integers(1, 2 + share * typical)) for share in (1.5, 0.2))
