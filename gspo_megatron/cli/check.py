@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.cli import train
+from gspo_megatron.cli import rollout_plan, train
 from gspo_megatron.cli.arguments import Commands, config_parser, loading, number, positive
 from gspo_megatron.cli.check_inputs import Checked, check_run
 from gspo_megatron.errors import ConfigError, UserError
@@ -75,6 +75,7 @@ def add_parser(commands: Commands) -> None:
         help="the run is for another machine: do not look at data, tokenizer, weights, run folder "
         "and installed packages; model.preset=NAME gives the shape of weights that are not here",
     )
+    rollout_plan.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,6 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _print_keys(arguments.keys, arguments.stage)
     if arguments.config is None:
         arguments.parser.error("the following arguments are required: CONFIG.yaml")
+    if arguments.rollout_plan:
+        return rollout_plan.run(arguments)
+    rollout_plan.refuse_options(arguments)
     from gspo_megatron.cli import check_tables
     from gspo_megatron.config.load import load_any_config
 

@@ -31,9 +31,9 @@ from gspo_megatron.observe.metrics_files import (
 )
 
 # Colours that stay distinct with common colour vision deficiencies and in grey print.
-_PALETTE = ("#2563a8", "#e07b28", "#2a9d77", "#c2415c", "#7a5bb0", "#5f6b7a", "#b8922a", "#3aa6c4")
-_INK = "#22303c"
-_MUTED = "#66727f"
+PALETTE = ("#2563a8", "#e07b28", "#2a9d77", "#c2415c", "#7a5bb0", "#5f6b7a", "#b8922a", "#3aa6c4")
+INK = "#22303c"
+MUTED = "#66727f"
 _RED = "#b3261e"
 
 _PANEL_WIDTH = 4.2  # inches
@@ -41,13 +41,13 @@ _PANEL_HEIGHT = 2.75
 _DPI = 140
 _SMOOTH_FROM = 40  # curves of fewer points are drawn as they are
 
-_TICKS = {"color": _MUTED, "labelsize": 8, "major.size": 0}
-_STYLE = {
+_TICKS = {"color": MUTED, "labelsize": 8, "major.size": 0}
+STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so pictures are the same everywhere
     "font.size": 9,
-    "text.color": _INK,
+    "text.color": INK,
     "axes.edgecolor": "#c5ccd3",
-    "axes.labelcolor": _MUTED,
+    "axes.labelcolor": MUTED,
     "axes.labelsize": 8.5,
     "axes.linewidth": 0.8,
     "axes.formatter.useoffset": False,
@@ -56,7 +56,7 @@ _STYLE = {
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.titlecolor": _INK,
+    "axes.titlecolor": INK,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#e6e9ed",
@@ -173,6 +173,12 @@ _TIMING = (
         total="perf/step_seconds",
     ),
     _THROUGHPUT,
+    Panel(
+        "Idle",
+        "share of the time",
+        ("perf/trainer_idle_share", "perf/engines_idle_share"),
+        percent=True,
+    ),
     Panel("Peak memory", "GB", ("perf/peak_memory_bytes",), scale=1e-9),
 )
 _SUPERVISED = (
@@ -246,19 +252,19 @@ def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Pat
     """
     run = load_runs([run_dir])[0]
     written = []
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for page in _PAGES:
             panels = [panel for panel in page.panels if _present_keys(run, panel, page.phase)]
             if not panels:
                 continue
             columns = 2 if len(panels) in (2, 4) else 3
-            figure, all_axes = _panel_grid(len(panels), f"{page.title}: {run.name}", columns)
+            figure, all_axes = panel_grid(len(panels), f"{page.title}: {run.name}", columns)
             for axes, panel in zip(all_axes, panels):
                 draw = {"lines": _draw_lines, "fan": _draw_fan, "stack": _draw_stack}[panel.kind]
-                _finish_axes(axes, panel.title, draw(axes, run, panel, page.phase))
+                finish_axes(axes, panel.title, draw(axes, run, panel, page.phase))
                 _add_legend(axes)
             path = Path(run_dir if out_dir is None else out_dir) / "plots" / f"{page.name}.png"
-            written.append(_save(figure, path))
+            written.append(save_figure(figure, path))
     return written
 
 
@@ -271,8 +277,8 @@ def plot_comparison(runs: Sequence[Run], path: Path, page: Page) -> Path | None:
     panels = [p for p in page.panels if any(_present_keys(run, p, page.phase) for run in runs)]
     if not panels:
         return None
-    with matplotlib.rc_context(_STYLE):
-        figure, all_axes = _panel_grid(len(panels), page.title)
+    with matplotlib.rc_context(STYLE):
+        figure, all_axes = panel_grid(len(panels), page.title)
         for axes, panel in zip(all_axes, panels):
             _draw_runs(axes, runs, panel, page.phase)
         # One legend for all panels, which show the same runs in the same colours.
@@ -284,7 +290,7 @@ def plot_comparison(runs: Sequence[Run], path: Path, page: Page) -> Path | None:
         figure.legend(
             entries.values(), entries, loc="outside lower left", ncols=columns, fontsize=9
         )
-        return _save(figure, path)
+        return save_figure(figure, path)
 
 
 def _present_keys(run: Run, panel: Panel, phase: str) -> list[str]:
@@ -307,7 +313,7 @@ def _draw_lines(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
     series = {key: run.series(key, phase) for key in _present_keys(run, panel, phase)}
     shown = [value * panel.scale for _, values in series.values() for value in values]
     factor, unit = (1.0, "") if panel.percent or panel.log else small_unit(shown)
-    for (key, (steps, values)), color in zip(series.items(), cycle(_PALETTE)):
+    for (key, (steps, values)), color in zip(series.items(), cycle(PALETTE)):
         scaled = [value * panel.scale * factor for value in values]
         _draw_curve(axes, steps, scaled, color, _label(key), panel.noisy)
     _set_scale(axes, panel, shown)
@@ -320,7 +326,7 @@ def _draw_fan(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
     steps, values = _aligned([run.series(f"{panel.keys[0]}{name}", phase) for name in names])
     scale, unit = small_unit((values - 1.0).ravel().tolist())
     lowest, low, median, high, highest = (values - 1.0) * scale
-    color = _PALETTE[0]
+    color = PALETTE[0]
     axes.fill_between(steps, lowest, highest, color=color, alpha=0.12, lw=0, label="min to max")
     axes.fill_between(steps, low, high, color=color, alpha=0.28, lw=0, label="p01 to p99")
     axes.plot(steps, median, color=color, label="median")
@@ -328,7 +334,7 @@ def _draw_fan(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
     for sign, label in ((1, "noise floor"), (-1, None)):
         if floor_steps:
             heights = sign * np.asarray(floor) * scale
-            axes.plot(floor_steps, heights, color=_MUTED, lw=1, ls=(0, (3, 2)), label=label)
+            axes.plot(floor_steps, heights, color=MUTED, lw=1, ls=(0, (3, 2)), label=label)
     return panel.ylabel + unit
 
 
@@ -339,8 +345,8 @@ def _draw_stack(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
     labels = [f"{_label(k)} {mean:.2g} s" for k, mean in zip(present, layers.mean(axis=1))]
     if len(steps) == 1:  # areas need two points
         steps, layers = [steps[0] - 0.25, steps[0] + 0.25], layers.repeat(2, axis=1)
-    axes.stackplot(steps, layers, labels=labels, colors=_PALETTE, alpha=0.85, linewidth=0)
-    axes.plot(*run.series(panel.total, phase), color=_INK, linewidth=0.8, label="whole step")
+    axes.stackplot(steps, layers, labels=labels, colors=PALETTE, alpha=0.85, linewidth=0)
+    axes.plot(*run.series(panel.total, phase), color=INK, linewidth=0.8, label="whole step")
     axes.set_ylim(bottom=0)
     return panel.ylabel
 
@@ -349,7 +355,7 @@ def _draw_runs(axes: Axes, runs: Sequence[Run], panel: Panel, phase: str) -> Non
     shown: list[float] = []
     title = panel.title
     for index, (name, members) in enumerate(groups(runs).items()):
-        color = _PALETTE[index % len(_PALETTE)]
+        color = PALETTE[index % len(PALETTE)]
         curves = []
         for run in members:
             for key in _present_keys(run, panel, phase)[:1]:
@@ -367,7 +373,7 @@ def _draw_runs(axes: Axes, runs: Sequence[Run], panel: Panel, phase: str) -> Non
             axes.plot(steps, smoothed(values.mean(axis=0)), color=color, label=label, linewidth=2.1)
         shown.extend(value for _, values in curves for value in values)
     _set_scale(axes, panel, shown)
-    _finish_axes(axes, title, panel.ylabel)
+    finish_axes(axes, title, panel.ylabel)
 
 
 def _aligned(curves: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int], np.ndarray]:
@@ -380,21 +386,21 @@ def _aligned(curves: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int]
 # --- axes and curves ------------------------------------------------------------------------------
 
 
-def _panel_grid(count: int, title: str, columns: int = 3) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` small panels; to be called inside `matplotlib.rc_context(_STYLE)`."""
+def panel_grid(count: int, title: str, columns: int = 3) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` small panels; to be called inside `matplotlib.rc_context(STYLE)`."""
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     width = max(1.25, columns) * _PANEL_WIDTH
     figure = Figure(figsize=(width, rows * _PANEL_HEIGHT + 0.45), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.02, hspace=0.04)  # type: ignore[union-attr]
-    figure.suptitle(title, x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=_INK)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=INK)
     return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
 
 
-def _finish_axes(axes: Axes, title: str, ylabel: str) -> None:
+def finish_axes(axes: Axes, title: str, ylabel: str, xlabel: str = "step") -> None:
     axes.set_title(title)
     axes.set_ylabel(ylabel)
-    axes.set_xlabel("step")
+    axes.set_xlabel(xlabel)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.margins(x=0.015)
 
@@ -481,7 +487,7 @@ def _draw_curve(
         axes.plot(broken, heights, "x", transform=bottom, color=_RED, ms=5, label="not finite")
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI)
     return path

@@ -37,6 +37,7 @@ from gspo_megatron.observe.metrics_files import (
 )
 from gspo_megatron.observe.plots import COMPARISONS, plot_comparison, plot_run
 from gspo_megatron.observe.progress import MISSING, SafeStream, duration, fixed, number, percent
+from gspo_megatron.observe.timing_plots import plot_timeline
 
 _logger = logging.getLogger(__name__)
 
@@ -307,9 +308,9 @@ def _report_one(run: Run, out: Path) -> str:
     tiles.append(("wall time", duration(wall_seconds(records))))
     sections = [ReportSection("Metrics", [_summary_table(run.path, records)])]
     sections += warning_section([run])
-    pictures = [Picture(path, path.stem) for path in plot_run(run.path, out)]
-    if pictures:
-        sections.append(ReportSection("Plots", [*pictures]))
+    pictures = [*plot_run(run.path, out), plot_timeline(run, out / "plots" / "timeline.png")]
+    if shown := [Picture(path, path.stem) for path in pictures if path is not None]:
+        sections.append(ReportSection("Plots", [*shown]))
     samples = read_samples(run.path)
     if samples:
         sections.append(ReportSection("Samples", [_sample_table(samples)]))

@@ -81,6 +81,7 @@ class ReinforcementLoop:
                 self.config.routing,
             )
         self.collector, self.device = run.collector, run.builder.device
+        self.has_servers = rollout.engine == "vllm"
         self.sampling = Sampling(
             max_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,
@@ -131,10 +132,10 @@ class ReinforcementLoop:
             with timer("sync"):
                 metrics |= self.collector.take_weights(version=step)
         except RolloutError as error:  # the update is made, and only no server has it
-            metrics |= timer.step_metrics(experience)
+            metrics |= timer.step_metrics(experience, self.has_servers)
             checkpoints = self.run_components.checkpoints
             checkpoints.after_failure(step, self.trainer, self.loader, error, metrics)
-        return metrics | timer.step_metrics(experience)
+        return metrics | timer.step_metrics(experience, self.has_servers)
 
     def run(self) -> None:
         """All steps that are not done yet. Raises StopRun if the run was told to stop, and is saved
@@ -356,13 +357,16 @@ class PhaseTimer:
             torch.cuda.synchronize()
         self.seconds[f"perf/{phase}_seconds"] = time.perf_counter() - start
 
-    def step_metrics(self, experience: Experience) -> dict[str, float]:
-        """The metrics perf/ of the step so far."""
-        seconds = time.perf_counter() - self._start
+    def step_metrics(self, experience: Experience, has_servers: bool) -> dict[str, float]:
+        """The metrics perf/ of the step so far. The trainer is idle while servers draw."""
+        seconds, idle = time.perf_counter() - self._start, {}
+        if has_servers:  # what an earlier start of the run waited is not in the step's seconds
+            idle["perf/trainer_idle_share"] = min(1.0, experience.rollout_seconds / seconds)
         return {
             "perf/step_seconds": seconds,
             "perf/rollout_seconds": experience.rollout_seconds,
             **self.seconds,
+            **idle,
             "perf/tokens_per_second": experience.num_tokens / seconds,
             "perf/peak_memory_bytes": peak_memory_bytes(),
         }

@@ -39,7 +39,7 @@ ALL_OPTIONS = {  # an RL run with everything that adds metrics
 SERVED = {
     *("sync/seconds", "sync/bytes", "sync/version"),
     *("engine/tokens_per_second", "engine/kv_usage", "engine/restarts"),
-    *("rollout/resubmitted", "replay/missing_rows"),
+    *("rollout/resubmitted", "replay/missing_rows", "perf/trainer_idle_share"),
 }
 
 

@@ -1,4 +1,4 @@
-"""tools/bench_weight_sync.py still runs on the package as it is."""
+"""The benchmarks with servers still run on the package as it is."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def test_weight_sync_is_measured(vllm_python: Path) -> None:
     assert 1e8 < figures["bytes"] < 3e8
     # a tensor at a time; the largest is a tenth of this small model
     assert figures["trainer_extra_mb"] < figures["bytes"] / 2e6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rollout_plan_is_held_against_a_run(vllm_python: Path) -> None:
+    tool = str(ROOT / "tools" / "bench_rollout_plan.py")
+    words = ("--python", str(vllm_python), "--steps", "4", "--prompts", "8")
+    last = run_program(sys.executable, tool, *words).stdout.splitlines()[-1]
+    figures = {n: float(value) for n, value in (word.split("=") for word in last.split())}
+    assert figures["step_seconds"] > figures["rollout_seconds"] > 0 < figures["update_seconds"]
+    # on an idle machine it is close to 1; here others may take a core at any time
+    assert 0.4 < figures["step_ratio"] < 2

@@ -1,0 +1,136 @@
+"""Pictures of where the time goes: the timeline of a run with servers, and a rollout plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from gspo_megatron.observe.metrics_files import RL, Run, phase_of
+from gspo_megatron.observe.plots import (
+    INK,
+    MUTED,
+    PALETTE,
+    STYLE,
+    finish_axes,
+    panel_grid,
+    save_figure,
+)
+
+_SHOWN_STEPS = 12
+# What a step does, in its order, and the metric with its seconds.
+_PHASES = {
+    "waits for responses": "perf/rollout_seconds",
+    "old log-probs": "perf/logprob_seconds",
+    "trains": "perf/train_seconds",
+    "new weights": "perf/sync_seconds",
+}
+_COLORS = {
+    "waits for responses": "#dfe3e8",
+    "old log-probs": PALETTE[7],
+    "trains": PALETTE[0],
+    "draws responses": PALETTE[2],
+    "new weights": PALETTE[1],
+}
+
+
+class Span(NamedTuple):
+    """What one side did, in seconds since the first step shown."""
+
+    who: str
+    what: str
+    start: float
+    end: float
+    share: float = 1.0  # of this time in which it did so
+
+
+def timeline(run: Run) -> tuple[list[Span], dict[int, float]]:
+    """The last steps of a run with servers, and when each began; nothing for other runs.
+
+    A step is drawn as its phases end to end; what is between them follows at its end. Evaluations
+    and checkpoints are between steps and are left out, as in perf/step_seconds. Where a step waits
+    for its own responses the servers draw meanwhile; where engine/busy_share tells how much of the
+    time they drew, they do so in the whole step but the update.
+    """
+    by_step = {r["step"]: r for r in run.records if phase_of(r) == RL and r.get("sync/seconds")}
+    spans: list[Span] = []
+    starts: dict[int, float] = {}
+    now = 0.0
+    for step in sorted(by_step)[-_SHOWN_STEPS:]:
+        record = by_step[step]
+        starts[step], at = now, now
+        for what, key in _PHASES.items():
+            end = at + (record.get(key) or 0.0)
+            spans.append(Span("trainer", what, at, end))
+            if what == "new weights":
+                spans.append(Span("servers", what, at, end))
+                if (busy := record.get("engine/busy_share")) is not None:
+                    spans.append(Span("servers", "draws responses", now, at, busy))
+            elif what == "waits for responses" and "engine/busy_share" not in record:
+                spans.append(Span("servers", "draws responses", at, end))
+            at = end
+        now = max(at, now + (record.get("perf/step_seconds") or 0.0))
+    return spans, starts
+
+
+def plot_timeline(run: Run, path: Path) -> Path | None:
+    """Draw `timeline`; None where there is nothing to draw."""
+    spans, starts = timeline(run)
+    if not spans:
+        return None
+    rows = {"trainer": 1, "servers": 0}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(12.6, 2.7), layout="constrained")
+        title = f"Who worked when, by the last {len(starts)} steps: {run.name}"
+        figure.suptitle(title, x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=INK)
+        axes = figure.add_subplot()
+        for who, what, start, end, share in spans:
+            color, alpha = _COLORS[what], 0.15 + 0.85 * share
+            axes.barh(rows[who], end - start, 0.62, start, color=color, alpha=alpha, lw=0)
+        for step, start in starts.items():
+            axes.axvline(start, color=MUTED, lw=0.6)
+            axes.text(start, 1.42, f" {step}", color=MUTED, fontsize=7.5)
+        finish_axes(axes, "", "", "seconds since the first step shown")
+        axes.grid(visible=False)
+        axes.set_yticks(list(rows.values()), list(rows))
+        axes.set_ylim(-0.45, 1.6)
+        present = {span.what for span in spans if span.end > span.start}
+        handles = [Patch(color=c, label=what) for what, c in _COLORS.items() if what in present]
+        figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
+        return save_figure(figure, path)
+
+
+def plot_plan(
+    path: Path,
+    unit: str,
+    panels: Mapping[str, tuple[str, str, bool]],
+    rows: Sequence[tuple[int, str, Mapping[str, Any]]],
+) -> Path:
+    """Curves over the number of servers or nodes.
+
+    unit: what is counted. panels: by title the vertical axis, the value that is drawn, and whether
+    it is a share. rows: number, name of the curve, and values.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure, all_axes = panel_grid(len(panels), "Rollout plan", 2)
+        for axes, (title, (ylabel, key, is_share)) in zip(all_axes, panels.items(), strict=True):
+            names = dict.fromkeys(name for _, name, _ in rows)
+            for name, color in zip(names, cycle(PALETTE)):
+                points = [(at, values[key]) for at, of, values in rows if of == name]
+                axes.plot(*np.array(points).T, color=color, label=name, marker="o", ms=4)
+            finish_axes(axes, title, ylabel, unit)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+            axes.set_ylim(bottom=0)
+            if is_share:
+                axes.set_ylim(0, 1.03)
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g}%"))
+        handles, labels = all_axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), fontsize=9)
+        return save_figure(figure, path)

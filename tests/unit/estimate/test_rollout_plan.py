@@ -1,0 +1,257 @@
+"""The simulation of a rollout plan against formulas and against a second, naive simulation."""
+
+from __future__ import annotations
+
+import math
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gspo_megatron.errors import DataError
+from gspo_megatron.estimate.rollout_plan import (
+    STEPS,
+    Outcome,
+    Server,
+    Setting,
+    best,
+    log_normal_lengths,
+    outcome,
+    read_lengths,
+    simulate,
+    train_seconds,
+)
+from gspo_megatron.observe.metrics_files import MetricsWriter
+
+
+def constant(length: float, responses: int, draws: int = STEPS + 4) -> np.ndarray:
+    return np.full((draws, responses), float(length))
+
+
+# --- formulas -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slots", "speed", "rollout"),
+    [
+        (8, 1000.0, 100 / 10),  # 8 responses of 100 tokens on each server, at 10 tokens/s each
+        (8, 40.0, 100 / 5),  # at 40 / 8
+        (4, 1000.0, 2 * 100 / 10),  # in two rounds
+    ],
+)
+def test_without_staleness_a_step_is_the_sum_of_its_parts(
+    slots: int, speed: float, rollout: float
+) -> None:
+    found = outcome(constant(100, 16), Server(10, speed, slots), Setting(2, 0, 7, 3))
+    step = rollout + 7 + 3
+    assert found.step_seconds == pytest.approx(step)
+    assert found.tokens_per_second == pytest.approx(1600 / step)
+    assert found.trainer_idle == pytest.approx(rollout / step)
+    assert found.servers_idle == pytest.approx(7 / step)
+    assert found.servers_load == pytest.approx(1600 / step / (2 * min(speed, slots * 10)))
+    assert found.staleness_mean == found.staleness_max == 0
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+@pytest.mark.parametrize("train", [4.0, 20.0])
+def test_with_staleness_a_step_is_the_slower_side_and_the_update(
+    train: float, max_staleness: int
+) -> None:
+    """A draw fills the servers: its rollout takes 10 s."""
+    found = outcome(constant(100, 16), Server(10, 1000, 8), Setting(2, max_staleness, train, 3))
+    assert found.step_seconds == pytest.approx(max(10, train) + 3)
+    wait = max(10 - train, 0)
+    assert found.trainer_idle == pytest.approx(wait / (max(10, train) + 3), abs=1e-12)
+    assert found.servers_idle == pytest.approx((train - 10) / 23 if train == 20 else 0, abs=1e-12)
+    assert 0 < found.staleness_mean <= found.staleness_max <= max_staleness
+
+
+def test_one_server_with_one_slot_draws_token_after_token() -> None:
+    lengths = np.random.default_rng(1).integers(1, 50, (STEPS + 3, 4))
+    found = simulate(lengths, Server(10, 1000, 1), Setting(1, 3, 1e-3, 2), STEPS)
+    # the server never waits: all tokens so far, the updates so far, and the last training
+    expected = lengths[:STEPS].sum(1).cumsum() / 10 + 2 * np.arange(1, STEPS + 1) + 1e-3
+    assert found.ends == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("max_staleness", range(5))
+def test_a_long_response_has_so_many_steps_as_the_bound_allows(max_staleness: int) -> None:
+    """Draw t starts with version t - 1 - max_staleness and is trained max_staleness + 1 steps
+    later. Meanwhile there are as many updates, its longest response, and its training."""
+    lengths = constant(10, 8)
+    lengths[:, 3] = 1200
+    found = outcome(lengths, Server(10, 1e6, 1000), Setting(1, max_staleness, 30, 2))
+    steps = max_staleness + 1
+    assert found.step_seconds == pytest.approx(max(30, (1200 / 10 + 30) / steps) + 2)
+    # the servers are empty while the first draws are trained, and only then
+    assert found.servers_idle == pytest.approx(30 / 152 if max_staleness == 0 else 0, abs=1e-12)
+
+
+def test_a_pass_takes_evenly_longer_with_more_responses() -> None:
+    """10 tokens/s alone, 40 for 13 together: 0.1 s a pass, and 0.325 s."""
+    server, setting = Server(10, 40, 13), Setting(1, 0, 0, 0)
+    for responses, seconds in ((1, 0.1), (7, 0.2125), (13, 0.325), (26, 2 * 0.325)):
+        found = outcome(constant(100, responses), server, setting)
+        assert found.step_seconds == pytest.approx(100 * seconds)
+
+
+# --- a second simulation --------------------------------------------------------------------------
+
+
+def naive(
+    lengths: np.ndarray, server: Server, setting: Setting, steps: int
+) -> tuple[list[tuple[float, float, float]], np.ndarray]:
+    """Times (batch whole, trained, new version) of each step, and tokens [version, draw].
+
+    In exact fractions, from one moment to the next at which anything changes. Every response has
+    its own count of tokens that are missing, and the trainer is a state that is looked at.
+    """
+    alone, full = 1 / Fraction(server.sequence_speed), server.slots / Fraction(server.speed)
+    growth = (full - alone) / (server.slots - 1) if server.slots > 1 and full > alone else 0
+    waiting = [(t, Fraction(int(n))) for t, row in enumerate(lengths, 1) for n in row]
+    running: list[list[list]] = [[] for _ in range(setting.servers)]  # of [draw, missing tokens]
+    missing = dict.fromkeys(range(1, len(lengths) + 1), lengths.shape[1])
+    tokens = np.zeros((steps, len(lengths)))
+    now, version, state, left = Fraction(0), 0, "waits", None
+    times: list[list[float]] = []
+    while version < steps:
+        while state != "updates" and waiting:
+            fewest = min(running, key=len)
+            if len(fewest) == server.slots or version < waiting[0][0] - 1 - setting.max_staleness:
+                break
+            fewest.append(list(waiting.pop(0)))
+        if state == "waits" and missing[version + 1] == 0:
+            state, left = "trains", Fraction(setting.train_seconds)
+            times.append([float(now)])
+        speeds = [1 / (alone + growth * max(len(r) - 1, 0)) for r in running]
+        drawing = [] if state == "updates" else list(zip(running, speeds))
+        moments = [response[1] / speed for r, speed in drawing for response in r]
+        passed = min([*moments, left] if left is not None else moments)
+        now += passed
+        for responses, speed in drawing:
+            for response in responses:
+                response[1] -= passed * speed
+                tokens[version, response[0] - 1] += passed * speed
+                missing[response[0]] -= response[1] == 0
+            responses[:] = [response for response in responses if response[1] > 0]
+        if left is not None:
+            left -= passed
+            if left == 0 and state == "trains":
+                state, left = "updates", Fraction(setting.update_seconds)
+                times[-1].append(float(now))
+            elif left == 0:
+                state, left, version = "waits", None, version + 1
+                times[-1].append(float(now))
+    return [tuple(each) for each in times], tokens
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_it_agrees_with_a_naive_simulation_in_exact_fractions(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    bound, steps = int(rng.integers(0, 4)), 5
+    lengths = rng.integers(1, 10**6, (steps + bound, int(rng.integers(1, 13))))
+    server = Server(
+        float(rng.integers(1, 50)), float(rng.integers(50, 150)), int(rng.integers(1, 7))
+    )
+    typical = lengths.sum(1).mean() / server.speed
+    train, update = (int(rng.integers(1, 2 + share * typical)) for share in (1.5, 0.2))
+    setting = Setting(int(rng.integers(1, 4)), bound, train, update)
+    expected, tokens = naive(lengths, server, setting, steps)
+    found = simulate(lengths, server, setting, steps)
+    times = np.stack([found.starts, found.trained, found.ends], axis=1)
+    # float64 sums of a hundred events
+    assert times == pytest.approx(np.array(expected), rel=1e-11)
+    assert found.tokens == pytest.approx(tokens, abs=1e-4)
+
+
+@pytest.mark.parametrize("max_staleness", range(4))
+def test_no_token_is_lost_or_older_than_the_bound(max_staleness: int) -> None:
+    rng = np.random.default_rng(max_staleness)
+    lengths = np.ceil(rng.lognormal(5, 1.2, (STEPS + max_staleness, 96)))
+    setting = Setting(3, max_staleness, 60, 5)
+    trace = simulate(lengths, Server(30, 500, 24), setting, STEPS)
+    drawn = trace.tokens[:, :STEPS]
+    assert drawn.sum(0) == pytest.approx(lengths[:STEPS].sum(1))
+    versions, draws = np.nonzero(drawn > 1e-3)
+    staleness = draws - versions  # draw t (from 1) is trained on version t - 1
+    assert staleness.min() == 0 or max_staleness > 0
+    assert staleness.max() == max_staleness
+    # no more than saturated servers draw outside of updates
+    seconds = trace.trained - np.concatenate([[0], trace.ends[:-1]])
+    assert (trace.tokens.sum(1) <= 3 * 500 * seconds * (1 + 1e-12)).all()
+    assert outcome(lengths, Server(30, 500, 24), setting).staleness_max == max_staleness
+
+
+def test_many_servers_and_responses_take_seconds() -> None:
+    lengths = np.ceil(np.random.default_rng(0).lognormal(7.6, 1, (STEPS + 1, 10_000)))
+    began = time.process_time()
+    outcome(lengths, Server(60, 3000, 256), Setting(64, 1, 100, 10))
+    assert time.process_time() - began < 15  # measured: 1.9
+
+
+def test_the_best_is_the_least_stale_of_those_that_are_as_fast() -> None:
+    def result(servers: int, bound: int, seconds: float) -> Outcome:
+        return Outcome(Setting(servers, bound, 1, 1), seconds, 1, 0, 0, 1, bound, bound)
+
+    slow, near, fast = result(4, 0, 130), result(8, 1, 101), result(8, 3, 100)
+    assert best([slow, near, fast]) is near
+    assert best([slow, fast]) is fast
+    assert best([result(16, 1, 100), near, fast]) is near  # as good with fewer servers
+
+
+# --- what is given --------------------------------------------------------------------------------
+
+
+def test_quantiles_of_a_log_normal_distribution() -> None:
+    lengths = log_normal_lengths(1000, 3000, 10**9)
+    assert np.percentile(lengths, [50, 90]) == pytest.approx([1000, 3000], rel=2e-3)
+    sigma = math.log(3) / 1.2815515655446004  # of the normal distribution's 90% quantile
+    assert lengths.mean() == pytest.approx(1000 * math.exp(sigma**2 / 2), rel=5e-3)
+    assert log_normal_lengths(1000, 3000, 2500).max() == 2500
+
+
+def test_lengths_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("12\n\n 700\n90\n")
+    assert read_lengths(str(path), 512).tolist() == [12, 512, 90]
+    for text, line in (("5\n0\n", 2), ("7.5\n", 1), ("-3\n", 1), ("a b\n", 1)):
+        path.write_text(text)
+        with pytest.raises(DataError, match=f"lengths.txt:{line}: .* is not a length"):
+            read_lengths(str(path), 512)
+    path.write_text("\n")
+    with pytest.raises(DataError, match="no lengths"):
+        read_lengths(str(path), 512)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_lengths(str(tmp_path / "nowhere"), 512)
+
+
+def test_lengths_of_a_run_have_the_mean_and_the_percentiles_of_its_last_steps(
+    tmp_path: Path,
+) -> None:
+    rng = np.random.default_rng(0)
+    drawn = np.ceil(np.minimum(rng.lognormal(6, 0.9, (30, 2000)), 4000))
+    drawn[:10] *= 3  # long ago
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write({"step": 0, "evaluation/accuracy": 0.5})
+        for step, lengths in enumerate(drawn, 1):
+            levels = zip(("p50", "p90", "p99", "max"), np.percentile(lengths, (50, 90, 99, 100)))
+            record = {f"response/length_{name}": value for name, value in levels}
+            metrics.write({"step": step, "response/length_mean": lengths.mean(), **record})
+    found = read_lengths(str(tmp_path), 4000)
+    assert found.mean() == pytest.approx(drawn[10:].mean(), rel=5e-3)
+    levels = (50, 90, 99)
+    assert np.percentile(found, levels) == pytest.approx(
+        np.percentile(drawn[10:], levels), rel=0.05
+    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "sft"}\n')
+    with pytest.raises(DataError, match="not the folder of an RL run"):
+        read_lengths(str(tmp_path), 4000)
+
+
+def test_seconds_of_training_by_nodes() -> None:
+    assert [train_seconds({2: 300}, n) for n in (1, 2, 3, 4)] == [600, 300, 200, 150]
+    given = {2: 300.0, 4: 200.0}  # 600 and 800 node-seconds
+    assert [train_seconds(given, n) for n in (1, 2, 3, 4)] == [600, 300, 700 / 3, 200]
+    assert train_seconds(given, 8) == 100
