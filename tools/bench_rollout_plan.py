@@ -1,14 +1,15 @@
 """The step time that a rollout plan says, beside that of a run with a vLLM server.
 
-    python tools/bench_rollout_plan.py --python VLLM_PYTHON [--steps 12] [--slots 16]
+    python tools/bench_rollout_plan.py --python VLLM_PYTHON [--steps 8] [--slots 16]
 
-A tiny model of random weights, one rank, one server, one thread each. The server's two speeds are
-measured before and after the run, with responses of one length: one alone, and as many as it has
-slots. The run gives the lengths (as `check --rollout-plan --lengths RUN` takes them), and the
-medians of training and of new weights. The plan gives the rest: how long the server draws.
+A tiny model of random weights, one rank, one server, one thread each. Before and after every step
+the server's two speeds are measured: one response alone, and a queue of responses of the run's mean
+length, as many at a time as it has slots. The simulation gets the means of both, the lengths of the
+step's responses, and the step's own seconds of training and of new weights; it says how long the
+server draws. Medians over the steps:
 
-    rollout_ratio   seconds of the plan's rollout / the run's (median of its steps but the first)
-    step_ratio      the same of a whole step
+    rollout_ratio   simulated seconds of the rollout / the run's
+    step_ratio      the same of the whole step
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,13 @@ import aiohttp
 import yaml
 
 from gspo_megatron.data.toy import write_toy_dataset
-from gspo_megatron.estimate.rollout_plan import Server, Setting, plan, read_lengths
-from gspo_megatron.observe.metrics_files import read_metrics, series
+from gspo_megatron.estimate.rollout_plan import Server, Setting, simulate
 from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client, ModelFacts
 from gspo_megatron.rollout.service.process import end_with_parent
 
 _PACKAGE = (sys.executable, "-m", "gspo_megatron")
 _LONGEST = 512  # tokens of a response
-_ROUNDS = 3  # of each measurement
+_MEAN_LENGTH = 48  # of the responses of these weights
 
 
 def write_config(arguments: argparse.Namespace, folder: Path, name: str, **rollout: Any) -> Path:
@@ -72,7 +72,7 @@ def write_config(arguments: argparse.Namespace, folder: Path, name: str, **rollo
 
 @contextlib.contextmanager
 def serving(
-    arguments: argparse.Namespace, run: Path, token: str
+    arguments: argparse.Namespace, run: Path
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A server of the run's weights, and its url."""
     with socket.socket() as found:
@@ -80,8 +80,7 @@ def serving(
         port = found.getsockname()[1]
     words = ("serve", str(run), "--python", arguments.python, "--port", str(port))
     words += (f"max_num_seqs={arguments.slots}",)
-    environ = {**os.environ, TOKEN_VARIABLE: token}
-    server = subprocess.Popen([*_PACKAGE, *words], env=environ, preexec_fn=end_with_parent)
+    server = subprocess.Popen([*_PACKAGE, *words], preexec_fn=end_with_parent)
     try:
         yield server, f"http://127.0.0.1:{port}"
     finally:
@@ -89,92 +88,128 @@ def serving(
         server.wait(60)
 
 
-async def speeds(
-    server: subprocess.Popen[bytes], url: str, token: str, slots: int
-) -> tuple[float, float]:
-    """Tokens/s of one response alone, and of `slots` at a time together; the medians of some
-    rounds. Prints those in between, too."""
+class Speeds:
+    """Measures a server."""
+
+    def __init__(self, url: str, token: str, slots: int) -> None:
+        self.url, self.token, self.slots = url, token, slots
+
+    def wait(self, server: subprocess.Popen[bytes]) -> None:
+        """Until it answers."""
+        while (why := asyncio.run(self._with_client(_why_not_healthy))) is not None:
+            assert server.poll() is None, why
+            time.sleep(0.5)
+
+    def measure(self) -> tuple[float, float]:
+        """Tokens/s of one response alone, and of `slots` together."""
+        alone, together = (
+            asyncio.run(self._with_client(lambda client, given=given: _draw(client, *given)))
+            for given in ((1, 192), (4 * self.slots, _MEAN_LENGTH))
+        )
+        return alone, together
+
+    async def _with_client(self, call: Callable[[Client], Awaitable[Any]]) -> Any:
+        async with aiohttp.ClientSession() as session:
+            return await call(Client(self.url, session, self.token))
+
+
+async def _why_not_healthy(client: Client) -> str | None:
+    return await client.why_not_healthy(seconds=5)
+
+
+async def _draw(client: Client, count: int, length: int) -> float:
+    """Tokens/s of so many responses of one length, sent at once."""
+    sampling = {"temperature": 1.0, "max_tokens": length, "ignore_eos": True}
     facts = ModelFacts(1 << 20, 1, 0, 0, ())  # any token is fine
-    async with aiohttp.ClientSession() as session:
-        client = Client(url, session, token)
-        deadline = time.monotonic() + 300
-        while (why := await client.why_not_healthy(seconds=5)) is not None:
-            assert time.monotonic() < deadline and server.poll() is None, why
-            await asyncio.sleep(0.5)
-
-        async def draw(count: int) -> float:
-            sampling = {"temperature": 1.0, "max_tokens": 256, "ignore_eos": True}
-            start = time.perf_counter()
-            await asyncio.gather(
-                *(
-                    client.generate([3, 4, 5], sampling, facts, seconds=300, routes=False)
-                    for _ in range(count)
-                )
-            )
-            return 256 * count / (time.perf_counter() - start)
-
-        await draw(slots)  # warm-up
-        counts = [1 << power for power in range(slots.bit_length()) if 1 << power < slots]
-        rounds = [[await draw(count) for count in (*counts, slots)] for _ in range(_ROUNDS)]
-    found = [statistics.median(rates) for rates in zip(*rounds)]
-    words = (f"{count}: {rate:.0f}" for count, rate in zip((*counts, slots), found))
-    print("tokens/s by responses at a time:", *words, flush=True)
-    return found[0], found[-1]
-
-
-def gspo(*words: object, **environ: str) -> None:
-    """A command of the package, which must succeed."""
-    command = [*_PACKAGE, *map(str, words)]
-    subprocess.run(command, env={**os.environ, **environ}, check=True, preexec_fn=end_with_parent)
-
-
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """The figures of the last line."""
-    write_toy_dataset(folder / "toy", "mixed", train=64, test=8, seed=1)
-    # the weights for the server, and that is all
-    small = write_config(arguments, folder, "start", max_response_tokens=4)
-    gspo("train", small, "training.steps=1", "checkpoint.interval=1")
-    token = secrets.token_hex()
-    with serving(arguments, folder / "start", token) as (process, url):
-        found = [asyncio.run(speeds(process, url, token, arguments.slots))]
-        vllm = {"urls": [url], "weight_transport": "disk"}
-        config = write_config(arguments, folder, "run", engine="vllm", vllm=vllm)
-        gspo("train", config, f"training.steps={arguments.steps}", **{TOKEN_VARIABLE: token})
-        found.append(asyncio.run(speeds(process, url, token, arguments.slots)))
-    records = read_metrics(folder / "run")
-    step, rollout, update = (
-        statistics.median(series(records, f"perf/{name}_seconds")[1][1:])
-        for name in ("step", "rollout", "sync")
+    options: dict[str, Any] = {"seconds": 300, "routes": False}
+    start = time.perf_counter()
+    await asyncio.gather(
+        *(client.generate([3, 4, 5], sampling, facts, **options) for _ in range(count))
     )
-    lengths = read_lengths(str(folder / "run"), _LONGEST)
-    alone, together = (statistics.fmean(values) for values in zip(*found))
-    server = Server(alone, together, arguments.slots)
-    [planned] = plan(
-        lengths, arguments.prompts * 8, server, [Setting(1, 0, step - rollout - update, update)]
-    )
-    return {
-        "step_ratio": planned.step_seconds / step,
-        "rollout_ratio": planned.trainer_idle * planned.step_seconds / rollout,
-        "step_seconds": step,
+    return length * count / (time.perf_counter() - start)
+
+
+def assembled(path: Path) -> Any:
+    """The loop of a run, as `gspo-megatron train` builds it."""
+    from gspo_megatron.config import check_config
+    from gspo_megatron.config.load import load_config
+    from gspo_megatron.data.inputs import read_inputs
+    from gspo_megatron.objectives import build_objective
+    from gspo_megatron.rewards.registry import get_reward
+    from gspo_megatron.rl.loop import ReinforcementLoop
+    from gspo_megatron.rl.run import assemble
+
+    config = load_config(path)
+    check_config(config, 1, for_training=True)
+    objective = build_objective(config.objective, config.rollout.max_response_tokens)
+    reward = get_reward(config.reward.name, None, config.reward.options, config.reward.workers)
+    return ReinforcementLoop(assemble(config, read_inputs(config), reward, objective))
+
+
+def compare(loop: Any, step: int, speeds: Speeds) -> dict[str, float]:
+    """A step of the run, and as it is simulated."""
+    kept, roll_out = [], loop.roll_out
+    loop.roll_out = lambda number: kept.append(roll_out(number)) or kept[0]
+    before = speeds.measure()
+    metrics = loop.step(step)
+    after = speeds.measure()
+    loop.roll_out = roll_out
+    whole, rollout, update = (metrics[f"perf/{n}_seconds"] for n in ("step", "rollout", "sync"))
+    alone, together = ((x + y) / 2 for x, y in zip(before, after))
+    lengths = kept[0].batch.response_lengths.numpy()[None].astype(float)
+    setting = Setting(1, 0, whole - rollout - update, update)
+    trace = simulate(lengths, Server(alone, together, speeds.slots), setting, 1)
+    figures = {
+        "step_ratio": trace.ends[0] / whole,
+        "rollout_ratio": trace.starts[0] / rollout,
+        "step_seconds": whole,
         "rollout_seconds": rollout,
         "update_seconds": update,
-        "trainer_idle": rollout / step,
-        "planned_trainer_idle": planned.trainer_idle,
-        "length_mean": float(lengths.mean()),
-        "length_max": float(lengths.max()),
+        "alone": alone,
+        "together": together,
+        "tokens": lengths.sum(),
+        "longest": lengths.max(),
     }
+    print(f"step {step}:", *(f"{name}={value:.3g}" for name, value in figures.items()), flush=True)
+    return figures
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
+    """The figures of each step but the first, in which the server compiles."""
+    from gspo_megatron.platform.groups import stop_processes
+
+    write_toy_dataset(folder / "toy", "mixed", train=64, test=8, seed=1)
+    # the model for the server, and that is all
+    small = write_config(arguments, folder, "start", max_response_tokens=4)
+    words = ("train", str(small), "training.steps=1", "checkpoint.interval=1")
+    subprocess.run([*_PACKAGE, *words], check=True, preexec_fn=end_with_parent)
+    os.environ[TOKEN_VARIABLE] = secrets.token_hex()  # of the server, and for the run
+    with serving(arguments, folder / "start") as (process, url):
+        speeds = Speeds(url, os.environ[TOKEN_VARIABLE], arguments.slots)
+        speeds.wait(process)
+        vllm = {"urls": [url], "weight_transport": "disk"}
+        loop = assembled(write_config(arguments, folder, "run", engine="vllm", vllm=vllm))
+        try:
+            loop.collector.take_weights(version=0)
+            steps = [compare(loop, step, speeds) for step in range(1, arguments.steps + 1)]
+        finally:
+            loop.collector.close()
+            loop.run_components.logger.close()
+            stop_processes()
+    return steps[1:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", required=True, help="of an environment that has vLLM")
-    parser.add_argument("--steps", type=int, default=12, help="at least 2")
+    parser.add_argument("--steps", type=int, default=8, help="at least 2; the first does not count")
     parser.add_argument("--prompts", type=int, default=16, help="of a step, 8 responses to each")
     parser.add_argument("--slots", type=int, default=16, help="responses at a time")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-rollout-plan-") as folder:
-        figures = measure(arguments, Path(folder))
-    print(" ".join(f"{name}={value:.3g}" for name, value in figures.items()))
+        steps = measure(arguments, Path(folder))
+    medians = {name: statistics.median(each[name] for each in steps) for name in steps[0]}
+    print(" ".join(f"{name}={value:.3g}" for name, value in medians.items()))
 
 
 if __name__ == "__main__":
