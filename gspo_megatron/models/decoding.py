@@ -65,7 +65,11 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterato
         )
         if is_replaceable(child)
     ]
-    with changed(changes), without_fp8(models):
+    # Without records for autograd all operations are cheaper. Parts of Megatron-Core may keep a
+    # tensor for the next training step, which cannot use one that was made so.
+    layers = [module for module in modules if isinstance(module, TransformerLayer)]
+    without_records = torch.inference_mode(all(map(_is_plain_throughout, layers)))
+    with changed(changes), without_fp8(models), without_records:
         yield
 
 
@@ -124,6 +128,16 @@ def _is_plain_router(router: TopKRouter) -> bool:
         and not getattr(config, "moe_router_force_biased", None)  # newer Megatron-Core
         and config.moe_input_jitter_eps is None
         and config.moe_expert_capacity_factor is None
+    )
+
+
+def _is_plain_throughout(layer: TransformerLayer) -> bool:
+    """All of it is replaced by parts of this file."""
+    return (
+        _is_plain(layer)
+        and _is_plain_attention(layer.self_attention)
+        and (not isinstance(layer.mlp, MoELayer) or _has_all_experts(layer.mlp))
+        and (not isinstance(layer.mlp, MoELayer) or _is_plain_router(layer.mlp.router))
     )
 
 
