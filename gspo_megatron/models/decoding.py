@@ -68,8 +68,9 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterato
     # Without records for autograd all operations are cheaper. Parts of Megatron-Core may keep a
     # tensor for the next training step, which cannot use one that was made so.
     layers = [module for module in modules if isinstance(module, TransformerLayer)]
-    without_records = torch.inference_mode(all(map(_is_plain_throughout, layers)))
-    with changed(changes), without_fp8(models), without_records:
+    all_plain = all(map(_is_plain_throughout, layers))
+    mode = torch.inference_mode() if all_plain else torch.no_grad()
+    with changed(changes), without_fp8(models), mode:
         yield
 
 
