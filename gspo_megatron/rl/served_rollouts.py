@@ -50,11 +50,11 @@ from gspo_megatron.rollout.weight_stream import WeightStream, exhaust
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
 
-# The probe: greedy responses to fixed prompts, of which one in eight may differ. Two are longer
+# The probe: greedy responses to fixed prompts, of which one in eight may differ. Three are longer
 # than a block of vLLM's prefix cache (16 tokens on GPUs, 128 on CPUs), so that a cache of old
 # weights is noticed. The others are short, because tokens cost time, and many: experts of the last
 # layer move nothing but the next token.
-PROBE_PROMPTS, PROBE_TOKENS = (8,) * 13 + (136,) * 2, 2  # tokens of each prompt, and of a response
+PROBE_PROMPTS, PROBE_TOKENS = (8,) * 13 + (136,) * 3, 2  # tokens of each prompt, and of a response
 # Largest difference of a log-prob from the trainer's, and of a response's on average. In fp32 vLLM
 # and Megatron-Core agree to 1e-5, unless two experts are as likely as each other; a single expert
 # that is left behind moves them by 1e-3 and more. In bf16 rounding alone moves them by 0.04 on
