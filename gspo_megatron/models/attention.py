@@ -68,6 +68,7 @@ class KeyValueCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._prompts: PromptStates | None = None
         self._positions: Tensor | None = None
+        self._slots: dict[int, Tensor] = {}  # by number of heads, [sequences * heads]
         self._parts: list[tuple[Tensor | None, Tensor]] = []  # rows (None: all) and their mask
 
     def start_prefill(self, length: int) -> PromptStates:
@@ -99,13 +100,21 @@ class KeyValueCache:
         `long_rows` [spans.long_rows] are those that see `spans.longest` keys."""
         self._prompts = None
         self._positions = positions
-        self._rows = torch.arange(len(positions), device=positions.device)
+        self._slots = {}
         self._parts = [(None, _mask(positions, spans.others))]
         if spans.long_rows:
             self._parts.append((long_rows, _mask(positions[long_rows], spans.longest)))
         self.cos = self._cos[positions, 0].unsqueeze(0)  # [1, sequences, 1, dim]
         self.sin = self._sin[positions, 0].unsqueeze(0)
         self.angles = self._frequencies[positions, 0].unsqueeze(0)
+
+    def _slots_of(self, heads: int) -> Tensor:
+        """[sequences * heads]: where the new tokens' states are among all in a layer's cache."""
+        if heads not in self._slots:
+            rows = torch.arange(self._num_rows * heads, device=self._positions.device)
+            slots = rows.view(-1, heads) * self._max_length + self._positions[:, None]
+            self._slots[heads] = slots.flatten()
+        return self._slots[heads]
 
     def keep(self, rows: Tensor) -> None:
         """Drop all sequences but `rows`."""
@@ -121,8 +130,10 @@ class KeyValueCache:
             out = attend(query, key, value, scale, mask=None)
         else:
             keys, values = self._of_layer(layer, key, value)
-            keys[self._rows, :, self._positions] = key[:, :, 0]
-            values[self._rows, :, self._positions] = value[:, :, 0]
+            slots = self._slots_of(keys.shape[1])
+            for cached, states in ((keys, key), (values, value)):
+                dim = states.shape[3]
+                cached.view(-1, dim).index_copy_(0, slots, states.reshape(-1, dim))
             # A sequence has one query. The heads that share keys pass as several queries of one
             # head, so that no keys are repeated for them.
             query = query.squeeze(2).unflatten(1, (keys.shape[1], -1))

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from gspo_megatron.models.attention import KeyValueCache
+from gspo_megatron.models.attention import CachedSelfAttention, KeyValueCache, rotate
 from gspo_megatron.models.experts import GroupedExperts
 from gspo_megatron.models.norms import TorchNorm
 from gspo_megatron.models.transformer_config import changed, without_fp8
@@ -31,6 +32,9 @@ _SEQUENCE_PARALLEL_SWITCHES = (
     "scatter_to_sequence_parallel",
     "reduce_scatter_embeddings",
 )
+
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # others: that of the states
 
 
 @contextlib.contextmanager
@@ -57,10 +61,16 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterato
             (_has_all_of, LocalLinear),
             (_has_all_experts, LocalExperts),
             (_is_plain, LocalLayer),
+            (_is_plain_attention, LocalAttention),
         )
         if is_replaceable(child)
     ]
-    with changed(changes), without_fp8(models):
+    # Without records for autograd all operations are cheaper. Parts of Megatron-Core may keep a
+    # tensor for the next training step, which cannot use one that was made so.
+    layers = [module for module in modules if isinstance(module, TransformerLayer)]
+    all_plain = all(map(_is_plain_throughout, layers))
+    mode = torch.inference_mode() if all_plain else torch.no_grad()
+    with changed(changes), without_fp8(models), mode:
         yield
 
 
@@ -94,6 +104,44 @@ def _is_plain(module: torch.nn.Module) -> bool:
     )
 
 
+def _is_plain_attention(module: torch.nn.Module) -> bool:
+    """Self-attention with its whole weights on this rank; norms of heads, if any, head by head."""
+    if type(module) is not CachedSelfAttention or not _has_all_of(module.linear_qkv):
+        return False
+    norms = (module.q_layernorm, module.k_layernorm)
+    has_norms = all(type(norm) is TorchNorm and not norm.centered for norm in norms)
+    has_none = all(norm is None or isinstance(norm, IdentityOp) for norm in norms)
+    return has_norms or has_none
+
+
+def _is_plain_router(router: TopKRouter) -> bool:
+    """It takes the top k by softmax, and does nothing else."""
+    config = router.config
+    return (
+        type(router) is TopKRouter
+        and router.routing_type not in ("sinkhorn", "quantile_balancing")
+        and router.score_function == "softmax"
+        and router.expert_bias is None
+        and not config.moe_router_topk_scaling_factor
+        and not config.moe_router_group_topk
+        and not config.moe_router_fusion
+        and not config.moe_router_force_load_balancing
+        and not getattr(config, "moe_router_force_biased", None)  # newer Megatron-Core
+        and config.moe_input_jitter_eps is None
+        and config.moe_expert_capacity_factor is None
+    )
+
+
+def _is_plain_throughout(layer: TransformerLayer) -> bool:
+    """All of it is replaced by parts of this file."""
+    return (
+        _is_plain(layer)
+        and _is_plain_attention(layer.self_attention)
+        and (not isinstance(layer.mlp, MoELayer) or _has_all_experts(layer.mlp))
+        and (not isinstance(layer.mlp, MoELayer) or _is_plain_router(layer.mlp.router))
+    )
+
+
 class LocalLayer(torch.nn.Module):
     """A TransformerLayer without dropout, recomputation and offloading."""
 
@@ -110,6 +158,38 @@ class LocalLayer(torch.nn.Module):
 
 def _add(residual: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
     return residual + (output if bias is None else output + bias)
+
+
+class LocalAttention(torch.nn.Module):
+    """A CachedSelfAttention that norms and rotates the heads of queries and keys together."""
+
+    def __init__(self, stock: CachedSelfAttention) -> None:
+        super().__init__()
+        self.stock = stock  # its parts are replaced in it
+        self.groups = stock.num_query_groups_per_partition
+        self.queries = stock.num_attention_heads_per_partition // self.groups  # of a group
+        self.scale = stock.config.softmax_scale or stock.hidden_size_per_attention_head**-0.5
+        self.norm: Tensor | None = None  # [queries of a group + 1, dim]: weights, the key's last
+        if isinstance(stock.q_layernorm, TorchNorm):
+            norms = [stock.q_layernorm] * self.queries + [stock.k_layernorm]
+            weights = torch.stack([norm.weight + norm.zero_centered for norm in norms])
+            self.norm = weights.to(torch.promote_types(weights.dtype, torch.float32))
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+        """See CachedSelfAttention."""
+        stock, cache = self.stock, self.stock.key_value_cache
+        mixed, _ = stock.linear_qkv(hidden_states)
+        # [length, sequences, groups, queries of a group + key + value, dim]
+        mixed = mixed.unflatten(-1, (self.groups, self.queries + 2, -1))
+        turned, value = mixed[:, :, :, :-1], mixed[:, :, :, -1]
+        if self.norm is not None:
+            dim, eps = turned.shape[-1], stock.q_layernorm.eps
+            turned = F.rms_norm(turned.to(self.norm.dtype), (dim,), None, eps).mul_(self.norm)
+            turned = turned.to(value.dtype)
+        turned = rotate(turned, cache.cos.unsqueeze(2), cache.sin.unsqueeze(2))
+        query, key = turned[:, :, :, :-1].flatten(2, 3), turned[:, :, :, -1]
+        attended = cache.attend(stock.layer_number, query, key, value, self.scale)
+        return stock.linear_proj(attended)
 
 
 class LocalLinear(torch.nn.Module):
@@ -134,16 +214,53 @@ class LocalExperts(torch.nn.Module):
         super().__init__()
         self.router, self.experts = stock.router, stock.experts
         self.shared_experts = stock.shared_experts
+        self.choose = _choose if _is_plain_router(stock.router) else _choose_by_stock_router
 
     def forward(self, states: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """[length, sequences, hidden] -> the same shape, and no bias."""
-        probs, routing_map = self.router(states)  # [tokens, experts] each
         tokens = states.flatten(0, 1)
-        # [rows] each: sorted by expert, and by token for each of them
-        chosen, sources = routing_map.t().nonzero().unbind(1)
-        rows, _ = self.experts(tokens[sources], routing_map.sum(0), probs[sources, chosen])
+        sources, weights, counts = self.choose(self.router, states)
+        rows, _ = self.experts(tokens[sources], counts, weights)
         # added up as Megatron-Core does, one expert after the other
         output = torch.zeros_like(tokens).index_add_(0, sources, rows).view_as(states)
         if self.shared_experts is not None:
             output = output + self.shared_experts(states)
         return output, None
+
+
+# The rows that experts compute, sorted by expert, and by token for each of them: the token of each
+# row [rows], its weight [rows], and the number of rows of each expert [experts].
+Dispatch = tuple[Tensor, Tensor, Tensor]
+
+
+def _choose_by_stock_router(router: TopKRouter, states: Tensor) -> Dispatch:
+    """states: [length, sequences, hidden]."""
+    probs, routing_map = router(states)  # [tokens, experts] each
+    chosen, sources = routing_map.t().nonzero().unbind(1)
+    return sources, probs[sources, chosen], routing_map.sum(0)
+
+
+def _choose(router: TopKRouter, states: Tensor) -> Dispatch:
+    """The same by a plain router, without tables of all tokens and experts. It asks the router's
+    hook, if there is one."""
+    hook, topk = router.router_replay, router.topk
+    dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype, states.dtype)
+    bias = None if router.bias is None else router.bias.to(dtype)
+    scores = F.linear(states.flatten(0, 1).to(dtype), router.weight.to(dtype), bias)
+    is_before = router.config.moe_router_pre_softmax
+    if is_before:
+        scores = scores.softmax(-1, torch.float32).to(dtype)
+    if hook is None:
+        weights, experts = _best(scores, topk)  # [tokens, k] each
+    else:
+        weights, experts = hook.get_replay_topk(scores, topk, default_compute_topk=_best)
+    if not is_before:
+        weights = weights.softmax(-1, torch.float32).to(dtype)
+    rows = experts.flatten()
+    order = rows.argsort(stable=True)
+    counts = torch.bincount(rows, minlength=scores.shape[-1])
+    return order // topk, weights.flatten()[order], counts
+
+
+def _best(scores: Tensor, topk: int, **_: Any) -> tuple[Tensor, Tensor]:
+    return scores.topk(topk, dim=1)

@@ -50,9 +50,11 @@ from gspo_megatron.rollout.weight_stream import WeightStream, exhaust
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
 
-# The probe: greedy responses to fixed prompts. Four are longer than two blocks of vLLM's prefix
-# cache (16 tokens on GPUs, 128 on CPUs), so that a cache of old weights is noticed.
-PROBE_PROMPTS, PROBE_TOKENS = (24,) * 12 + (272,) * 4, 2  # tokens of each prompt, and of a response
+# The probe: greedy responses to fixed prompts, of which one in eight may differ. Three are longer
+# than a block of vLLM's prefix cache (16 tokens on GPUs, 128 on CPUs), so that a cache of old
+# weights is noticed. The others are short, because tokens cost time, and many: experts of the last
+# layer move nothing but the next token.
+PROBE_PROMPTS, PROBE_TOKENS = (8,) * 13 + (136,) * 3, 2  # tokens of each prompt, and of a response
 # Largest difference of a log-prob from the trainer's, and of a response's on average. In fp32 vLLM
 # and Megatron-Core agree to 1e-5, unless two experts are as likely as each other; a single expert
 # that is left behind moves them by 1e-3 and more. In bf16 rounding alone moves them by 0.04 on
@@ -60,6 +62,7 @@ PROBE_PROMPTS, PROBE_TOKENS = (24,) * 12 + (272,) * 4, 2  # tokens of each promp
 TOLERANCES = {"fp32": (0.3, 3e-5)}
 _COARSE = (1.0, 0.15)
 _MEMORY = Path("/dev/shm")  # a file system in memory
+_SPARE = "spare"  # a folder of old weights there, to be overwritten
 
 
 class ServedCollector(Collector):
@@ -110,7 +113,7 @@ class ServedCollector(Collector):
         probe = dataclasses.asdict(self._probe())  # while the servers load
         on_main(lambda: self._service().offer(probe=probe))
         arrived = self._wait(lambda: self._service().weights_status())
-        on_main(lambda: _drop_older(self._folder()))
+        on_main(self._drop_older)
         wanted = self.config.rollout.vllm.weight_transport
         self.streams = arrived["can_stream"] and (
             wanted == "nccl" or (wanted == "auto" and self.device.type == "cuda")
@@ -137,10 +140,27 @@ class ServedCollector(Collector):
     def _write(self) -> tuple[str, int]:
         """The newest weights as a folder; returns it, and its bytes. All ranks call it."""
         folder, tokenizer = self._folder(), self.config.data.tokenizer
-        # a folder that a killed machine leaves incomplete is never read: the next start writes anew
-        export_hf(self.policy, folder, hf_config=self.hf_config, tokenizer=tokenizer, durable=False)
+        export_hf(
+            self.policy,
+            folder,
+            hf_config=self.hf_config,
+            tokenizer=tokenizer,
+            durable=False,  # what a killed machine leaves is never read: the next start writes anew
+            reuse=folder.with_name(_SPARE),
+        )
         count = on_main(lambda: sum(f.stat().st_size for f in folder.glob("*.safetensors")))
         return str(folder), count
+
+    def _drop_older(self) -> None:
+        """Remove the weights that no server needs any more. In memory the last ones become the
+        next folder: it costs less to overwrite them than to get memory from the system."""
+        newest = self._folder()
+        older = sorted(folder for folder in newest.parent.iterdir() if folder != newest)
+        kept = older.pop() if older and newest.exists() and newest.is_relative_to(_MEMORY) else None
+        for folder in older:
+            shutil.rmtree(folder, ignore_errors=True)
+        if kept is not None:
+            kept.rename(newest.with_name(_SPARE))
 
     def _offer_folder(self) -> None:
         """The newest weights for a server that starts again."""
@@ -365,13 +385,6 @@ def weights_folder(config: Config) -> Path:
     if section.weights_dir is None and is_local and os.access(_MEMORY, os.W_OK):
         parent = _MEMORY
     return parent / f"gspo-megatron-weights-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
-
-
-def _drop_older(newest: Path) -> None:
-    """Remove the weights that no server needs any more."""
-    for folder in newest.parent.iterdir():
-        if folder != newest:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sender(config: Config, device: torch.device) -> WeightStream:

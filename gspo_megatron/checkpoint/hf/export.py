@@ -35,6 +35,7 @@ def export_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     durable: bool = True,
+    reuse: Path | None = None,
 ) -> None:
     """Write the model's weights, config.json and tokenizer to the new folder `path`. All ranks call
     it; the main rank writes, a tensor at a time. The folder appears when it is complete.
@@ -42,7 +43,9 @@ def export_hf(
     hf_config: config.json of the folder that the weights came from; it decides the family, and its
     other keys are kept; tokenizer: a folder, of which the settings and tokenizer files are copied,
     or one file; dtype: of the weights (default: the model's); durable: wait until everything is on
-    the disk, so that it outlives a crash of the machine.
+    the disk, so that it outlives a crash of the machine; reuse: a folder of the same model, written
+    by the same arguments, that nobody needs any more: it is overwritten and becomes the new one,
+    where it is there.
 
     Raises, on every rank, ConfigError for a model that no family has and DataError for a
     destination that cannot be written.
@@ -51,7 +54,8 @@ def export_hf(
     dtype = dtype or policy.config.params_dtype
     config = export_config(policy.shape, policy.vocab_size, dtype, hf_config)
     specs = stream_specs(policy, family=family, dtype=dtype)
-    writer = HfWriter(path, specs, max_shard_bytes=max_shard_bytes, durable=durable)
+    sizes = {"max_shard_bytes": max_shard_bytes, "durable": durable, "reuse": reuse}
+    writer = HfWriter(path, specs, **sizes)
     is_main = dist.get_rank() == MAIN_RANK
     with contextlib.ExitStack() as stack:
         with raised_everywhere():

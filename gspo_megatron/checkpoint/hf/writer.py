@@ -34,17 +34,25 @@ class NewFolder:
 
     With owner=False it uses the folder that another process, the owner, makes and publishes. With
     durable=False nothing waits for the disk: a crash of the machine may lose or spoil the folder.
+    `reuse` is a folder that nobody reads any more: it becomes the new one, files and all, where it
+    is there.
 
     Raises DataError where `path` has something in it already, cannot be written, is being written
     by another process, or where the disk has less than `size` bytes free.
     """
 
     def __init__(
-        self, path: str | Path, size: int, *, owner: bool = True, durable: bool = True
+        self,
+        path: str | Path,
+        size: int,
+        *,
+        owner: bool = True,
+        durable: bool = True,
+        reuse: Path | None = None,
     ) -> None:
         self.path = Path(path)
         self.partial = _hidden_place(self.path)
-        self.durable = durable
+        self.durable, self.reuse = durable, reuse
         self._size, self._owner = size, owner
         self._lock: int | None = None
 
@@ -60,10 +68,14 @@ class NewFolder:
                     raise DataError(f"{self.path}: another process is writing to it")
                 os.close(lock)
                 shutil.rmtree(self.partial)
-            free = shutil.disk_usage(self.partial.parent).free
-            if self._size > free:
-                raise DataError(f"{self.path}: {self._size:,} bytes to write, {free:,} are free")
-            self.partial.mkdir()
+            if self.reuse is not None and self.reuse.is_dir():
+                self.reuse.rename(self.partial)
+            else:
+                free = shutil.disk_usage(self.partial.parent).free
+                if self._size > free:
+                    told = f"{self._size:,} bytes to write, {free:,} are free"
+                    raise DataError(f"{self.path}: {told}")
+                self.partial.mkdir()
             self._lock = _lock(self.partial)
         return self
 
@@ -113,10 +125,13 @@ class HfWriter(NewFolder):
         max_shard_bytes: int = MAX_SHARD_BYTES,
         owner: bool = True,
         durable: bool = True,
+        reuse: Path | None = None,
     ) -> None:
+        """reuse: of the same tensors, in a file system in memory: overwriting is faster than new
+        files, for which the system has to find and clear memory."""
         self.tensors = dict(tensors)
         self.bytes = sum(planned.nbytes for planned in self.tensors.values())
-        super().__init__(path, self.bytes, owner=owner, durable=durable)
+        super().__init__(path, self.bytes, owner=owner, durable=durable, reuse=reuse)
         self.files = _plan(self.tensors, max_shard_bytes)
         self._file_of = {name: file for file in self.files for name in file.offsets}
         self._missing = {name: planned.nbytes for name, planned in self.tensors.items()}
@@ -189,8 +204,10 @@ class HfWriter(NewFolder):
 
     def _write(self, file: _File, data: memoryview, offset: int) -> None:
         if file.name not in self._descriptors:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if self.reuse is None else 0)
             self._descriptors[file.name] = os.open(self.partial / file.name, flags, 0o666)
+            if self.reuse is not None:  # no reader accepts the file without its header
+                os.pwrite(self._descriptors[file.name], bytes(len(file.header)), 0)
         while data:
             count = os.pwrite(self._descriptors[file.name], data, offset)
             data, offset = data[count:], offset + count

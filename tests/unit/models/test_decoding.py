@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -111,6 +112,20 @@ def test_plain_parts_are_in_use_while_decoding_and_gone_afterwards(policy: Polic
         # the layers themselves keep their parts
         assert not set(inside) & {ColumnParallelLinear, RowParallelLinear, MoELayer}
     assert parts() == before and list(model.state_dict()) == keys
+
+
+def test_decoding_leaves_no_tensor_that_training_cannot_use(policy: Policy) -> None:
+    """Inside, plain parts run in inference mode; what a module or a cache keeps must not."""
+    assert not inference_tensors()
+    with torch.no_grad():
+        found = decoded(policy, Spans(1, 11, 6), [1])
+    assert not found.is_inference() and not inference_tensors()
+
+
+def inference_tensors() -> list[Tensor]:
+    gc.collect()
+    tensors = (each for each in gc.get_objects() if isinstance(each, Tensor))
+    return [tensor for tensor in tensors if tensor.is_inference()]
 
 
 def test_spans_read_the_fewest_keys() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -177,3 +177,24 @@ def test_a_tensor_that_was_never_written(tmp_path: Path) -> None:
         HfWriter(tmp_path / "new", {"w": noise(torch.float32, 3)}) as writer,
     ):
         writer.finish()
+
+
+def test_a_folder_is_overwritten_by_the_next_version(tmp_path: Path) -> None:
+    """In the same memory, under another name, and unreadable while it is incomplete."""
+    for version, seed in enumerate((1, 2)):
+        tensors = {f"w{n}": noise(torch.float32, 5, 3, seed=seed + n) for n in range(4)}
+        older, path = tmp_path / f"version_{version - 1}", tmp_path / f"version_{version}"
+        inodes = {file.name: file.stat().st_ino for file in older.glob("*")}
+        with HfWriter(path, tensors, max_shard_bytes=120, durable=False, reuse=older) as writer:
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
+            for file in writer.partial.glob("*.safetensors"):
+                with pytest.raises(SafetensorError):
+                    safe_open(file, "pt")
+            writer.finish()
+            writer.publish({"config.json": {**CONFIG, "version": version}})
+        assert_same_bits(read_folder(path), tensors)
+        assert json.loads((path / "config.json").read_text())["version"] == version
+        if version:
+            assert {file.name: file.stat().st_ino for file in path.glob("*")} == inodes
+        assert [each.name for each in tmp_path.iterdir()] == [path.name]
