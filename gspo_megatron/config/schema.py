@@ -226,6 +226,16 @@ class RolloutSection(Section):
         "others",
     )
     max_refills: NotNegative = shapes(4, "additional batches of prompts a step may draw")
+    max_staleness: NotNegative = shapes(
+        0,
+        "updates of the policy that a response may miss: servers draw the responses of so many "
+        "steps ahead while the policy trains; 0: never",
+    )
+    kv_after_update: Literal["recompute", "keep"] = shapes(
+        "recompute",
+        "what responses under way go on with after new weights: keys and values that these make "
+        "of their tokens, or those that the old weights left",
+    )
     vllm: VllmSection = Field(default_factory=VllmSection)
 
 
