@@ -160,7 +160,7 @@ def servers_fit(plan: Plan) -> Problems:
     """With rollout.engine: vllm there are servers, and they do what the trainer does."""
     rollout, servers = plan.config.rollout, plan.config.rollout.vllm
     fields = type(servers).model_fields
-    if rollout.kv_after_update != "recompute" and not rollout.max_staleness:
+    if rollout.kv_after_update != "recompute" and not rollout.staleness:
         wrong = "with max_staleness = 0 no response is under way then; legal: recompute"
         yield "rollout.kv_after_update", wrong
     if rollout.engine != "vllm":

@@ -216,13 +216,13 @@ class ReinforcementLoop:
             per_prompt=rollout.group_size,
             sampling=self.sampling,
             seed=(seed << 32) + step,
-            version=max(step - 1 - rollout.max_staleness, 0),
+            version=max(step - 1 - rollout.staleness, 0),
         )
 
     def _begin_draws(self, step: int) -> None:
         """Have servers draw for this step, and for later ones while the policy trains. The loader
         stays where it is: a run that is resumed draws the same prompts for the same step."""
-        last = min(step + self.config.rollout.max_staleness, self.config.training.steps)
+        last = min(step + self.config.rollout.staleness, self.config.training.steps)
         ahead = range(step, last + 1)
         for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
             self.collector.begin(part_of(self._draw(number), 0, rows))
@@ -231,7 +231,7 @@ class ReinforcementLoop:
         """The prompts of the step's draw, and of each refill. The next step's are drawn already
         where servers draw ahead, so refills come from elsewhere."""
         yield self.loader.next()
-        ahead = self.config.rollout.max_staleness > 0
+        ahead = self.config.rollout.staleness > 0
         refills = self.loader.for_refills(step) if ahead else self.loader
         while True:
             yield refills.next()

@@ -120,7 +120,7 @@ class ServedCollector(Collector):
         drawn, self.drawn = self.drawn, defaultdict(float)
         # responses of steps ahead were drawn at any time since
         before, self.updated = self.updated, time.perf_counter()
-        ahead = self.config.rollout.max_staleness > 0
+        ahead = self.config.rollout.staleness > 0
         seconds = self.updated - before if ahead else drawn["seconds"]
         metrics = {
             "sync/seconds": self.updated - start,

@@ -265,3 +265,18 @@ def test_nodes_for_rollouts_have_servers(
     problems = problems_of(1, *overrides)
     assert len(problems) == (told is not None)
     assert told is None or problems[0].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "staleness"),
+    [
+        ([], 0),
+        (["rollout.engine=vllm"], 1),
+        (["rollout.engine=vllm", "rollout.max_staleness=0"], 0),
+        (["rollout.engine=vllm", "rollout.max_staleness=4"], 4),
+    ],
+)
+def test_servers_draw_one_step_ahead_unless_told_otherwise(
+    overrides: list[str], staleness: int
+) -> None:
+    assert config_with(*overrides).rollout.staleness == staleness
