@@ -56,7 +56,7 @@ DRAWN = {
 # Calls that only measure, log, choose or convert.
 LEFT_OUT = re.compile(
     r"time\.|StepMetrics|PhaseTimer|DynamicSampling|parallel_state|peak_memory|data_ranks|len$"
-    r"|(round|zip|replace|timer|float|sum|getattr|setattr)$|timer\.|checkpoints\.after_failure"
+    r"|(round|zip|part_of|timer|float|sum|getattr|setattr)$|timer\.|checkpoints\.after_failure"
     r"|collector\.(measure|reduce|lengths|nothing_scored)"
     r"|chosen\.|drawn\.|lengths\.|experience\.of_|Experience\.|part\.of_"
 )

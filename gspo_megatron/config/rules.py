@@ -160,12 +160,18 @@ def servers_fit(plan: Plan) -> Problems:
     """With rollout.engine: vllm there are servers, and they do what the trainer does."""
     rollout, servers = plan.config.rollout, plan.config.rollout.vllm
     fields = type(servers).model_fields
+    if rollout.kv_after_update != "recompute" and not rollout.staleness:
+        wrong = "with max_staleness = 0 no response is under way then; legal: recompute"
+        yield "rollout.kv_after_update", wrong
     if rollout.engine != "vllm":
         for name, info in fields.items():
             usual = info.get_default(call_default_factory=True)
             if getattr(servers, name) != usual:
                 wrong = f"nothing reads it with rollout.engine = {rollout.engine}; legal: "
                 yield f"rollout.vllm.{name}", f"{wrong}{format_value(usual)}, or engine = vllm"
+        if rollout.max_staleness:
+            wrong = "the model that is trained draws the responses itself; legal: 0"
+            yield "rollout.max_staleness", f"{wrong}, or engine = vllm"
         return
     if bool(servers.servers) == bool(servers.urls):
         wrong = "both start servers and name running ones" if servers.urls else "there are none"

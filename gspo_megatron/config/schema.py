@@ -226,7 +226,22 @@ class RolloutSection(Section):
         "others",
     )
     max_refills: NotNegative = shapes(4, "additional batches of prompts a step may draw")
+    max_staleness: NotNegative | None = shapes(
+        None,
+        "updates of the policy that a token may miss: servers draw the responses of so many later "
+        "steps while the policy trains; null: 1 with engine = vllm, else 0",
+    )
+    kv_after_update: Literal["recompute", "keep"] = shapes(
+        "recompute",
+        "what responses under way go on with after new weights: keys and values that these make "
+        "of their tokens, or those that the old weights left",
+    )
     vllm: VllmSection = Field(default_factory=VllmSection)
+
+    @property
+    def staleness(self) -> int:
+        """`max_staleness`, or what null means."""
+        return int(self.engine == "vllm") if self.max_staleness is None else self.max_staleness
 
 
 class RewardSection(Section):

@@ -52,6 +52,20 @@ class PromptLoader:
         drawn = [iter(file.next(schedule.count(number))) for number, file in enumerate(self._files)]
         return [next(drawn[number]) for number in schedule]
 
+    def peek(self, steps: int) -> list[list[int]]:
+        """The prompt indices of the next steps, which stay to be drawn."""
+        before = self.state_dict()
+        ahead = [self.next() for _ in range(steps)]
+        self.load_state_dict(before)
+        return ahead
+
+    def for_refills(self, step: int) -> PromptLoader:
+        """Further prompts of this step alone, whatever other steps draw. They are prompts of the
+        same files, with the same shares, in a random order of the step's own."""
+        words = np.random.SeedSequence((self._seed, step)).generate_state(1, np.uint64)
+        sizes = [file.size for file in self._files]
+        return PromptLoader(sizes, self._prompts_per_step, int(words[0]), weights=self._shares)
+
     def state_dict(self) -> dict[str, Any]:
         """Numbers and short lists, which JSON can hold."""
         sizes, states = [file.size for file in self._files], [file.state() for file in self._files]

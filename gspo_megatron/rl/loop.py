@@ -184,20 +184,11 @@ class ReinforcementLoop:
         new ones."""
         restored, self.restored = self.restored, None
         if restored is None:
-            run, rollout = self.run_components, self.config.rollout
-            draw = Draw(
-                f"step_{step:08d}",
-                "data.prompts",
-                rows=[],
-                first=0,
-                per_prompt=rollout.group_size,
-                sampling=self.sampling,
-                seed=(self.config.training.seed << 32) + step,
-                version=step - 1,
-            )
+            run, rows = self.run_components, self._rows(step)
             before = self.loader.state_dict()
             try:
-                experience = collect(self.collector, self.loader.next, draw)
+                self._begin_draws(step)
+                experience = collect(self.collector, lambda: next(rows), self._draw(step))
             except (RewardError, RolloutError) as error:
                 self.loader.load_state_dict(before)  # the resumed run draws the same prompts again
                 run.checkpoints.after_failure(step - 1, self.trainer, self.loader, error)
@@ -214,6 +205,37 @@ class ReinforcementLoop:
             step, experience.samples, experience.sample_rewards, experience.sample_parts
         )
         return experience
+
+    def _draw(self, step: int) -> Draw:
+        """All of a step's draws but the prompts. Servers may be `max_staleness` updates behind."""
+        rollout, seed = self.config.rollout, self.config.training.seed
+        return Draw(
+            f"step_{step:08d}",
+            "data.prompts",
+            rows=[],
+            first=0,
+            per_prompt=rollout.group_size,
+            sampling=self.sampling,
+            seed=(seed << 32) + step,
+            version=max(step - 1 - rollout.staleness, 0),
+        )
+
+    def _begin_draws(self, step: int) -> None:
+        """Have servers draw for this step, and for later ones while the policy trains. The loader
+        stays where it is: a run that is resumed draws the same prompts for the same step."""
+        last = min(step + self.config.rollout.staleness, self.config.training.steps)
+        ahead = range(step, last + 1)
+        for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
+            self.collector.begin(part_of(self._draw(number), 0, rows))
+
+    def _rows(self, step: int) -> Iterator[list[int]]:
+        """The prompts of the step's draw, and of each refill. The next step's are drawn already
+        where servers draw ahead, so refills come from elsewhere."""
+        yield self.loader.next()
+        ahead = self.config.rollout.staleness > 0
+        refills = self.loader.for_refills(step) if ahead else self.loader
+        while True:
+            yield refills.next()
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The metrics of an evaluation; none without held-out prompts."""
@@ -239,9 +261,11 @@ class ReinforcementLoop:
 
     def _noise_warning(self, metrics: dict[str, float]) -> str | None:
         """Given once, if sequence ratios vary by more than the clip range without any learning: the
-        clip then cuts noise."""
+        clip then cuts noise. Responses of earlier weights say nothing of it."""
         section, warned = self.config.objective, self.run_components.checkpoints.warned
         if NOISE_WARNING in warned or section.import_path is not None:
+            return None
+        if metrics.get("staleness/max"):
             return None
         recipe, floor = resolve_objective(section), metrics["ratio/noise_floor"]
         if not recipe.clips_sequences:
@@ -278,8 +302,7 @@ def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw
     )
     while chosen.wants_more:
         first, rows = chosen.num_groups, next_rows()
-        name = f"{draw.name}_{len(drawn)}"
-        experience = collector.sample(replace(draw, name=name, rows=rows, first=first))
+        experience = collector.sample(part_of(draw, len(drawn), rows, first))
         collector.measure(experience, metrics)
         lengths.append(experience.batch.response_lengths)
         errors += experience.reward_errors
@@ -302,6 +325,11 @@ def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw
         setattr(experience, name, getattr(shown, name)[:count])
     experience.rollout_seconds = time.perf_counter() - start
     return experience
+
+
+def part_of(draw: Draw, number: int, rows: list[int], first: int = 0) -> Draw:
+    """The step's first draw, number 0, or a refill. `first`: the first prompt's number in it."""
+    return replace(draw, name=f"{draw.name}_{number}", rows=rows, first=first)
 
 
 def compute_advantages(

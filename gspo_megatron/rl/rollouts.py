@@ -68,6 +68,8 @@ class Experience:
     sample_parts: list[dict[str, float]] = field(default_factory=list)  # none without parts
     parts: Tensor | None = None  # of one draw: [parts, num_sequences] float64, before weights
     reward_errors: int = 0  # of one draw: failed calls of the reward function, on all ranks
+    # of one draw: [sum(response_lengths)], updates that the weights have missed that drew a token
+    staleness: Tensor | None = None
     # Of a whole step, the same on all ranks:
     metrics: dict[str, float] = field(default_factory=dict)  # over all responses sampled
     num_tokens: int = 0  # response tokens sampled
@@ -76,7 +78,7 @@ class Experience:
 
     def describe(self) -> dict[str, Any]:
         """All of a whole step but the tensors, for JSON. That of the main rank is saved."""
-        left = ("batch", "scores", "parts", "reward_errors")
+        left = ("batch", "scores", "parts", "reward_errors", "staleness")
         kept = {k: v for k, v in vars(self).items() if k not in left}
         unread = {"fields": {}, "messages": []}  # they are not written to samples.jsonl
         samples = [dataclasses.asdict(sample) | unread for sample in self.samples]
@@ -151,6 +153,9 @@ class Collector:
 
     def close(self) -> None:
         """The run ends."""
+
+    def begin(self, draw: Draw) -> None:
+        """The draw is wanted soon. Here nobody has time for it before `sample`."""
 
     def sample(self, draw: Draw) -> Experience:
         """Responses with their scores, to this rank's share of the prompts. Raises RewardError, on
@@ -278,6 +283,10 @@ class Collector:
             means["reward/shaped_mean"] = mean_pair(shaped)
         for name, part in zip(self.part_names or (), experience.parts, strict=True):
             means[f"reward/{name}"] = mean_pair(part[scored])
+        if (ages := experience.staleness) is not None:
+            means["staleness/mean"] = mean_pair(ages)
+            means["staleness/tokens_older_than_1"] = mean_pair(ages > 1)
+            metrics.add_maximum("staleness/max", ages.max() if len(ages) else ages.sum())
         metrics.add_means(means)
 
     def reduce(self, metrics: StepMetrics) -> tuple[dict[str, float], bool]:

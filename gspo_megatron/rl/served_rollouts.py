@@ -93,6 +93,7 @@ class ServedCollector(Collector):
         self.streams = False  # the servers take weights from rank 0, without a folder
         self.sender: WeightStream | None = None  # on rank 0
         self.drawn: dict[str, float] = defaultdict(float)  # since the last weights
+        self.updated = time.perf_counter()  # when the servers had them
 
     # Weights
 
@@ -120,11 +121,15 @@ class ServedCollector(Collector):
         )
         figures = on_main(lambda: self._service().figures())
         drawn, self.drawn = self.drawn, defaultdict(float)
+        # responses of steps ahead were drawn at any time since
+        before, self.updated = self.updated, time.perf_counter()
+        ahead = self.config.rollout.staleness > 0
+        seconds = self.updated - before if ahead else drawn["seconds"]
         metrics = {
-            "sync/seconds": time.perf_counter() - start,
+            "sync/seconds": self.updated - start,
             "sync/bytes": float(num_bytes),
             "sync/version": float(version),
-            "engine/tokens_per_second": drawn["tokens"] / max(drawn["seconds"], 1e-9),
+            "engine/tokens_per_second": drawn["tokens"] / max(seconds, 1e-9),
             "engine/kv_usage": figures["kv_usage"],
             "engine/restarts": figures["restarts"],
             "rollout/resubmitted": figures["resubmitted"],
@@ -277,10 +282,14 @@ class ServedCollector(Collector):
 
     # Responses
 
+    def begin(self, draw: Draw) -> None:
+        """See Collector: the servers draw while the policy trains."""
+        on_main(lambda: self._service().begin_draw(draw_to_json(draw)))
+
     def sample(self, draw: Draw) -> Experience:
         """See Collector. Raises RolloutError, on all ranks, where no server is left."""
         start = time.perf_counter()
-        on_main(lambda: self._service().begin_draw(draw_to_json(draw)))
+        self.begin(draw)
         before = None
 
         def look() -> dict[str, Any]:
@@ -314,6 +323,10 @@ class ServedCollector(Collector):
         errors = tensors.pop("reward_errors").sum().to(self.device)
         dist.all_reduce(errors, group=self.data_group)
         tensors = {name: values.to(self.device) for name, values in tensors.items()}
+        staleness = self.version - tensors.pop("versions")
+        assert ((staleness >= 0) & (staleness <= self.version - draw.version)).all(), (
+            f"{draw.name}: tokens of weights outside of versions {draw.version} to {self.version}"
+        )
         parts, scores = tensors.pop("parts"), dataclasses.fields(Scores)
         of_scores = {each.name: tensors.pop(each.name) for each in scores}
         names = self.part_names or ()
@@ -326,6 +339,7 @@ class ServedCollector(Collector):
             [dict(zip(names, values)) for values in parts.t().tolist()] if names else [],
             parts,
             int(errors),
+            staleness,
         )
 
     def _count_missing(self, routes: np.ndarray, num_sequences: int) -> None:

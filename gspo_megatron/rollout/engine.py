@@ -32,7 +32,7 @@ class Draw:
     per_prompt: int  # responses to each
     sampling: Sampling
     seed: int  # with the number of a sample it decides all of its randomness
-    version: int  # steps that the weights have made with which to draw
+    version: int  # steps that the weights have made with which to draw, or more
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ def served(tmp_path: Path, vllm_python: Path) -> Run:
         parallel={"layout": "dp=2,ep=2"},
         rollout={
             "engine": "vllm",
+            "max_staleness": 0,
             "vllm": {"servers": 1, "python": str(vllm_python), "restarts": 1},
         },
     )

@@ -119,6 +119,7 @@ def make_run(folder: Path, python: Path, **sections: Mapping[str, Any]) -> Run:
             "group_size": 4,
             "prompts_per_step": 6,
             "max_response_tokens": 12,
+            "max_staleness": 0,
             "vllm": {"servers": 1, "python": str(python)},
         },
         "reward": {"import_path": "vllm_test_reward:reward"},

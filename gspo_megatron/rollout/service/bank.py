@@ -37,7 +37,8 @@ class Group(NamedTuple):
 
     number: int  # of the prompt in its step
     # tokens [sum(prompt + response lengths)] int32, prompt_lengths, response_lengths [n] int64,
-    # rollout_logprobs [sum(response lengths)] float32, truncated [n] bool, sample_index,
+    # rollout_logprobs [sum(response lengths)] float32, versions of the weights that drew them
+    # [sum(response lengths)] int32, truncated [n] bool, sample_index,
     # group_index [n] int64, rewards, shaped [n] float64, turns [n] int64, turn_rewards [turns]
     # float64, turn_tokens [turns] int64, parts [parts, n] float64; where the servers report them,
     # routes [tokens, layers, k] uint8 or int16. Names as in RolloutBatch and rl.rollouts.Scores.

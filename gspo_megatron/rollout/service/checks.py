@@ -3,8 +3,9 @@ trainer's model and tokenizer."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo_megatron.config.families import describe, preset_of_folder
@@ -13,7 +14,7 @@ from gspo_megatron.config.model_shape import ModelShape, shape_conflicts, shape_
 from gspo_megatron.config.problems import format_value
 from gspo_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from gspo_megatron.errors import ConfigError, RolloutError
-from gspo_megatron.rollout.service.client import Client, malformed
+from gspo_megatron.rollout.service.client import Client, ServerRefused, malformed
 from gspo_megatron.rollout.service.process import WORKER
 
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
@@ -64,6 +65,8 @@ class Abilities:
 
     is_extended: bool = False  # has our worker extension
     workers: int = 0  # processes that hold its weights; 0: more than one engine
+    counts_tokens: bool = False  # tells how many tokens each response under way has
+    sequences: int = 0  # that it works on at a time; 0: it does not say
 
     @property
     def can_stream(self) -> bool:
@@ -87,12 +90,16 @@ async def check_server(client: Client, needs: Needs, folder: str, *, seconds: fl
         abilities = Abilities(
             layout.get("worker_extension_cls") == WORKER,
             layout["world_size"] if layout["data_parallel_size"] == 1 else 0,
+            sequences=found.get("scheduler_config", {}).get("max_num_seqs", 0),
         )
         is_on_cpu = str(found["device_config"]["device"]) == "cpu"
         has_tokenizer = not found["model_config"]["skip_tokenizer_init"]
     ours = shape_of(preset_of_folder(folder))
     if abilities.is_extended and "/collective_rpc" in paths:
         lacks += _differences(ours, await client.model(seconds=seconds))
+        with contextlib.suppress(ServerRefused):  # an extension of an earlier version
+            counts = await client.response_tokens(seconds=seconds)
+            abilities = replace(abilities, counts_tokens=counts is not None)
     elif is_on_cpu and ours.num_moe_experts:
         lacks.append(f"keeps its first experts on a CPU: --worker-extension-cls {WORKER}")
     if needs.must_stream and not abilities.can_stream:

@@ -9,6 +9,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 from zipfile import BadZipFile
@@ -19,13 +20,18 @@ import numpy as np
 MODEL = "policy"  # the name under which started servers serve the model
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"  # of servers that the run has not started
 
-# How a server is paused for new weights. The cache has to go at once: else requests under way go
-# on with what the old weights made of their tokens.
-KEEP = {"mode": "keep", "clear_cache": "true"}
+# How a server is paused for new weights, and what becomes of responses under way. They go on
+# after it: with what the new weights make of their tokens, or with what the old ones have made.
+RECOMPUTE = {"mode": "keep", "clear_cache": "true"}
+KEEP = {"mode": "keep", "clear_cache": "false"}
+# They end before it, and the pause lasts as long.
+WAIT = {"mode": "wait", "clear_cache": "true"}
 
 # What reading an answer raises that is not as vLLM gives it. The last three are NumPy's for what is
 # no array.
 _MALFORMED = (LookupError, TypeError, ValueError, OverflowError, EOFError, MemoryError, BadZipFile)
+
+_FLIGHT = re.compile(r"[0-9a-f]{32}")  # in vLLM's name of a request
 
 _METRIC = re.compile(r"^vllm:(\w+?)(?:\{.*\})? ([-+.\deE]+)$", re.MULTILINE)
 
@@ -59,6 +65,9 @@ class Response:
     # [prompt + response tokens, layers, k] uint8 or int16, where asked for. All zeros: the server
     # did not say, or said nonsense. The last token was never fed to the model.
     routes: np.ndarray | None = None
+    # (name of the weights' version, tokens up to its last one), where the server tells it
+    spans: tuple[tuple[str, int], ...] | None = None
+    versions: np.ndarray | None = None  # [tokens] int32, of the weights that drew them
 
 
 class Client:
@@ -77,9 +86,15 @@ class Client:
         *,
         seconds: float,
         routes: bool,
+        name: str | None = None,
+        salt: str | None = None,
     ) -> Response:
-        """A response to the token ids `prompt`; `sampling`: vLLM's SamplingParams."""
+        """A response to the token ids `prompt`; `sampling`: vLLM's SamplingParams; name: of the
+        request, as in `response_tokens`; salt: what is remembered of prompts with another one is
+        not used."""
         given = {"token_ids": list(prompt), "sampling_params": {"logprobs": 0, **sampling}}
+        given |= {} if name is None else {"request_id": name}
+        given |= {} if salt is None else {"cache_salt": salt}
         found = await self._call("POST", "/inference/v1/generate", given, seconds=seconds)
         with malformed():
             return parse_response(found, len(prompt), facts, routes=routes)
@@ -92,26 +107,41 @@ class Client:
         seconds: float,
         forgets_prepacked: bool,
         stream: Mapping[str, Any] | None = None,
+        pause: Mapping[str, str] = RECOMPUTE,
+        paused: AbstractAsyncContextManager[None] | None = None,
     ) -> None:
         """Replace the weights by those of a Hugging Face folder, or by what rank 0 sends: `stream`
-        has the arguments of `GspoWorker.receive_weights`. Requests under way are held and go on
-        with the new weights; what the server remembers of prompts is forgotten.
+        has the arguments of `GspoWorker.receive_weights`. `pause` says what becomes of requests
+        under way; what the server remembers of prompts is forgotten, but with KEEP. `paused` is
+        entered and left while the server stands still.
 
         forgets_prepacked: the server has our worker extension. On CPUs vLLM packs experts for its
         kernels at the first load only, and would silently ignore the new ones."""
-        await self._call("POST", "/pause", query=KEEP, seconds=seconds)
+        await self._call("POST", "/pause", query=pause, seconds=seconds)
         try:
-            if forgets_prepacked:
-                await self._remote("forget_prepacked_experts", {}, seconds)
-            if stream is not None:
-                await self._remote("receive_weights", stream, seconds)
-            else:
-                await self._remote("reload_weights", {"weights_path": folder}, seconds)
-            named = {"new_version": version}
-            await self._call("POST", "/update_weight_version", named, seconds=seconds)
-            await self._call("POST", "/reset_prefix_cache", seconds=seconds)
+            async with paused or contextlib.nullcontext():
+                if forgets_prepacked:
+                    await self._remote("forget_prepacked_experts", {}, seconds)
+                if stream is not None:
+                    await self._remote("receive_weights", stream, seconds)
+                else:
+                    await self._remote("reload_weights", {"weights_path": folder}, seconds)
+                named = {"new_version": version}
+                await self._call("POST", "/update_weight_version", named, seconds=seconds)
+                if pause != KEEP:
+                    await self._call("POST", "/reset_prefix_cache", seconds=seconds)
         finally:
             await self._call("POST", "/resume", seconds=seconds)
+
+    async def response_tokens(self, *, seconds: float) -> dict[str, int] | None:
+        """GspoWorker.response_tokens, by the names that were given to `generate`."""
+        found = await self._remote("response_tokens", {}, seconds)
+        with malformed():
+            workers = found["results"]
+            if any(each is None for each in workers):
+                return None
+            named = ((_FLIGHT.search(key), n) for each in workers for key, n in each.items())
+            return {key[0]: int(count) for key, count in named if key is not None}
 
     async def weight_sums(self, folder: str | None, *, seconds: float) -> list[dict[str, Any]]:
         """GspoWorker.weight_sums of every worker; only where the server has it."""
@@ -237,7 +267,13 @@ def parse_response(found: Any, prompt_tokens: int, facts: ModelFacts, *, routes:
     table = None
     if routes:
         table = _parse_routes(choice["routed_experts"], prompt_tokens + len(ids), facts)
-    return Response(ids, logprobs, choice["finish_reason"] == "length", table)
+    spans = choice.get("weight_versions")  # from vLLM 0.32 on
+    if spans is not None:
+        spans = tuple((str(each["version"]), int(each["end"])) for each in spans)
+        ends = [end for _, end in spans]
+        if ends != sorted(ends) or ends[-1] != len(ids):
+            raise ValueError(f"versions of the weights up to {ends}, of {len(ids)} tokens")
+    return Response(ids, logprobs, choice["finish_reason"] == "length", table, spans)
 
 
 def _parse_routes(encoded: str, tokens: int, facts: ModelFacts) -> np.ndarray:

@@ -209,6 +209,7 @@ def group_columns(
         "prompt_lengths": np.full(len(responses), len(prompt)),
         "response_lengths": np.array([len(each.token_ids) for each in responses]),
         "rollout_logprobs": np.concatenate([each.logprobs for each in responses]),
+        "versions": np.concatenate([each.versions for each in responses]),
         "truncated": np.array([each.truncated for each in responses]),
         "sample_index": np.array(samples),
         "group_index": np.full(len(responses), number),

@@ -117,6 +117,8 @@ class Service:
             restarts=section.restarts,
             update_seconds=section.update_seconds,
             silence_seconds=section.silence_seconds,
+            max_staleness=self.config.rollout.staleness,
+            keeps_kv=self.config.rollout.kv_after_update == "keep",
         )
 
     def _servers(self, session: Any) -> list[Server]:

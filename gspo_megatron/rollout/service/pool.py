@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,12 +22,16 @@ import numpy as np
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.service.checks import Abilities, Needs, check_server
 from gspo_megatron.rollout.service.client import (
+    KEEP,
+    RECOMPUTE,
+    WAIT,
     Client,
     ModelFacts,
     Response,
     ServerGone,
     ServerRefused,
 )
+from gspo_megatron.rollout.service.flight import Flight, split, versions_of
 from gspo_megatron.rollout.service.process import ServerProcess
 from gspo_megatron.rollout.service.proof import describe_families, suspect_families
 from gspo_megatron.rollout.service.remote import RemoteProcess
@@ -72,6 +76,8 @@ class PoolSettings:
     restarts: int
     update_seconds: float
     silence_seconds: float
+    max_staleness: int = 0  # above 0, new weights come while responses are under way
+    keeps_kv: bool = False  # and these go on with what the old weights made of their tokens
 
 
 @dataclass(eq=False)
@@ -84,7 +90,9 @@ class Server:
     process: Process | None = None
     version: int | None = None  # proven; None: it serves nothing
     why_out: str | None = "has not started yet"
-    in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
+    proven: int = -1  # the newest version that it had and proved
+    tells_versions: bool = False  # which weights drew which tokens
+    in_flight: set[Flight] = field(default_factory=set)
     restarts: int = 0
     abilities: Abilities = field(default_factory=Abilities)
     receives: str | None = None  # while rank 0 sends it weights: their group's key
@@ -142,13 +150,15 @@ class Pool:
         where no server is left, or where one is at fault that the user has to mend."""
         weights, first = self.weights, self._watcher is None
         assert weights is not None, "weights that nobody has made"
+        async with self._changed:
+            self._changed.notify_all()
         if first:
             self._watcher = asyncio.create_task(self._watch())
         for server in self.servers:
             work = self._begin(server) if first else self._renew(server, weights)
             server.tending = asyncio.create_task(_after(server.tending, work))
         await asyncio.gather(*(server.tending for server in self.servers))
-        left = [server for server in self.servers if server.version == weights.version]
+        left = [s for s in self.servers if s.version is not None and s.version >= weights.version]
         # At the start every server has to be sound: a run that begins with fewer was set up wrong.
         if not left or (first and len(left) < len(self.servers)):
             raise RolloutError("\n".join(self.problems()))
@@ -166,13 +176,13 @@ class Pool:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _newest_probe(self) -> Probe:
-        """Of the newest weights; waits for it."""
+    async def _probe_of(self, version: int) -> Probe | None:
+        """Of these weights; waits for it. None: there are newer ones by now."""
         async with self._changed:
             while True:
                 assert self.weights is not None, "a server that never had weights"
-                if self.weights.probe is not None:
-                    return self.weights.probe
+                if self.weights.version != version or self.weights.probe is not None:
+                    return self.weights.probe if self.weights.version == version else None
                 await self._changed.wait()
 
     async def _newest_in_a_folder(self) -> Weights:
@@ -209,7 +219,9 @@ class Pool:
             )
             if server.start is None:
                 await self._load(server, weights, deadline)
-            await self._prove(server, weights, at_start=True)
+            while not await self._prove(server, weights, at_start=True):
+                weights = await self._newest_in_a_folder()
+                await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
         except (ServerGone, ServerRefused, RolloutError) as error:
             await self._put_out(server, str(error))
 
@@ -252,18 +264,44 @@ class Pool:
         stream: Mapping[str, Any] | None = None,
     ) -> None:
         server.version, start = None, time.monotonic()  # nothing is sent to it meanwhile
+        seconds = max(deadline - start, 0.1)
         await server.client.load_weights(
             weights.folder,
             str(weights.version),
-            seconds=max(deadline - time.monotonic(), 0.1),
+            seconds=seconds,
             forgets_prepacked=server.abilities.is_extended,
             stream=stream,
+            pause=self._pause(server),
+            paused=self._split(server, weights.version, seconds),
         )
         server.load_seconds = time.monotonic() - start
 
-    async def _prove(self, server: Server, weights: Weights, *, at_start: bool = False) -> None:
-        """Let the server serve if it has these weights. Raises RolloutError where it has not."""
-        probe, seconds = await self._newest_probe(), self.settings.update_seconds
+    def _pause(self, server: Server) -> Mapping[str, str]:
+        """How to pause it. Responses under way go on only where it is known afterwards which
+        weights drew which of their tokens."""
+        if not server.in_flight:
+            return RECOMPUTE  # there is nothing to keep
+        if not (server.abilities.counts_tokens or server.tells_versions):
+            return WAIT
+        return KEEP if self.settings.keeps_kv else RECOMPUTE
+
+    @contextlib.asynccontextmanager
+    async def _split(self, server: Server, version: int, seconds: float) -> AsyncIterator[None]:
+        """While it is paused: responses under way have tokens of two versions from now on."""
+        flights, counts = tuple(server.in_flight), {}
+        if flights and server.abilities.counts_tokens:
+            counts = await server.client.response_tokens(seconds=seconds) or {}
+        elif server.tells_versions:
+            counts = dict.fromkeys((each.name for each in flights), 0)  # the answer says them
+        yield
+        split(flights, counts, version)
+
+    async def _prove(self, server: Server, weights: Weights, *, at_start: bool = False) -> bool:
+        """Let the server serve if it has these weights. False: there are newer ones, and nobody
+        knows any more. Raises RolloutError where it has not."""
+        probe, seconds = await self._probe_of(weights.version), self.settings.update_seconds
+        if probe is None:
+            return False
         start = time.monotonic()
         if not at_start or server.start is None:
             told = await server.client.weight_version(seconds=_CALL_SECONDS)
@@ -272,12 +310,21 @@ class Pool:
         sampling = {"temperature": 0.0, "max_tokens": len(probe.tokens[0]), "ignore_eos": True}
         facts, routes = self.settings.facts, self.settings.needs.with_routes
         calls = (
-            server.client.generate(prompt, sampling, facts, seconds=seconds, routes=routes)
+            server.client.generate(
+                prompt,
+                sampling,
+                facts,
+                seconds=seconds,
+                routes=routes,
+                salt=self._salt(weights.version),
+            )
             for prompt in probe.prompts
         )
-        problem = compare(probe, await asyncio.gather(*calls))
+        responses = await asyncio.gather(*calls)
+        server.tells_versions = all(each.spans is not None for each in responses)
+        problem = compare(probe, responses)
         if server.abilities.is_extended and (at_start or problem is not None):
-            suspects = await self._suspects(server)
+            suspects = await self._suspects(server, weights.folder)
             if suspects:
                 problem = f"{problem or _NOT_THE_WEIGHTS}; not as in the folder: {suspects}"
             elif problem is not None:
@@ -287,14 +334,17 @@ class Pool:
                 )
         if problem is not None:
             raise RolloutError(problem)
-        server.version, server.why_out, server.heard = weights.version, None, time.monotonic()
+        server.version = server.proven = weights.version
+        server.why_out, server.heard = None, time.monotonic()
         server.proof_seconds = server.heard - start
         async with self._changed:
             self._changed.notify_all()
+        return True
 
-    async def _suspects(self, server: Server) -> str:
-        """The families of tensors that the server has otherwise than the newest folder."""
-        folder, seconds = (await self._newest_in_a_folder()).folder, self.settings.update_seconds
+    async def _suspects(self, server: Server, folder: str | None) -> str:
+        """The families of tensors that the server has otherwise than this folder, or the newest."""
+        folder = folder or (await self._newest_in_a_folder()).folder
+        seconds = self.settings.update_seconds
         found = await server.client.weight_sums(None, seconds=seconds)
         expected, *_ = await server.client.weight_sums(folder, seconds=seconds)
         return describe_families(suspect_families(found, expected), len(expected))
@@ -320,44 +370,74 @@ class Pool:
     async def generate(
         self, prompt: Sequence[int], sampling: Mapping[str, Any], version: int
     ) -> Response:
-        """A response drawn with the weights of `version`, from whichever server has the fewest
-        requests. Raises RolloutError where no server is left, or where all refuse the request."""
+        """A response drawn with the weights of `version` or later ones, which may become newer
+        while it is drawn, from whichever server has the fewest requests. Raises RolloutError where
+        no server is left, or where all refuse the request."""
         routes = self.settings.needs.with_routes and sampling["temperature"] > 0
         while True:
             server = await self._choose(version)
-            call = asyncio.create_task(
+            assert server.version is not None
+            flight = Flight(server.version)
+            call = flight.call = asyncio.create_task(
                 server.client.generate(
-                    prompt, sampling, self.settings.facts, seconds=1e9, routes=routes
+                    prompt,
+                    sampling,
+                    self.settings.facts,
+                    seconds=1e9,
+                    routes=routes,
+                    name=flight.name,
+                    salt=self._salt(server.version),
                 )
             )
-            server.in_flight.add(call)
+            server.in_flight.add(flight)
             try:
                 await asyncio.wait([call])
-                if not call.cancelled():  # by `_put_out`
-                    server.heard = time.monotonic()
-                    return call.result()
+                if not call.cancelled():  # by `_put_out`, or because it is taken back
+                    server.heard, response = time.monotonic(), call.result()
+                    if await self._has_proven(server, flight.version):
+                        return replace(response, versions=_versions(response, flight))
             except ServerRefused as error:
                 raise RolloutError(f"{server.name} refuses a request: {error}") from error
             except ServerGone as error:
                 await self._lose(server, str(error))
             finally:
                 call.cancel()
-                server.in_flight.discard(call)
+                server.in_flight.discard(flight)
                 async with self._changed:
                     self._changed.notify_all()
-            self.resubmitted += 1
+            self.resubmitted += not flight.is_taken_back
+
+    def _salt(self, version: int) -> str | None:
+        """What a server remembers of prompts is forgotten with each version, unless responses
+        under way hold on to it: then prompts of the next version are told apart."""
+        return str(version) if self.settings.keeps_kv else None
+
+    async def _has_proven(self, server: Server, version: int) -> bool:
+        """Whether it proves these weights, or later ones; waits for that."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: server.proven >= version or server.why_out is not None
+            )
+        return server.proven >= version
 
     async def _choose(self, version: int) -> Server:
         """The server with the fewest requests; waits for one."""
         async with self._changed:
             while True:
-                able = [each for each in self.servers if each.version == version]
+                able = [s for s in self.servers if s.version is not None and s.version >= version]
                 chosen = min(able, key=lambda each: len(each.in_flight), default=None)
-                if chosen is not None and len(chosen.in_flight) < CONCURRENT_REQUESTS:
+                if chosen is not None and len(chosen.in_flight) < self._room(chosen):
                     return chosen
                 if chosen is None and not any(self._may_come_back(s) for s in self.servers):
                     raise RolloutError("no server is left:\n" + "\n".join(self.problems()))
                 await self._changed.wait()
+
+    def _room(self, server: Server) -> int:
+        """How many requests may be on their way to it. Where new weights come in between, none
+        waits there for its turn, and the proof of the weights finds a place."""
+        if not self.settings.max_staleness or not server.abilities.sequences:
+            return CONCURRENT_REQUESTS
+        return min(CONCURRENT_REQUESTS, max(1, server.abilities.sequences - 1))
 
     @staticmethod
     def _may_come_back(server: Server) -> bool:
@@ -379,8 +459,9 @@ class Pool:
     async def _put_out(self, server: Server, why: str) -> None:
         """Send it nothing any more, and what it had to others."""
         server.version = server.receives = None
-        for call in tuple(server.in_flight):
-            call.cancel()
+        for flight in tuple(server.in_flight):
+            assert flight.call is not None
+            flight.call.cancel()
         await asyncio.sleep(_MOMENT)
         server.why_out = (server.process and server.process.has_ended()) or why
         if server.process is not None:
@@ -420,6 +501,16 @@ class Pool:
         silent = time.monotonic() - server.heard
         if silent > self.settings.silence_seconds:
             await self._lose(server, f"has not answered or drawn a token for {silent:.0f} s")
+
+
+def _versions(response: Response, flight: Flight) -> np.ndarray:
+    """[tokens] int32: of the weights that drew them, from the server where it tells them."""
+    count = len(response.token_ids)
+    if response.spans is None:
+        return flight.versions(count)
+    # a server that has had no update has a word of its own for the weights that it started with
+    spans = [(int(n) if n.isdecimal() else flight.first_version, end) for n, end in response.spans]
+    return versions_of(spans, count)
 
 
 async def _after(before: asyncio.Task[None] | None, then: Coroutine[Any, Any, None]) -> None:

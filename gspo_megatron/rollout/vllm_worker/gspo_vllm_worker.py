@@ -69,6 +69,17 @@ class GspoWorker:
             method.moe_kernel = None
         return len(methods)
 
+    def response_tokens(self) -> dict[str, int] | None:
+        """How many tokens the response to each request has that this worker has begun, by vLLM's
+        name of the request. Exact while the server is paused. None: this vLLM keeps them elsewhere.
+
+        Requests that have just ended may still be among them.
+        """
+        requests = getattr(self.model_runner, "requests", None)
+        if not isinstance(requests, dict):
+            return None
+        return {name: len(request.output_token_ids) for name, request in requests.items()}
+
     def weight_sums(self, folder: str | None = None) -> dict[str, list[float]]:
         """[elements, sum, sum of squares] of each family of tensors in each layer: of this worker's
         parameters, or of a Hugging Face folder, which one worker reads for all.

@@ -99,6 +99,10 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
          "leaves no room for a prompt in max_sequence_length = 128; legal: at most 127"),
         (1, ["data.max_prompt_tokens=97"], "data.max_prompt_tokens = 97", "legal: at most 96"),
         (1, ["rollout.group_size=1"], "rollout.group_size = 1", "legal: from 2"),
+        (1, ["rollout.max_staleness=1"], "rollout.max_staleness = 1",
+         "draws the responses itself; legal: 0, or engine = vllm"),
+        (1, ["rollout.kv_after_update=keep", "rollout.max_staleness=0"],
+         "rollout.kv_after_update = 'keep'", "no response is under way then; legal: recompute"),
         (1, ["objective.mini_batches=129"], "objective.mini_batches = 129", "legal: 1 to 128"),
         (1, ["optimizer.min_learning_rate=1e-3"], "optimizer.min_learning_rate = 0.001",
          "legal: at most learning_rate = 1e-06"),
@@ -261,3 +265,18 @@ def test_nodes_for_rollouts_have_servers(
     problems = problems_of(1, *overrides)
     assert len(problems) == (told is not None)
     assert told is None or problems[0].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "staleness"),
+    [
+        ([], 0),
+        (["rollout.engine=vllm"], 1),
+        (["rollout.engine=vllm", "rollout.max_staleness=0"], 0),
+        (["rollout.engine=vllm", "rollout.max_staleness=4"], 4),
+    ],
+)
+def test_servers_draw_one_step_ahead_unless_told_otherwise(
+    overrides: list[str], staleness: int
+) -> None:
+    assert config_with(*overrides).rollout.staleness == staleness

@@ -185,3 +185,29 @@ def test_the_state_of_one_file_is_that_of_earlier_versions() -> None:
         "position": 3,
         "deferred": [1, 3],
     }
+
+
+def test_a_look_ahead_sees_what_is_drawn_and_draws_nothing() -> None:
+    for sizes, steps in (([7], 9), ([5, 30], 12), ([100], 3)):
+        plain, looked = PromptLoader(sizes, 4, seed=3), PromptLoader(sizes, 4, seed=3)
+        expected = [plain.next() for _ in range(steps + 5)]
+        for step in range(steps):
+            before = looked.state_dict()
+            assert looked.peek(5) == expected[step : step + 5]
+            assert looked.state_dict() == before
+            assert looked.next() == expected[step]
+
+
+def test_refills_depend_on_the_step_alone() -> None:
+    loader, other = PromptLoader([40, 80], 6, seed=3), PromptLoader([40, 80], 6, seed=3)
+    for _ in range(7):
+        other.next()
+    drawn = {}
+    for step in (1, 2, 3):
+        first, again = loader.for_refills(step), other.for_refills(step)
+        drawn[step] = [first.next() for _ in range(3)]
+        assert drawn[step] == [again.next() for _ in range(3)]
+        assert all(sum(row < 40 for row in rows) == 2 for rows in drawn[step])  # the files' shares
+    assert drawn[1] != drawn[2] != drawn[3]
+    assert loader.state_dict() == PromptLoader([40, 80], 6, seed=3).state_dict()
+    assert PromptLoader([40, 80], 6, seed=4).for_refills(1).next() != drawn[1][0]

@@ -152,6 +152,8 @@ def test_a_mismatch_above_the_clip_range(
         from_rollout = {**objective, "old_logprobs": "rollout"}
         found = advise(records({metric: [value] * 3}), {"objective": from_rollout})
         assert "old_logprobs = recompute" in found[0].advice
+    stale = {metric: [value] * 3, "staleness/max": [1.0] * 3}
+    assert advise(records(stale), {"objective": objective}) == []
     outlier = advise(records({metric: [0.0] * 20 + [value]}), {"objective": objective})
     assert outlier == []
 

@@ -86,6 +86,8 @@ class Double:
         self.faults: dict[str, Fault] = {}
         self.calls: Counter[str] = Counter()
         self.running = self.drawn = 0  # requests under way, and tokens so far
+        self.names: list[str] = []  # of requests, in their order; a probe's has none
+        self.counts: dict[str, int] | None = None  # tokens of requests under way, by their names
         self.loaded, self.named = "0", "default"  # versions
         self.model = {
             "logprobs_mode": "processed_logprobs",
@@ -98,6 +100,7 @@ class Double:
             "world_size": 1,
             "data_parallel_size": 1,
         }
+        self.sequences = 256  # that it works on at a time
         self.paths = set(_PATHS)  # of those that not every server answers
         self.url = ""
 
@@ -130,6 +133,7 @@ class Double:
 
     def _answers(self, path: str, given: Mapping[str, Any]) -> Any:
         if path == "/inference/v1/generate":
+            self.names += [given["request_id"]] if "request_id" in given else []
             return self._generate(given["token_ids"], given["sampling_params"]["max_tokens"])
         if path == "/collective_rpc":
             return {"results": [self._calls(given["method"], given["kwargs"])]}
@@ -144,6 +148,7 @@ class Double:
                     "model_config": self.model,
                     "parallel_config": self.layout,
                     "device_config": {"device": "cuda"},
+                    "scheduler_config": {"max_num_seqs": self.sequences},
                 }
             },
             "/metrics": f"vllm:num_requests_running {float(self.running)}\n"
@@ -154,6 +159,8 @@ class Double:
         """The result of its only worker."""
         if method == "reload_weights":
             self.loaded = _version(arguments["weights_path"])
+        if method == "response_tokens" and self.counts is not None:
+            return {f"generate-tokens-{name}-0a1b2c3d": n for name, n in self.counts.items()}
         if method == "weight_sums":
             folder = arguments["folder"]
             value = float(self.loaded if folder is None else _version(folder)) + 1

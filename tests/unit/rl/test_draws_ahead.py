@@ -1,0 +1,119 @@
+"""Draws that servers begin before their step: of a loop whose responses are drawn in process, where
+`begin` does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_megatron.data.inputs import read_inputs
+from gspo_megatron.data.loader import PromptLoader
+from gspo_megatron.objectives import build_objective
+from gspo_megatron.observe.run_logger import RunLogger
+from gspo_megatron.platform.groups import stop_processes
+from gspo_megatron.rewards.registry import Reward
+from gspo_megatron.rl.loop import ReinforcementLoop
+from gspo_megatron.rl.run import assemble
+from gspo_megatron.rollout.engine import Draw
+from tests.unit.data.corpora import make_tokenizer, write_jsonl
+from tests.unit.models.one_rank import tiny_config
+
+FILE, PROMPTS, STEPS, SEED = 10, 3, 6, 5
+AHEAD = 2
+
+
+class Recorded(ReinforcementLoop):
+    """With what is asked of the collector."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__(run)
+        self.begun: list[Draw] = []
+        self.sampled: list[Draw] = []
+        sample = self.collector.sample
+
+        def recorded(draw: Draw) -> Any:
+            self.sampled.append(draw)
+            return sample(draw)
+
+        self.collector.sample, self.collector.begin = recorded, self.begun.append
+
+    def draws_of(self, step: int) -> list[Draw]:
+        return [draw for draw in self.sampled if draw.name.startswith(f"step_{step:08d}_")]
+
+
+@pytest.fixture
+def make_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0" if name == "RANK" else "1")
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [f"{n:02d}" for n in range(FILE)], "prompt")
+
+    loggers: list[RunLogger] = []
+
+    def make(ahead: int) -> Recorded:
+        stop_processes()  # of another loop
+        config = tiny_config(
+            data={"tokenizer": str(folder), "prompts": str(prompts), "answer_field": "prompt"},
+            logging={"dir": str(tmp_path / f"run_{len(loggers)}")},
+            rollout={
+                "group_size": 2,
+                "prompts_per_step": PROMPTS,
+                "max_response_tokens": 2,
+                "dynamic_sampling": True,
+                "max_refills": 2,
+                "max_staleness": ahead,
+            },
+            training={"steps": STEPS, "seed": SEED},
+            checkpoint={"interval": 0},
+        )
+        reward = Reward("always the same", lambda _: 1.0)  # so every refill is drawn
+        run = assemble(config, read_inputs(config), reward, build_objective(config.objective, 2))
+        loggers.append(run.logger)
+        return Recorded(run)
+
+    yield make
+    for logger in loggers:
+        logger.close()
+    stop_processes()
+
+
+def rolled_out(loop: Recorded, *steps: int) -> Recorded:
+    for step in steps:
+        loop.roll_out(step)
+    return loop
+
+
+def test_each_draw_is_begun_in_time_and_is_the_one_that_is_trained(make_loop: Any) -> None:
+    loop, plain = make_loop(AHEAD), PromptLoader(FILE, PROMPTS, seed=SEED)
+    for step in range(1, STEPS + 1):
+        rolled_out(loop, step)
+        begun = {draw.name: draw for draw in loop.begun}
+        last = min(step + AHEAD, STEPS)
+        assert list(begun) == [f"step_{number:08d}_0" for number in range(1, last + 1)]
+        first, *refills = loop.draws_of(step)
+        assert first == begun[first.name] and first.rows == plain.next()
+        assert first.version == max(step - 1 - AHEAD, 0)
+        assert [draw.name[-2:] for draw in refills] == ["_1", "_2"]
+        assert [draw.first for draw in refills] == [PROMPTS, 2 * PROMPTS]
+
+
+def test_a_resumed_run_asks_for_the_same_draws(make_loop: Any) -> None:
+    whole = rolled_out(make_loop(AHEAD), 1, 2)
+    saved = whole.loader.state_dict()
+    before = len(whole.begun)
+    rolled_out(whole, 3, 4)
+    resumed = make_loop(AHEAD)
+    resumed.loader.load_state_dict(saved)
+    rolled_out(resumed, 3, 4)
+    assert resumed.begun == whole.begun[before:]
+    assert resumed.sampled == whole.draws_of(3) + whole.draws_of(4)
+
+
+def test_without_staleness_refills_are_the_next_prompts(make_loop: Any) -> None:
+    loop, plain = make_loop(0), PromptLoader(FILE, PROMPTS, seed=SEED)
+    rolled_out(loop, 1, 2)
+    assert [draw.rows for draw in loop.sampled] == [plain.next() for _ in range(6)]
+    assert [draw.version for draw in loop.sampled] == [0, 0, 0, 1, 1, 1]

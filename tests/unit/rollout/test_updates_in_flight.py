@@ -1,0 +1,165 @@
+"""New weights while requests are under way, where servers do what vLLM cannot be made to do at a
+chosen moment. tests/vllm/test_spans.py has the same with real ones."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.unit.rollout.double import Double, choice_with, plain, weights
+from tests.unit.rollout.test_faulty_servers import GENERATE, PROMPT, SAMPLING, Pool, pooled
+
+
+class Held:
+    """Requests that are not answered before `answers` is set; a probe is answered at once."""
+
+    def __init__(self) -> None:
+        self.answers, self.holds = asyncio.Event(), True
+
+    async def __call__(self, request: web.Request, answer: Any) -> web.StreamResponse:
+        if self.holds and "request_id" in await request.json():
+            await self.answers.wait()
+        return await plain(request, answer)
+
+
+async def begin(pool: Pool, doubles: list[Double], count: int) -> list[asyncio.Task[Any]]:
+    """So many requests, which all servers together have got."""
+    before = sum(len(each.names) for each in doubles)
+    calls = [asyncio.create_task(pool.generate(PROMPT, SAMPLING, 0)) for _ in range(count)]
+    while sum(len(each.names) for each in doubles) < before + count:
+        await asyncio.sleep(0.01)
+    return calls
+
+
+def test_a_request_with_tokens_goes_on_and_one_without_is_sent_again(tmp_path: Path) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        pool.settings, [double] = replace(pool.settings, max_staleness=1), doubles
+        double.counts = {}
+        await pool.update(weights(tmp_path, 0))
+        double.faults[GENERATE] = held = Held()
+        calls = await begin(pool, doubles, 2)
+        double.counts = {double.names[0]: 2}
+        await pool.update(weights(tmp_path, 1))
+        held.answers.set()
+        goes_on, again = await asyncio.gather(*calls)
+        assert goes_on.versions.tolist() == [0, 0, 1, 1, 1, 1]
+        assert again.versions.tolist() == [1] * 6
+        assert len(double.names) == 3 and pool.resubmitted == 0
+
+    pooled(work, count=1)
+
+
+def test_an_answer_that_comes_while_new_weights_load_is_of_the_weights_before(
+    tmp_path: Path,
+) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        [double] = doubles
+        double.counts = {}
+        await pool.update(weights(tmp_path, 0))
+        double.faults[GENERATE] = held = Held()
+        [call] = await begin(pool, doubles, 1)
+
+        async def loads(request: web.Request, answer: Any) -> web.StreamResponse:
+            if (await request.json())["method"] == "reload_weights":
+                held.answers.set()
+                await asyncio.wait([call])  # before the new weights are proven
+            return await plain(request, answer)
+
+        double.faults["/collective_rpc"] = loads
+        await pool.update(weights(tmp_path, 1))
+        assert (await call).versions.tolist() == [0] * 6
+        assert len(double.names) == 1
+
+    pooled(work, count=1)
+
+
+def test_no_token_of_weights_that_are_not_proven_is_used(tmp_path: Path) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        for each in doubles:
+            each.counts = {}
+        await pool.update(weights(tmp_path, 0))
+        doubles[1].faults[GENERATE] = held = Held()
+        first, call = await begin(pool, doubles, 2)
+        await first
+        doubles[1].counts = {doubles[1].names[0]: 2}
+
+        async def another(*_: Any) -> web.StreamResponse:
+            held.answers.set()  # the response is whole before the proof fails
+            await asyncio.sleep(0.5)
+            assert not call.done()
+            return await plain(_[0], {"weight_version": "7"})
+
+        doubles[1].faults["/weight_info"] = another
+        await pool.update(weights(tmp_path, 1))
+        assert (await call).versions.tolist() == [1] * 6  # of the other server
+        assert pool.resubmitted == 1 and len(pool.problems()) == 1
+
+    pooled(work)
+
+
+def test_versions_that_a_server_tells_are_taken(tmp_path: Path) -> None:
+    spans = [{"version": "default", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 6}]
+
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        await pool.update(weights(tmp_path, 3))
+        doubles[0].faults[GENERATE] = choice_with(weight_versions=spans)
+        response = await pool.generate(PROMPT, SAMPLING, 3)
+        assert response.versions.tolist() == [3, 3, 5, 5, 5, 5]
+        spans[1]["end"] = 5
+        assert (await pool.generate(PROMPT, SAMPLING, 3)).versions.tolist() == [3] * 6
+        assert pool.servers[0].tending is not None
+        await pool.servers[0].tending
+        assert "versions of the weights up to [2, 5], of 6 tokens" in str(pool.servers[0].why_out)
+
+    pooled(work)
+
+
+def test_an_older_version_serves_a_draw_that_allows_it(tmp_path: Path) -> None:
+    async def work(pool: Pool, _: list[Double]) -> None:
+        await pool.update(weights(tmp_path, 2))
+        assert (await pool.generate(PROMPT, SAMPLING, 1)).versions.tolist() == [2] * 6
+        with pytest.raises(asyncio.TimeoutError):
+            pool.servers[0].tending = asyncio.create_task(asyncio.sleep(60))
+            await asyncio.wait_for(pool.generate(PROMPT, SAMPLING, 3), 0.5)
+
+    pooled(work, count=1)
+
+
+def test_a_place_is_left_for_the_proof(tmp_path: Path) -> None:
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        [double] = doubles
+        pool.settings, double.sequences = replace(pool.settings, max_staleness=1), 4
+        await pool.update(weights(tmp_path, 0))
+        double.faults[GENERATE] = held = Held()
+        calls = await begin(pool, doubles, 3)
+        calls.append(asyncio.create_task(pool.generate(PROMPT, SAMPLING, 0)))
+        await asyncio.sleep(0.3)
+        assert len(double.names) == 3
+        held.answers.set()
+        await asyncio.gather(*calls)
+        assert len(double.names) == 4
+
+    pooled(work, count=1)
+
+
+def test_new_weights_for_a_server_that_still_starts_with_others(tmp_path: Path) -> None:
+    """As in a service that was started again: the responses of the next step are there already, so
+    the policy is trained meanwhile."""
+
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        pool.take(replace(weights(tmp_path, 0), probe=None))
+        starting = asyncio.create_task(pool.bring())
+        while not doubles[0].calls["/resume"]:
+            await asyncio.sleep(0.01)
+        assert doubles[0].loaded == "0"
+        await asyncio.wait_for(pool.update(weights(tmp_path, 1)), 20)
+        await starting
+        assert not pool.problems() and pool.servers[0].version == 1
+        assert (await pool.generate(PROMPT, SAMPLING, 1)).versions.tolist() == [1] * 6
+
+    pooled(work, count=1)

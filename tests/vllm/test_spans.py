@@ -1,0 +1,126 @@
+"""New weights while responses are under way: each token has the version of the weights that drew
+it, by what transformers computes with either."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gspo_megatron.rollout.service.client import Response
+from gspo_megatron.rollout.service.pool import Pool
+from tests.vllm.servers import Sample, Server
+from tests.vllm.test_facts import SAME, TEMPERATURE, WRONG, reference_logprobs
+from tests.vllm.test_weights import SETTINGS, VOCABULARY, served, weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+LENGTHS = (3, 20, 60, 300)  # tokens of prompts
+TOKENS = 1500  # of responses: far more than are drawn before the updates
+
+
+def prompts() -> list[list[int]]:
+    draws = np.random.default_rng(7)
+    return [draws.integers(0, VOCABULARY, length).tolist() for length in LENGTHS]
+
+
+def errors(
+    prompt: Sequence[int], response: Response, folder: Path, replay_from: int = 0
+) -> np.ndarray:
+    """[tokens]: by how much each log-prob differs from transformers' with these weights, in nats.
+    From this row on with the server's experts."""
+    logprobs, routes = response.logprobs.tolist(), response.routes[:-1]
+    sample = Sample(list(prompt), response.token_ids.tolist(), logprobs, routes)
+    expected = reference_logprobs(folder, sample, replay_from)
+    return (expected - torch.tensor(logprobs)).abs().numpy()
+
+
+async def draw(pool: Pool, version: int) -> list[Response]:
+    sampling = {"temperature": TEMPERATURE, "max_tokens": TOKENS, "ignore_eos": True}
+    calls = [
+        pool.generate(prompt, {**sampling, "seed": seed}, version)
+        for seed, prompt in enumerate(prompts())
+    ]
+    return await asyncio.gather(*calls)
+
+
+async def have_begun(pool: Pool, tokens: int) -> None:
+    """Until so many more tokens are drawn."""
+    client = pool.servers[0].client
+    before = None
+    while True:
+        found = (await client.figures(seconds=9)).get("generation_tokens_total", 0.0)
+        before = found if before is None else before
+        if found - before >= tokens:
+            return
+        await asyncio.sleep(0.01)
+
+
+def updated(
+    server: Server, folders: Sequence[Path], *, keeps: bool = False, counts: bool = True
+) -> tuple[list[Response], list[Response]]:
+    """Responses that updates interrupt, and responses to the same prompts afterwards. folders: of
+    the versions."""
+
+    versions = [weights(version, folder) for version, folder in enumerate(folders)]
+
+    async def work(pool: Pool) -> tuple[list[Response], list[Response]]:
+        pool.settings = replace(SETTINGS, max_staleness=2, keeps_kv=keeps)
+        await pool.update(versions[0])
+        able = pool.servers[0].abilities
+        assert able.counts_tokens and able.sequences == 64
+        pool.servers[0].abilities = replace(able, counts_tokens=counts)
+        drawing = asyncio.create_task(draw(pool, 0))
+        for newest in versions[1:]:
+            await have_begun(pool, 150)
+            await pool.update(newest)
+            assert pool.servers[0].version == newest.version
+        found = await drawing
+        assert pool.resubmitted == 0 and not pool.problems()
+        return found, await draw(pool, len(folders) - 1)
+
+    return served([server], work)
+
+
+@pytest.fixture
+def folders(tiny_qwen3_moe: Callable[[int], Path]) -> list[Path]:
+    """Of three versions; no two neighbours agree on any log-prob."""
+    return [tiny_qwen3_moe(seed) for seed in (0, 1, 0)]
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["recompute", "keep"])
+def test_each_token_has_the_version_that_drew_it(
+    vllm_server: Server, folders: list[Path], keeps: bool
+) -> None:
+    found, after = updated(vllm_server, folders, keeps=keeps)
+    for prompt, response in zip(prompts(), found, strict=True):
+        versions = response.versions
+        assert len(versions) == len(response.token_ids) == TOKENS
+        assert (np.diff(versions) >= 0).all() and set(versions) == {0, 1, 2}
+        first, second = (int((versions < version).sum()) for version in (1, 2))
+        old = errors(prompt, response, folders[0])
+        assert old[:first].max() < SAME  # those before the first update, all of them
+        assert old[first] > 10 * SAME and old[first : first + 20].max() > WRONG  # and no later one
+        if not keeps:
+            # with the keys and values of the second weights alone; see test_facts for the median
+            row = len(prompt) + first - 1
+            new = errors(prompt, response, folders[1], row)[first:]
+            assert np.median(new[: second - first]) < WRONG
+            assert np.median(new[second - first :]) > WRONG
+    # what the server remembers of these prompts is not used
+    for prompt, response in zip(prompts(), after, strict=True):
+        assert set(response.versions) == {2}
+        assert errors(prompt, response, folders[2]).max() < SAME
+
+
+def test_a_server_that_cannot_count_ends_responses_first(
+    vllm_server: Server, folders: list[Path]
+) -> None:
+    for version, responses in enumerate(updated(vllm_server, folders[:2], counts=False)):
+        for prompt, response in zip(prompts(), responses, strict=True):
+            assert set(response.versions) == {version}
+            assert errors(prompt, response, folders[version]).max() < SAME
