@@ -119,12 +119,16 @@ async def _why_not_healthy(client: Client) -> str | None:
 
 async def _draw(client: Client, count: int, length: int) -> float:
     """Tokens/s of so many responses of one length, sent at once."""
+    # a seed each, as the run's requests: vLLM then samples row by row
     sampling = {"temperature": 1.0, "max_tokens": length, "ignore_eos": True}
     facts = ModelFacts(1 << 20, 1, 0, 0, ())  # any token is fine
     options: dict[str, Any] = {"seconds": 300, "routes": False}
     start = time.perf_counter()
     await asyncio.gather(
-        *(client.generate([3, 4, 5], sampling, facts, **options) for _ in range(count))
+        *(
+            client.generate([3, 4, 5], {**sampling, "seed": seed}, facts, **options)
+            for seed in range(count)
+        )
     )
     return length * count / (time.perf_counter() - start)
 
