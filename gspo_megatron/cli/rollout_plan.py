@@ -172,9 +172,7 @@ def _read_options(arguments: argparse.Namespace, problems: list[str]) -> dict[st
             problems.append(f"{name} {option.metavar} is missing: {option.help}")
     alone, together = (values.get(name) for name in ("--sequence-speed", "--server-speed"))
     if alone and together and together < alone:
-        problems.append(
-            f"--server-speed {together:g}: wrong; it is below --sequence-speed {alone:g}"
-        )
+        problems.append(f"--server-speed {together:g}: wrong; below --sequence-speed {alone:g}")
     splits, seconds = arguments.nodes is not None, values.get("--train-seconds")
     if splits == (arguments.servers is not None):
         problems.append("give one of --nodes and --servers, and not both")
