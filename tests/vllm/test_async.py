@@ -87,7 +87,10 @@ def test_a_killed_run_that_draws_ahead_trains_what_the_synchronous_run_trains(
     assert not weights_folder(load_config(run.folder / "config.yaml")).exists()
     process = run.start()
     run.wait(process, lambda: finished_steps(run) >= 4)
-    run.servers()[0].kill()
+    server = run.servers()[0]
+    engine = server.children(recursive=True)
+    server.kill()
+    wait_for(lambda: not any(map(is_alive, engine)))  # the service ends what is left of a server
     run.services()[0].kill()
     run.finish(process)
     assert_each_draw_is_trained_once(run, 2)

@@ -18,7 +18,8 @@ from tests.vllm.servers import Sample, Server
 from tests.vllm.test_facts import SAME, TEMPERATURE, WRONG, reference_logprobs
 from tests.vllm.test_weights import SETTINGS, VOCABULARY, served, weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+# `full`: responses have to outlast two updates, which they do not on a machine with other work
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1800)]
 LENGTHS = (3, 20, 60, 300)  # tokens of prompts
 TOKENS = 1500  # of responses: far more than are drawn before the updates
 
@@ -48,7 +49,7 @@ async def draw(pool: Pool, version: int) -> list[Response]:
     return await asyncio.gather(*calls)
 
 
-async def have_begun(pool: Pool, tokens: int) -> None:
+async def have_begun(pool: Pool, drawing: asyncio.Task[list[Response]], tokens: int) -> None:
     """Until so many more tokens are drawn."""
     client = pool.servers[0].client
     before = None
@@ -57,7 +58,8 @@ async def have_begun(pool: Pool, tokens: int) -> None:
         before = found if before is None else before
         if found - before >= tokens:
             return
-        await asyncio.sleep(0.01)
+        assert not drawing.done(), "all responses ended before the next update"
+        await asyncio.sleep(0.05)
 
 
 def updated(
@@ -76,7 +78,7 @@ def updated(
         pool.servers[0].abilities = replace(able, counts_tokens=counts)
         drawing = asyncio.create_task(draw(pool, 0))
         for newest in versions[1:]:
-            await have_begun(pool, 150)
+            await have_begun(pool, drawing, 150)
             await pool.update(newest)
             assert pool.servers[0].version == newest.version
         found = await drawing
