@@ -48,16 +48,14 @@ class Span(NamedTuple):
     what: str
     start: float
     end: float
-    share: float = 1.0  # of this time in which it did so
 
 
 def timeline(run: Run) -> tuple[list[Span], dict[int, float]]:
     """The last steps of a run with servers, and when each began; nothing for other runs.
 
     A step is drawn as its phases end to end; what is between them follows at its end. Evaluations
-    and checkpoints are between steps and are left out, as in perf/step_seconds. Where a step waits
-    for its own responses the servers draw meanwhile; where engine/busy_share tells how much of the
-    time they drew, they do so in the whole step but the update.
+    and checkpoints are between steps and are left out, as in perf/step_seconds. The servers draw
+    while the trainer waits for responses; what they draw ahead at other times is not shown.
     """
     by_step = {r["step"]: r for r in run.records if phase_of(r) == RL and r.get("sync/seconds")}
     spans: list[Span] = []
@@ -71,9 +69,7 @@ def timeline(run: Run) -> tuple[list[Span], dict[int, float]]:
             spans.append(Span("trainer", what, at, end))
             if what == "new weights":
                 spans.append(Span("servers", what, at, end))
-                if (busy := record.get("engine/busy_share")) is not None:
-                    spans.append(Span("servers", "draws responses", now, at, busy))
-            elif what == "waits for responses" and "engine/busy_share" not in record:
+            elif what == "waits for responses":
                 spans.append(Span("servers", "draws responses", at, end))
             at = end
         now = max(at, now + (record.get("perf/step_seconds") or 0.0))
@@ -91,9 +87,8 @@ def plot_timeline(run: Run, path: Path) -> Path | None:
         title = f"Who worked when, by the last {len(starts)} steps: {run.name}"
         figure.suptitle(title, x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=INK)
         axes = figure.add_subplot()
-        for who, what, start, end, share in spans:
-            color, alpha = _COLORS[what], 0.15 + 0.85 * share
-            axes.barh(rows[who], end - start, 0.62, start, color=color, alpha=alpha, lw=0)
+        for who, what, start, end in spans:
+            axes.barh(rows[who], end - start, 0.62, start, color=_COLORS[what], lw=0)
         for step, start in starts.items():
             axes.axvline(start, color=MUTED, lw=0.6)
             axes.text(start, 1.42, f" {step}", color=MUTED, fontsize=7.5)

@@ -51,14 +51,15 @@ def trained_prompts(run: Run) -> dict[int, list[str]]:
 
 
 def assert_each_draw_is_trained_once(run: Run, max_staleness: int) -> None:
-    """And every response scored once: what was finished was not drawn again."""
+    """And every response scored once: what was finished was not drawn again, but for a group that
+    was scored when the service was killed, which happens twice."""
     assert [record["step"] for record in run.steps()] == list(range(1, STEPS + 1))
     oldest = [record["staleness/max"] for record in run.steps()]
     # the first draws are begun with the first weights
     assert all(age <= min(max_staleness, n) for n, age in enumerate(oldest)) and max(oldest) > 0
     assert all(0 <= record["staleness/mean"] <= age for record, age in zip(run.steps(), oldest))
     rows = Counter(row for row, _ in run.calls())
-    assert sum(rows.values()) == STEPS * PROMPTS * GROUP, rows
+    assert 0 <= sum(rows.values()) - STEPS * PROMPTS * GROUP <= 2 * GROUP, rows
     assert not list((run.out / "rollouts").glob("*.groups"))
 
 

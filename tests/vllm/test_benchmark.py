@@ -10,13 +10,18 @@ import pytest
 from tests.programs import ROOT, run_program
 
 
+def measured(tool: str, python: Path, *words: str) -> dict[str, float]:
+    """The figures of the last line that the tool prints."""
+    command = (sys.executable, str(ROOT / "tools" / tool), "--python", str(python), *words)
+    last = run_program(*command).stdout.splitlines()[-1]
+    return {name: float(value) for name, value in (word.split("=") for word in last.split())}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_weight_sync_is_measured(vllm_python: Path) -> None:
-    tool = str(ROOT / "tools" / "bench_weight_sync.py")
-    words = ("--python", str(vllm_python), "--gigabytes", "0.1", "--rounds", "2")
-    last = run_program(sys.executable, tool, *words).stdout.splitlines()[-1]
-    figures = {n: float(value) for n, value in (word.split("=") for word in last.split())}
+    words = ("--gigabytes", "0.1", "--rounds", "2")
+    figures = measured("bench_weight_sync.py", vllm_python, *words)
     parts = {"export_seconds", "probe_seconds", "load_seconds", "proof_seconds"}
     assert {"ratio", "cp_seconds", *parts} <= figures.keys()
     assert all(figures[name] > 0 for name in ("ratio", "seconds", "cp_seconds", *parts))
@@ -28,9 +33,6 @@ def test_weight_sync_is_measured(vllm_python: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_rollout_plan_is_held_against_a_run(vllm_python: Path) -> None:
-    tool = str(ROOT / "tools" / "bench_rollout_plan.py")
-    words = ("--python", str(vllm_python), "--steps", "4", "--prompts", "8")
-    last = run_program(sys.executable, tool, *words).stdout.splitlines()[-1]
-    figures = {n: float(value) for n, value in (word.split("=") for word in last.split())}
+    figures = measured("bench_rollout_plan.py", vllm_python, "--steps", "4", "--prompts", "8")
     assert figures["step_seconds"] > figures["rollout_seconds"] > 0 < figures["update_seconds"]
     assert figures["step_ratio"] > 0  # others may take a core at any time: no figure is asked for

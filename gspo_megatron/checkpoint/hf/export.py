@@ -54,8 +54,7 @@ def export_hf(
     dtype = dtype or policy.config.params_dtype
     config = export_config(policy.shape, policy.vocab_size, dtype, hf_config)
     specs = stream_specs(policy, family=family, dtype=dtype)
-    sizes = {"max_shard_bytes": max_shard_bytes, "durable": durable, "reuse": reuse}
-    writer = HfWriter(path, specs, **sizes)
+    writer = HfWriter(path, specs, max_shard_bytes=max_shard_bytes, durable=durable, reuse=reuse)
     is_main = dist.get_rank() == MAIN_RANK
     with contextlib.ExitStack() as stack:
         with raised_everywhere():

@@ -42,13 +42,6 @@ def test_servers_draw_while_the_trainer_waits(tmp_path: Path) -> None:
     ]
 
 
-def test_servers_that_draw_ahead_do_so_until_the_update(tmp_path: Path) -> None:
-    further = {"sync/seconds": 1.4, "engine/busy_share": 0.75}
-    spans, _ = timeline(load_runs([write_run(tmp_path / "run", 2, **further)])[0])
-    drawn = [span for span in spans if span.what == "draws responses"]
-    assert drawn == [Span("servers", "draws responses", at, at + 8, 0.75) for at in (0, 10)]
-
-
 def test_a_run_without_servers_has_no_timeline(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 3)
     assert plot_timeline(load_runs([run])[0], tmp_path / "timeline.png") is None
