@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.vllm.environment import find_vllm_python
-from tests.vllm.servers import Server, serve
+from tests.vllm.servers import Server, run_options, serve
 
 
 @pytest.fixture(scope="session")
@@ -56,5 +56,7 @@ def vllm_server(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     """A server of the tiny model of seed 0 at first; tests give it other weights."""
-    with serve(vllm_python, tiny_qwen3_moe(0), tmp_path_factory.mktemp("vllm")) as server:
+    with serve(
+        vllm_python, tmp_path_factory.mktemp("vllm"), run_options(tiny_qwen3_moe(0))
+    ) as server:
         yield server

@@ -13,14 +13,19 @@ import socket
 import subprocess
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gspo_megatron.rollout.service.process import end_with_parent
+from gspo_megatron.rollout.service.client import MODEL
+from gspo_megatron.rollout.service.process import (
+    end_with_parent,
+    needed_arguments,
+    option_words,
+)
 from tests.programs import ROOT, command_environment
 
 WORKER_FOLDER = ROOT / "gspo_megatron" / "rollout" / "vllm_worker"
@@ -38,13 +43,6 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, all servers of a machine share its first core
 }
-OPTIONS = (
-    *("--served-model-name", "policy", "--dtype", "float32", "--enforce-eager"),
-    *("--max-model-len", "2048", "--max-num-seqs", "64"),
-    *("--logprobs-mode", "processed_logprobs"),  # at the temperature that tokens are drawn with
-    *("--enable-scale-out", "--enable-return-routed-experts"),
-    *("--worker-extension-cls", "gspo_vllm_worker.GspoWorker"),
-)
 
 
 @dataclass(frozen=True)
@@ -116,21 +114,25 @@ class Server:
         return answer
 
 
+def run_options(model: Path) -> dict[str, Any]:
+    """Of a server of a Hugging Face folder in fp32, as those that a run starts."""
+    needed = needed_arguments(str(model), "float32", routes=True, on_cpu=True)
+    return {**needed, "served_model_name": MODEL, "max_model_len": 2048, "max_num_seqs": 64}
+
+
 @contextlib.contextmanager
-def serve(
-    python: Path, model: Path, folder: Path, options: Sequence[str] = OPTIONS
-) -> Iterator[Server]:
-    """A server of a Hugging Face folder, by the Python of vLLM's environment; its log and caches go
+def serve(python: Path, folder: Path, options: Mapping[str, Any]) -> Iterator[Server]:
+    """A server with these options of vLLM, by the Python of its environment; its log and caches go
     to `folder`. It ends with this process, too. Raises AssertionError with the end of the log where
     it does not start."""
     port = free_port()
     server = Server(port, folder / "server.log")
+    words = option_words({**options, "host": "127.0.0.1", "port": port})
     program = (str(python), "-m", "vllm.entrypoints.openai.api_server")
-    address = ("--host", "127.0.0.1", "--port", str(port))
     own = {"VLLM_CACHE_ROOT": str(folder / "cache")}
     with server.log.open("wb") as log:
         process = subprocess.Popen(
-            [*program, "--model", str(model), *address, *options],
+            [*program, *words],
             env=command_environment() | ENVIRONMENT | own,
             stdin=subprocess.DEVNULL,
             stdout=log,

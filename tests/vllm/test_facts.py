@@ -169,6 +169,12 @@ def test_routed_experts_are_the_choice_of_the_routers(policy: Policy) -> None:
     assert rows.mean() >= SAME_EXPERTS
 
 
+def test_more_tokens_than_one_pass_takes_are_no_trouble_for_seeds(policy: Policy) -> None:
+    """A pass takes 2,048 tokens. In chunks of a prompt, vLLM on CPUs dies of a request's seed."""
+    calls = [policy.start_sample(policy.prompt(300), 4) for _ in range(20)]
+    assert all(policy.error(call(), OLD) < SAME for call in calls)
+
+
 def test_a_running_server_takes_new_weights(policy: Policy) -> None:
     prompt = policy.prompt(30)
     assert policy.error(policy.sample(prompt, 48), NEW) > WRONG  # the weights differ
@@ -202,7 +208,9 @@ def test_a_response_in_flight_goes_on_with_the_new_weights_alone(policy: Policy)
     policy.server.sample(prompt[:1], 60)  # a clock: the response grows in the same batches
     policy.update(NEW)
     sample = finish()
-    first_new = int((policy.errors(sample, OLD) < SAME).int().argmin())  # the first False
+    # Where two experts have nearly equal weights, a single token may not look like its weights.
+    looks_old = torch.where(policy.errors(sample, OLD) < SAME, 1, -1)
+    first_new = int(looks_old.cumsum(0).argmax()) + 1
     assert 0 < first_new < 1500, "the update came before the response or after it"
     row = len(prompt) + first_new - 1  # the row that the first new token is drawn from
     # The median: the choice of experts for the rows computed again is not returned, and if one of

@@ -32,7 +32,7 @@ from gspo_megatron.rollout.service.pool import (
     connected_session,
 )
 from tests.vllm.servers import Server as Running
-from tests.vllm.servers import serve
+from tests.vllm.servers import run_options, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 VOCABULARY, LAYERS, EXPERTS, TOP_K = 257, 4, 8, 2
@@ -53,7 +53,9 @@ STEP = 3e-3
 def second_server(
     vllm_python: Path, tiny_qwen3_moe: Callable[[int], Path], tmp_path_factory: Any
 ) -> Iterator[Running]:
-    with serve(vllm_python, tiny_qwen3_moe(0), tmp_path_factory.mktemp("vllm_2")) as server:
+    with serve(
+        vllm_python, tmp_path_factory.mktemp("vllm_2"), run_options(tiny_qwen3_moe(0))
+    ) as server:
         yield server
 
 

@@ -18,6 +18,7 @@ from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.service.checks import Needs, check_server, tokenized
 from gspo_megatron.rollout.service.client import Client
 from gspo_megatron.rollout.service.pool import connected_session
+from gspo_megatron.rollout.service.process import WORKER
 from tests.unit.data.corpora import make_tokenizer
 from tests.vllm.runs import make_run
 from tests.vllm.servers import Server, serve
@@ -82,11 +83,9 @@ def wrong_server(
     shutil.copytree(tiny_qwen3_moe(0), model)
     made = make_tokenizer(folder / "tokenizer", "bpe", vocab_size=400)
     shutil.copytree(made, model, dirs_exist_ok=True, ignore=lambda *_: {"config.json"})
-    options = (
-        *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "64"),
-        *("--worker-extension-cls", "gspo_vllm_worker.GspoWorker"),
-    )
-    with serve(vllm_python, model, folder, options) as server:
+    options = {"model": str(model), "dtype": "bfloat16", "enforce_eager": True, "max_model_len": 64}
+    options["worker_extension_cls"] = WORKER
+    with serve(vllm_python, folder, options) as server:
         yield server, model
 
 

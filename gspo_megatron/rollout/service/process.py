@@ -131,7 +131,9 @@ def needed_arguments(folder: str, dtype: str, *, routes: bool, on_cpu: bool) -> 
         "generation_config": "vllm",  # not the model's own temperature and the like
         "worker_extension_cls": WORKER,
         **({"enable_return_routed_experts": True} if routes else {}),
-        **({"enforce_eager": True} if on_cpu else {}),
+        # After a part of a prompt vLLM undoes its draw, and sets the generator of the request's
+        # seed back. Generators on CPUs cannot go back, and the engine dies.
+        **({"enforce_eager": True, "enable_chunked_prefill": False} if on_cpu else {}),
     }
 
 
