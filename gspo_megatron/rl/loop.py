@@ -187,7 +187,7 @@ class ReinforcementLoop:
             run, rows = self.run_components, self._rows(step)
             before = self.loader.state_dict()
             try:
-                self._begin_draws(step)
+                self._begin_draws(step, first=step)
                 experience = collect(self.collector, lambda: next(rows), self._draw(step))
             except (RewardError, RolloutError) as error:
                 self.loader.load_state_dict(before)  # the resumed run draws the same prompts again
@@ -201,6 +201,7 @@ class ReinforcementLoop:
             )
         else:
             experience = restored
+            self._begin_draws(step, first=step + 1)
         self.run_components.logger.write_samples(
             step, experience.samples, experience.sample_rewards, experience.sample_parts
         )
@@ -220,11 +221,12 @@ class ReinforcementLoop:
             version=max(step - 1 - rollout.staleness, 0),
         )
 
-    def _begin_draws(self, step: int) -> None:
-        """Have servers draw for this step, and for later ones while the policy trains. The loader
-        stays where it is: a run that is resumed draws the same prompts for the same step."""
+    def _begin_draws(self, step: int, first: int) -> None:
+        """Have servers draw for this step, and for later ones while the policy trains. `first` is
+        the step of the loader's next prompts. The loader stays where it is: a run that is resumed
+        draws the same prompts for the same step."""
         last = min(step + self.config.rollout.staleness, self.config.training.steps)
-        ahead = range(step, last + 1)
+        ahead = range(first, last + 1)
         for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
             self.collector.begin(part_of(self._draw(number), 0, rows))
 

@@ -302,9 +302,9 @@ class ServedCollector(Collector):
 
         self.drawn["tokens"] += self._wait(look)["tokens"]
         self.drawn["seconds"] += time.perf_counter() - start
-        return self._experience(draw)
+        return self.read_draw(draw)
 
-    def _experience(self, draw: Draw) -> Experience:
+    def read_draw(self, draw: Draw) -> Experience:
         """This rank's share of a draw, in the order of the prompts."""
         # All ranks read the first group: its columns tell those without a group of their own what
         # they lack.

@@ -90,9 +90,9 @@ def test_a_killed_run_that_draws_ahead_trains_what_the_synchronous_run_trains(
     run.wait(process, lambda: finished_steps(run) >= 4)
     server = run.servers()[0]
     engine = server.children(recursive=True)
-    server.kill()
-    wait_for(lambda: not any(map(is_alive, engine)))  # the service ends what is left of a server
-    run.services()[0].kill()
+    for killed in (*run.services(), server):  # at once: nobody is left to end the engine
+        killed.kill()
+    wait_for(lambda: not any(map(is_alive, engine)), seconds=20)
     run.finish(process)
     assert_each_draw_is_trained_once(run, 2)
     assert trained_prompts(run) == trained_prompts(synchronous)

@@ -13,6 +13,9 @@ import hmac
 import math
 import os
 import re
+import select
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +26,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"
+LEADER_VARIABLE = "GSPO_SERVER_LEADS_SESSION"  # set where the server's session has nobody else
 
 _PART = 1 << 22  # elements that are summed at a time
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -168,6 +172,26 @@ def _sums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[float]]
     return found
 
 
+def _end_with_server() -> None:
+    """Kill the processes of a killed server. vLLM's engine does not notice, and whoever started the
+    server may have been killed at the same moment."""
+    server = os.getsid(0)
+    if not os.environ.get(LEADER_VARIABLE) or server == os.getpid():
+        return
+
+    def watch() -> None:
+        try:
+            ended = select.poll()
+            ended.register(os.pidfd_open(server), select.POLLIN)
+            ended.poll()
+        except ProcessLookupError:  # it was killed while this process began
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    if hasattr(os, "pidfd_open"):  # Linux
+        threading.Thread(target=watch, daemon=True).start()
+
+
 def family_of(name: str) -> str:
     """What a parameter of vLLM's, or a tensor of a Hugging Face folder, belongs to: `experts of
     layer 2`, `embedding`."""
@@ -202,3 +226,6 @@ class TokenGuard:
         if self._expected is None or len(given) != 1:
             return False
         return hmac.compare_digest(given[0], self._expected)
+
+
+_end_with_server()

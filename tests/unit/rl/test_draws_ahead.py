@@ -112,6 +112,18 @@ def test_a_resumed_run_asks_for_the_same_draws(make_loop: Any) -> None:
     assert resumed.sampled == whole.draws_of(3) + whole.draws_of(4)
 
 
+def test_a_run_that_is_resumed_with_its_responses_draws_ahead_at_once(make_loop: Any) -> None:
+    whole = rolled_out(make_loop(AHEAD), 1, 2)
+    before, experience = len(whole.begun), whole.roll_out(3)
+    saved, draws = whole.loader.state_dict(), whole.begun[before:]
+    resumed = make_loop(AHEAD)
+    resumed.loader.load_state_dict(saved)
+    resumed.restored = experience
+    rolled_out(resumed, 3)
+    assert draws[0].name == "step_00000003_0"
+    assert resumed.begun == draws[1:] and not resumed.sampled
+
+
 def test_without_staleness_refills_are_the_next_prompts(make_loop: Any) -> None:
     loop, plain = make_loop(0), PromptLoader(FILE, PROMPTS, seed=SEED)
     rolled_out(loop, 1, 2)

@@ -1,0 +1,190 @@
+"""An asynchronous run is a function of its bank: trained from the same files, one rank and every
+layout compute the same losses and gradients.
+
+The files are written here with the service's own code, so that responses have tokens of several
+versions and routes of their own; the ranks read them as in a run with servers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from gspo_megatron.batching.micro_batches import MicroBatchBuilder
+from gspo_megatron.batching.plan import data_ranks
+from gspo_megatron.batching.redistribute import gather_index, redistribute
+from gspo_megatron.config import Config
+from gspo_megatron.models.optimizer import Schedule, build_trainer
+from gspo_megatron.objectives import build_objective
+from gspo_megatron.platform.groups import data_parallel_group, tear_down_model_parallel
+from gspo_megatron.rewards.registry import Reward
+from gspo_megatron.rl.loop import compute_advantages, update_policy
+from gspo_megatron.rl.policy_update import PolicyUpdater
+from gspo_megatron.rl.served_rollouts import ServedCollector
+from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, DrawFile, Group
+from gspo_megatron.rollout.service.client import Response
+from gspo_megatron.rollout.service.episodes import group_columns
+from gspo_megatron.types import Prompt
+from gspo_megatron.verify.parity import Recorder, plan_alike
+from gspo_megatron.verify.results import StepResult, compare
+from tests.parallel.models import NO_ROUTER_LOSSES, ODD_MOE, VOCAB_SIZE, build_on_ranks, odd_moe
+from tests.parallel.pool import Pool
+from tests.parallel.updates import CUT
+
+STEPS, PROMPTS, GROUP, STALENESS = 4, 5, 3, 2
+LAYERS, EXPERTS, TOP_K = (
+    ODD_MOE[name] for name in ("num_layers", "num_moe_experts", "moe_router_topk")
+)
+TOLERANCE = 1e-5  # fp32, after several optimizer updates
+
+
+class Tokenizer:
+    """Token ids as words."""
+
+    pad_id, eos_ids = 0, (2,)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def config_of(layout: str, folder: Path, old_logprobs: str) -> Config:
+    objective = {
+        "name": "gspo",
+        "clip_low": 0.04,
+        "clip_high": 0.04,
+        "mini_batches": 2,
+        "old_logprobs": old_logprobs,
+    }
+    config = odd_moe(layout, objective, routing={"replay": "r3"}, **NO_ROUTER_LOSSES)
+    rollout = {
+        "engine": "vllm",
+        "max_staleness": STALENESS,
+        "prompts_per_step": PROMPTS,
+        "group_size": GROUP,
+    }
+    logging = config.logging.model_copy(update={"dir": str(folder)})
+    # Adam with a tiny epsilon makes full steps of what is rounding in gradients near 0
+    optimizer = config.optimizer.model_copy(update={"epsilon": 1e-3})
+    rollout = config.rollout.model_copy(update=rollout)
+    return config.model_copy(
+        update={"rollout": rollout, "logging": logging, "optimizer": optimizer}
+    )
+
+
+def draw_of(step: int) -> Draw:
+    rows = [(step * PROMPTS + n) % len(PROMPT_IDS) for n in range(PROMPTS)]
+    version = max(step - 1 - STALENESS, 0)
+    name = f"step_{step:08d}_0"
+    return Draw(name, "data.prompts", rows, 0, GROUP, Sampling(max_tokens=20), step, version)
+
+
+PROMPT_IDS = [
+    np.random.default_rng(n).integers(3, VOCAB_SIZE, 1 + n % 5).tolist() for n in range(7)
+]
+
+
+def write_bank(folder: Path) -> None:
+    """The draws of all steps, as a service leaves them."""
+    random = np.random.default_rng(11)
+    for step in range(1, STEPS + 1):
+        draw = draw_of(step)
+        file = DrawFile(folder / FOLDER / f"{draw.name}{SUFFIX}", {"step": step})
+        for number in random.permutation(PROMPTS).tolist():  # as they finish
+            prompt = PROMPT_IDS[draw.rows[number]]
+            samples = range(number * GROUP, (number + 1) * GROUP)
+            given = [response(random, len(prompt), draw.version, step - 1) for _ in samples]
+            columns = group_columns(prompt, given, number, samples)
+            rewards = random.random(GROUP)
+            columns |= {
+                "rewards": rewards,
+                "shaped": rewards,
+                "turns": np.zeros(GROUP, np.int64),
+                "parts": np.zeros((0, GROUP)),
+                "turn_rewards": np.zeros(0),
+                "turn_tokens": np.zeros(0, np.int64),
+                "part_names": np.frombuffer(json.dumps([]).encode(), np.uint8),
+                "reward_errors": np.array([0]),
+            }
+            file.append(Group(number, columns))
+        file.close()
+
+
+def response(random: np.random.Generator, prompt: int, oldest: int, newest: int) -> Response:
+    """Of random tokens, versions that grow from one to the next, and experts."""
+    count = int(random.integers(1, 20))
+    versions = np.sort(random.integers(oldest, newest + 1, count)).astype(np.int32)
+    routes = random.permuted(
+        np.tile(np.arange(EXPERTS, dtype=np.uint8), (prompt + count, LAYERS, 1)), axis=-1
+    )[..., :TOP_K].copy()
+    routes[:, 0] = 0  # the first layer is dense
+    routes[-1] = 0  # the last token of a response is never routed
+    return Response(
+        token_ids=random.integers(3, VOCAB_SIZE, count).astype(np.int32),
+        logprobs=random.normal(-4.0, 0.05, count).astype(np.float32),
+        truncated=bool(count == 19),
+        routes=routes,
+        versions=versions,
+    )
+
+
+def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepResult]:
+    """The metrics of each step, and the gradients of the last update. All ranks call it."""
+    policy = build_on_ranks(config)
+    rate = config.optimizer.learning_rate
+    trainer = build_trainer(policy, config.optimizer, Schedule(rate, rate, 0, 1, "constant"))
+    recorder = Recorder(trainer.optimizer, trainer.scheduler, policy)
+    prompts = [Prompt("p", "", f"f:{n}", {}, tuple(ids)) for n, ids in enumerate(PROMPT_IDS)]
+    inputs: Any = SimpleNamespace(tokenizer=Tokenizer(), files={"data.prompts": prompts})
+    reward = Reward("none", lambda _: 0.0)
+    collector = ServedCollector(config, inputs, policy, reward, torch.device("cpu"))
+    builder = MicroBatchBuilder(policy, Tokenizer.pad_id, config.rollout.temperature)
+    objective = build_objective(config.objective, 20)
+    updater = PolicyUpdater(policy, recorder, builder, objective, config.objective, config.routing)
+    group, kept = data_parallel_group(), []
+    for step in range(1, STEPS + 1):
+        collector.version = step - 1
+        experience = collector.read_draw(draw_of(step))
+        index = gather_index(experience.batch, experience.scores.shaped, group)
+        advantages, _ = compute_advantages(objective.advantages, experience, index)
+        plans = plan_alike(config, index.lengths, index.response_lengths, CUT, 2)
+        sequences = redistribute(
+            experience.batch,
+            index,
+            data_ranks(plans, len(index.lengths)),
+            group,
+            context_parallel_size=policy.config.context_parallel_size,
+        )
+        metrics = update_policy(updater, sequences, index, plans, advantages)
+        ages = torch.stack([experience.staleness.sum(), (experience.staleness > 1).sum()])
+        dist.all_reduce(ages, group=group)
+        total, old = ages.tolist()
+        kept.append({**metrics, "ages": float(total), "old": float(old)})
+    tear_down_model_parallel()
+    return kept, StepResult(kept[-1], recorder.gradients, recorder.replica_error)
+
+
+@pytest.mark.parametrize("old_logprobs", ["rollout", "recompute"])
+def test_every_layout_computes_the_same_from_the_bank(
+    pool: Pool, tmp_path: Path, old_logprobs: str
+) -> None:
+    write_bank(tmp_path)
+    on_one = pool.on(config_of("tp=1", tmp_path, old_logprobs), trained_from_the_bank)
+    for layout in ("tp=2,pp=2,ep=2,dp=1", "dp=2,ep=2,cp=2"):
+        steps, result = pool.on(config_of(layout, tmp_path, old_logprobs), trained_from_the_bank)
+        for found, expected in zip(steps, on_one[0], strict=True):
+            assert found["ages"] == expected["ages"] and found["old"] == expected["old"]
+            assert found["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE, abs=1e-7)
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOLERANCE)
+        name, error = compare(on_one[1].gradients, result.gradients)[0]
+        assert error <= TOLERANCE, f"{layout}: {name} is off by {error:.1e}"
+    assert on_one[0][-1]["old"] > 0  # tokens of more than one version before
+    assert on_one[0][0]["grad_norm"] > 0
