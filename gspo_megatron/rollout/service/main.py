@@ -20,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from aiohttp import web
@@ -277,6 +278,9 @@ class Service:
         return web.json_response(
             {
                 "time": time.time(),
+                "began": self.pool.began,
+                "busy_seconds": fmean(each.busy.seconds for each in servers),
+                "working_seconds": fmean(each.working.seconds for each in servers),
                 "tokens": sum(each.tokens for each in servers),
                 "kv_usage": max(each.kv_usage for each in servers),
                 "restarts": sum(each.restarts for each in servers),
