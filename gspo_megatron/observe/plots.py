@@ -173,7 +173,12 @@ _TIMING = (
         total="perf/step_seconds",
     ),
     _THROUGHPUT,
-    Panel("Trainer idle", "share of the time", ("perf/trainer_idle_share",), percent=True),
+    Panel(
+        "Idle",
+        "share of the time",
+        ("perf/trainer_idle_share", "perf/engines_idle_share"),
+        percent=True,
+    ),
     Panel("Peak memory", "GB", ("perf/peak_memory_bytes",), scale=1e-9),
 )
 _SUPERVISED = (

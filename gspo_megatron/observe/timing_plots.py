@@ -32,11 +32,13 @@ _PHASES = {
     "trains": "perf/train_seconds",
     "new weights": "perf/sync_seconds",
 }
+_BEFORE_WEIGHTS = tuple(key for what, key in _PHASES.items() if what != "new weights")
 _COLORS = {
     "waits for responses": "#dfe3e8",
     "old log-probs": PALETTE[7],
     "trains": PALETTE[0],
     "draws responses": PALETTE[2],
+    "draws ahead": PALETTE[3],
     "new weights": PALETTE[1],
 }
 
@@ -55,7 +57,8 @@ def timeline(run: Run) -> tuple[list[Span], dict[int, float]]:
 
     A step is drawn as its phases end to end; what is between them follows at its end. Evaluations
     and checkpoints are between steps and are left out, as in perf/step_seconds. The servers draw
-    while the trainer waits for responses; what they draw ahead at other times is not shown.
+    while the trainer waits for responses. What engine/busy_share tells beyond that was drawn ahead,
+    and is shown from then on: its length is measured, its place is not.
     """
     by_step = {r["step"]: r for r in run.records if phase_of(r) == RL and r.get("sync/seconds")}
     spans: list[Span] = []
@@ -64,6 +67,8 @@ def timeline(run: Run) -> tuple[list[Span], dict[int, float]]:
     for step in sorted(by_step)[-_SHOWN_STEPS:]:
         record = by_step[step]
         starts[step], at = now, now
+        busy_until = now + (record.get("engine/busy_share") or 0.0) * _seconds(record)
+        ahead = min(busy_until, now + sum(record.get(key) or 0.0 for key in _BEFORE_WEIGHTS))
         for what, key in _PHASES.items():
             end = at + (record.get(key) or 0.0)
             spans.append(Span("trainer", what, at, end))
@@ -71,9 +76,15 @@ def timeline(run: Run) -> tuple[list[Span], dict[int, float]]:
                 spans.append(Span("servers", what, at, end))
             elif what == "waits for responses":
                 spans.append(Span("servers", "draws responses", at, end))
+                if ahead > end:
+                    spans.append(Span("servers", "draws ahead", end, ahead))
             at = end
-        now = max(at, now + (record.get("perf/step_seconds") or 0.0))
+        now = max(at, now + _seconds(record))
     return spans, starts
+
+
+def _seconds(record: Mapping[str, Any]) -> float:
+    return float(record.get("perf/step_seconds") or 0.0)
 
 
 def plot_timeline(run: Run, path: Path) -> Path | None:

@@ -94,6 +94,7 @@ class ServedCollector(Collector):
         self.sender: WeightStream | None = None  # on rank 0
         self.drawn: dict[str, float] = defaultdict(float)  # since the last weights
         self.updated = time.perf_counter()  # when the servers had them
+        self.told: dict[str, float] = {}  # figures of the service then
 
     # Weights
 
@@ -133,7 +134,9 @@ class ServedCollector(Collector):
             "engine/kv_usage": figures["kv_usage"],
             "engine/restarts": figures["restarts"],
             "rollout/resubmitted": figures["resubmitted"],
+            **shares_of_work(self.told, figures),
         }
+        self.told = figures
         if drawn["routes"]:
             metrics["replay/missing_rows"] = drawn["missing_routes"] / drawn["routes"]
         return metrics
@@ -369,6 +372,20 @@ def origin_of_rollouts(config: Config) -> str:
     files = {k: v for k, v in fingerprints(config).items() if not k.startswith("objective.")}
     text = json.dumps([decides_rollouts(config), files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def shares_of_work(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of how much servers worked between two tellings of the service's figures. A service
+    that was started in between counts from its own start."""
+    if before.get("began") != now["began"]:
+        before = {"time": now["began"], "busy_seconds": 0.0, "working_seconds": 0.0}
+    seconds = max(now["time"] - before["time"], 1e-9)
+    busy = (now["busy_seconds"] - before["busy_seconds"]) / seconds
+    working = (now["working_seconds"] - before["working_seconds"]) / seconds
+    return {
+        "engine/busy_share": min(busy, 1.0),
+        "perf/engines_idle_share": max(1.0 - working, 0.0),
+    }
 
 
 def missing_rows(routes: np.ndarray, num_sequences: int) -> int:

@@ -25,7 +25,7 @@ class Sampling:
 class Draw:
     """Prompts that a step or an evaluation asks responses for, over all ranks."""
 
-    name: str  # unique in the run
+    name: str  # unique in the run; evaluations sort before steps, and servers draw in this order
     key: str  # of the configuration, which names the files that the prompts are of
     rows: list[int]  # numbers of the prompts in these files
     first: int  # number of the first prompt in the step

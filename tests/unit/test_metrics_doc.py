@@ -40,6 +40,7 @@ SERVED = {
     *("sync/seconds", "sync/bytes", "sync/version"),
     *("engine/tokens_per_second", "engine/kv_usage", "engine/restarts"),
     *("rollout/resubmitted", "replay/missing_rows", "perf/trainer_idle_share"),
+    *("engine/busy_share", "perf/engines_idle_share"),
     *("staleness/mean", "staleness/max", "staleness/tokens_older_than_1"),
 }
 

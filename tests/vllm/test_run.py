@@ -93,6 +93,8 @@ def test_the_servers_experts_are_those_of_training(
         if name == "r3":
             assert record["replay/missing_rows"] == 0 and record["replay/bytes"] > 0
             assert record.keys() >= SERVED
+            busy, idle = (record[k] for k in ("engine/busy_share", "perf/engines_idle_share"))
+            assert busy > 0 and idle > 0 and busy + idle < 1  # the rest is the new weights
         updated.append(run.out / "checkpoints" / "rl_00000001" / "model")
     replayed, native = (_load_state_dict_from_keys(checkpoint_id=str(path)) for path in updated)
     assert replayed.keys() == native.keys() and replayed

@@ -16,6 +16,7 @@ from zipfile import BadZipFile
 
 import aiohttp
 import numpy as np
+from pydantic_core import from_json
 
 MODEL = "policy"  # the name under which started servers serve the model
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"  # of servers that the run has not started
@@ -218,8 +219,10 @@ class Client:
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=seconds),
             ) as answer:
-                text = await answer.text()
-                told = f"{path}: HTTP {answer.status}: {' '.join(text.split())[:300]}"
+                content = await answer.read()
+                told = f"{path}: HTTP {answer.status}"
+                if answer.status >= 400:
+                    told += f": {' '.join(content.decode(errors='replace').split())[:300]}"
                 if answer.status >= 500 and path != "/collective_rpc":
                     raise ServerGone(told)
                 if answer.status == 401:
@@ -229,7 +232,9 @@ class Client:
                     )
                 if answer.status >= 400:
                     raise ServerRefused(told)
-                return text if as_text or not text else await answer.json(content_type=None)
+                if as_text or not content:
+                    return content.decode(errors="replace")
+                return from_json(content)  # long responses: in a fifth of json's time
         except asyncio.TimeoutError:
             raise ServerGone(f"{path}: no answer within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError) as error:

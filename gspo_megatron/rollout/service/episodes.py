@@ -182,7 +182,7 @@ class Draws:
     async def _response(self, running: RunningDraw, prompt: Prompt, sample: int) -> Response:
         draw = running.draw
         sampling = self._sampling(draw, prompt, sample)
-        response = await self.pool.generate(prompt.token_ids, sampling, draw.version)
+        response = await self.pool.generate(prompt.token_ids, sampling, draw.version, draw.name)
         running.tokens += len(response.token_ids)
         return response
 

@@ -32,6 +32,7 @@ from gspo_megatron.rollout.service.client import (
     ServerRefused,
 )
 from gspo_megatron.rollout.service.flight import Flight, split, versions_of
+from gspo_megatron.rollout.service.pacing import MOST_REQUESTS, Clock, Line, Window
 from gspo_megatron.rollout.service.process import ServerProcess
 from gspo_megatron.rollout.service.proof import describe_families, suspect_families
 from gspo_megatron.rollout.service.remote import RemoteProcess
@@ -41,7 +42,6 @@ _CALL_SECONDS = 10.0  # for calls that need no work of the engine
 _MOMENT = 0.3  # seconds: a process loses its connections before it has ended
 _OUTLIERS = 8  # one response in so many may differ
 _NOT_THE_WEIGHTS = "does not have the trainer's weights"
-CONCURRENT_REQUESTS = 512  # on their way to one server: its scheduler likes a queue
 
 Process = ServerProcess | RemoteProcess
 
@@ -93,6 +93,10 @@ class Server:
     proven: int = -1  # the newest version that it had and proved
     tells_versions: bool = False  # which weights drew which tokens
     in_flight: set[Flight] = field(default_factory=set)
+    expected: int = 0  # requests that are about to be sent to it
+    window: Window = field(default_factory=Window)
+    busy: Clock = field(default_factory=Clock)  # with requests
+    working: Clock = field(default_factory=Clock)  # with requests or new weights
     restarts: int = 0
     abilities: Abilities = field(default_factory=Abilities)
     receives: str | None = None  # while rank 0 sends it weights: their group's key
@@ -109,6 +113,11 @@ class Server:
         return self.version is not None
 
     @property
+    def load(self) -> int:
+        """Requests that it has, or gets in a moment."""
+        return len(self.in_flight) + self.expected
+
+    @property
     def can_stream(self) -> bool:
         return self.abilities.can_stream and not self.wants_folders
 
@@ -121,7 +130,9 @@ class Pool:
         self.weights: Weights | None = None
         self.resubmitted = 0
         self.wants_folder = False  # a server starts again, and its weights are in no folder
-        self._changed = asyncio.Condition()  # a server has begun or ceased to serve, or has room
+        self.began = time.time()
+        self._line: Line[Server] = Line()
+        self._changed = asyncio.Condition()  # a server has begun or ceased to serve
         self._watcher: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -150,8 +161,7 @@ class Pool:
         where no server is left, or where one is at fault that the user has to mend."""
         weights, first = self.weights, self._watcher is None
         assert weights is not None, "weights that nobody has made"
-        async with self._changed:
-            self._changed.notify_all()
+        await self._tell()
         if first:
             self._watcher = asyncio.create_task(self._watch())
         for server in self.servers:
@@ -173,8 +183,13 @@ class Pool:
         assert self.weights is not None, "weights that nobody has made"
         self.weights = replace(self.weights, **parts)
         self.wants_folder &= self.weights.folder is None
+        await self._tell()
+
+    async def _tell(self) -> None:
+        """Something has changed. Whether a server may come back is known a moment later."""
         async with self._changed:
             self._changed.notify_all()
+        asyncio.get_running_loop().call_soon(self._admit)
 
     async def _probe_of(self, version: int) -> Probe | None:
         """Of these weights; waits for it. None: there are newer ones by now."""
@@ -217,6 +232,7 @@ class Pool:
             server.abilities = await check_server(
                 server.client, self.settings.needs, str(weights.folder), seconds=left
             )
+            server.window = Window(self._most(server))
             if server.start is None:
                 await self._load(server, weights, deadline)
             while not await self._prove(server, weights, at_start=True):
@@ -229,6 +245,7 @@ class Pool:
         """New weights for a server that serves, if it has not got them by a restart."""
         if server.why_out is not None or server.version == weights.version:
             return
+        server.working.begin()
         try:
             if not (server.receives and await self._receive(server, weights)):
                 weights = await self._newest_in_a_folder()
@@ -237,6 +254,8 @@ class Pool:
         except (ServerGone, ServerRefused, RolloutError) as error:
             await self._put_out(server, f"weights of version {weights.version}: {error}")
             await self._restart(server)
+        finally:
+            server.working.end()
 
     async def _receive(self, server: Server, weights: Weights) -> bool:
         """Let rank 0 send it the weights. Where that fails, a folder may do, and it gets no others
@@ -337,8 +356,7 @@ class Pool:
         server.version = server.proven = weights.version
         server.why_out, server.heard = None, time.monotonic()
         server.proof_seconds = server.heard - start
-        async with self._changed:
-            self._changed.notify_all()
+        await self._tell()
         return True
 
     async def _suspects(self, server: Server, folder: str | None) -> str:
@@ -368,15 +386,17 @@ class Pool:
     # Requests
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Mapping[str, Any], version: int
+        self, prompt: Sequence[int], sampling: Mapping[str, Any], version: int, draw: str = ""
     ) -> Response:
         """A response drawn with the weights of `version` or later ones, which may become newer
-        while it is drawn, from whichever server has the fewest requests. Raises RolloutError where
-        no server is left, or where all refuse the request."""
+        while it is drawn, from whichever server has the fewest requests. Those of a draw whose name
+        sorts before others are sent first. Raises RolloutError where no server is left, or where
+        all refuse the request."""
         routes = self.settings.needs.with_routes and sampling["temperature"] > 0
         while True:
-            server = await self._choose(version)
-            assert server.version is not None
+            server = await self._turn(draw, version)
+            if server.version is None or server.version < version:
+                continue  # it has ceased to serve in between
             flight = Flight(server.version)
             call = flight.call = asyncio.create_task(
                 server.client.generate(
@@ -389,7 +409,7 @@ class Pool:
                     salt=self._salt(server.version),
                 )
             )
-            server.in_flight.add(flight)
+            self._depart(server, flight)
             try:
                 await asyncio.wait([call])
                 if not call.cancelled():  # by `_put_out`, or because it is taken back
@@ -402,9 +422,7 @@ class Pool:
                 await self._lose(server, str(error))
             finally:
                 call.cancel()
-                server.in_flight.discard(flight)
-                async with self._changed:
-                    self._changed.notify_all()
+                self._arrive(server, flight)
             self.resubmitted += not flight.is_taken_back
 
     def _salt(self, version: int) -> str | None:
@@ -420,24 +438,49 @@ class Pool:
             )
         return server.proven >= version
 
-    async def _choose(self, version: int) -> Server:
-        """The server with the fewest requests; waits for one."""
-        async with self._changed:
-            while True:
-                able = [s for s in self.servers if s.version is not None and s.version >= version]
-                chosen = min(able, key=lambda each: len(each.in_flight), default=None)
-                if chosen is not None and len(chosen.in_flight) < self._room(chosen):
-                    return chosen
-                if chosen is None and not any(self._may_come_back(s) for s in self.servers):
-                    raise RolloutError("no server is left:\n" + "\n".join(self.problems()))
-                await self._changed.wait()
+    async def _turn(self, draw: str, version: int) -> Server:
+        """Wait in the line; the server that the request is to go to."""
+        turn = self._line.join(draw, version)
+        self._admit()
+        try:
+            return await turn
+        finally:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                turn.result().expected -= 1  # it is sent without a pause now, or never
 
-    def _room(self, server: Server) -> int:
+    def _admit(self) -> None:
+        """Send what has room somewhere."""
+        self._line.admit(self._choose)
+
+    def _choose(self, version: int) -> Server | None:
+        """The server with the fewest requests of those with room; None: wait for one."""
+        able = [s for s in self.servers if s.version is not None and s.version >= version]
+        if not able and not any(self._may_come_back(s) for s in self.servers):
+            raise RolloutError("no server is left:\n" + "\n".join(self.problems()))
+        free = [each for each in able if each.load < each.window.size]
+        chosen = min(free, key=lambda each: each.load, default=None)
+        if chosen is not None:
+            chosen.expected += 1
+        return chosen
+
+    def _most(self, server: Server) -> int:
         """How many requests may be on their way to it. Where new weights come in between, none
         waits there for its turn, and the proof of the weights finds a place."""
         if not self.settings.max_staleness or not server.abilities.sequences:
-            return CONCURRENT_REQUESTS
-        return min(CONCURRENT_REQUESTS, max(1, server.abilities.sequences - 1))
+            return MOST_REQUESTS
+        return min(MOST_REQUESTS, max(1, server.abilities.sequences - 1))
+
+    @staticmethod
+    def _depart(server: Server, flight: Flight) -> None:
+        server.in_flight.add(flight)
+        server.busy.begin()
+        server.working.begin()
+
+    def _arrive(self, server: Server, flight: Flight) -> None:
+        server.in_flight.discard(flight)
+        server.busy.end()
+        server.working.end()
+        self._admit()
 
     @staticmethod
     def _may_come_back(server: Server) -> bool:
@@ -466,8 +509,7 @@ class Pool:
         server.why_out = (server.process and server.process.has_ended()) or why
         if server.process is not None:
             await asyncio.to_thread(server.process.kill)
-        async with self._changed:
-            self._changed.notify_all()
+        await self._tell()
 
     async def _restart(self, server: Server) -> None:
         """Start one of ours again, while it has restarts left, with the newest weights."""
@@ -478,14 +520,14 @@ class Pool:
             if server.serves:
                 return
         print(f"{server.name} is out: {server.why_out}", flush=True)
-        async with self._changed:
-            self._changed.notify_all()
+        await self._tell()
 
     async def _watch(self) -> None:
         """Look at every server again and again: a process that has ended, and silence."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             await asyncio.gather(*(self._look(each) for each in self.servers if each.serves))
+            self._admit()
 
     async def _look(self, server: Server) -> None:
         ended = server.process and server.process.has_ended()
@@ -498,6 +540,7 @@ class Pool:
             if tokens != server.tokens or not found.get("num_requests_running", 0.0):
                 server.heard = time.monotonic()
             server.tokens, server.kv_usage = tokens, found.get("kv_cache_usage_perc", 0.0)
+            server.window.look(found, server.load)
         silent = time.monotonic() - server.heard
         if silent > self.settings.silence_seconds:
             await self._lose(server, f"has not answered or drawn a token for {silent:.0f} s")

@@ -42,6 +42,15 @@ def test_servers_draw_while_the_trainer_waits(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("share", "end"), [(0.3, None), (0.6, 6.0), (1.0, 8.0)])
+def test_servers_draw_ahead(tmp_path: Path, share: float, end: float | None) -> None:
+    """Beyond the 4 s in which the trainer waits, and up to the new weights at 8 s."""
+    told = {"sync/seconds": 1.4, "engine/busy_share": share}
+    spans, _ = timeline(load_runs([write_run(tmp_path / "run", 1, **told)])[0])
+    ahead = [span for span in spans if span.what == "draws ahead"]
+    assert ahead == ([] if end is None else [Span("servers", "draws ahead", 4, end)])
+
+
 def test_a_run_without_servers_has_no_timeline(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 3)
     assert plot_timeline(load_runs([run])[0], tmp_path / "timeline.png") is None

@@ -1,0 +1,175 @@
+"""Whose turn it is, how many requests a server has, and how long it has any."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rl.served_rollouts import shares_of_work
+from gspo_megatron.rollout.service.checks import Needs
+from gspo_megatron.rollout.service.client import Client
+from gspo_megatron.rollout.service.pacing import Clock, Line, Window
+from gspo_megatron.rollout.service.pool import Pool, PoolSettings, Server, connected_session
+from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
+
+
+def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
+    def choose(newest: int, free: list[int], wanted: int) -> int | None:
+        return free.pop() if wanted <= newest and free else None
+
+    async def run() -> list[str]:
+        line: Line[int] = Line()
+        asked = [
+            ("step_00000010_0", 1),
+            ("step_00000003_0", 2),
+            ("step_00000002_0", 1),
+            ("step_00000003_0", 2),
+            ("evaluation_00000003", 3),
+            ("step_00000002_0", 1),
+        ]
+        gone: list[str] = []
+
+        async def go(name: str, version: int, number: int) -> None:
+            await line.join(name, version)
+            gone.append(f"{name} {number}")
+
+        tasks = [asyncio.create_task(go(*each, number)) for number, each in enumerate(asked)]
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        await asyncio.sleep(0)
+        for newest, room in ((1, 1), (2, 9), (3, 9)):  # of the only server
+            line.admit(partial(choose, newest, [0] * room))
+            await asyncio.sleep(0)
+        return gone
+
+    assert asyncio.run(run()) == [
+        "step_00000002_0 5",
+        "step_00000003_0 1",
+        "step_00000003_0 3",
+        "step_00000010_0 0",
+        "evaluation_00000003 4",
+    ]
+
+
+def test_those_who_wait_learn_that_no_server_is_left() -> None:
+    def choose(_: int) -> int:
+        raise RolloutError("no server is left")
+
+    async def run() -> list[BaseException | int]:
+        line: Line[int] = Line()
+        turns = [line.join("step_1", 0), line.join("step_2", 1)]
+        line.admit(choose)
+        return await asyncio.gather(*turns, return_exceptions=True)
+
+    assert [str(each) for each in asyncio.run(run())] == ["no server is left"] * 2
+
+
+def look(window: Window, in_flight: int, usage: float, preemptions: int) -> int:
+    told = {"kv_cache_usage_perc": usage, "num_preemptions_total": float(preemptions)}
+    window.look(told, in_flight)
+    return window.size
+
+
+def test_a_server_gets_fewer_after_preemptions_and_slowly_more() -> None:
+    window = Window(128)
+    assert look(window, 128, 0.9, 0) == 128
+    assert look(window, 128, 0.9, 3) == 96
+    assert look(window, 120, 0.9, 5) == 96  # it has not got down to that yet
+    assert look(window, 96, 0.98, 5) == 72
+    assert look(window, 72, 0.9, 5) == 72  # neither full nor with room
+    assert look(window, 71, 0.5, 5) == 72  # it would not use more
+    assert [look(window, window.size, 0.5, 5) for _ in range(3)] == [76, 80, 84]
+    for _ in range(20):
+        look(window, window.size, 0.5, 5)
+    assert window.size == 128
+    for count in range(6, 40):
+        look(window, window.size, 0.5, count)
+    assert window.size == 8
+    assert look(Window(3), 3, 1.0, 9) == 3
+
+
+def test_clock() -> None:
+    now = 10.0
+    clock = Clock(lambda: now)
+    assert clock.seconds == 0
+    clock.begin()
+    now = 12.0
+    clock.begin()
+    clock.end()
+    now = 13.0
+    assert clock.seconds == 3
+    clock.end()
+    now = 20.0
+    assert clock.seconds == 3
+    clock.begin()
+    now = 21.0
+    assert clock.seconds == 4
+
+
+def test_shares_since_the_last_weights() -> None:
+    first = {"began": 100.0, "time": 104.0, "busy_seconds": 1.0, "working_seconds": 3.0}
+    later = {"began": 100.0, "time": 114.0, "busy_seconds": 7.0, "working_seconds": 11.0}
+    again = {"began": 200.0, "time": 210.0, "busy_seconds": 2.0, "working_seconds": 4.0}
+    for before, now, busy, idle in (
+        ({}, first, 0.25, 0.25),
+        (first, later, 0.6, 0.2),
+        (later, again, 0.2, 0.6),
+    ):
+        assert shares_of_work(before, now) == {
+            "engine/busy_share": pytest.approx(busy),
+            "perf/engines_idle_share": pytest.approx(idle),
+        }
+
+
+def test_a_pool_sends_the_earlier_draw_first_and_spreads_its_last_requests(tmp_path: Path) -> None:
+    """Two servers that work on two requests each; requests of step 2 came first."""
+
+    async def run() -> tuple[list[str], list[list[int]], list[float]]:
+        answers, order = asyncio.Semaphore(0), []
+
+        async def hold(request: web.Request, answer: object) -> web.StreamResponse:
+            given = await request.json()
+            if "request_id" in given:
+                order.append("".join(map(str, given["token_ids"])))
+                await answers.acquire()
+            return await plain(request, answer)
+
+        doubles = [Double(), Double()]
+        async with doubles[0].serve(), doubles[1].serve(), connected_session() as session:
+            needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=False)
+            settings = PoolSettings(FACTS, needs, 0, 30, 30, max_staleness=1)
+            for double in doubles:
+                double.sequences, double.faults = 3, {"/inference/v1/generate": hold}
+            pool = Pool([Server(d.url, Client(d.url, session)) for d in doubles], settings)
+            try:
+                await pool.update(weights(tmp_path, 0))
+                sampling = {"temperature": 1.0, "max_tokens": 4}
+                asked = [("step_2", 2)] * 5 + [("step_1", 1)] * 2 + [("evaluation_0", 3)]
+                calls, loads = [], []
+                for draw, token in asked:
+                    calls.append(asyncio.create_task(pool.generate([token], sampling, 0, draw)))
+                    await asyncio.sleep(0.05)
+                    loads.append([each.load for each in pool.servers])
+                for count in range(4, 9):  # one answer makes room for one request
+                    while len(order) < count:
+                        await asyncio.sleep(0.01)
+                    answers.release()
+                for _ in range(3):
+                    answers.release()
+                await asyncio.gather(*calls)
+                busy = [each.busy.seconds for each in pool.servers]
+                assert [each.load for each in pool.servers] == [0, 0]
+                return order, loads, busy
+            finally:
+                await pool.close()
+
+    order, loads, busy = asyncio.run(run())
+    assert [max(each) - min(each) for each in loads] == [1, 0, 1, 0, 0, 0, 0, 0]
+    assert loads[-1] == [2, 2]
+    assert order == ["2"] * 4 + ["3", "1", "1", "2"]
+    assert all(0.3 < each < 10 for each in busy)

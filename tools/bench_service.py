@@ -1,0 +1,248 @@
+"""CPU time and memory of the rollout service beside simulated servers.
+
+    python tools/bench_service.py [--servers 64] [--groups 256] [--lengths 2000,6000] [--profile]
+
+The service is real: client, pool, draws, scoring, bank. The servers are one process that answers
+at once, each on a port of its own, with responses of log-normal lengths (median, 90th percentile;
+up to 32,768 tokens) in the form of vLLM's. So many responses are on their way as servers may have.
+Printed are the CPU seconds of a response, by thread; the last line has
+
+    responses_per_cpu_second   by the service's thread alone
+    core_percent               of a core that it needs for 1,000 responses/s
+    scoring_percent            the same of the thread that decodes, scores and writes
+    peak_mb                    largest memory of the process
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import json
+import multiprocessing
+import os
+import pstats
+import resource
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from aiohttp import web
+
+from gspo_megatron.config.families import FAMILIES, PRESETS
+from gspo_megatron.config.load import load_config
+from gspo_megatron.config.model_shape import shape_of
+from gspo_megatron.data.inputs import read_inputs
+from gspo_megatron.data.toy import write_toy_dataset
+from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.service.checks import Needs
+from gspo_megatron.rollout.service.client import Client, ModelFacts
+from gspo_megatron.rollout.service.episodes import Draws, Scorers
+from gspo_megatron.rollout.service.main import collect_garbage_less_often
+from gspo_megatron.rollout.service.pool import (
+    Pool,
+    PoolSettings,
+    Probe,
+    Server,
+    Weights,
+    connected_session,
+)
+
+_LONGEST, _VOCABULARY = 32_768, 40
+_BODIES = 128  # different responses
+_PER_PROMPT = 16
+_NINETIETH = 1.2816  # of a normal distribution, in standard deviations
+_PROBE = Probe([[1, 2]], [[1, 1]], [[-0.5, -0.5]], 1e-4, 1e-4)
+
+
+def body(lengths: int, rng: np.random.Generator | None) -> bytes:
+    """A response as vLLM gives it; without `rng` the one to the probe."""
+    if rng is None:
+        ids, logprobs = [1] * lengths, [-0.5] * lengths
+    else:
+        ids = rng.integers(3, _VOCABULARY, lengths).tolist()
+        logprobs = (-rng.exponential(0.5, lengths)).tolist()
+    named = [
+        {"token": f"token_id:{n}", "logprob": x, "bytes": None}
+        for n, x in zip(ids, logprobs, strict=True)
+    ]
+    content = [{**each, "top_logprobs": [each]} for each in named]  # the sampled one comes twice
+    choice = {
+        "index": 0,
+        "logprobs": {"content": content},
+        "finish_reason": "stop",
+        "token_ids": ids,
+    }
+    answer = {"request_id": "0" * 32, "choices": [choice]}
+    return json.dumps(answer, separators=(",", ":")).encode()
+
+
+def serve(servers: int, median: float, ninetieth: float, told: Connection) -> None:
+    """All servers, until the process is ended. Tells their ports, and the mean length."""
+    rng = np.random.default_rng(0)
+    deviation = np.log(ninetieth / median) / _NINETIETH
+    lengths = np.exp(rng.normal(np.log(median), deviation, _BODIES))
+    lengths = np.clip(lengths, 1, _LONGEST).astype(int)
+    bodies, probe = [body(int(n), rng) for n in lengths], body(2, None)
+    paths = ("/inference/v1/generate", "/server_info", "/collective_rpc", "/update_weight_version")
+    fixed: dict[str, Any] = {
+        "/weight_info": {"weight_version": "0"},
+        "/v1/models": {"data": [{"max_model_len": 2 * _LONGEST}]},
+        "/openapi.json": {"paths": dict.fromkeys(paths)},
+        "/collective_rpc": {"results": [None]},
+        "/server_info": {
+            "vllm_config": {
+                "model_config": {
+                    "logprobs_mode": "processed_logprobs",
+                    "dtype": "torch.float32",
+                    "skip_tokenizer_init": True,
+                },
+                "parallel_config": {"world_size": 1, "data_parallel_size": 1},
+                "device_config": {"device": "cuda"},
+            }
+        },
+    }
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path != "/inference/v1/generate":
+            return web.json_response(fixed.get(request.path, {}))
+        given = await request.json()
+        seed = given["sampling_params"].get("seed")
+        content = probe if seed is None else bodies[seed % _BODIES]
+        return web.Response(body=content, content_type="application/json")
+
+    async def run() -> None:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        for _ in range(servers):
+            await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+        told.send(([address[1] for address in runner.addresses], float(lengths.mean())))
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+def write_config(folder: Path, groups: int) -> Path:
+    write_toy_dataset(folder / "toy", "mixed", train=groups, test=2, seed=1)
+    content = {
+        "data": {
+            "tokenizer": str(folder / "toy" / "tokenizer.model"),
+            "prompts": str(folder / "toy" / "train.jsonl"),
+        },
+        "rollout": {"engine": "vllm", "vllm": {"servers": 1}},
+        "logging": {"dir": str(folder / "run")},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    hf_config = FAMILIES["qwen3_moe"].config(shape_of(PRESETS["tiny"], {}), _VOCABULARY)
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    return folder / "config.yaml"
+
+
+async def draw_all(pool: Pool, draws: Draws, groups: int) -> float:
+    """Have a draw of so many prompts; the CPU seconds of this thread."""
+    seconds = time.thread_time()
+    running = draws.begin(
+        Draw(
+            name="step_00000001_0",
+            key="data.prompts",
+            rows=list(range(groups)),
+            first=0,
+            per_prompt=_PER_PROMPT,
+            sampling=Sampling(_LONGEST),
+            seed=1,
+            version=0,
+        )
+    )
+    assert running.task is not None
+    await running.task
+    if running.error is not None:
+        raise running.error
+    assert pool.resubmitted == 0, "servers were lost"
+    return time.thread_time() - seconds
+
+
+def measure(folder: Path, ports: list[int], arguments: argparse.Namespace) -> tuple[float, float]:
+    """CPU seconds of the service's thread, and of the one that scores."""
+    config = load_config(write_config(folder, arguments.groups), ())
+    scorers = Scorers(config, inputs := read_inputs(config))
+    found: list[float] = []
+
+    async def run() -> None:
+        async with connected_session() as session:
+            needs = Needs(2 * _LONGEST, "float32", with_routes=False)
+            settings = PoolSettings(
+                ModelFacts(_VOCABULARY, 2, 4, 2, (0, 1)), needs, 0, 60, 600, max_staleness=1
+            )
+            urls = [f"http://127.0.0.1:{port}" for port in ports]
+            pool = Pool([Server(url, Client(url, session)) for url in urls], settings)
+            try:
+                await pool.update(Weights(0, str(folder), _PROBE))
+                draws = Draws(pool, scorers, inputs.files, {}, folder / "bank", "bench")
+                found.append(await draw_all(pool, draws, arguments.groups))
+            finally:
+                await pool.close()
+
+    def work() -> None:
+        profile = cProfile.Profile(time.thread_time)
+        try:
+            if arguments.profile:
+                profile.runcall(asyncio.run, run())
+                pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+            else:
+                asyncio.run(run())
+        finally:
+            scorers.stop()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    seconds = time.thread_time()
+    scorers.work()
+    scoring = time.thread_time() - seconds
+    thread.join()
+    return found[0], scoring
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--servers", type=int, default=64)
+    parser.add_argument("--groups", type=int, default=256, help=f"of {_PER_PROMPT} responses")
+    parser.add_argument("--lengths", default="2000,6000", help="median,90th percentile")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    median, ninetieth = map(float, arguments.lengths.split(","))
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(arguments.servers, median, ninetieth, theirs), daemon=True
+    )
+    process.start()
+    ports, mean = ours.recv()
+    collect_garbage_less_often()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        start = time.perf_counter()
+        service, scoring = measure(Path(folder), ports, arguments)
+        wall = time.perf_counter() - start
+    process.terminate()
+    process.join()
+    count = arguments.groups * _PER_PROMPT
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"{count:,} responses of {mean:,.0f} tokens from {len(ports)} servers in {wall:.1f} s")
+    each, scored = 1e3 * service / count, 1e3 * scoring / count
+    print(f"CPU a response: {each:.2f} ms service, {scored:.2f} ms scoring")
+    print(f"memory: {before / 1024:.0f} MB before, {peak / 1024:.0f} MB at most")
+    print(
+        f"responses_per_cpu_second={count / service:.1f} core_percent={1e5 * service / count:.1f} "
+        f"scoring_percent={1e5 * scoring / count:.1f} peak_mb={peak / 1024:.0f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
