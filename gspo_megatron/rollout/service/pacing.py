@@ -66,7 +66,8 @@ class Window:
         usage = figures.get("kv_cache_usage_perc", 0.0)
         count = figures.get("num_preemptions_total", 0.0)
         preempted, self._preemptions = count > self._preemptions, count
-        if preempted or usage >= _FULL:
+        # New weights preempt all requests, too (`kv_after_update: recompute`), in any cache.
+        if usage >= (_FILLING if preempted else _FULL):
             # it has been told already, unless requests have become as few as that
             if in_flight <= self.size:
                 fewer = int(in_flight * _SHRINKS_BY)

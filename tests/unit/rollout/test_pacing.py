@@ -88,9 +88,14 @@ def test_a_server_gets_fewer_after_preemptions_and_slowly_more() -> None:
         look(window, window.size, 0.5, 5)
     assert window.size == 128
     for count in range(6, 40):
-        look(window, window.size, 0.5, count)
+        look(window, window.size, 0.9, count)
     assert window.size == 8
     assert look(Window(3), 3, 1.0, 9) == 3
+
+
+def test_requests_that_new_weights_preempt_change_nothing() -> None:
+    window = Window(128)
+    assert [look(window, 100, 0.3, count) for count in (50, 100, 150)] == [128] * 3
 
 
 def test_clock() -> None:
