@@ -240,5 +240,7 @@ def test_slow_prompts_are_trained_when_the_synchronous_run_trains_them(
     prompts = read_inputs(config).files["data.prompts"]
     slow = {n for n, prompt in enumerate(prompts) if sum(prompt.token_ids) % 2}
     kept = [row for rows in trained for row in rows[: BATCH // 2]]
-    share = sum(row in slow for rows in trained for row in rows) / (STEPS * BATCH)
-    assert sum(row in slow for row in kept) / len(kept) < 0.75 * share
+    slow_ones = [sum(row in slow for row in rows) for rows in trained]
+    fewest = sum(max(0, count - BATCH // 2) for count in slow_ones)
+    # one more than the fewest that can be: a busy machine may delay a fast one
+    assert sum(row in slow for row in kept) <= fewest + 1 < sum(slow_ones) / 2
