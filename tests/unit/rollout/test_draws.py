@@ -7,16 +7,19 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from aiohttp import web
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.load import load_config
 from gspo_megatron.data.inputs import read_inputs
+from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.rl.served_rollouts import origin_of_rollouts
 from gspo_megatron.rollout.engine import Draw, Sampling
@@ -25,7 +28,7 @@ from gspo_megatron.rollout.service.checks import Needs
 from gspo_megatron.rollout.service.client import Client
 from gspo_megatron.rollout.service.episodes import Draws, Scorers
 from gspo_megatron.rollout.service.pool import Pool, PoolSettings, Server, connected_session
-from tests.unit.rollout.double import FACTS, LENGTH, Double, weights
+from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
 
 DRAW = Draw(
     name="step_00000001_0",
@@ -138,3 +141,106 @@ def test_what_decides_rollouts_is_told_apart(
     assert origin(f"data.prompts={json.dumps(str(moved))}") == first
     moved.write_text(moved.read_text().replace("a", "e"))
     assert origin(f"data.prompts={json.dumps(str(moved))}") != first
+
+
+# No bias. A double, because vLLM cannot be told how long a prompt takes.
+
+STEPS, BATCH, ROWS = 6, 4, 16
+
+
+class Slow:
+    """Answers to prompts of an odd sum take ten times as long. After half of the time the server
+    has drawn the first token."""
+
+    def __init__(self, double: Double) -> None:
+        self.double = double
+        double.counts = {}
+
+    async def __call__(self, request: web.Request, answer: Any) -> web.StreamResponse:
+        given, counts = await request.json(), self.double.counts
+        if "request_id" in given:  # no probe
+            assert counts is not None
+            half = (0.1 if sum(given["token_ids"]) % 2 else 0.01) / 2
+            await asyncio.sleep(half)
+            counts[given["request_id"]] = 1
+            await asyncio.sleep(half)
+            del counts[given["request_id"]]
+        return await plain(request, answer)
+
+
+def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[int]], list[int]]:
+    """Draws in the order of ReinforcementLoop. Returns the rows that each step trains, in the order
+    in which they were finished, and the ages of all their tokens."""
+    scorers = Scorers(config, inputs := read_inputs(config))
+    rows_of = {tuple(p.token_ids): n for n, p in enumerate(inputs.files["data.prompts"])}
+    assert len(rows_of) == ROWS
+    trained: list[list[int]] = []
+    ages: list[int] = []
+
+    async def steps(pool: Pool) -> None:
+        origin = origin_of_rollouts(config)
+        draws = Draws(pool, scorers, inputs.files, {}, folder / "bank", origin)
+        loader = PromptLoader(ROWS, BATCH, seed=1)
+        for step in range(1, STEPS + 1):
+            await pool.update(weights(folder, step - 1))
+            numbers = range(step, min(step + ahead, STEPS) + 1)
+            running = [
+                draws.begin(
+                    replace(DRAW, name=f"s{n}", rows=rows, seed=n, version=max(n - 1 - ahead, 0))
+                )
+                for n, rows in zip(numbers, loader.peek(len(numbers)), strict=True)
+            ]
+            loader.next()
+            assert running[0].task is not None
+            await running[0].task
+            assert running[0].error is None
+            trained.append([])
+            for group in read_groups(draws.path(f"s{step}"), lambda _: True).values():
+                tokens = group["tokens"][: group["prompt_lengths"][0]]
+                trained[-1].append(rows_of[tuple(tokens.tolist())])
+                ages.extend((step - 1 - group["versions"]).tolist())
+
+    async def run() -> None:
+        async with Double().serve() as double, connected_session() as session:
+            needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=False)
+            settings = PoolSettings(FACTS, needs, 0, 30, 30, max_staleness=ahead)
+            pool = Pool([Server("server", Client(double.url, session))], settings)
+            double.faults["/inference/v1/generate"] = Slow(double)
+            folder.mkdir()
+            try:
+                await steps(pool)
+            finally:
+                await pool.close()
+
+    def work() -> None:
+        try:
+            asyncio.run(run())
+        finally:
+            scorers.stop()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    scorers.work()
+    thread.join()
+    assert len(trained) == STEPS
+    return trained, ages
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_slow_prompts_are_trained_when_the_synchronous_run_trains_them(
+    configured: Callable[..., Config], tmp_path: Path, ahead: int
+) -> None:
+    config = configured()
+    trained, ages = step_by_step(config, tmp_path / "run", ahead)
+    loader = PromptLoader(ROWS, BATCH, seed=1)
+    assert [sorted(rows) for rows in trained] == [sorted(loader.next()) for _ in range(STEPS)]
+    assert min(ages) >= 0 and max(ages) <= ahead
+    assert ahead == 0 or max(ages) > 0  # responses were drawn ahead
+    # The bias of who trains on the first half of each batch that is finished, and drops the rest.
+    prompts = read_inputs(config).files["data.prompts"]
+    slow = {n for n, prompt in enumerate(prompts) if sum(prompt.token_ids) % 2}
+    kept = [row for rows in trained for row in rows[: BATCH // 2]]
+    slow_ones = [sum(row in slow for row in rows) for rows in trained]
+    fewest = sum(max(0, count - BATCH // 2) for count in slow_ones)
+    # one more than the fewest that can be: a busy machine may delay a fast one
+    assert sum(row in slow for row in kept) <= fewest + 1 < sum(slow_ones) / 2
