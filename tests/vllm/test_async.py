@@ -3,25 +3,30 @@ too old, and what is killed costs no finished response."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import signal
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from random import Random
 
+import psutil
 import pytest
 
 from gspo_megatron.config.load import load_config
+from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.rl.served_rollouts import weights_folder
 from gspo_megatron.rollout.service.bank import read_groups
 from tests.vllm.runs import Run, is_alive, make_run, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-PROMPTS, GROUP = 6, 4
-STEPS = 6
+FILE, PROMPTS, GROUP, SEED = 64, 6, 4, 1
+STALENESS = 2
+# "server" and "service" together: at one moment, so nobody is left to end the server's engine
+VICTIMS = ["trainer", "service", "server", "all", "server and service"]
 
 
-def run_with(folder: Path, python: Path, max_staleness: int) -> Run:
-    folder.mkdir()
+def run_with(folder: Path, python: Path, steps: int) -> Run:
     return make_run(
         folder,
         python,
@@ -29,9 +34,10 @@ def run_with(folder: Path, python: Path, max_staleness: int) -> Run:
             "group_size": GROUP,
             "prompts_per_step": PROMPTS,
             "max_response_tokens": 100,
-            "max_staleness": max_staleness,
+            "max_staleness": STALENESS,
+            "vllm": {"restarts": steps},
         },
-        training={"steps": STEPS, "precision": "fp32"},
+        training={"steps": steps, "precision": "fp32", "seed": SEED},
         checkpoint={"interval": 1},
         logging={"samples_per_step": PROMPTS * GROUP},
     )
@@ -39,6 +45,12 @@ def run_with(folder: Path, python: Path, max_staleness: int) -> Run:
 
 def finished_steps(run: Run) -> int:
     return len(run.steps()) if (run.out / "metrics.jsonl").exists() else 0
+
+
+def draws_ahead(run: Run) -> bool:
+    """Of a step, while the one before is not trained yet, some groups are finished."""
+    later = run.out / "rollouts" / f"step_{finished_steps(run) + 2:08d}_0.groups"
+    return later.exists() and bool(read_groups(later, lambda _: True))
 
 
 def trained_prompts(run: Run) -> dict[int, list[str]]:
@@ -50,49 +62,77 @@ def trained_prompts(run: Run) -> dict[int, list[str]]:
     return found
 
 
-def assert_each_draw_is_trained_once(run: Run, max_staleness: int) -> None:
-    """And every response scored once: what was finished was not drawn again, but for a group that
-    was scored when the service was killed, which happens twice."""
-    assert [record["step"] for record in run.steps()] == list(range(1, STEPS + 1))
+def synchronous_prompts(steps: int) -> dict[int, list[str]]:
+    """What a run that draws nothing ahead trains."""
+    loader = PromptLoader(FILE, PROMPTS, SEED)
+    return {
+        step: [f"train.jsonl:{row + 1}" for row in loader.next() for _ in range(GROUP)]
+        for step in range(1, steps + 1)
+    }
+
+
+class Killer:
+    """Kills processes of a run at random moments, and starts what does not start by itself."""
+
+    def __init__(self, run: Run, random: Random) -> None:
+        self.run, self.random = run, random
+        self.process = run.start()
+        self.seen: set[psutil.Process] = set()
+
+    def kill(self, victim: str) -> None:
+        run = self.run
+        groups = {"trainer": run.trainers, "service": run.services, "server": run.servers}
+        chosen = []
+        for name, find in groups.items():
+            found = find()
+            for each in found:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self.seen |= {each, *each.children(recursive=True)}
+            chosen += found if name in victim or victim == "all" else []
+        for each in chosen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        if victim in ("trainer", "all"):
+            self.process.communicate()
+            wait_for(lambda: not any(map(is_alive, self.seen)), seconds=30)
+            if victim == "trainer":  # the service has ended by itself
+                assert not weights_folder(load_config(run.folder / "config.yaml")).exists()
+            self.process = run.start()
+
+    def kill_after(self, step: int, victim: str, seconds: float) -> None:
+        """At any moment of the next step, or of what begins again."""
+        self.run.wait(self.process, lambda: finished_steps(self.run) >= step)
+        time.sleep(self.random.uniform(0, seconds))
+        self.kill(victim)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(5), pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(9000)])],
+)
+def test_whatever_is_killed_each_draw_is_trained_once_in_the_synchronous_order(
+    vllm_python: Path, tmp_path: Path, kills: int
+) -> None:
+    """And every response is scored once: what was finished is not drawn again, but for a group that
+    was being scored at a kill."""
+    steps = kills + 3
+    run, random = run_with(tmp_path, vllm_python, steps), Random(kills)
+    killer = Killer(run, random)
+    # the first step is saved; before that a start is a new run
+    run.wait(killer.process, lambda: finished_steps(run) > 1 and draws_ahead(run))
+    victims = VICTIMS * (kills // len(VICTIMS))
+    random.shuffle(victims)
+    for number, victim in enumerate(victims):
+        killer.kill_after(2 + number, victim, seconds=1.0)
+    run.finish(killer.process)
+    wait_for(lambda: not any(map(is_alive, killer.seen)), seconds=30)
+
+    assert [record["step"] for record in run.steps()] == list(range(1, steps + 1))
+    assert trained_prompts(run) == synchronous_prompts(steps)
     oldest = [record["staleness/max"] for record in run.steps()]
     # the first draws are begun with the first weights
-    assert all(age <= min(max_staleness, n) for n, age in enumerate(oldest)) and max(oldest) > 0
+    assert all(age <= min(STALENESS, n) for n, age in enumerate(oldest)) and max(oldest) > 0
     assert all(0 <= record["staleness/mean"] <= age for record, age in zip(run.steps(), oldest))
     rows = Counter(row for row, _ in run.calls())
-    assert 0 <= sum(rows.values()) - STEPS * PROMPTS * GROUP <= 2 * GROUP, rows
+    assert 0 <= sum(rows.values()) - steps * PROMPTS * GROUP <= kills * GROUP, rows
     assert not list((run.out / "rollouts").glob("*.groups"))
-
-
-def test_a_killed_run_that_draws_ahead_trains_what_the_synchronous_run_trains(
-    vllm_python: Path, tmp_path: Path
-) -> None:
-    synchronous = run_with(tmp_path / "synchronous", vllm_python, 0)
-    synchronous.finish(synchronous.start())
-    assert {record["staleness/max"] for record in synchronous.steps()} == {0.0}
-
-    run = run_with(tmp_path / "ahead", vllm_python, 2)
-    process, bank = run.start(), run.out / "rollouts"
-
-    def draws_ahead() -> bool:
-        """Of a step, while the one before is not trained yet, some groups are finished."""
-        last = finished_steps(run)
-        later = bank / f"step_{last + 2:08d}_0.groups"
-        # the first step is saved; before that a start is a new run
-        return last > 1 and later.exists() and bool(read_groups(later, lambda _: True))
-
-    run.wait(process, draws_ahead)
-    left = [*run.services(), *run.servers()]
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    wait_for(lambda: not any(map(is_alive, left)))
-    assert not weights_folder(load_config(run.folder / "config.yaml")).exists()
-    process = run.start()
-    run.wait(process, lambda: finished_steps(run) >= 4)
-    server = run.servers()[0]
-    engine = server.children(recursive=True)
-    for killed in (*run.services(), server):  # at once: nobody is left to end the engine
-        killed.kill()
-    wait_for(lambda: not any(map(is_alive, engine)), seconds=20)
-    run.finish(process)
-    assert_each_draw_is_trained_once(run, 2)
-    assert trained_prompts(run) == trained_prompts(synchronous)
