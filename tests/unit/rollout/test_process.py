@@ -35,7 +35,7 @@ _START = """
 import sys
 from pathlib import Path
 from tests.vllm.servers import serve
-with serve(*map(Path, sys.argv[1:])):
+with serve(*map(Path, sys.argv[1:]), {}):
     pass
 """
 
@@ -93,7 +93,7 @@ def test_a_server_that_tests_start_ends_with_them(tmp_path: Path) -> None:
     python, told = tmp_path / "python", tmp_path / "pid"
     python.write_text(f"#!/bin/sh\necho $$ >{told}.new\nmv {told}.new {told}\nexec sleep 300\n")
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    words = [sys.executable, "-c", _START, *map(str, (python, tmp_path, tmp_path))]
+    words = [sys.executable, "-c", _START, *map(str, (python, tmp_path))]
     tests = subprocess.Popen(words, env=command_environment())
     try:
         assert wait_until(told.exists, tests, seconds=60)
