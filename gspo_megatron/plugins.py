@@ -62,8 +62,9 @@ def load_function(
 def option_problems(
     kind: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> list[str]:
-    """What is wrong with `options` as keyword arguments of a `kind` ("reward", "objective"), one
-    line each. The first argument of the function is its input and no option."""
+    """What is wrong with `options` as keyword arguments of a `kind` ("reward", "objective",
+    "environment"), one line each. The first argument of a function is its input and no option; an
+    environment is a class, which has none."""
     try:
         # Annotations are strings in most modules; they are evaluated to compare types below.
         signature = inspect.signature(function, eval_str=True)
@@ -72,9 +73,11 @@ def option_problems(
     except (ValueError, TypeError):  # written in C: nothing to check against
         return []
     parameters = list(signature.parameters.values())
-    if not parameters or parameters[0].kind not in _TAKES_AN_INPUT:
-        return [f"{kind} {name}: the function takes no {_INPUTS[kind]} as its first argument"]
-    first, *others = parameters
+    given, others = "", parameters
+    if kind in _INPUTS:
+        if not parameters or parameters[0].kind not in _TAKES_AN_INPUT:
+            return [f"{kind} {name}: the function takes no {_INPUTS[kind]} as its first argument"]
+        given, others = parameters[0].name, parameters[1:]
     named = {each.name: each for each in others if each.kind in _TAKES_A_NAME}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in others)
     problems = []
@@ -87,7 +90,7 @@ def option_problems(
             if wanted in (bool, int, float, str) and not fits:
                 wrong = f"wrong type; {wanted.__name__} is wanted"
                 problems.append(f"{kind}.options.{key} = {value!r}: {wrong}")
-        elif key == first.name:
+        elif key == given:
             problems.append(f"{kind}.options.{key}: not an option of {name} but its input")
         elif not takes_any:
             legal = f"legal: {', '.join(named)}" if named else "it takes none"

@@ -6,7 +6,13 @@ from gspo_megatron.rewards.registry import register
 from gspo_megatron.types import Sample
 
 
-@register("exact_match")
+def read_answer(sample: Sample, strip: bool = True, ignore_case: bool = False) -> str:
+    """The whole response, without what the options ignore."""
+    response = sample.response.strip() if strip else sample.response
+    return response.casefold() if ignore_case else response
+
+
+@register("exact_match", read_answer=read_answer)
 def exact_match(sample: Sample, strip: bool = True, ignore_case: bool = False) -> float:
     """1.0 if the response is the answer, else 0.0.
 

@@ -11,6 +11,7 @@ from gspo_megatron.rewards.registry import register
 from gspo_megatron.types import Sample
 
 _NUMBER = re.compile(r"-?\d+(,\d{3})*(\.\d+)?")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _COMMAND = re.compile(r"\\(?!boxed|text)[A-Za-z]")
 
 
@@ -21,12 +22,30 @@ def answer_fault(answer: str) -> str | None:
     return "is not a mathematical expression"
 
 
+def read_answer(sample: Sample) -> str | None:
+    r"""The value of the last \boxed{...}, else of the response's final expression, as text: numbers
+    as fractions, so that 1/2 and 0.5 are one answer. None without an expression."""
+    from math_verify import parse
+
+    response = _with_boxes(sample.response)
+    forms = parse(response[max(response.rfind(r"\boxed"), 0) :])
+    if not forms:
+        return None
+    value = forms[0]
+    if getattr(value, "is_Number", False) and getattr(value, "is_finite", False):
+        import sympy
+
+        value = sympy.Rational(str(value))
+    return str(value)
+
+
 @register(
     "math",
     answers=(str, int, float),
     requires="math-verify",
     answer_fault=answer_fault,
-    threads=False,
+    workers=1,  # it has hung on odd LaTeX, and its time-outs want a main thread
+    read_answer=read_answer,
 )
 def math(sample: Sample) -> float:
     r"""1.0 if the response's final expression equals the answer, else 0.0.
@@ -46,11 +65,17 @@ def math(sample: Sample) -> float:
             f"reward 'math': the answer {sample.answer!r} of prompt {sample.prompt!r} is not a "
             "mathematical expression"
         )
-    response, last_box = sample.response, sample.response.rfind(r"\boxed")
+    response = _with_boxes(sample.response)
+    last_box = response.rfind(r"\boxed")
     is_right = verify(answer, parse(response))
     if not is_right and last_box > 0:
         is_right = verify(answer, parse(response[last_box:]))
     return float(is_right)
+
+
+def _with_boxes(response: str) -> str:
+    r"""With \boxed{ where it has \fbox{ or \boxed {, which math-verify does not look for."""
+    return _BOX.sub(r"\\boxed{", response)
 
 
 def _is_surely_readable(answer: str) -> bool:
@@ -79,6 +104,7 @@ def _parse_answer(answer: str) -> list[Any]:
     """
     from math_verify import parse
 
+    answer = answer.replace(r"\$", "")  # the sign of a sum of money, and no enclosure
     # math-verify does not recognise bare LaTeX: x^2+1 must be enclosed.
     is_enclosed = "$" in answer or r"\boxed" in answer
     forms = parse(answer if is_enclosed else rf"\boxed{{{answer}}}")

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gspo_megatron.errors import RewardError
+from gspo_megatron.config.schema import SuiteSection, suite_key
+from gspo_megatron.errors import ConfigError, RewardError, gathered_in
 from gspo_megatron.plugins import load_function, option_problems
 from gspo_megatron.rewards.values import shorten
 from gspo_megatron.types import Prompt, Sample
@@ -37,10 +38,21 @@ class Reward:
     requires: str | None = None  # an optional package that the function imports, as pip names it
     # Why the reward cannot compare any response with an answer; None: it can.
     answer_fault: Callable[[str], str | None] = lambda answer: None
-    threads: bool = True  # it may be called from several threads at a time
+    # Why the reward cannot judge any response to a prompt; None: it can.
+    row_fault: Callable[[Prompt], str | None] = lambda prompt: None
+    # Why it does not work on this machine, and what to do; None: it does.
+    machine_fault: Callable[[], str | None] = lambda: None
+    workers: int = 0  # what `reward.workers` = null means
+    # The answer that it finds in a response, with its options, in a form that equal answers share:
+    # for votes of an evaluation. None: it cannot tell.
+    read_answer: Callable[..., str | None] | None = None
 
     def __call__(self, given: Sample | list[Sample]) -> Any:
         return self.function(given, **self.options)
+
+    def answer_in(self, sample: Sample) -> str | None:
+        """What `read_answer` finds; None where there is no answer, or it is not known."""
+        return self.read_answer and self.read_answer(sample, **self.options)
 
     @functools.cached_property
     def of_batch(self) -> bool:
@@ -60,7 +72,7 @@ _REGISTRY: dict[str, Reward] = {}
 
 def register(name: str, **facts: Any) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator that makes a function the reward `name`. `facts`: `answers` (a string unless it is
-    given), `requires`, `answer_fault` and `threads` of the `Reward`."""
+    given), `requires`, `workers`, `read_answer` and the faults of the `Reward`."""
 
     def decorate(function: RewardFunction) -> RewardFunction:
         assert name not in _REGISTRY, f"two rewards named {name!r}"
@@ -74,12 +86,12 @@ def get_reward(
     name: str,
     import_path: str | None = None,
     options: Mapping[str, Any] | None = None,
-    workers: int = 1,
+    workers: int | None = None,
 ) -> Reward:
     """The reward `name`, or the user's function at `import_path`, "package.module:function".
 
     The current directory is searched for the module after the installed packages. `options` become
-    keyword arguments; `workers` threads are to call it.
+    keyword arguments; `workers` processes are to call it.
 
     Raises RewardError if there is no such reward, its module cannot be imported, a package that it
     needs is missing, or options or `workers` do not fit the function (all of them at once).
@@ -94,6 +106,8 @@ def get_reward(
             raise RewardError(
                 f"reward.name = {name}: needs the package {needed}: pip install {needed}"
             )
+        if (fault := reward.machine_fault()) is not None:
+            raise RewardError(f"reward.name = {name}: {fault}")
     else:
         raise RewardError(
             f"reward.name = {name}: no such reward; legal: {', '.join(sorted(_REGISTRY))}, or give "
@@ -107,30 +121,52 @@ def get_reward(
     return replace(reward, options=options)
 
 
+def suite_rewards(suites: Mapping[str, SuiteSection]) -> dict[str, Reward]:
+    """The rewards of evaluation suites, by the names of these. Raises ConfigError with all that is
+    wrong with them."""
+    found, problems = {}, []
+    for name, suite in suites.items():
+        wanted, wrong = suite.reward, []
+        with gathered_in(wrong):
+            reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
+            if reward.answers is not None and suite.format is None and suite.answer_field is None:
+                wrong.append(
+                    f"reward.name = {wanted.name}: compares with answers: give answer_field"
+                )
+            found[name] = reward
+        problems += [f"{suite_key(name)}: {line}" for line in wrong]
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
 def check_answers(reward: Reward, prompts: Iterable[Prompt]) -> None:
-    """Checks that the reward can compare responses with the prompts' answers.
+    """Checks that the reward can judge responses to the prompts: by their answers or other fields.
 
     Raises RewardError that names the first prompts, by file and line, with answers that it cannot
     use, and says how many more there are.
     """
-    if reward.answers is None:
-        return
     text_fault = functools.cache(reward.answer_fault)
-    wanted = " or ".join(dict.fromkeys("string" if t is str else "number" for t in reward.answers))
+    names = ["string" if t is str else "number" for t in reward.answers or ()]
 
-    def fault_of(answer: Any) -> str | None:
-        if type(answer) in reward.answers:
-            return text_fault(str(answer))
-        return f"is not a {wanted}"
+    def fault_of(prompt: Prompt) -> str | None:
+        if (fault := reward.row_fault(prompt)) is not None:
+            return f"the row {fault}"
+        if reward.answers is None:
+            return None
+        is_type = type(prompt.answer) in reward.answers
+        wrong = f"is not a {' or '.join(dict.fromkeys(names))}"
+        fault = text_fault(str(prompt.answer)) if is_type else wrong
+        return None if fault is None else f"the answer {shorten(prompt.answer)} {fault}"
 
-    bad = [prompt for prompt in prompts if fault_of(prompt.answer) is not None]
+    bad = [prompt for prompt in prompts if fault_of(prompt) is not None]
     lines = [
-        f"{prompt.source}: the answer {shorten(prompt.answer)} {fault_of(prompt.answer)} "
-        f"(reward {reward.name!r})"
+        f"{prompt.source}: {fault_of(prompt)} (reward {reward.name!r})"
         for prompt in bad[:SHOWN_ANSWERS]
     ]
     if len(bad) > len(lines):
-        lines.append(f"… and {len(bad) - len(lines)} more answers")
+        what = "answers" if reward.answers is not None else "rows"
+        lines.append(f"… and {len(bad) - len(lines)} more {what}")
     if lines:
         raise RewardError("\n".join(lines))
 
@@ -143,8 +179,8 @@ def _first_parameter(function: RewardFunction) -> inspect.Parameter | None:
         return None
 
 
-def _problems_of_form(reward: Reward, workers: int) -> list[str]:
-    """A hint of the first parameter that contradicts its name, and threads that nothing uses."""
+def _problems_of_form(reward: Reward, workers: int | None) -> list[str]:
+    """A hint of the first parameter that contradicts its name, and workers that nothing uses."""
     problems, first = [], _first_parameter(reward.function)
     hint = "" if first is None or first.annotation is first.empty else first.annotation
     hint = (hint if isinstance(hint, str) else str(hint)).replace(" ", "")
@@ -158,13 +194,9 @@ def _problems_of_form(reward: Reward, workers: int) -> list[str]:
             f"reward {reward.name}: its first parameter 'samples' is one sample; legal: another "
             "name, such as `sample`, or list[Sample] for a reward of a batch"
         )
-    if workers > 1:
-        reasons = {
-            "an async function is called for many responses at a time anyway": reward.is_async,
-            "a function of a batch is called once": reward.of_batch,
-            "its time-outs work in the main thread only": not reward.threads,
-        }
-        why = next((why for why, holds in reasons.items() if holds), None)
-        if why is not None:
-            problems.append(f"reward.workers = {workers}: {reward.name}: {why}; legal: 1")
+    if reward.of_batch and (workers or 0) > 1:
+        problems.append(
+            f"reward.workers = {workers}: {reward.name}: a function of a batch is called once; "
+            "legal: 0, 1"
+        )
     return problems

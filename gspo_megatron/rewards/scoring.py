@@ -1,15 +1,16 @@
-"""Calls a reward function for the responses of a rank: in threads, as coroutines or for a whole
-batch, again where a call fails; and holds what it returns to one form for the whole run."""
+"""Calls a reward function for the responses of a rank: here, as coroutines, or in workers; again
+where a call fails; and holds what it returns to one form for the whole run."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import sys
 import time
 import weakref
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -20,7 +21,11 @@ from gspo_megatron.plugins import origin
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.shaping import Shaping
 from gspo_megatron.rewards.values import Score, checked, shorten
+from gspo_megatron.rewards.workers import WorkerError, Workers
 from gspo_megatron.types import Sample
+
+if TYPE_CHECKING:
+    from gspo_megatron.environments.episode import Episode
 
 # Calls of an async function under way at a time on a rank: enough to keep a server of judges busy,
 # and fewer than the files a process may open.
@@ -30,7 +35,15 @@ FIRST_WAIT_SECONDS = 0.5  # before a call is repeated; doubled at each further t
 PartNames = tuple[str, ...]  # sorted; () for a reward without parts
 
 
-_FAILED = object()  # in place of the value of a call that failed for good
+FAILED = object()  # in place of the value of a call, or an episode, that failed for good
+
+
+class FailedCalls(NamedTuple):
+    """Repeated ones too."""
+
+    errors: int = 0  # raised an error, or ended their worker
+    timeouts: int = 0
+    episodes: int = 0  # no calls: episodes that failed before there was anything to score
 
 
 class Scorer:
@@ -40,27 +53,57 @@ class Scorer:
         self.reward, self.section = reward, section
         # Of the run. None until a response was scored, on this rank or another one.
         self.part_names: PartNames | None = None
-        self._failures: list[Exception] = []  # of this `score`; threads append
+        self._seconds, self._since, self._under_way = 0.0, 0.0, 0
+        self._named: set[str] = set()  # kinds of failures that were told
         self._loop: asyncio.AbstractEventLoop | None = None
+        count = reward.workers if section.workers is None else section.workers
+        slots = -(-CONCURRENT_CALLS // count) if count and reward.is_async else 1
+        self.workers = Workers(reward, section, count, slots) if count else None
 
-    def score(self, samples: Sequence[Sample]) -> tuple[list[Score | None], int]:
+    def score(
+        self, samples: Sequence[Sample], given: Sequence[Any] = ()
+    ) -> tuple[list[Score | None], FailedCalls]:
         """The rewards in the order of the samples; None where the call failed and
-        `reward.on_failure` is drop_group. And how many calls failed, repeated ones too.
+        `reward.on_failure` is drop_group. And how many calls failed.
+
+        given: of an environment's episodes what it gave instead of the function's value, None
+        where it gave nothing, and FAILED for episodes that failed.
 
         Raises RewardError, with the reward's name, prompt and response, where a call failed for
         good, or returned what is no reward. A UserError of the function is raised unchanged.
         """
-        self._failures = []
-        if not samples:
-            return [], 0
-        given = [list(samples)] if self.reward.of_batch else list(samples)
-        values = self._call_all(given)
-        if self.reward.of_batch:
-            values = self._of_each(values[0], samples)
-        scores = []
-        for value, sample in zip(values, samples, strict=True):
-            scores.append(None if value is _FAILED else self._score(value, sample))
-        return scores, len(self._failures)
+        if self.workers is not None or self.reward.is_async:
+            return self._run(self.score_async(samples, given))
+        failures: list[Exception] = []
+        left = _not_given(samples, given)
+        with self._clock():
+            # In the main thread: a function may rely on signals, as math-verify's time-outs do.
+            values = [self._call(each, failures) for each in self._arguments(left)]
+        return self._checked(values, samples, given, failures)
+
+    async def score_async(
+        self, samples: Sequence[Sample], given: Sequence[Any] = ()
+    ) -> tuple[list[Score | None], FailedCalls]:
+        """The same, in an event loop: always the same one, as workers and clients belong to it.
+        Of a plain function that is called here, it blocks the loop."""
+        failures: list[Exception] = []
+        left = _not_given(samples, given)
+        with self._clock():
+            values = await self._gather(self._arguments(left), failures)
+        return self._checked(values, samples, given, failures)
+
+    def take_seconds(self) -> float:
+        """Wall seconds of scoring since this was last asked. Batches that are scored at the same
+        time share them, so that the sum of all answers counts no second twice."""
+        if self._under_way:
+            self._count_seconds()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """End the workers that `score` has started."""
+        if self.workers is not None and self._loop is not None:
+            self._run(self.workers.close())
 
     def adopt(self, names: PartNames) -> None:
         """The parts that a response of this run has. Raises RewardError where `reward.weights` do
@@ -81,67 +124,90 @@ class Scorer:
 
     # How it is called
 
-    def _call_all(self, given: Sequence[Any]) -> list[Any]:
-        if self.reward.is_async:
-            return self._run(self._gather(given))
-        if self.section.workers == 1:
-            # In the main thread: a function may rely on signals, as math-verify's time-outs do.
-            return [self._call(each) for each in given]
-        pool = ThreadPoolExecutor(self.section.workers)
+    @contextlib.contextmanager
+    def _clock(self) -> Iterator[None]:
+        if not self._under_way:
+            self._since = time.perf_counter()
+        self._under_way += 1
         try:
-            return list(pool.map(self._call, given))
+            yield
         finally:
-            pool.shutdown(cancel_futures=True)
+            self._under_way -= 1
+            self._count_seconds()
 
-    def _call(self, given: Any) -> Any:
-        failures: list[Exception] = []
+    def _count_seconds(self) -> None:
+        now = time.perf_counter()
+        self._seconds, self._since = self._seconds + now - self._since, now
+
+    def _arguments(self, samples: Sequence[Sample]) -> list[Any]:
+        """What the function is called with."""
+        if not samples:
+            return []
+        return [list(samples)] if self.reward.of_batch else list(samples)
+
+    def _call(self, given: Any, failures: list[Exception]) -> Any:
+        tries = 0
         while True:
             try:
                 return self.reward(given)
             except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
-                wait = self._wait_after(error, failures)
+                tries += 1
+                wait = self._wait_after(error, tries, given, failures)
             finally:
                 heartbeat()  # a reward may take long, and all ranks wait for the last
             if wait is None:
-                return self._give_up(given, failures)
+                return FAILED
             time.sleep(wait)
 
-    async def _call_async(self, given: Any, slots: asyncio.Semaphore) -> Any:
-        failures: list[Exception] = []
+    async def _call_async(
+        self, given: Any, slots: asyncio.Semaphore, failures: list[Exception]
+    ) -> Any:
+        tries = 0
         while True:
             try:
+                if self.workers is not None:
+                    return await self.workers.call(given)
                 async with slots:
                     return await self.reward(given)
             except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
-                wait = self._wait_after(error, failures)
+                tries += 1
+                wait = self._wait_after(error, tries, given, failures)
             finally:
                 heartbeat()
             if wait is None:
-                return self._give_up(given, failures)
+                return FAILED
             await asyncio.sleep(wait)
 
-    def _wait_after(self, error: Exception, failures: list[Exception]) -> float | None:
-        """Seconds until a call is repeated; None where it is not."""
+    def _wait_after(
+        self, error: Exception, tries: int, given: Any, failures: list[Exception]
+    ) -> float | None:
+        """Seconds until a call is repeated; None where it is not, and its group is dropped. Raises
+        the error that ends the run."""
         if isinstance(error, UserError):
             raise error
         failures.append(error)
-        self._failures.append(error)
-        again = len(failures) <= self.section.retries
-        return FIRST_WAIT_SECONDS * 2 ** (len(failures) - 1) if again else None
-
-    def _give_up(self, given: Any, failures: list[Exception]) -> object:
+        timed_out = isinstance(error, WorkerError) and error.timed_out
+        if tries <= self.section.retries and not timed_out:
+            self._name(error)
+            return FIRST_WAIT_SECONDS * 2 ** (tries - 1)
         if self.section.on_failure == "drop_group":
-            return _FAILED
-        error = failures[-1]
-        where = f" in the last of {len(failures)} calls" if len(failures) > 1 else ""
-        raise RewardError(
-            f"reward {self.reward.name!r} raised {type(error).__name__}: {error} "
-            f"({origin(error)}){where}; {_show(given)}"
-        ) from error
+            self._name(error)
+            return None
+        where = f" in the last of {tries} calls" if tries > 1 else ""
+        text = f"reward {self.reward.name!r} {_told(error)}{where}; {_show(given)}"
+        raise RewardError(text) from error
 
-    async def _gather(self, given: Sequence[Any]) -> list[Any]:
+    def _name(self, error: Exception) -> None:
+        """Say what failed, at the first failure of its kind."""
+        kind = error.kind if isinstance(error, WorkerError) else type(error).__name__
+        if kind not in self._named:
+            self._named.add(kind)
+            text = f"reward {self.reward.name!r} {_told(error)}; more of this kind are only counted"
+            print(text, file=sys.stderr, flush=True)
+
+    async def _gather(self, given: Sequence[Any], failures: list[Exception]) -> list[Any]:
         slots = asyncio.Semaphore(CONCURRENT_CALLS)
-        tasks = [asyncio.ensure_future(self._call_async(each, slots)) for each in given]
+        tasks = [asyncio.ensure_future(self._call_async(each, slots, failures)) for each in given]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -158,10 +224,29 @@ class Scorer:
 
     # What it returned
 
+    def _checked(
+        self,
+        values: list[Any],
+        samples: Sequence[Sample],
+        given: Sequence[Any],
+        failures: Sequence[Exception],
+    ) -> tuple[list[Score | None], FailedCalls]:
+        if self.reward.of_batch and values:
+            values = self._of_each(values[0], _not_given(samples, given))
+        if given:
+            of_function = iter(values)
+            values = [next(of_function) if each is None else each for each in given]
+        scores = []
+        for value, sample in zip(values, samples, strict=True):
+            scores.append(None if value is FAILED else self._score(value, sample))
+        late = sum(isinstance(each, WorkerError) and each.timed_out for each in failures)
+        episodes = sum(each is FAILED for each in given)
+        return scores, FailedCalls(len(failures) - late, late, episodes)
+
     def _of_each(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
         """The values of a batch, one for each sample."""
-        if returned is _FAILED:
-            return [_FAILED] * len(samples)
+        if returned is FAILED:
+            return [FAILED] * len(samples)
         is_list = isinstance(returned, (list, tuple, np.ndarray)) and np.ndim(returned) > 0
         if is_list and len(returned) == len(samples):
             return list(returned)
@@ -193,6 +278,20 @@ class Scorer:
         return Score(np.array([total]), parts=score.parts)
 
 
+def given_rewards(ended: Sequence[Episode], section: RewardSection) -> list[Any]:
+    """What the episodes' environment gave for them, for `Scorer.score`. Raises EpisodeError for the
+    first that failed where `reward.on_failure` is stop."""
+    errors = [episode.error for episode in ended if episode.error is not None]
+    if errors and section.on_failure == "stop":
+        raise errors[0]
+    return [FAILED if episode.error is not None else episode.given for episode in ended]
+
+
+def _not_given(samples: Sequence[Sample], given: Sequence[Any]) -> list[Sample]:
+    """Those that the reward function has to score."""
+    return [s for s, value in zip(samples, given or [None] * len(samples)) if value is None]
+
+
 def reward_columns(
     found: Sequence[Score | None],
     samples: Sequence[Sample],
@@ -218,6 +317,12 @@ def reward_columns(
         if has_turns:
             turns.append(np.stack([shaped, np.diff(score.ends, prepend=0)]))
     return columns, np.concatenate(turns, axis=1)
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, WorkerError):
+        return str(error)
+    return f"raised {type(error).__name__}: {error} ({origin(error)})"
 
 
 def describe(names: PartNames) -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import write_config
@@ -119,6 +120,37 @@ def test_held_out_responses_and_parts_are_written(undisturbed: Path, toy: Path) 
     assert all(sample["parts"].keys() == {"short", "value"} for sample in samples)
 
 
+# One call after the first evaluation hangs, and so does what it has started.
+HANGING = """
+import contextlib, subprocess, sys, time
+from pathlib import Path
+folder = Path(__file__).parent
+def reward(sample):
+    with (folder / "calls").open("a") as file:
+        file.write("x")
+    if (folder / "calls").stat().st_size > 8:
+        with contextlib.suppress(FileExistsError), (folder / "child").open("x") as file:
+            words = [sys.executable, "-c", "import time; time.sleep(900)"]
+            file.write(str(subprocess.Popen(words, start_new_session=True).pid))
+            file.flush()
+            time.sleep(900)
+    return len(sample.response) / 6
+"""
+
+
+def test_a_reward_that_hangs_costs_its_prompt(toy: Path, tmp_path: Path) -> None:
+    path = config_in(toy, tmp_path / "hanging", training={"steps": 2})
+    (path.parent / "hanging.py").write_text(HANGING)
+    words = ("import_path=hanging:reward", "weights={}", "workers=4", "timeout_seconds=2.0")
+    result = train(path, *(f"reward.{w}" for w in (*words, "on_failure=drop_group")))
+    _, first, second = records(path.parent / "run")
+    assert (first["reward/timeouts"], first["reward/failed_groups"]) == (1, 1)
+    assert (second["reward/timeouts"], second["reward/errors"]) == (0, 0)
+    told = "reward 'hanging:reward' took longer than reward.timeout_seconds = 2; more of this"
+    assert result.stderr.count(told) == 1
+    assert not psutil.pid_exists(int((path.parent / "child").read_text()))
+
+
 def test_without_checkpoints_nothing_is_saved(toy: Path, tmp_path: Path) -> None:
     path = config_in(toy, tmp_path / "broken")
     (path.parent / "broken_at").write_text(str(EVALUATED + RESPONSES))
@@ -154,5 +186,5 @@ def test_a_run_of_no_steps_needs_something_to_evaluate(toy: Path, tmp_path: Path
     result = train(path, "training.steps=0", "data.eval_prompts=", expect=2)
     assert result.stderr == (
         "training.steps = 0: evaluates only, and there is nothing to evaluate on; legal: from 1, "
-        "or give data.eval_prompts\n"
+        "or give data.eval_prompts or evaluation.suites\n"
     )

@@ -14,7 +14,7 @@ from gspo_megatron.types import Sample, TurnRewards
 def score(reward: Callable[[Sample], Any], sample: Sample) -> float | TurnRewards:
     """Of a reward, or a function that is one."""
     reward = reward if isinstance(reward, Reward) else Reward("mine", reward)
-    ((found,), _) = Scorer(reward, RewardSection(retries=0)).score([sample])
+    ((found,), _) = Scorer(reward, RewardSection(retries=0, workers=0)).score([sample])
     if found.ends is not None:
         return TurnRewards(found.rewards, found.ends)
     (number,) = found.rewards.tolist()

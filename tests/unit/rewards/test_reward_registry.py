@@ -94,8 +94,8 @@ def mistake_in(value: object) -> str:
 def test_unknown_name_lists_the_legal_ones() -> None:
     (line,) = refusal(get_reward, "exact")
     assert line == (
-        "reward.name = exact: no such reward; legal: exact_match, math, per_character, or give "
-        "your own with reward.import_path"
+        "reward.name = exact: no such reward; legal: code, exact_match, llm_judge, math, "
+        "per_character, or give your own with reward.import_path"
     )
 
 
@@ -159,11 +159,6 @@ def test_all_bad_options_are_named_at_once(module: str) -> None:
         (
             ("", "{}:misnamed_sample"),
             "its first parameter 'samples' is one sample; legal: another name, such as `sample`",
-        ),
-        (
-            ("", "{}:judged", None, 4),
-            "reward.workers = 4: {}:judged: an async function is called for many responses at a "
-            "time anyway; legal: 1",
         ),
         (("", "{}:of_batch", {}, 2), "2: {}:of_batch: a function of a batch is called once; legal"),
     ],

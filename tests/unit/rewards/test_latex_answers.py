@@ -1,0 +1,156 @@
+r"""200 odd forms of answers through math-verify: what models write, and what the file has.
+
+Most responses hold only the inside of \boxed{...}; those of WHOLE are whole texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from gspo_megatron.rewards.math import math, read_answer
+from gspo_megatron.types import Sample
+
+# gold answer: (forms that equal it), (forms that do not); separated by two blanks
+BOXED: dict[str, tuple[str, str]] = {
+    # whole numbers, as of AIME
+    "204": (
+        r"204  204.0  \text{204}  \textbf{204}  \mathbf{204}  {204}  \,204\,  +204  $204$"
+        r"  n=204  n = 204  \frac{408}{2}  204\text{ minutes}  \mathrm{204}"
+        r"  \left(204\right)  2\cdot 102",
+        r"205  -204  20.4  2040  204!  \frac{204}{2}  0.204  402  2^{204}  \text{none}",
+    ),
+    "033": (r"33  033  33.0", r"330  3  0.33  -33"),
+    "007": (r"7  007  \frac{14}{2}", r"70  700  0.07"),
+    "336^\\circ": (r"336^\circ  336  336^{\circ}", r"36^\circ  366  24^\circ"),
+    "1,234,567": (r"1234567  1,234,567  1{,}234{,}567", r"1234568  1.234567"),
+    "0": (r"0  0.0  1-1  \frac{0}{5}  -0", r"1  \emptyset  0.001"),
+    "-5": (r"-5  -5.0  -\frac{10}{2}  x=-5  −5", r"5  -0.5  -50"),
+    # fractions, decimals, percentages
+    r"\frac{3}{4}": (
+        r"\frac{3}{4}  \frac34  \dfrac{3}{4}  \tfrac34  3/4  0.75  .75  \frac{6}{8}  75\%"
+        r"  \left(\frac{3}{4}\right)  1-\frac14",
+        r"\frac{4}{3}  0.7  3  \frac{3}{5}  -\frac{3}{4}  0.075",
+    ),
+    r"-\frac{1}{2}": (r"-\frac{1}{2}  \frac{-1}{2}  -1/2  -0.5  \frac{1}{-2}", r"\frac12  -2"),
+    "0.333": (r"0.333  .333  \frac{333}{1000}", r"0.3  0.34"),
+    r"2\frac{1}{3}": (r"\frac{7}{3}  2\frac{1}{3}", r"\frac{2}{3}  \frac{3}{7}"),
+    # roots, powers and constants
+    r"\sqrt{2}": (
+        r"\sqrt{2}  \sqrt2  2^{1/2}  2^{\frac{1}{2}}  \frac{2}{\sqrt{2}}  \frac{\sqrt{8}}{2}",
+        r"2  1.4  -\sqrt{2}  \sqrt[3]{2}  \sqrt{3}",
+    ),
+    r"3\sqrt{5}": (r"3\sqrt{5}  \sqrt{45}  3 \cdot \sqrt{5}  \frac{15}{\sqrt5}", r"5\sqrt3  15"),
+    r"\frac{\pi}{6}": (r"\frac{\pi}{6}  \pi/6  \frac{1}{6}\pi  \frac{2\pi}{12}", r"\pi  30  6\pi"),
+    "e^2": (r"e^2  e^{2}  e\cdot e", r"2e  e  2^e"),
+    "2^{10}": (r"1024  2^{10}  4^5  32^2", r"20  1023  10^2"),
+    r"\log_2 3": (r"\log_2 3  \log_{2}{3}  \frac{\ln 3}{\ln 2}", r"\log_3 2  \ln 3"),
+    r"\binom{10}{3}": (r"120  \binom{10}{3}  \binom{10}{7}", r"10  \binom{3}{10}  30"),
+    "5!": (r"120  5!", r"5  24"),
+    # expressions
+    "x^2+2x+1": (
+        r"x^2+2x+1  (x+1)^2  1+2x+x^2  x^{2}+2x+1  (x+1)(x+1)  f(x)=x^2+2x+1",
+        r"x^2+1  (x-1)^2  x^2+2x  y^2+2y+1",
+    ),
+    r"\frac{x}{x+1}": (r"\frac{x}{x+1}  x/(x+1)  1-\frac{1}{x+1}", r"\frac{x+1}{x}  x"),
+    "3+4i": (r"3+4i  4i+3  3 + 4i", r"3-4i  7  4+3i"),
+    # tuples, sets and intervals
+    "(1,2)": (
+        r"(1,2)  (1, 2)  \left(1,2\right)  (1.0, 2)  \left( 1, 2 \right)  (1,\frac{4}{2})",
+        r"(2,1)  (1,3)  (1,2,3)  12",
+    ),
+    r"\{1,2,3\}": (r"\{1,2,3\}  \{3,2,1\}  1,2,3  3, 1, 2  \left\{1,2,3\right\}", r"\{1,2\}"),
+    "[0,1)": (r"[0,1)  \left[0,1\right)", r"(0,1)  [0,2)"),
+    r"(-\infty,3]": (r"(-\infty,3]  \left(-\infty,3\right]", r"(-\infty,2]  (3,\infty)"),
+    r"x=1,\ x=-2": (r"1,-2  -2, 1  x=1,-2  \{-2,1\}", r"1  1,2"),
+    r"\begin{pmatrix}1\\2\end{pmatrix}": (
+        r"\begin{pmatrix}1\\2\end{pmatrix}  \begin{pmatrix} 1 \\ 2 \end{pmatrix}"
+        r"  \begin{bmatrix}1\\2\end{bmatrix}",
+        r"\begin{pmatrix}2\\1\end{pmatrix}",
+    ),
+    # units
+    r"12\text{ cm}": (r"12\text{ cm}  12  12\ \text{cm}  12\,\mathrm{cm}", r"120  1.2"),
+    r"\$18.90": (r"18.90  \$18.90  18.9", r"18  1890"),
+}
+# whole responses: (response, gold, is it right)
+WHOLE: Sequence[tuple[str, str, bool]] = (
+    ("The answer is 204.", "204", True),
+    ("The answer is $204$.", "204", True),
+    ("**Answer: 204**", "204", True),
+    ("so $m+n = 200+4 = \\boxed{204}$", "204", True),
+    ("\\[\n\\boxed{204}\n\\]", "204", True),
+    ("$$\\boxed{\\boxed{204}}$$", "204", True),
+    ("\\boxed{203}, no wait, \\boxed{204}", "204", True),
+    ("\\boxed{204}, no wait, \\boxed{203}", "204", False),
+    ("<think>maybe \\boxed{1}</think> It is \\boxed{204}", "204", True),
+    ("\\boxed {204}", "204", True),
+    ("\\fbox{204}", "204", True),
+    ("\\boxed{204", "204", False),
+    ("\\boxed{}", "204", False),
+    ("", "204", False),
+    ("I do not know.", "204", False),
+    ("It is between 200 and 205.", "204", False),
+    ("\\boxed{204}\\boxed{204}", "204", True),
+    ("The final answer is $\\frac{3}{4}$. I hope it is correct.", "\\frac{3}{4}", True),
+    ("\\boxed{x = 204 \\text{ or } x = 5}", "204", False),
+)
+
+
+# What equals the answer, and math-verify does not see it: (response, gold).
+MISSED: Sequence[tuple[str, str]] = (
+    ("204 204 204", "204"),
+    (r"\boxed{204.}", "204"),
+    (r"\boxed{\boldsymbol{204}}", "204"),
+    (r"\boxed{\text{The answer is }204}", "204"),
+    (r"\boxed{\text{033}}", "033"),
+    (r"\boxed{336\degree}", r"336^\circ"),
+    (r"\boxed{1\,234\,567}", "1,234,567"),
+    (r"\boxed{0\le x<1}", "[0,1)"),
+    (r"\boxed{x\le 3}", r"(-\infty,3]"),
+)
+
+
+def cases() -> list[tuple[str, str, bool]]:
+    found = list(WHOLE)
+    for gold, of_gold in BOXED.items():
+        for forms, is_equal in zip(of_gold, (True, False), strict=True):
+            found += [
+                (rf"So it is $\boxed{{{form}}}$.", gold, is_equal) for form in forms.split("  ")
+            ]
+    return found
+
+
+def test_there_are_two_hundred() -> None:
+    assert len({(response, gold) for response, gold, _ in cases()}) >= 200
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_answers_are_compared_by_value(is_equal: bool) -> None:
+    wrong = []
+    for response, gold, expected in cases():
+        if expected == is_equal:
+            sample = Sample("", gold, response, False)
+            if bool(math(sample)) != is_equal:
+                wrong.append((response, gold))
+    assert wrong == []
+
+
+def test_what_is_missed_is_known() -> None:
+    r"""Where this fails, math-verify has become better: move the form to the others."""
+    missed = [(text, gold) for text, gold in MISSED if not math(Sample("", gold, text, False))]
+    assert missed == list(MISSED)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"\boxed{1}, no: \boxed {\dfrac12}.", "1/2"),
+        ("it is 0.50", "1/2"),
+        (r"\fbox{x^2}", "x**2"),
+        (r"\boxed{\text{ Even}}", "even"),
+        ("no idea", None),
+    ],
+)
+def test_votes_of_equal_answers_are_equal(response: str, answer: str | None) -> None:
+    assert read_answer(Sample("", "", response, False)) == answer

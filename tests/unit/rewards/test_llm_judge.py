@@ -1,0 +1,140 @@
+"""The reward `llm_judge` against a server on loopback."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_megatron.config.schema import RewardSection
+from gspo_megatron.rewards import scoring
+from gspo_megatron.rewards.registry import get_reward
+from gspo_megatron.rewards.scoring import Scorer
+from gspo_megatron.types import Sample
+from tests.unit.data.corpora import refusal
+
+
+class Judge:
+    """Gives the answers in their order, the last one again and again: a text, or a status."""
+
+    def __init__(self, *answers: str | int) -> None:
+        self.answers, self.requests = list(answers), []
+        lock = threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(handler) -> None:  # noqa: N805
+                content = handler.rfile.read(int(handler.headers["Content-Length"]))
+                with lock:
+                    key = handler.headers["Authorization"]
+                    self.requests.append((handler.path, key, json.loads(content)))
+                    answer = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
+                status, text = (answer, "no") if isinstance(answer, int) else (200, answer)
+                body = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+                handler.send_response(status)
+                handler.send_header("Content-Length", str(len(body)))
+                handler.end_headers()
+                handler.wfile.write(body)
+
+            def log_message(handler, *_: Any) -> None:  # noqa: N805
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def judges(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    made: list[Judge] = []
+
+    def make(*answers: str | int) -> Judge:
+        made.append(Judge(*answers))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def score(judge: Judge, *responses: str, section: dict[str, Any] | None = None, **options: Any):
+    options = {"url": judge.url, "model": "judge", **options}
+    wanted = RewardSection(name="llm_judge", options=options, **(section or {"retries": 0}))
+    scorer = Scorer(get_reward("llm_judge", None, options, wanted.workers), wanted)
+    samples = [
+        Sample("What?", ["a", 1], each, truncated=False, fields={"hint": "{response}"}, row_id="1")
+        for each in responses
+    ]
+    try:
+        found, failed = scorer.score(samples)
+    finally:
+        scorer.close()
+    return [None if each is None else float(each.rewards.sum()) for each in found], failed
+
+
+def test_the_last_score_counts(judges: Any) -> None:
+    judge = judges("Not score: 2.\nScore: 7.5")
+    template = "{prompt} | {answer} | {hint} | {response} | {}"
+    rewards, failed = score(judge, "{answer} {nothing}", template=template)
+    assert rewards == [0.75] and not any(failed)
+    ((path, key, request),) = judge.requests
+    assert (path, key) == ("/v1/chat/completions", "Bearer secret")
+    content = 'What? | ["a", 1] | {response} | {answer} {nothing} | {}'  # each place once
+    assert request["messages"] == [{"role": "user", "content": content}]
+    assert (request["model"], request["temperature"]) == ("judge", 0.0)
+    assert score(judges("**Score:** 3"), "x", best=4.0)[0] == [0.75]
+
+
+def test_what_a_repetition_may_mend_is_repeated(
+    judges: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "FIRST_WAIT_SECONDS", 0.001)
+    judge = judges(503, "no number", "Score: -3", "Score: 99", "Score: 10")
+    rewards, failed = score(judge, "x", section={"retries": 4})
+    assert rewards == [1.0] and failed.errors == 4
+    (line,) = refusal(score, judges(429), "x")
+    assert "raised ConnectionError: http://127.0.0.1:" in line
+    assert "/chat/completions says 429" in line
+    rewards, failed = score(judges("no"), "x", section={"retries": 0, "on_failure": "drop_group"})
+    assert rewards == [None] and failed.errors == 1
+
+
+def test_mistakes_of_the_user_end_the_run_at_once(judges: Any) -> None:
+    judge = judges(404)
+    (line,) = refusal(score, judge, "x", section={"retries": 5})
+    assert "says 404" in line and len(judge.requests) == 1
+    (line,) = refusal(score, judge, "x", template="{task}")
+    assert line == ("reward.options.template: no {task}; legal: answer, hint, prompt, response")
+    assert len(judge.requests) == 1
+
+
+def test_a_question_is_asked_once(judges: Any, tmp_path: Path) -> None:
+    judge, cache = judges("Score: 5", "Score: 6", "Score: 7"), str(tmp_path / "cache")
+    assert score(judge, "x", cache=cache)[0] == [0.5]
+    assert score(judge, "x", "y", cache=cache)[0] == [0.5, 0.6]
+    files = sorted((tmp_path / "cache").rglob("*.json"))
+    assert len(files) == 2 and len(judge.requests) == 2
+    for file in files:
+        file.write_text("{")  # damaged
+    assert score(judge, "x", cache=cache)[0] == [0.7]
+    assert score(judge, "x", cache=cache, max_tokens=5)[0] == [0.7]  # another question
+    assert len(judge.requests) == 4
+
+
+def test_a_worker_may_ask(judges: Any) -> None:
+    judge = judges("Score: 8")
+    rewards, failed = score(judge, *"abcdef", section={"workers": 2})
+    assert rewards == [0.8] * 6 and not any(failed) and len(judge.requests) == 6
