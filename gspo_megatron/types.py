@@ -39,14 +39,16 @@ class Sample:
     # The value of data.answer_field: a string for the built-in rewards (`math`: or a number), for a
     # reward of your own whatever JSON value the row has; None with data.answer_field: null.
     answer: Any
-    response: str  # decoded without the end-of-sequence token
+    # Decoded without the end-of-sequence token; of an episode of several turns, the last turn.
+    response: str
     truncated: bool  # the response hit the length limit before it ended
     fields: dict[str, Any] = field(default_factory=dict)  # the other fields of the prompt's row
-    num_tokens: int = 0  # of the response, with its end-of-sequence token
+    num_tokens: int = 0  # of the response, with its end-of-sequence token; of an episode, in all
     # The prompt as messages (role, content), as the chat template got them; () without a template.
     messages: tuple[Message, ...] = ()
     row_id: str = ""  # the id of the prompt's row, else "file name:line"
     num_prompt_tokens: int = 0  # of the whole prompt, with all that the chat template writes
+    transcript: str = ""  # of an episode: all its turns and what stands between them
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class RolloutBatch:
     truncated: Tensor  # [num_sequences] bool
     sample_index: Tensor  # [num_sequences] int64, unique in the step over all ranks
     group_index: Tensor  # [num_sequences] int64, the prompt's number in the step
+    mask: Tensor | None = None  # [sum(response_lengths)] bool, tokens to learn from; None: all
     # [tokens, MoE layers of this rank, k] uint8 or int16: the experts of each token, where the
     # engine records them. A sequence's last token was never fed to the model: its row is void.
     routes: Tensor | None = None

@@ -39,6 +39,8 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # None: those of the training pass itself
     reference_logprobs: Tensor | None = None
     token_advantages: Tensor | None = None
+    mask: Tensor | None = None  # [response tokens] float32, 1 on those to learn from; None: all
+    masked_lengths: Tensor | None = None  # [sequences], tokens to learn from, whole; None: all
     rollout_routes: list[Tensor] | None = None  # [length, layers of this rank, k] of each sequence
     recorded_routes: Any = None  # what Routing Replay keeps from one pass for another
     routes: Routes | None = None  # what the next forward pass does about its experts
@@ -81,6 +83,10 @@ class MicroBatchBuilder:
             batch.rollout_logprobs = sequences.rollout_logprobs[rows]
             if sequences.token_advantages is not None:
                 batch.token_advantages = sequences.token_advantages[rows]
+            if sequences.mask is not None:
+                batch.mask = sequences.mask[rows]
+                lengths = [index.masked_lengths[n] for n in batch.packed.members]
+                batch.masked_lengths = torch.tensor(lengths, device=self.device)
             if sequences.routes is not None:
                 batch.rollout_routes = [sequences.routes[n] for n in batch.packed.members]
         return mini_batches
@@ -166,7 +172,7 @@ def forward_backward(
     def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
         value, outputs = loss_function(micro_batch, output[0], output[1])
         counts = counts_here and bool(micro_batch.packed.members)  # not what is padding alone
-        count = torch.tensor(int(counts), dtype=torch.int, device=output.device)
+        count = torch.full((), int(counts), dtype=torch.int, device=output.device)
         return value * total_micro_batches, count, outputs
 
     return _run(policy, micro_batches, loss, forward_only=False)

@@ -19,7 +19,7 @@ class MiniBatch:
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [data-parallel rank][micro-batch]
     num_sequences: int
-    num_response_tokens: int
+    num_response_tokens: int  # to learn from
 
     @property
     def num_micro_batches(self) -> int:
@@ -37,7 +37,7 @@ def largest_equal_share(count: int, most: int, multiple: int) -> int:
 
 def plan_step(
     lengths: Sequence[int],
-    response_lengths: Sequence[int],
+    masked_lengths: Sequence[int],
     *,
     mini_batches: int,
     data_parallel_size: int,
@@ -51,7 +51,8 @@ def plan_step(
     and the cut does not depend on the layout. Inside a mini-batch the sequences are balanced over
     data-parallel ranks by tokens and packed into micro-batches up to `token_budget`.
 
-    lengths: tokens of each sequence, prompt included; micro_batch_multiple: divides the number of
+    lengths: tokens of each sequence, prompt included; masked_lengths: its response tokens to
+    learn from; micro_batch_multiple: divides the number of
     micro-batches (see batching.micro_batches); padded: a micro-batch has a row for each sequence,
     padded to its longest, and the budget counts the padding.
     """
@@ -73,7 +74,7 @@ def plan_step(
             MiniBatch(
                 micro_batches=tuple(ranks),
                 num_sequences=len(members),
-                num_response_tokens=sum(response_lengths[i] for i in members),
+                num_response_tokens=sum(masked_lengths[i] for i in members),
             )
         )
     return plans

@@ -25,6 +25,7 @@ class StepIndex:
     source: tuple[int, ...]  # the data rank that sampled it
     prompt_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
+    masked_lengths: tuple[int, ...]  # response tokens to learn from
     groups: tuple[int, ...]  # the number of its prompt in the step
     rewards: Tensor  # [num_sequences] float64
 
@@ -41,19 +42,26 @@ class Sequences:
     rollout_logprobs: Tensor  # [response tokens] float32, sequence after sequence
     offsets: dict[int, int]  # where each sequence's response starts in `rollout_logprobs`
     token_advantages: Tensor | None = None  # [response tokens] float32, where tokens have their own
+    mask: Tensor | None = None  # [response tokens] float32, 1 on tokens to learn from; None: all
     routes: dict[int, Tensor] | None = None  # [length, layers of this rank, k], of the rollout
 
 
 def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup) -> StepIndex:
-    """Gather what every rank has to know of all sequences: 40 bytes a sequence.
+    """Gather what every rank has to know of all sequences: 48 bytes a sequence.
 
     `rewards` [num_sequences] float64 are those of this rank's `batch`.
     """
+    masked = batch.response_lengths
+    if batch.mask is not None:
+        counts = torch.cat([batch.mask.new_zeros(1, dtype=torch.long), batch.mask.cumsum(0)])
+        ends = batch.response_lengths.cumsum(0)
+        masked = counts[ends] - counts[ends - batch.response_lengths]
     local = torch.stack(
         [
             batch.sample_index,
             batch.prompt_lengths,
             batch.response_lengths,
+            masked,
             batch.group_index,
             rewards.double().view(torch.long),
         ]
@@ -63,12 +71,13 @@ def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup)
     counts = torch.tensor([each.shape[1] for each in columns])
     source = torch.arange(len(columns)).repeat_interleave(counts)
     order = rows[0].argsort()
-    samples, prompts, responses, groups, bits = rows[:, order]
+    samples, prompts, responses, masked, groups, bits = rows[:, order]
     assert bool((samples[1:] > samples[:-1]).all()), "sample index used twice"
     return StepIndex(
         source=tuple(source[order].tolist()),
         prompt_lengths=tuple(prompts.tolist()),
         response_lengths=tuple(responses.tolist()),
+        masked_lengths=tuple(masked.tolist()),
         groups=tuple(groups.tolist()),
         rewards=bits.contiguous().view(torch.float64),
     )
@@ -118,11 +127,13 @@ def redistribute(
         return dict(zip(received.tolist(), pieces, strict=True))
 
     splits, ends = lengths[received].tolist(), responses[received].cumsum(0)
+    mask = None if batch.mask is None else batch.mask.to(torch.uint8)  # gloo has no bool
     return Sequences(
         tokens=numbered(move_tokens(batch.tokens).cpu().split(splits)),
         rollout_logprobs=move_responses(batch.rollout_logprobs),
         offsets=numbered((ends - responses[received]).tolist()),
         token_advantages=None if token_advantages is None else move_responses(token_advantages),
+        mask=None if mask is None else move_responses(mask).float(),
         routes=None if batch.routes is None else numbered(move_tokens(batch.routes).split(splits)),
     )
 

@@ -68,7 +68,13 @@ class ChatTokenizer(Protocol):
     chat_template: str | None
     template_options: Mapping[str, Any]
 
-    def render(self, messages: Sequence[Message], *, open_answer: bool = False) -> Rendered: ...
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        open_answer: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Rendered: ...
     def encode_rendered(self, text: str) -> Encoded: ...
     def symbol_id(self, symbol: str) -> int | None: ...
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gspo_megatron.config.schema import DataSection
+    from gspo_megatron.config.schema import DataSection, SuiteSection, WindowSection
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,37 @@ class FieldMap:
     # where it has none.
     read_answer: Callable[[Any], Any] | None = None
     format: str | None = None  # a key of FORMATS
+    template: str | None = None  # the prompt, with {field}s; `prompt` is not read then
+    window: WindowSection | None = None  # rows with other dates are left out
+    section: str = "data"  # of the configuration: where these settings are
 
     def settings(self) -> list[tuple[str, str]]:
-        """The fields of prompt and answer, each after the setting that chooses it."""
-        fields = {"data.prompt_field": self.prompt, "data.answer_field": self.answer}
-        by_format = self.format and f"data.format = {self.format}"
-        return [(by_format or key, name) for key, name in fields.items() if name is not None]
+        """The fields that are read, each after the setting that chooses it."""
+        of_prompt = f"{self.section}.{'prompt_field' if self.template is None else 'template'}"
+        of_format = self.format and f"{self.section}.format = {self.format}"
+        found = [(of_prompt, name) for name in self.prompt_fields()]
+        if self.answer is not None:
+            found.append((f"{self.section}.answer_field", self.answer))
+        found = [(of_format or setting, name) for setting, name in found]
+        if self.window is not None and self.window.field is not None:
+            found.append((f"{self.section}.filter.field", self.window.field))
+        return found
+
+    def prompt_fields(self) -> list[str]:
+        """The fields that make the prompt, each once."""
+        if self.template is None:
+            return [self.prompt]
+        return list(dict.fromkeys(name for name in FIELD.findall(self.template) if name))
+
+    def fill(self, values: Mapping[str, object]) -> str:
+        """The template with the values of its fields."""
+        assert self.template is not None
+        return FIELD.sub(lambda m: str(values[m[1]]) if m[1] else m[0][1:], self.template)
+
+
+# {name}, the field of that name; "{{name", or "{{" before a name, is a brace. Others are text, as
+# in \\boxed{}.
+FIELD = re.compile(r"\{\{(?=[A-Za-z_])|\{([A-Za-z_][\w.]*)\}")
 
 
 def after_hashes(value: Any) -> str:
@@ -78,3 +104,12 @@ def field_map(data: DataSection) -> FieldMap:
     if data.format is None:
         return FieldMap(data.prompt_field, data.answer_field, data.id_field)
     return replace(FORMATS[data.format], id=data.id_field)
+
+
+def suite_fields(section: str, suite: SuiteSection) -> FieldMap:
+    """The fields of a suite; `section`: where it is in the configuration."""
+    if suite.format is None:
+        chosen = FieldMap(suite.prompt_field, suite.answer_field, suite.id_field)
+    else:
+        chosen = replace(FORMATS[suite.format], id=suite.id_field)
+    return replace(chosen, template=suite.template, window=suite.filter, section=section)

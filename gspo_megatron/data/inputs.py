@@ -4,14 +4,16 @@ process group exists."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gspo_megatron.config import Config
+from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.data.chat import check_template
 from gspo_megatron.data.examples import SupervisedData, load_supervised
-from gspo_megatron.data.formats import field_map
+from gspo_megatron.data.formats import FieldMap, field_map, suite_fields
 from gspo_megatron.data.indexed import check_dataset, read_index
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.prompts import (
@@ -62,24 +64,30 @@ class PretrainingInputs:
     eod_id: int  # ends every document
 
 
-def read_inputs(config: Config) -> Inputs:
-    """Reads tokenizer and prompt files.
+def read_inputs(config: Config, tools: Sequence[dict[str, Any]] = ()) -> Inputs:
+    """Reads tokenizer and prompt files. tools: what the chat template describes in the prompts.
 
     Raises ConfigError with the problems of all files, by file and line: a file or row that cannot
     be read, prompts that are too long, a tokenizer with ids beyond the model's vocabulary.
     """
     tokenizer, problems = _load_tokenizer(config)
-    data, loaded = config.data, {key: [] for key in config.input_files()}
+    if tokenizer is not None and tools:
+        tokenizer.template_options = {**tokenizer.template_options, "tools": list(tools)}
+    forms = prompt_forms(config)
+    loaded: dict[str, list[list[Prompt]]] = {key: [] for key in forms}
     for key, paths in config.input_files().items():
         for path in paths:
             with gathered_in(problems):
-                loaded[key].append(load_prompts(path, field_map(data), data.chat_template))
+                form = forms[key]
+                loaded[key].append(load_prompts(path, form.fields, form.chat_template))
+        loaded[key] = _first(loaded[key], forms[key].limit)
     warnings: list[str] = []
-    if tokenizer is not None and config.max_prompt_tokens() > 0:  # else that is reported already
+    # else that is reported already
+    if tokenizer is not None and all(forms[key].max_tokens > 0 for key in loaded):
         with gathered_in(problems):
             _check_template(config, tokenizer, itertools.chain(*loaded.values()))
             for key, files in loaded.items():
-                loaded[key] = _encode(files, tokenizer, config.max_prompt_tokens(), problems)
+                loaded[key] = _encode(files, tokenizer, forms[key], problems)
                 warnings += _unknown_characters(loaded[key], tokenizer, key)
     if problems:
         raise ConfigError(problems)
@@ -94,6 +102,49 @@ def read_inputs(config: Config) -> Inputs:
     return Inputs(tokenizer, prompts, tuple(warnings), sizes.get("data.prompts", ()))
 
 
+@dataclass(frozen=True)
+class PromptForm:
+    """How the files of a key are read."""
+
+    fields: FieldMap
+    chat_template: bool
+    max_tokens: int  # of a prompt
+    max_setting: str  # which says so
+    limit: int | None = None  # read so many prompts
+
+
+def prompt_forms(config: Config) -> dict[str, PromptForm]:
+    """The form of all input files, by the key that names them. Without a known shape of the model,
+    which `_load_tokenizer` reports, prompts may have no tokens."""
+    try:
+        longest, length = config.max_prompt_tokens(), config.resolved_model().max_sequence_length
+    except ConfigError:
+        longest = length = 0
+    data, setting = config.data, "data.max_prompt_tokens"
+    usual = PromptForm(field_map(data), data.chat_template, longest, setting)
+    forms = dict.fromkeys(("data.prompts", "data.eval_prompts"), usual)
+    for name, suite in config.evaluation.suites.items():
+        key = suite_key(name)
+        forms[key] = PromptForm(
+            suite_fields(key, suite),
+            data.chat_template if suite.chat_template is None else suite.chat_template,
+            length - config.suite_response_tokens(name),
+            f"model.max_sequence_length = {length}, less {key}.max_response_tokens",
+            suite.limit,
+        )
+    return {key: form for key, form in forms.items() if key in config.input_files()}
+
+
+def _first(files: list[list[Prompt]], limit: int | None) -> list[list[Prompt]]:
+    """The first `limit` prompts of files; all without a limit."""
+    left = sum(map(len, files)) if limit is None else limit
+    kept = []
+    for prompts in files:
+        kept.append(prompts[:left])
+        left -= len(kept[-1])
+    return kept
+
+
 def _check_template(config: Config, tokenizer: Tokenizer, files: Iterable[list[Prompt]]) -> None:
     """Raises DataError if prompts need a chat template that is missing or of no use, or if options
     are given that no prompt needs."""
@@ -106,12 +157,12 @@ def _check_template(config: Config, tokenizer: Tokenizer, files: Iterable[list[P
 
 
 def _encode(
-    files: list[list[Prompt]], tokenizer: Tokenizer, longest: int, problems: list[str]
+    files: list[list[Prompt]], tokenizer: Tokenizer, form: PromptForm, problems: list[str]
 ) -> list[list[Prompt]]:
     encoded = []
     for prompts in files:
         with gathered_in(problems):
-            encoded.append(encode_prompts(prompts, tokenizer, longest))
+            encoded.append(encode_prompts(prompts, tokenizer, form.max_tokens, form.max_setting))
     return encoded
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +33,7 @@ IDLE_OPTIONS = (
     "nothing reads it: no prompt is a list of messages, and data.chat_template = false; legal: {}",
 )
 SHOWN_CHARACTERS = 10  # unknown ones, of the first text
+_DATE = re.compile(r"\d{4}-\d\d(-\d\d)?")
 
 
 def load_prompts(
@@ -50,8 +53,12 @@ def load_prompts(
         prompt, first = twice[0]
         others = f", and {len(twice) - 1} more like it" if len(twice) > 1 else ""
         what = f"id {prompt.row_id!r:.80} is that of {first}, too{others}; legal: an id a row, or "
-        problems.add(prompt.source, f"{what}data.id_field = null")
+        problems.add(prompt.source, f"{what}{fields.section}.id_field = null")
     problems.raise_if_any()
+    if not prompts and fields.window is not None and fields.window.field is not None:
+        raise DataError(
+            f"{path}: no row lies in the window; legal: another {fields.section}.filter"
+        )
     if not prompts:
         raise DataError(f"{path}: holds no prompts; one JSON object a line is wanted")
     return prompts
@@ -69,21 +76,29 @@ def read_prompts(
     Parquet: the row).
     """
     settings = fields.settings()
-    whole = {fields.prompt, None if fields.read_answer else fields.answer}
+    whole = {
+        None if fields.template else fields.prompt,
+        None if fields.read_answer else fields.answer,
+    }
     for where, row in read_rows(Path(path), settings, problems, what="prompt file"):
-        found = [find_field(row, name, setting) for setting, name in settings]
-        faults = [fault for _, fault in found]
-        values = [*(value for value, _ in found), None]
-        if faults[0] is None:
-            faults[0] = _prompt_fault(fields.prompt, values[0])
-        if fields.answer is not None and faults[1] is None:
-            values[1], faults[1] = _read_answer(fields, values[1])
-        row_id, id_fault = _row_id(row, fields.id, where)
-        for fault in filter(None, (*faults, id_fault)):
-            problems.add(where, fault)
-        if any((*faults, id_fault)):
+        found = {name: find_field(row, name, setting) for setting, name in settings}
+        is_inside, fault = _in_window(fields, found)
+        if not is_inside:
             continue
-        text, messages = values[0], ()
+        text, prompt_fault = _read_prompt(fields, found)
+        faults, answer = [prompt_fault, fault], None
+        if fields.answer is not None:
+            answer, fault = found[fields.answer]
+            if fault is None:
+                answer, fault = _read_answer(fields, answer)
+            faults.append(fault)
+        row_id, fault = _row_id(row, fields, where)
+        wrong = list(dict.fromkeys(filter(None, (*faults, fault))))
+        for fault in wrong:
+            problems.add(where, fault)
+        if wrong:
+            continue
+        messages = ()
         if isinstance(text, list):
             messages = tuple(map(plain_message, text))
             asked = [message for message in messages if message["role"] == USER] or messages
@@ -91,7 +106,41 @@ def read_prompts(
         elif chat_template:
             messages = ({"role": USER, "content": text},)
         others = {key: value for key, value in row.items() if key not in whole}
-        yield Prompt(text, values[1], where, others, messages=messages, row_id=row_id)
+        yield Prompt(text, answer, where, others, messages=messages, row_id=row_id)
+
+
+def _in_window(fields: FieldMap, found: Mapping[str, Any]) -> tuple[bool, str | None]:
+    """Whether a row is one of those to be read, and what is wrong with its date, or None. found:
+    values and faults by field."""
+    window = fields.window
+    if window is None or window.field is None:
+        return True, None
+    value, fault = found[window.field]
+    if fault is not None:
+        return True, fault
+    date = value.isoformat() if isinstance(value, datetime.date) else value
+    if not (isinstance(date, str) and _DATE.match(date)):
+        what = f"{date!r:.40}" if isinstance(date, str) else json_type(date)
+        return True, f"field {window.field!r} is {what}; a date as 2025-01-31 is wanted"
+    first, last = window.first or "", window.last or ""
+    return date[: len(first)] >= first and date[: len(last)] <= last, None
+
+
+def _read_prompt(fields: FieldMap, found: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """The prompt, text or messages, and what is wrong with the first of its fields, or None."""
+    names = fields.prompt_fields()
+    fault = next((found[name][1] for name in names if found[name][1]), None)
+    if fault is None and fields.template is None:
+        value = found[fields.prompt][0]
+        return value, _prompt_fault(fields.prompt, value)
+    for name in names if fault is None else ():
+        value = found[name][0]
+        fault = text_fault("" if type(value) in (int, float) else value)
+        if fault is not None:
+            wanted = fault.replace("a string is", "a string or a number is")
+            return None, f"field {name!r} {wanted}"
+    values = {name: found[name][0] for name in names}
+    return (None, fault) if fault is not None else (fields.fill(values), None)
 
 
 def _prompt_fault(name: str, value: Any) -> str | None:
@@ -118,29 +167,34 @@ def _read_answer(fields: FieldMap, value: Any) -> tuple[Any, str | None]:
         try:
             return fields.read_answer(value), None
         except ValueError as error:
-            fault = f"{error} (data.format = {fields.format})"
+            fault = f"{error} ({fields.section}.format = {fields.format})"
     return value, fault and f"field {fields.answer!r} {fault}"
 
 
-def _row_id(row: Mapping[str, Any], name: str | None, where: str) -> tuple[str, str | None]:
+def _row_id(row: Mapping[str, Any], fields: FieldMap, where: str) -> tuple[str, str | None]:
     """The id of a row, and what is wrong with it, or None."""
-    here, fault, value = Path(where).name, None, None
+    here, name, fault, value = Path(where).name, fields.id, None, None
+    setting = f"{fields.section}.id_field"
     if name is not None and (name in row or name != DEFAULT_FIELDS.id):
-        value, fault = find_field(row, name, "data.id_field")
+        value, fault = find_field(row, name, setting)
     if fault is None and value is not None and type(value) not in (str, int, float):
-        hint = "a string or a number is wanted (data.id_field chooses one, null: none)"
+        hint = f"a string or a number is wanted ({setting} chooses one, null: none)"
         fault = f"field {name!r} is {json_type(value)}; {hint}"
     return here if value is None else str(value), fault
 
 
 def encode_prompts(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer, max_prompt_tokens: int
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+    setting: str = "data.max_prompt_tokens",
 ) -> list[Prompt]:
     """The prompts with their `token_ids`, in the same order: messages by the chat template, with
     the opening of the assistant's turn, text as `encode_text` does it.
 
     Raises DataError that names file and line of prompts without a token or with more than
-    `max_prompt_tokens`, and their lengths; also of messages that the chat template refuses.
+    `max_prompt_tokens`, which `setting` gives, and their lengths; also of messages that the chat
+    template refuses.
     """
     problems = Problems()
     encoded = []
@@ -160,7 +214,7 @@ def encode_prompts(
             problems.add(
                 prompt.source,
                 f"the prompt has {len(token_ids)} tokens; at most {max_prompt_tokens} are allowed "
-                "(data.max_prompt_tokens)",
+                f"({setting})",
             )
         encoded.append(replace(prompt, token_ids=tuple(token_ids)))
     problems.raise_if_any()

@@ -101,8 +101,14 @@ class SentencePieceTokenizer:
         known = [int(token_id) for token_id in token_ids if token_id < self.vocab_size]
         return self._processor.decode(known)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool = False) -> Rendered:
-        """The conversation as text; with `open_answer` up to where the next answer begins.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        open_answer: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Rendered:
+        """The conversation as text; with `open_answer` up to where the next answer begins. `tools`:
+        for the template, instead of those among its options.
 
         Raises DataError if the tokenizer has no template or the template refuses the messages.
         """
@@ -118,6 +124,8 @@ class SentencePieceTokenizer:
                 "template writes between symbols; use a Hugging Face tokenizer folder"
             )
         variables = self._template_symbols | self.template_options
+        if tools:
+            variables = {**variables, "tools": list(tools)}
         return render(self.name, self.chat_template, messages, open_answer, variables)
 
     def encode_rendered(self, text: str) -> Encoded:
@@ -202,13 +210,20 @@ class HuggingFaceTokenizer:
             clean_up_tokenization_spaces=False,  # it would change the model's text
         )
 
-    def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool = False) -> Rendered:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        open_answer: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Rendered:
         if self.chat_template is None:
             raise DataError(
                 f"{self.name}: the tokenizer has no chat template, {_NEEDS_TEMPLATE}; use the "
                 "folder of a chat model"
             )
         variables = self._tokenizer.special_tokens_map | self.template_options
+        if tools:
+            variables = {**variables, "tools": list(tools)}
         return render(self.name, self.chat_template, messages, open_answer, variables)
 
     def encode_rendered(self, text: str) -> Encoded:

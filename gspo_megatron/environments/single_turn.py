@@ -30,6 +30,7 @@ class SingleTurn:
         group_index: ArrayLike,
         prompts: Sequence[Prompt],
         first: int = 0,
+        sampled: ArrayLike | None = None,
     ) -> list[Sample]:
         """One sample for each response, in order, of the columns of a `RolloutBatch` on the CPU.
 
@@ -38,30 +39,50 @@ class SingleTurn:
 
         Response i belongs to `prompts[group_index[i] - first]`. Its text is decoded without the
         end-of-sequence token, which `num_tokens` counts.
+
+        sampled: [sum(response_lengths)] bool, of episodes of several turns what the policy wrote;
+        the response is the last turn then.
         """
         tokens = np.asarray(tokens)
         columns = (prompt_lengths, response_lengths, truncated, group_index)
         rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
-        samples, end = [], 0
+        written = None if sampled is None else np.asarray(sampled)
+        samples, end, responses_end = [], 0, 0
         for prompt_length, length, was_truncated, group in rows:
             start = end + prompt_length
             end = start + length
-            ids = tokens[start:end].tolist()
-            if ids and ids[-1] in self.tokenizer.eos_ids:
-                ids.pop()
+            ids, transcript = tokens[start:end], ""
+            if written is not None:
+                transcript = self._decode(ids)
+                ids = ids[_last_turn(written[responses_end : responses_end + length]) :]
+                responses_end += length
             prompt = prompts[group - first]
             samples.append(
                 Sample(
                     prompt=prompt.text,
                     answer=prompt.answer,
-                    response=self.tokenizer.decode(ids),
+                    response=self._decode(ids),
                     truncated=was_truncated,
                     fields=prompt.fields,
                     num_tokens=length,
                     messages=prompt.messages,
                     row_id=prompt.row_id,
                     num_prompt_tokens=prompt_length,
+                    transcript=transcript,
                 )
             )
         assert end == len(tokens)
         return samples
+
+    def _decode(self, token_ids: np.ndarray) -> str:
+        ids = token_ids.tolist()
+        if ids and ids[-1] in self.tokenizer.eos_ids:
+            ids.pop()
+        return self.tokenizer.decode(ids)
+
+
+def _last_turn(written: np.ndarray) -> int:
+    """Where the last turn begins, of [response tokens] bool: what the policy wrote. It ends with
+    the response."""
+    others = np.flatnonzero(~written)
+    return int(others[-1]) + 1 if len(others) else 0

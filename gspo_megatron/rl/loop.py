@@ -39,6 +39,7 @@ from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.platform.reduce_metrics import StepMetrics
 from gspo_megatron.rl.dumps import StepDumps
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
+from gspo_megatron.rl.evaluation import Suites, lines_of
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
 from gspo_megatron.rl.rollouts import Collector, Experience
@@ -81,6 +82,7 @@ class ReinforcementLoop:
                 self.config.routing,
             )
         self.collector, self.device = run.collector, run.builder.device
+        self.suites = Suites(self.config, run.collector)
         self.has_servers = rollout.engine == "vllm"
         self.sampling = Sampling(
             max_tokens=rollout.max_response_tokens,
@@ -142,18 +144,19 @@ class ReinforcementLoop:
         then."""
         steps, run = self.config.training.steps, self.run_components
         self.collector.take_weights(version=self.done)
-        with run.logger.progress(steps, run.objective.name, self.done) as progress:
+        progress_of_run = run.logger.progress(steps, run.objective.name, self.done)
+        with contextlib.closing(self.suites), progress_of_run as progress:
             if self.unevaluated is not None:
                 self._end_step(self.done, self.unevaluated, progress)
             elif self.done == 0 and self.restored is None:
                 before = self.evaluate(0)
                 if before:
                     run.logger.write(RL, 0, before)
-                    accuracy, least = before["evaluation/accuracy"], self.config.evaluation
+                    accuracy, least = before.get("evaluation/accuracy"), self.config.evaluation
                     when = " before RL" if steps else ""
-                    progress.note(
-                        f"held-out accuracy{when}: {accuracy:.3f} (reward >= {least.correct_at:g})"
-                    )
+                    if accuracy is not None:
+                        told = f"{accuracy:.3f} (reward >= {least.correct_at:g})"
+                        progress.note(f"held-out accuracy{when}: {told}")
                     progress.update(0, before)
             for step in range(self.done + 1, steps + 1):
                 self._end_step(step, self.step(step), progress)
@@ -161,10 +164,11 @@ class ReinforcementLoop:
     def _end_step(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
         """Evaluate and save if they are due, and log."""
         run, steps = self.run_components, self.config.training.steps
-        interval = self.config.training.evaluation_interval
-        if step == steps or (interval and step % interval == 0):
+        intervals = (self.config.training.evaluation_interval, self.config.evaluation.interval)
+        due = [step == steps or (every > 0 and step % every == 0) for every in intervals]
+        if any(due):
             try:
-                metrics |= self.evaluate(step)
+                metrics |= self.evaluate(step, *due)
             except (RewardError, RolloutError) as error:
                 run.checkpoints.after_failure(step, self.trainer, self.loader, error, metrics)
         run.logger.write(RL, step, metrics)
@@ -239,11 +243,16 @@ class ReinforcementLoop:
         while True:
             yield refills.next()
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """The metrics of an evaluation; none without held-out prompts."""
-        run = self.run_components
-        metrics, responses = self.collector.evaluate(step)
+    def evaluate(self, step: int, prompts: bool = True, suites: bool = True) -> dict[str, float]:
+        """The metrics of an evaluation, of data.eval_prompts and of suites, if there are any."""
+        run, metrics, responses = self.run_components, {}, []
+        for evaluator in [self.collector] * prompts + [self.suites] * suites:
+            found, drawn = evaluator.evaluate(step)
+            metrics |= found
+            responses += drawn
         run.logger.write_evaluation(step, responses)
+        for line in lines_of(self.config, metrics):
+            run.logger.note(f"step {step}, {line}")
         return metrics
 
     def plan(self, index: StepIndex) -> list[MiniBatch]:
@@ -251,7 +260,7 @@ class ReinforcementLoop:
         policy, builder = self.run_components.policy, self.run_components.builder
         return plan_step(
             index.lengths,
-            index.response_lengths,
+            index.masked_lengths,
             # dynamic sampling may leave fewer sequences than mini-batches
             mini_batches=min(self.config.objective.mini_batches, len(index.lengths)),
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
@@ -298,7 +307,8 @@ def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw
     `Collector.score`, if only some responses have rewards of turns, or if no group has rewards.
     """
     start, rollout = time.perf_counter(), collector.config.rollout
-    metrics, drawn, lengths, errors = StepMetrics(collector.device), [], [], 0
+    metrics, drawn, lengths, failed = StepMetrics(collector.device), [], [], []
+    scoring = 0.0
     chosen = DynamicSampling(
         rollout.prompts_per_step, rollout.max_refills, enabled=rollout.dynamic_sampling
     )
@@ -307,7 +317,8 @@ def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw
         experience = collector.sample(part_of(draw, len(drawn), rows, first))
         collector.measure(experience, metrics)
         lengths.append(experience.batch.response_lengths)
-        errors += experience.reward_errors
+        failed.append(experience.failed_calls)
+        scoring += experience.reward_seconds
         chosen.add(*collector.judge_groups(experience, first, len(rows)))
         if first == 0:
             shown = experience
@@ -318,7 +329,12 @@ def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw
     experience.metrics, experience.has_turns = collector.reduce(metrics)
     length_mean = experience.metrics["response/length_mean"]
     experience.num_tokens = round(length_mean * chosen.num_groups * rollout.group_size)
-    experience.metrics |= {**collector.lengths(lengths), "reward/errors": float(errors)}
+    experience.metrics |= collector.lengths(lengths)
+    experience.reward_seconds = scoring
+    experience.metrics["reward/errors"] = float(sum(each.errors for each in failed))
+    experience.metrics["reward/timeouts"] = float(sum(each.timeouts for each in failed))
+    if collector.has_episodes:
+        experience.metrics["environment/errors"] = float(sum(each.episodes for each in failed))
     if collector.config.reward.on_failure == "drop_group":
         experience.metrics["reward/failed_groups"] = float(sum(chosen.has_failed))
     experience.metrics |= chosen.metrics()
@@ -395,6 +411,7 @@ class PhaseTimer:
         return {
             "perf/step_seconds": seconds,
             "perf/rollout_seconds": experience.rollout_seconds,
+            "perf/reward_seconds": experience.reward_seconds,
             **self.seconds,
             **idle,
             "perf/tokens_per_second": experience.num_tokens / seconds,

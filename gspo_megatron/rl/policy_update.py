@@ -99,7 +99,7 @@ class PolicyUpdater:
         self, mini_batches: Sequence[Sequence[MicroBatch]], index: StepIndex
     ) -> Tensor:
         """[num_sequences] float32: advantages of the rewards, from each of which the divergence
-        from the reference policy is taken off, summed over the response's tokens."""
+        from the reference policy is taken off, summed over the response's masked tokens."""
         penalties = torch.zeros(len(index.rewards), dtype=torch.float64, device=self.device)
         if self.is_last_stage:
             for micro_batch in chain.from_iterable(mini_batches):
@@ -107,6 +107,8 @@ class PolicyUpdater:
                 kl = divergence(
                     self.section.kl, micro_batch.old_logprobs, micro_batch.reference_logprobs
                 )
+                if micro_batch.mask is not None:
+                    kl = kl.where(micro_batch.mask > 0, 0.0)
                 sums = segment_sum(kl.double(), packed.sequence_index, len(packed.members))
                 members = torch.tensor(packed.members, dtype=torch.long, device=self.device)
                 penalties.index_add_(0, members, sums)
@@ -129,13 +131,15 @@ class PolicyUpdater:
             micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor
         ) -> tuple[Tensor, LossOutputs]:
             packed, old = micro_batch.packed, micro_batch.old_logprobs
+            mask, lengths = micro_batch.mask, micro_batch.masked_lengths
+            members = torch.tensor(packed.members, dtype=torch.long)
             inputs = LossInputs(
                 logprobs=logprobs,
                 old_logprobs=logprobs.detach() if old is None else old,
-                mask=torch.ones_like(logprobs.detach()),
+                mask=torch.ones_like(logprobs.detach()) if mask is None else mask,
                 sequence_index=packed.sequence_index,
-                advantages=advantages[list(packed.members)],
-                sequence_lengths=packed.response_lengths.float(),
+                advantages=advantages[members.to(self.device, non_blocking=True)],
+                sequence_lengths=(packed.response_lengths if lengths is None else lengths).float(),
                 global_num_sequences=mini_batch.num_sequences,
                 global_num_tokens=mini_batch.num_response_tokens,
                 sum_over_shards=self.sum_over_shards,
@@ -191,12 +195,10 @@ class PolicyUpdater:
         self._metrics.add_maximum("mismatch/max", largest)
         # The spread of log s that the engine's log-probs alone would give: a clip range inside
         # it clips noise.
-        sums = segment_sum(
-            (trained - rollout).double(), inputs.sequence_index, len(inputs.advantages)
-        )
+        difference = (trained - rollout).double().where(inputs.mask > 0, 0.0)
+        sums = segment_sum(difference, inputs.sequence_index, len(inputs.advantages))
         logs = inputs.sum_over_shards(sums) / inputs.sequence_lengths.clamp(min=1)
-        if not inputs.is_primary_shard:
-            logs = logs[:0]
-        count = logs.new_tensor(float(len(logs)))
+        logs = logs[(inputs.sequence_lengths > 0) & inputs.is_primary_shard]
+        count = logs.new_full((), len(logs))
         squared = {"ratio/noise_floor_squared": torch.stack([(logs**2).sum(), count])}
         self._metrics.add_means(squared)

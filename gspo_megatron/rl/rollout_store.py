@@ -37,6 +37,8 @@ def write_rollouts(experience: Experience, folder: Path, policy: Policy) -> None
     if stage == 0:
         tensors = vars(experience.batch) | vars(experience.scores)
         tensors.pop("routes")
+        if tensors["mask"] is None:
+            tensors.pop("mask")
     if experience.batch.routes is not None:
         layers = attach_hooks(policy.models)
         tensors |= {"routes": experience.batch.routes, "layers": torch.tensor(layers)}

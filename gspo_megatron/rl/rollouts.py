@@ -26,9 +26,17 @@ from gspo_megatron.platform.collectives import (
 from gspo_megatron.platform.groups import data_parallel_group, model_replica
 from gspo_megatron.platform.reduce_metrics import StepMetrics
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rewards.scoring import PartNames, Scorer, describe, reward_columns
+from gspo_megatron.rewards.scoring import (
+    FailedCalls,
+    PartNames,
+    Scorer,
+    describe,
+    given_rewards,
+    reward_columns,
+)
 from gspo_megatron.rewards.shaping import Shaping
 from gspo_megatron.rewards.values import Score
+from gspo_megatron.rl.lockstep import Episodes, Lockstep
 from gspo_megatron.rollout.engine import Draw, Requests, RolloutEngine, Sampling
 from gspo_megatron.types import Prompt, RolloutBatch, Sample
 
@@ -67,8 +75,13 @@ class Experience:
     sample_rewards: list[float] = field(default_factory=list)
     sample_parts: list[dict[str, float]] = field(default_factory=list)  # none without parts
     parts: Tensor | None = None  # of one draw: [parts, num_sequences] float64, before weights
-    reward_errors: int = 0  # of one draw: failed calls of the reward function, on all ranks
-    # of one draw: [sum(response_lengths)], updates that the weights have missed that drew a token
+    # of one draw: calls of the reward function, and episodes, on all ranks
+    failed_calls: FailedCalls = field(default_factory=FailedCalls)
+    # of one draw, then of a step: wall seconds of scoring, on the slowest rank
+    reward_seconds: float = 0.0
+    # of one draw: [sum(response_lengths)] bool, tokens that the policy wrote; None: all
+    sampled: Tensor | None = None
+    # of one draw: [sampled tokens], updates that the weights have missed that drew a token
     staleness: Tensor | None = None
     # Of a whole step, the same on all ranks:
     metrics: dict[str, float] = field(default_factory=dict)  # over all responses sampled
@@ -78,7 +91,7 @@ class Experience:
 
     def describe(self) -> dict[str, Any]:
         """All of a whole step but the tensors, for JSON. That of the main rank is saved."""
-        left = ("batch", "scores", "parts", "reward_errors", "staleness")
+        left = ("batch", "scores", "parts", "failed_calls", "sampled", "staleness")
         kept = {k: v for k, v in vars(self).items() if k not in left}
         unread = {"fields": {}, "messages": []}  # they are not written to samples.jsonl
         samples = [dataclasses.asdict(sample) | unread for sample in self.samples]
@@ -100,7 +113,8 @@ def select_sequences(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
     """The sequences that `rows` [num_sequences] bool marks."""
     responses = rows.repeat_interleave(batch.response_lengths)
     tokens = rows.repeat_interleave(batch.prompt_lengths + batch.response_lengths)
-    of_tokens = {"tokens": tokens, "rollout_logprobs": responses, "routes": tokens}
+    of_tokens = {"tokens": tokens, "routes": tokens, "rollout_logprobs": responses}
+    of_tokens["mask"] = responses
     return RolloutBatch(
         **{
             name: None if value is None else value[of_tokens.get(name, rows)]
@@ -130,17 +144,24 @@ class Collector:
         environment: SingleTurn,
         reward: Reward,
         device: torch.device,
+        lockstep: Lockstep | None = None,
     ) -> None:
-        """prompts: by the key of the configuration that names their files."""
+        """prompts: by the key of the configuration that names their files; lockstep: runs episodes
+        of several turns."""
         self.config, self.prompts = config, prompts
         self.engine, self.environment = engine, environment
-        self.device = device
+        self.device, self.lockstep = device, lockstep
         self.data_group = data_parallel_group()
         self.shaping = Shaping(config.reward, config.rollout.max_response_tokens)
         self.scorer = Scorer(reward, config.reward)
         self.part_names: PartNames | None = None  # that all ranks know
         self.replica, _ = model_replica()
         self.reward_rank = dist.get_process_group_ranks(self.replica)[0]
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether the policy acts in an environment of several turns."""
+        return self.config.environment.has_episodes
 
     def take_weights(self, version: int) -> dict[str, float]:
         """Draw with the policy's present weights from now on; `version`: steps that it has made.
@@ -153,6 +174,7 @@ class Collector:
 
     def close(self) -> None:
         """The run ends."""
+        self.scorer.close()
 
     def begin(self, draw: Draw) -> None:
         """The draw is wanted soon. Here nobody has time for it before `sample`."""
@@ -161,8 +183,8 @@ class Collector:
         """Responses with their scores, to this rank's share of the prompts. Raises RewardError, on
         all ranks, as `score`."""
         prompts = self.prompts_of(draw)
-        batch = self.roll_out(prompts, draw.first, draw.per_prompt, draw.sampling, draw.seed)
-        return self.score(batch, prompts, draw.first)
+        episodes = self.roll_out(prompts, draw.first, draw.per_prompt, draw.sampling, draw.seed)
+        return self.score(episodes, prompts, draw.first)
 
     def prompts_of(self, draw: Draw) -> list[Prompt]:
         """All prompts of a draw."""
@@ -170,7 +192,7 @@ class Collector:
 
     def roll_out(
         self, prompts: Sequence[Prompt], first: int, per_prompt: int, sampling: Sampling, seed: int
-    ) -> RolloutBatch:
+    ) -> Episodes:
         """Responses to this rank's share of the prompts: every `data_size`-th of them, so that each
         data rank holds whole groups.
 
@@ -178,15 +200,25 @@ class Collector:
         from it, and all random numbers follow from these and the seed.
         """
         numbers = [n for n in range(first, first + len(prompts)) if self.is_mine(n)]
-        requests = Requests([prompts[n - first].token_ids for n in numbers], numbers, per_prompt)
-        return self.engine.generate(requests, sampling, seed)
+        mine = [prompts[n - first] for n in numbers]
+        if self.lockstep is not None:
+            return self.lockstep.run(mine, numbers, per_prompt, sampling, seed)
+        requests = Requests([prompt.token_ids for prompt in mine], numbers, per_prompt)
+        return Episodes(self.engine.generate(requests, sampling, seed))
 
     def is_mine(self, number: int) -> bool:
         """Whether the group with this number in its step is of this rank's share."""
         return number % self.data_group.size() == self.data_group.rank()
 
-    def samples(self, batch: RolloutBatch, prompts: Sequence[Prompt], first: int) -> list[Sample]:
-        """The responses as text, on one rank of each model replica; nothing on the others."""
+    def samples(
+        self,
+        batch: RolloutBatch,
+        prompts: Sequence[Prompt],
+        first: int,
+        sampled: Tensor | None = None,
+    ) -> list[Sample]:
+        """The responses as text, on one rank of each model replica; nothing on the others.
+        `sampled`: as in Experience."""
         if dist.get_rank() != self.reward_rank:
             return []
         columns = (batch.prompt_lengths, batch.response_lengths, batch.truncated)
@@ -195,24 +227,31 @@ class Collector:
             *(column.cpu() for column in (*columns, batch.group_index)),
             prompts,
             first,
+            None if sampled is None else sampled.cpu(),
         )
 
-    def score(self, batch: RolloutBatch, prompts: Sequence[Prompt], first: int) -> Experience:
-        """The responses with what the reward function gives for them. It may be slow or not
-        deterministic: one rank of each model replica calls it and sends the scores to the others.
+    def score(self, episodes: Episodes, prompts: Sequence[Prompt], first: int) -> Experience:
+        """The responses with what the environment or the reward function gives for them. The
+        latter may be slow or not deterministic: one rank of each model replica calls it and sends
+        the scores to the others.
 
-        Raises RewardError, on all ranks, where it failed or gave no reward on any of them.
+        Raises RewardError, on all ranks, where it failed or gave no reward on any of them, or where
+        an episode failed, unless `reward.on_failure` says otherwise.
         """
-        samples = self.samples(batch, prompts, first)
+        batch, problem = episodes.batch, None
+        samples = self.samples(batch, prompts, first, batch.mask)
         found: list[Score | None] = []
-        errors, problem = 0, None
+        failed = FailedCalls()
         calls_reward = dist.get_rank() == self.reward_rank
         if calls_reward:
             try:
-                found, errors = self.scorer.score(samples)
+                given = given_rewards(episodes.ended, self.config.reward)
+                found, failed = self.scorer.score(samples, given)
             except UserError as error:
                 problem = error
-        errors = self._agree(problem, errors)
+        failed = self._agree(problem, failed)
+        seconds = torch.tensor(self.scorer.take_seconds(), dtype=torch.float64, device=self.device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # each rank waits for the last
         num_parts = len(self.part_names or ())
         scores = torch.zeros(
             (3 + num_parts, len(batch.sample_index)), dtype=torch.float64, device=self.device
@@ -237,18 +276,21 @@ class Collector:
             rewards.tolist(),
             [dict(score.parts) if score else {} for score in found] if parts else [],
             scores[3:],
-            errors,
+            failed,
+            seconds.item(),
+            batch.mask,
         )
 
-    def _agree(self, problem: UserError | None, errors: int) -> int:
-        """The failed calls of all ranks, on all ranks; afterwards they know the names of the parts.
+    def _agree(self, problem: UserError | None, failed: FailedCalls) -> FailedCalls:
+        """The failures of all ranks, on all ranks; afterwards they know the names of the parts.
         Raises RewardError, on all ranks, with the problem of any rank, or where names differ."""
         names = self.scorer.part_names
         has_news = problem is not None or names != self.part_names
-        flags = torch.tensor([int(has_news), errors], device=self.device)
+        flags = torch.tensor([int(has_news), *failed], device=self.device)
         dist.all_reduce(flags)
-        if not flags[0]:
-            return int(flags[1])
+        has_any, *counts = flags.tolist()
+        if not has_any:
+            return FailedCalls(*counts)
         told = all_gather_objects((problem and str(problem), names))
         problems = [text for text, _ in told if text is not None]
         if problems:
@@ -263,7 +305,7 @@ class Collector:
             )
         if known:  # not where all calls failed
             self.part_names = self.scorer.part_names = known[0]
-        return int(flags[1])
+        return FailedCalls(*counts)
 
     def measure(self, experience: Experience, metrics: StepMetrics) -> None:
         """Add the metrics of one draw."""
@@ -287,6 +329,14 @@ class Collector:
             means["staleness/mean"] = mean_pair(ages)
             means["staleness/tokens_older_than_1"] = mean_pair(ages > 1)
             metrics.add_maximum("staleness/max", ages.max() if len(ages) else ages.sum())
+            bound = self.config.objective.max_token_staleness
+            if bound is not None:
+                means["staleness/masked"] = mean_pair(ages > bound)
+        if experience.sampled is not None:
+            means["environment/turns"] = mean_pair(
+                turns_of(experience.sampled, batch.response_lengths)
+            )
+            means["environment/sampled_share"] = mean_pair(experience.sampled)
         metrics.add_means(means)
 
     def reduce(self, metrics: StepMetrics) -> tuple[dict[str, float], bool]:
@@ -355,17 +405,16 @@ class Collector:
             raise self.nothing_scored("of an evaluation")
         if self.config.reward.on_failure == "drop_group":
             reduced["evaluation/failed"] = round(failed_share * len(rows))
-        told = gather_objects(self._responses(experience, correct_at)) or []
+        told = gather_objects(self.responses(experience, correct_at)) or []
         numbered = sorted((pair for of_rank in told for pair in of_rank), key=lambda pair: pair[0])
         return reduced, [response for _, response in numbered]
 
-    def nothing_scored(self, of_what: str) -> RewardError:
+    def nothing_scored(self, of_what: str, reward: Reward | None = None) -> RewardError:
         """For a step or evaluation in which no response has a reward."""
-        return RewardError(
-            f"reward {self.scorer.reward.name!r}: its calls failed in all groups {of_what}"
-        )
+        name = (reward or self.scorer.reward).name
+        return RewardError(f"reward {name!r}: its calls failed in all groups {of_what}")
 
-    def _responses(
+    def responses(
         self, experience: Experience, correct_at: float
     ) -> list[tuple[int, dict[str, Any]]]:
         """This rank's records of evaluation.jsonl, with the numbers of their prompts."""
@@ -380,6 +429,7 @@ class Collector:
                 "prompt": sample.prompt,
                 "answer": written_answer(sample),
                 "response": sample.response,
+                **({"transcript": sample.transcript} if sample.transcript else {}),
                 "reward": reward if scored else None,
                 **({"parts": of_parts} if of_parts else {}),
                 "correct": reward >= correct_at if scored else None,
@@ -388,6 +438,15 @@ class Collector:
             }
             found.append((group, record))
         return found
+
+
+def turns_of(sampled: Tensor, lengths: Tensor) -> Tensor:
+    """[num_sequences] int64: turns of the policy. sampled: [sum(lengths)] bool."""
+    first = torch.zeros_like(sampled)
+    first[(lengths.cumsum(0) - lengths)[lengths > 0]] = True
+    begins = sampled & (first | ~sampled.roll(1))
+    sequences = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    return torch.zeros_like(lengths).index_add_(0, sequences, begins.long())
 
 
 def mean_pair(values: Tensor) -> Tensor:

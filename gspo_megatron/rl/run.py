@@ -10,10 +10,12 @@ from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import open_session, start_model
 from gspo_megatron.config import Config
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
+from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.objectives import Objective, build_objective
 from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.rewards.registry import Reward, get_reward
+from gspo_megatron.rl.lockstep import Lockstep
 from gspo_megatron.rl.loop import ReinforcementLoop, RunComponents
 from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rollout.megatron import MegatronEngine
@@ -28,7 +30,7 @@ def run_training(config: Config, *, fresh: bool = False) -> bool:
     Returns whether the run is done; False if it was stopped and saved. Raises UserError for what
     the user can mend. All input is read before any process group exists.
     """
-    inputs = read_inputs(config)
+    inputs = read_inputs(config, tools_of(config))
     wanted = config.reward
     reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
@@ -78,8 +80,11 @@ def assemble(
             record_routes="r3" in routing.modes,
             router_noise=routing.rollout_noise,
         )
-        environment = SingleTurn(tokenizer)
-        collector = Collector(config, inputs.files, engine, environment, reward, ranks.device)
+        episodes = episodes_of(config, tokenizer)
+        lockstep = None if episodes is None else Lockstep(engine, episodes, ranks.device)
+        collector = Collector(
+            config, inputs.files, engine, SingleTurn(tokenizer), reward, ranks.device, lockstep
+        )
         if "r3" in routing.modes or routing.rollout_noise:
             attach_hooks(policy.models)
     return RunComponents(

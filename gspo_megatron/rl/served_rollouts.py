@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,7 +37,7 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.observe.heartbeat import heartbeat
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rewards.scoring import describe
+from gspo_megatron.rewards.scoring import FailedCalls, describe
 from gspo_megatron.rl.rollouts import Collector, Experience, Scores
 from gspo_megatron.rollout.engine import Draw, Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
@@ -52,9 +51,11 @@ from gspo_megatron.types import RolloutBatch
 
 # The probe: greedy responses to fixed prompts, of which one in eight may differ. Three are longer
 # than a block of vLLM's prefix cache (16 tokens on GPUs, 128 on CPUs), so that a cache of old
-# weights is noticed. The others are short, because tokens cost time, and many: experts of the last
-# layer move nothing but the next token.
-PROBE_PROMPTS, PROBE_TOKENS = (8,) * 13 + (136,) * 3, 2  # tokens of each prompt, and of a response
+# weights is noticed; all but their last tokens are the same, because tokens cost time. The others
+# are short, and many: experts of the last layer move nothing but the next token. A second token is
+# decoded with kernels, and on GPUs CUDA graphs, of its own.
+PROBE = ((20, 8, 1), (3, 136, 2))  # prompts, tokens of each, tokens of a response
+_OWN_TOKENS = 8  # at the end of a prompt
 # Largest difference of a log-prob from the trainer's, and of a response's on average. In fp32 vLLM
 # and Megatron-Core agree to 1e-5, unless two experts are as likely as each other; a single expert
 # that is left behind moves them by 1e-3 and more. In bf16 rounding alone moves them by 0.04 on
@@ -267,21 +268,18 @@ class ServedCollector(Collector):
 
     def _probe(self) -> Probe:
         """What a server with the present weights answers; every rank calls it."""
-        longest = self.config.resolved_model().max_sequence_length - PROBE_TOKENS
-        lengths = [min(length, longest) for length in PROBE_PROMPTS]
-        ids = np.random.default_rng(0).integers(0, self.policy.vocab_size, sum(lengths))
-        prompts = [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
+        longest = self.config.resolved_model().max_sequence_length
+        asked: list[list[int]] = []
         tokens: list[list[int]] = []
         logprobs: list[list[float]] = []
-        for length, group in itertools.groupby(prompts, len):  # together, all would be padded
-            alike = list(group)
-            requests = Requests(alike, range(len(alike)))
-            batch = self.engine.generate(requests, Sampling(PROBE_TOKENS, temperature=0.0), seed=0)
-            sequences = batch.tokens.view(-1, length + PROBE_TOKENS)
-            tokens += sequences[:, -PROBE_TOKENS:].tolist()
-            logprobs += batch.rollout_logprobs.view(-1, PROBE_TOKENS).tolist()
+        for prompts, count in probe_prompts(self.policy.vocab_size, longest):
+            requests = Requests(prompts, range(len(prompts)))
+            batch = self.engine.generate(requests, Sampling(count, temperature=0.0), seed=0)
+            asked += prompts
+            tokens += batch.tokens.view(len(prompts), -1)[:, -count:].tolist()
+            logprobs += batch.rollout_logprobs.view(-1, count).tolist()
         largest, mean = TOLERANCES.get(self.config.training.precision, _COARSE)
-        return Probe(prompts, tokens, logprobs, largest, mean)
+        return Probe(asked, tokens, logprobs, largest, mean)
 
     # Responses
 
@@ -323,8 +321,11 @@ class ServedCollector(Collector):
             self._count_missing(routes, len(columns["truncated"]))
             columns["routes"] = routes[:, self.layers]
         tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
-        errors = tensors.pop("reward_errors").sum().to(self.device)
-        dist.all_reduce(errors, group=self.data_group)
+        failed = tensors.pop("failed_calls").view(-1, len(FailedCalls._fields)).sum(0)
+        failed = failed.to(self.device)
+        dist.all_reduce(failed, group=self.data_group)
+        seconds = tensors.pop("reward_seconds").sum().to(self.device)
+        dist.all_reduce(seconds, group=self.data_group)
         tensors = {name: values.to(self.device) for name, values in tensors.items()}
         staleness = self.version - tensors.pop("versions")
         assert ((staleness >= 0) & (staleness <= self.version - draw.version)).all(), (
@@ -333,16 +334,22 @@ class ServedCollector(Collector):
         parts, scores = tensors.pop("parts"), dataclasses.fields(Scores)
         of_scores = {each.name: tensors.pop(each.name) for each in scores}
         names = self.part_names or ()
-        batch = RolloutBatch(**tensors)
+        bound = self.config.objective.max_token_staleness
+        sampled = mask = tensors.pop("sampled", None)
+        if bound is not None:
+            mask = staleness <= bound if sampled is None else sampled & (staleness <= bound)
+        batch = RolloutBatch(**tensors, mask=mask)
         return Experience(
             batch,
             Scores(**of_scores),
-            self.samples(batch, self.prompts_of(draw), draw.first),
+            self.samples(batch, self.prompts_of(draw), draw.first, sampled),
             of_scores["rewards"].tolist(),
             [dict(zip(names, values)) for values in parts.t().tolist()] if names else [],
             parts,
-            int(errors),
-            staleness,
+            FailedCalls(*failed.tolist()),
+            seconds.item(),
+            sampled,
+            staleness if sampled is None else staleness[sampled],
         )
 
     def _count_missing(self, routes: np.ndarray, num_sequences: int) -> None:
@@ -366,11 +373,23 @@ class ServedCollector(Collector):
         self.part_names = names
 
 
+def probe_prompts(vocab_size: int, longest: int) -> Iterator[tuple[list[list[int]], int]]:
+    """The prompts of each length, as token ids, and the number of tokens that answer each. With it
+    no sequence has more than `longest` tokens."""
+    random = np.random.default_rng(0)
+    for number, length, count in PROBE:
+        size = (number, min(length, longest - count))
+        ids = random.integers(0, vocab_size, size)
+        ids[:, :-_OWN_TOKENS] = ids[0, :-_OWN_TOKENS]
+        yield ids.tolist(), count
+
+
 def origin_of_rollouts(config: Config) -> str:
     """A fingerprint of what decides responses and rewards, beside the policy: settings, prompts,
-    tokenizer, the reward's code. Raises DataError."""
+    suites, tokenizer, the rewards' code. Raises DataError."""
     files = {k: v for k, v in fingerprints(config).items() if not k.startswith("objective.")}
-    text = json.dumps([decides_rollouts(config), files], sort_keys=True)
+    suites = config.evaluation.model_dump(mode="json")["suites"]
+    text = json.dumps([decides_rollouts(config), files, suites], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -46,6 +46,8 @@ class Requests:
     prompts: Sequence[Sequence[int]]  # token ids
     group_index: Sequence[int]  # the prompts' numbers in the step, over all ranks
     responses_per_prompt: int = 1
+    # of each prompt's responses, at most `Sampling.max_tokens`; None: as many
+    max_tokens: Sequence[int] | None = None
 
     def sample_indices(self) -> list[int]:
         """[prompts * responses], in the order in which the engine returns them."""

@@ -209,10 +209,12 @@ class _Generation:
         self.samples = torch.tensor(requests.sample_indices(), dtype=torch.long, device=device)
         self.with_noise = engine.router_noise > 0 and sampling.temperature > 0
         self.end_ids, self.stop_strings = engine._split_stops(sampling.stop)
-        longest = max(map(len, self.prompts), default=1)
+        limits = requests.max_tokens or [sampling.max_tokens] * len(self.prompts)
+        self.limits = torch.tensor(limits, dtype=torch.long, device=device)
+        totals = (len(prompt) + most for prompt, most in zip(self.prompts, limits, strict=True))
+        self.max_length = max(totals, default=1 + sampling.max_tokens)
         if engine.equal_batches:
-            [longest] = engine._agreed_maxima([longest])
-        self.max_length = longest + sampling.max_tokens
+            [self.max_length] = engine._agreed_maxima([self.max_length])
         count, routes = len(self.samples), None
         if engine.record_routes:
             sizes = (count + 1, self.max_length, engine.num_routers)
@@ -257,7 +259,7 @@ class _Generation:
         """Agree on what to do with the rows that are free, and on the forward passes until the next
         check. Reads from the device once."""
         engine, rows, max_tokens = self.engine, len(self.rows), self.sampling.max_tokens
-        lengths, left = self.rows.progress(max_tokens) if rows else ([], 0)
+        lengths, left = self.rows.progress() if rows else ([], 0)
         self.spans = Spans.of(lengths)
         running = sum(length > 0 for length in lengths)
         queued = len(self.samples) - self.next
@@ -318,7 +320,8 @@ class _Generation:
         prompts = responses // self.per_prompt - first // self.per_prompt
         self.cache.place(prefilled.states, prompts, rows)
         lengths = prefilled.lengths[prompts]
-        self.rows.start(rows, responses, self.samples[responses], lengths, self.seed)
+        limits = self.limits[responses // self.per_prompt]
+        self.rows.start(rows, responses, self.samples[responses], limits, lengths, self.seed)
         if hidden is not None:
             hidden[rows] = prefilled.hidden[prompts]
         if prefilled.routes is not None:

@@ -96,6 +96,7 @@ class Rows:
 
     response: Tensor  # int64: the number of the response
     samples: Tensor  # int64: its sample index
+    limits: Tensor  # int64: tokens that it may have
     prompt_lengths: Tensor  # int64
     lengths: Tensor  # int64: tokens of the response so far
     going: Tensor  # bool
@@ -114,6 +115,7 @@ class Rows:
         return cls(
             response=full(responses.spare),
             samples=full(0),
+            limits=full(1),
             prompt_lengths=full(1),
             lengths=full(0),
             going=full(False),
@@ -133,10 +135,17 @@ class Rows:
         return self.prompt_lengths + self.lengths - 1
 
     def start(
-        self, rows: Tensor, response: Tensor, samples: Tensor, prompt_lengths: Tensor, seed: int
+        self,
+        rows: Tensor,
+        response: Tensor,
+        samples: Tensor,
+        limits: Tensor,
+        prompt_lengths: Tensor,
+        seed: int,
     ) -> None:
         """Let `rows` [n] draw other responses from now on; the other arguments [n] are theirs."""
         self.response[rows], self.samples[rows] = response, samples
+        self.limits[rows] = limits
         self.prompt_lengths[rows], self.lengths[rows] = prompt_lengths, 0
         self.going[rows], self.ended[rows] = True, False
         self.uniforms[rows] = uniforms(seed, samples, self.uniforms.shape[1])
@@ -163,7 +172,7 @@ class Rows:
         self.tokens, self.lengths = tokens, self.lengths + self.going
         ends = self.going & (tokens[:, None] == end_ids).any(1)
         self.ended = self.ended | ends
-        self.going = self.going & ~ends & (self.lengths < responses.max_tokens)
+        self.going = self.going & ~ends & (self.lengths < self.limits)
 
     def end_at_stop_strings(
         self, stop_strings: StopStrings, searched: Tensor, most_new: int, responses: Responses
@@ -193,12 +202,12 @@ class Rows:
         responses.lengths[self.response] = self.lengths
         responses.ended[self.response] = self.ended
 
-    def progress(self, max_tokens: int) -> tuple[list[int], int]:
+    def progress(self) -> tuple[list[int], int]:
         """Of each row, the tokens of its sequence, prompt included, or 0 if it is not going; and
         the most tokens that a response may still get. Reads from the device once."""
         going = self.going
         lengths = torch.where(going, self.prompt_lengths + self.lengths, 0)
-        left = torch.where(going, max_tokens - self.lengths, 0).max()
+        left = torch.where(going, self.limits - self.lengths, 0).max()
         *of_rows, left = torch.cat([lengths, left[None]]).tolist()
         return of_rows, left
 

@@ -48,12 +48,18 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
     [model] = policy.models
 
     name = config.objective.name
-    loss, count = torch.zeros((), dtype=torch.float64), sum(batch.response_lengths)
+    loss, count = torch.zeros((), dtype=torch.float64), sum(batch.masked_lengths())
     sequences, longest = len(batch.tokens), config.rollout.max_response_tokens
-    for tokens, response, log_ratios, advantage in zip(
-        batch.tokens, batch.response_lengths, batch.log_ratios, batch.advantages, strict=True
+    masks = batch.masks or [torch.ones(n, dtype=torch.bool) for n in batch.response_lengths]
+    # advantages travel as float32
+    of_tokens = batch.token_advantages or [
+        torch.full((n,), advantage, dtype=torch.float32)
+        for n, advantage in zip(batch.response_lengths, batch.advantages, strict=True)
+    ]
+    for tokens, response, log_ratios, advantages, mask in zip(
+        batch.tokens, batch.response_lengths, batch.log_ratios, of_tokens, masks, strict=True
     ):
-        if response == 0:  # one of the sequences, without a term
+        if not mask.any():  # one of the sequences, without a term
             continue
         positions = torch.arange(len(tokens))[None]
         hidden = model(input_ids=tokens[None], position_ids=positions, attention_mask=None)[0]
@@ -64,9 +70,10 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
             [distribution[place - 1, tokens[place]] for place in range(prompt, len(tokens))]
         )
         old = logprobs.detach() - log_ratios.double()
-        # advantages travel as float32
-        weight = torch.tensor(advantage, dtype=torch.float32).double()
-        terms = surrogate(name, logprobs, old, weight).expand(response)  # of each token
+        logprobs, old = logprobs[mask], old[mask]  # the others are as if they were the prompt's
+        weights = advantages[mask].double()
+        weight = weights if batch.token_advantages else weights[0]
+        terms = surrogate(name, logprobs, old, weight).expand(len(old))  # of each token
         if name in SUMS:
             loss = loss - terms.sum() / SUMS[name](sequences, count, longest)
         else:

@@ -46,10 +46,17 @@ class RankError(AssertionError):
     """A task failed on a rank; the message holds the rank and its traceback."""
 
 
+def _take_none(rank: int) -> str:
+    return "gloo"
+
+
 class Pool:
     """Workers, started when a task first needs them."""
 
-    def __init__(self) -> None:
+    def __init__(self, take_device: Callable[[int], str] = _take_none) -> None:
+        """take_device(rank): give this process the rank's device; returns the backend of the
+        collectives between such devices."""
+        self._take_device = take_device
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         self._workers: list[tuple[ForkServerProcess, Connection]] = []
@@ -111,7 +118,8 @@ class Pool:
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
             stack_file = self._stack_file(len(self._workers))
-            process = self._context.Process(target=_serve, args=(theirs, stack_file), daemon=True)
+            arguments = (theirs, stack_file, self._take_device)
+            process = self._context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -163,7 +171,7 @@ class Pool:
         return "\n".join([f"rank {rank}:", *lines])
 
 
-def _serve(connection: Connection, stack_file: Path) -> None:
+def _serve(connection: Connection, stack_file: Path, take_device: Callable[[int], str]) -> None:
     """The worker's main loop."""
     gc.freeze()  # what the server has imported stays: a collection after each task need not walk it
     faulthandler.register(signal.SIGUSR1, stack_file.open("w"))
@@ -175,7 +183,7 @@ def _serve(connection: Connection, stack_file: Path) -> None:
         except EOFError:
             return
         try:
-            with _world(*task):
+            with _world(take_device, *task):
                 answer = (True, function(**arguments))
         except BaseException:  # noqa: BLE001 (whatever it is, the test has to hear of it)
             answer = (False, traceback.format_exc())
@@ -191,14 +199,21 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _world(rank: int, world_size: int, port: int, task: int, timeout: float) -> Any:
+def _world(
+    take_device: Callable[[int], str],
+    rank: int,
+    world_size: int,
+    port: int,
+    task: int,
+    timeout: float,
+) -> Any:
     from gspo_megatron.platform.groups import stop_processes
 
     limit = datetime.timedelta(seconds=timeout)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group(
-        "gloo",
+        take_device(rank),
         store=dist.PrefixStore(f"task-{task}", store),
         rank=rank,
         world_size=world_size,

@@ -30,7 +30,7 @@ from gspo_megatron.rl.loop import compute_advantages, update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.served_rollouts import ServedCollector
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, DrawFile, Group
+from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, DrawFile, Group, read_groups
 from gspo_megatron.rollout.service.client import Response
 from gspo_megatron.rollout.service.episodes import group_columns
 from gspo_megatron.types import Prompt
@@ -56,7 +56,7 @@ class Tokenizer:
         return " ".join(map(str, token_ids))
 
 
-def config_of(layout: str, folder: Path, old_logprobs: str) -> Config:
+def config_of(layout: str, folder: Path, old_logprobs: str, bound: int | None) -> Config:
     objective = {
         "name": "gspo",
         "clip_low": 0.04,
@@ -74,10 +74,10 @@ def config_of(layout: str, folder: Path, old_logprobs: str) -> Config:
     logging = config.logging.model_copy(update={"dir": str(folder)})
     # Adam with a tiny epsilon makes full steps of what is rounding in gradients near 0
     optimizer = config.optimizer.model_copy(update={"epsilon": 1e-3})
-    rollout = config.rollout.model_copy(update=rollout)
-    return config.model_copy(
-        update={"rollout": rollout, "logging": logging, "optimizer": optimizer}
-    )
+    changed = {"logging": logging, "optimizer": optimizer}
+    changed["rollout"] = config.rollout.model_copy(update=rollout)
+    changed["objective"] = config.objective.model_copy(update={"max_token_staleness": bound})
+    return config.model_copy(update=changed)
 
 
 def draw_of(step: int) -> Draw:
@@ -92,8 +92,9 @@ PROMPT_IDS = [
 ]
 
 
-def write_bank(folder: Path) -> None:
-    """The draws of all steps, as a service leaves them."""
+def write_bank(folder: Path, has_turns: bool) -> None:
+    """The draws of all steps, as a service leaves them; `has_turns`: of several turns, between
+    which stands what the policy did not write."""
     random = np.random.default_rng(11)
     for step in range(1, STEPS + 1):
         draw = draw_of(step)
@@ -102,7 +103,7 @@ def write_bank(folder: Path) -> None:
             prompt = PROMPT_IDS[draw.rows[number]]
             samples = range(number * GROUP, (number + 1) * GROUP)
             given = [response(random, len(prompt), draw.version, step - 1) for _ in samples]
-            columns = group_columns(prompt, given, number, samples)
+            columns = group_columns([prompt] * len(given), given, number, samples)
             rewards = random.random(GROUP)
             columns |= {
                 "rewards": rewards,
@@ -112,8 +113,11 @@ def write_bank(folder: Path) -> None:
                 "turn_rewards": np.zeros(0),
                 "turn_tokens": np.zeros(0, np.int64),
                 "part_names": np.frombuffer(json.dumps([]).encode(), np.uint8),
-                "reward_errors": np.array([0]),
+                "failed_calls": np.zeros(3, np.int64),
+                "reward_seconds": np.full(1, 0.25),
             }
+            if has_turns:
+                columns["sampled"] = random.random(len(columns["versions"])) < 0.7
             file.append(Group(number, columns))
         file.close()
 
@@ -155,7 +159,7 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
         experience = collector.read_draw(draw_of(step))
         index = gather_index(experience.batch, experience.scores.shaped, group)
         advantages, _ = compute_advantages(objective.advantages, experience, index)
-        plans = plan_alike(config, index.lengths, index.response_lengths, CUT, 2)
+        plans = plan_alike(config, index.lengths, index.masked_lengths, CUT, 2)
         sequences = redistribute(
             experience.batch,
             index,
@@ -167,24 +171,40 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
         ages = torch.stack([experience.staleness.sum(), (experience.staleness > 1).sum()])
         dist.all_reduce(ages, group=group)
         total, old = ages.tolist()
-        kept.append({**metrics, "ages": float(total), "old": float(old)})
+        learnt = float(sum(index.masked_lengths))
+        kept.append({**metrics, "ages": float(total), "old": float(old), "learnt": learnt})
     tear_down_model_parallel()
     return kept, StepResult(kept[-1], recorder.gradients, recorder.replica_error)
 
 
-@pytest.mark.parametrize("old_logprobs", ["rollout", "recompute"])
+def drawn(folder: Path, step: int) -> list[dict[str, np.ndarray]]:
+    """The columns of each group in the bank."""
+    path = folder / FOLDER / f"{draw_of(step).name}{SUFFIX}"
+    return list(read_groups(path, lambda _: True).values())
+
+
+@pytest.mark.parametrize(("old_logprobs", "bound"), [("rollout", None), ("recompute", 1)])
 def test_every_layout_computes_the_same_from_the_bank(
-    pool: Pool, tmp_path: Path, old_logprobs: str
+    pool: Pool, tmp_path: Path, old_logprobs: str, bound: int | None
 ) -> None:
-    write_bank(tmp_path)
-    on_one = pool.on(config_of("tp=1", tmp_path, old_logprobs), trained_from_the_bank)
+    write_bank(tmp_path, has_turns=bound is None)
+    asked = tmp_path, old_logprobs, bound
+    on_one = pool.on(config_of("tp=1", *asked), trained_from_the_bank)
     for layout in ("tp=2,pp=2,ep=2,dp=1", "dp=2,ep=2,cp=2"):
-        steps, result = pool.on(config_of(layout, tmp_path, old_logprobs), trained_from_the_bank)
+        steps, result = pool.on(config_of(layout, *asked), trained_from_the_bank)
         for found, expected in zip(steps, on_one[0], strict=True):
-            assert found["ages"] == expected["ages"] and found["old"] == expected["old"]
+            for name in ("ages", "old", "learnt"):
+                assert found[name] == expected[name]
             assert found["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE, abs=1e-7)
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOLERANCE)
         name, error = compare(on_one[1].gradients, result.gradients)[0]
         assert error <= TOLERANCE, f"{layout}: {name} is off by {error:.1e}"
-    assert on_one[0][-1]["old"] > 0  # tokens of more than one version before
+    last = on_one[0][-1]
+    assert last["old"] > 0  # tokens of more than one version before
+    groups = drawn(tmp_path, STEPS)
+    tokens = sum(columns["response_lengths"].sum() for columns in groups)
+    if bound is None:
+        assert 0 < last["learnt"] == sum(columns["sampled"].sum() for columns in groups) < tokens
+    else:
+        assert last["learnt"] == tokens - last["old"]
     assert on_one[0][0]["grad_norm"] > 0

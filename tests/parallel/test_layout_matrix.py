@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -104,6 +105,53 @@ def test_update_on_edge_cases_follows_the_formulas(
 ) -> None:
     case = Case(layout, dispatcher, packing, objective=objective, precision="fp64")
     batch = edge_batch()
+    result, explicit = updates.run(case, batch), updates.explicit(case, batch)
+    assert_follows_formulas(case, result, explicit, FP64_TOLERANCE_OF_ROUTERS)
+
+
+def masked_batch() -> SyntheticBatch:
+    """Responses of which some tokens are not learnt from: runs of them, as a tool's answers between
+    two turns, and single ones. What would be their ratio is no number."""
+    generator = torch.Generator().manual_seed(6)
+    batch = replace(edge_batch(), masks=[])
+    for number, ratios in enumerate(batch.log_ratios):
+        turns = torch.rand(len(ratios) // 5 + 1, generator=generator) < 0.6
+        mask = turns.repeat_interleave(5)[: len(ratios)]
+        mask ^= torch.rand(len(ratios), generator=generator) < 0.1
+        if number == 2:
+            mask[:] = False  # nothing of it is learnt from
+        if number == 4:
+            mask[-40:] = False  # the whole shard of a rank, and more
+        batch.masks.append(mask)
+        batch.log_ratios[number] = ratios.where(mask, torch.nan)
+    return batch
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "cp=4", "tp=2,cp=2", "pp=2,vpp=2,ep=2,cp=2"])
+@pytest.mark.parametrize(
+    ("objective", "packing"),
+    [("gspo", True), ("grpo", False), ("gspo_token", True), ("dapo", True), ("gmpo", True)],
+)
+def test_masked_tokens_have_no_part_in_an_update(
+    updates: Updates, layout: str, objective: str, packing: bool
+) -> None:
+    case = Case(layout, "alltoall", packing, objective=objective, precision="fp64")
+    batch = masked_batch()
+    assert 0 < sum(batch.masked_lengths()) < sum(batch.response_lengths)
+    result, explicit = updates.run(case, batch), updates.explicit(case, batch)
+    assert_follows_formulas(case, result, explicit, FP64_TOLERANCE_OF_ROUTERS)
+    assert all(math.isfinite(value) for value in result.metrics.values()), result.metrics
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "cp=4", "tp=2,pp=2,cp=2", "dp=2,ep=2,cp=2"])
+def test_each_token_has_the_advantage_of_its_turn(updates: Updates, layout: str) -> None:
+    """Turns of several tokens, between which stands what the policy did not write."""
+    case = Case(layout, "alltoall", True, objective="gspo_token", precision="fp64")
+    generator = torch.Generator().manual_seed(8)
+    batch = replace(masked_batch(), token_advantages=[])
+    for length in batch.response_lengths:
+        of_turns = torch.randn(length // 7 + 1, generator=generator)
+        batch.token_advantages.append(of_turns.repeat_interleave(7)[:length])
     result, explicit = updates.run(case, batch), updates.explicit(case, batch)
     assert_follows_formulas(case, result, explicit, FP64_TOLERANCE_OF_ROUTERS)
 

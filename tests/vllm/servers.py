@@ -22,27 +22,20 @@ import numpy as np
 
 from gspo_megatron.rollout.service.client import MODEL
 from gspo_megatron.rollout.service.process import (
+    common_environment,
+    cpu_environment,
     end_with_parent,
     needed_arguments,
     option_words,
 )
-from tests.programs import ROOT, command_environment
+from tests.programs import command_environment
 
-WORKER_FOLDER = ROOT / "gspo_megatron" / "rollout" / "vllm_worker"
 START_SECONDS = 300  # 14 on an idle machine
 _REQUEST_SECONDS = 120
 _STOP_SECONDS = 20
 _TAIL = 3000  # characters of the log, in a failure
 
-ENVIRONMENT = {
-    "PYTHONPATH": str(WORKER_FOLDER),
-    "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, new weights
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than any test computes
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, all servers of a machine share its first core
-}
+ENVIRONMENT = common_environment(token="") | cpu_environment()
 
 
 @dataclass(frozen=True)
@@ -122,18 +115,17 @@ def run_options(model: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serve(python: Path, folder: Path, options: Mapping[str, Any]) -> Iterator[Server]:
-    """A server with these options of vLLM, by the Python of its environment; its log and caches go
-    to `folder`. It ends with this process, too. Raises AssertionError with the end of the log where
+    """A server with these options of vLLM, by the Python of its environment; its log goes to
+    `folder`. It ends with this process, too. Raises AssertionError with the end of the log where
     it does not start."""
     port = free_port()
     server = Server(port, folder / "server.log")
     words = option_words({**options, "host": "127.0.0.1", "port": port})
     program = (str(python), "-m", "vllm.entrypoints.openai.api_server")
-    own = {"VLLM_CACHE_ROOT": str(folder / "cache")}
     with server.log.open("wb") as log:
         process = subprocess.Popen(
             [*program, *words],
-            env=command_environment() | ENVIRONMENT | own,
+            env=command_environment() | ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

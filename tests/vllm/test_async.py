@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
+import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -17,6 +21,7 @@ from gspo_megatron.config.load import load_config
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.rl.served_rollouts import weights_folder
 from gspo_megatron.rollout.service.bank import read_groups
+from tests.programs import ROOT, command_environment
 from tests.vllm.runs import Run, is_alive, make_run, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -37,7 +42,8 @@ def run_with(folder: Path, python: Path, steps: int) -> Run:
             "max_staleness": STALENESS,
             "vllm": {"restarts": steps},
         },
-        training={"steps": steps, "precision": "fp32", "seed": SEED},
+        training={"steps": steps, "precision": "fp32", "seed": SEED, "dump_batches": steps},
+        routing={"replay": "r3"},
         checkpoint={"interval": 1},
         logging={"samples_per_step": PROMPTS * GROUP},
     )
@@ -136,3 +142,19 @@ def test_whatever_is_killed_each_draw_is_trained_once_in_the_synchronous_order(
     rows = Counter(row for row, _ in run.calls())
     assert 0 <= sum(rows.values()) - steps * PROMPTS * GROUP <= kills * GROUP, rows
     assert not list((run.out / "rollouts").glob("*.groups"))
+    assert_layouts_agree(run, 1 + oldest.index(max(oldest)))
+
+
+def assert_layouts_agree(run: Run, step: int) -> None:
+    """What servers drew with several versions of the weights gives the same update everywhere."""
+    words = ["verify", run.folder / "config.yaml", "--from-dump"]
+    words += [run.out / "dumps" / f"step_{step:08d}", "--layouts", "tp=2,pp=2,ep=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gspo_megatron", *map(str, words)],
+        env={**command_environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(run.folder)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert float(re.search(r"\bworst_error=(\S+)", done.stdout)[1]) <= 1e-5, done.stdout

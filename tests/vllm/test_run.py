@@ -29,6 +29,18 @@ def test_servers_sample_from_the_policy_at_every_one_of_twenty_steps(
         rollout={"max_response_tokens": 24, "temperature": 0.7},
         optimizer={"learning_rate": 2e-3},
         training={"steps": 20, "precision": "fp32", "evaluation_interval": 10},
+        evaluation={
+            "interval": 10,
+            "suites": {
+                "near": {
+                    "prompts": str(tmp_path / "toy" / "test.jsonl"),
+                    "reward": {"name": "per_character"},
+                    "samples": 2,
+                    "top_k": 5,
+                    "max_response_tokens": 4,
+                }
+            },
+        },
         data={"eval_prompts": str(tmp_path / "toy" / "test.jsonl")}
         | {
             "tokenizer": str(tmp_path / "toy" / "tokenizer.model"),
@@ -45,8 +57,27 @@ def test_servers_sample_from_the_policy_at_every_one_of_twenty_steps(
         assert record["ratio/token/p99"] - record["ratio/token/p01"] > 1e-2, record["step"]
         assert record["sync/version"] == record["step"] and record["sync/bytes"] > 1e6
     assert run.records()[0]["step"] == 0 and "evaluation/accuracy" in run.records()[0]
-    assert len((run.out / "evaluation.jsonl").read_text().splitlines()) == 3 * 8
+    drawn = [json.loads(line) for line in (run.out / "evaluation.jsonl").read_text().splitlines()]
+    of_suite = [response for response in drawn if "suite" in response]
+    assert len(drawn) - len(of_suite) == 3 * 8 and len(of_suite) == 3 * 8 * 2
+    assert max(response["num_tokens"] for response in of_suite) == 4
+    assert all(record["evaluation/near/problems"] == 8 for record in (steps[9], steps[19]))
     assert not list((run.out / "rollouts").glob("*.groups"))  # nothing needs them any more
+
+
+# Says part of each turn back, and writes down what it has seen.
+ENVIRONMENT = """
+import json
+from pathlib import Path
+folder = Path(__file__).parent
+class Echo:
+    async def rollout(self, client, task):
+        turns = [await client.generate(max_tokens=5)]
+        while len(turns) < 3 and sum(turns[-1].token_ids) % 3:
+            turns.append(await client.generate(text="+" + turns[-1].text[:3], max_tokens=7))
+        with (folder / "seen").open("a") as file:
+            file.write(json.dumps([turn.token_ids for turn in turns]) + "\\n")
+"""
 
 
 def hand_on(bank: Path, to: Path, config: Path) -> None:
@@ -59,21 +90,36 @@ def hand_on(bank: Path, to: Path, config: Path) -> None:
     file.close()
 
 
+def sampled_tokens(bank: Path) -> list[list[int]]:
+    """What the policy wrote in each episode, in any order."""
+    found = []
+    for columns in read_groups(bank, lambda _: True).values():
+        lengths = columns["prompt_lengths"] + columns["response_lengths"]
+        rows = np.split(columns["tokens"], lengths.cumsum()[:-1])
+        masks = np.split(columns["sampled"], columns["response_lengths"].cumsum()[:-1])
+        for ids, prompt, mask in zip(rows, columns["prompt_lengths"], masks, strict=True):
+            found.append(ids[prompt:][mask].tolist())
+    return sorted(found)
+
+
 def test_the_servers_experts_are_those_of_training(
     vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs of the same responses: one replays the servers' experts, in the other the routers
-    choose. In fp32 they choose alike, so both updates are the same."""
+    """Two runs of the same episodes of several turns: one replays the servers' experts, in the
+    other the routers choose. In fp32 they choose alike, so both updates are the same."""
     updated = []
     for name in ("r3", "off"):
         folder = tmp_path / name
         folder.mkdir()
-        monkeypatch.syspath_prepend(folder)  # the module of the reward
+        monkeypatch.syspath_prepend(folder)  # the modules of reward and environment
+        (folder / "vllm_test_environment.py").write_text(ENVIRONMENT)
         run = make_run(
             folder,
             vllm_python,
             parallel={"layout": "pp=2,ep=2,dp=2"},
-            objective={"name": "gspo", "mini_batches": 1},
+            environment={"import_path": "vllm_test_environment:Echo"},
+            rollout={"max_response_tokens": 24, "max_staleness": 1},
+            objective={"name": "gspo", "mini_batches": 1, "max_token_staleness": 0},
             routing={"replay": name},
             training={"steps": 1, "precision": "fp32"},
             checkpoint={"interval": 2},
@@ -91,6 +137,11 @@ def test_the_servers_experts_are_those_of_training(
         [record] = run.steps()
         assert record["mismatch/abs_mean"] <= 1e-5
         if name == "r3":
+            seen = [json.loads(line) for line in (folder / "seen").read_text().splitlines()]
+            captured = sampled_tokens(tmp_path / "kept.groups")
+            assert sorted([n for turn in turns for n in turn] for turns in seen) == captured
+            assert 1.5 < record["environment/turns"] < 3 and record["environment/errors"] == 0
+            assert 0.5 < record["environment/sampled_share"] < 1
             assert record["replay/missing_rows"] == 0 and record["replay/bytes"] > 0
             assert record.keys() >= SERVED
             busy, idle = (record[k] for k in ("engine/busy_share", "perf/engines_idle_share"))

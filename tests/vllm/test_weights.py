@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rl.served_rollouts import PROBE_PROMPTS, PROBE_TOKENS, TOLERANCES
+from gspo_megatron.rl.served_rollouts import TOLERANCES, probe_prompts
 from gspo_megatron.rollout.service.checks import Needs
 from gspo_megatron.rollout.service.client import Client, ModelFacts
 from gspo_megatron.rollout.service.pool import (
@@ -94,14 +94,15 @@ def probe_of(folder: Path) -> Probe:
     """Greedy responses of transformers to random prompts, token by token without a cache."""
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found: list[list[Any]] = [[], [], []]
-    for seed, length in enumerate(PROBE_PROMPTS):
-        prompt = np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist()
+    asked = [(ids, count) for each, count in probe_prompts(VOCABULARY, 1024) for ids in each]
+    for prompt, count in asked:
         ids, logprobs = torch.tensor([prompt]), []
-        for _ in range(PROBE_TOKENS):
+        for _ in range(count):
             best = torch.log_softmax(model(ids).logits[:, -1], -1).max(-1)
             ids = torch.cat([ids, best.indices[:, None]], 1)
             logprobs.append(float(best.values))
-        for values, value in zip(found, (prompt, ids[0, length:].tolist(), logprobs), strict=True):
+        answer = ids[0, len(prompt) :].tolist()
+        for values, value in zip(found, (prompt, answer, logprobs), strict=True):
             values.append(value)
     return Probe(*found, *TOLERANCES["fp32"])
 
@@ -138,7 +139,8 @@ def test_servers_with_the_trainers_weights_serve_and_each_update_moves_them(
     vllm_server: Running, second_server: Running, old: Path, new: Path
 ) -> None:
     before, after = probe_of(old), probe_of(new)
-    moved = np.abs(np.array(before.logprobs) - np.array(after.logprobs))[:, 0]
+    first = [np.array([each[0] for each in probe.logprobs]) for probe in (before, after)]
+    moved = np.abs(first[0] - first[1])
     assert moved.mean() > 1e-3  # of the first token: both drew it after the same prompt
 
     async def work(pool: Pool) -> None:

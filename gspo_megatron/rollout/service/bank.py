@@ -40,8 +40,10 @@ class Group(NamedTuple):
     # rollout_logprobs [sum(response lengths)] float32, versions of the weights that drew them
     # [sum(response lengths)] int32, truncated [n] bool, sample_index,
     # group_index [n] int64, rewards, shaped [n] float64, turns [n] int64, turn_rewards [turns]
-    # float64, turn_tokens [turns] int64, parts [parts, n] float64; where the servers report them,
-    # routes [tokens, layers, k] uint8 or int16. Names as in RolloutBatch and rl.rollouts.Scores.
+    # float64, turn_tokens [turns] int64, parts [parts, n] float64, failed_calls [3] int64 as
+    # FailedCalls, reward_seconds [1] float64; where the servers report them, routes [tokens,
+    # layers, k] uint8 or int16; of episodes, sampled [sum(response lengths)] bool: what the policy
+    # wrote. Names as in RolloutBatch and rl.rollouts.Scores.
     columns: dict[str, np.ndarray]
 
 

@@ -281,6 +281,12 @@ def parse_response(found: Any, prompt_tokens: int, facts: ModelFacts, *, routes:
     return Response(ids, logprobs, choice["finish_reason"] == "length", table, spans)
 
 
+def no_routes(tokens: int, facts: ModelFacts) -> np.ndarray:
+    """[tokens, layers, k] zeros, in the form of `Response.routes`."""
+    shape = (tokens, facts.num_layers, facts.experts_per_token)
+    return np.zeros(shape, np.uint8 if facts.num_experts <= 256 else np.int16)
+
+
 def _parse_routes(encoded: str, tokens: int, facts: ModelFacts) -> np.ndarray:
     """[tokens, layers, k]: experts of prompt and response, the last token's void. Tokens whose
     experts are not k different ones of the model, in any layer with experts, become zeros."""
@@ -293,7 +299,7 @@ def _parse_routes(encoded: str, tokens: int, facts: ModelFacts) -> np.ndarray:
     ordered = np.sort(given, axis=-1)
     is_sound = (ordered[..., 1:] != ordered[..., :-1]).all(-1)
     is_sound &= (ordered[..., 0] >= 0) & (ordered[..., -1] < facts.num_experts)
-    table = np.zeros((tokens, *shape[1:]), np.uint8 if facts.num_experts <= 256 else np.int16)
+    table = no_routes(tokens, facts)
     rows = is_sound[:, list(facts.moe_layers)].all(-1)
     table[:-1][rows] = given[rows]
     return table

@@ -8,22 +8,39 @@ import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from gspo_megatron.config import Config
+from gspo_megatron.config.schema import suite_key
 from gspo_megatron.data.inputs import Inputs
+from gspo_megatron.environments.episode import (
+    Asked,
+    Episode,
+    EpisodeRunner,
+    Written,
+    joined_routes,
+)
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import UserError
-from gspo_megatron.rewards.registry import get_reward
-from gspo_megatron.rewards.scoring import Scorer, reward_columns
+from gspo_megatron.rewards.registry import get_reward, suite_rewards
+from gspo_megatron.rewards.scoring import (
+    FailedCalls,
+    PartNames,
+    Scorer,
+    given_rewards,
+    reward_columns,
+)
 from gspo_megatron.rewards.shaping import Shaping
+from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.service.bank import SUFFIX, DrawFile, Group
-from gspo_megatron.rollout.service.client import Response
+from gspo_megatron.rollout.service.client import Response, no_routes
 from gspo_megatron.rollout.service.pool import Pool
-from gspo_megatron.types import Prompt
+from gspo_megatron.types import Prompt, Sample
+
+_T = TypeVar("_T")
 
 
 def draw_from_json(given: Mapping[str, Any]) -> Draw:
@@ -37,13 +54,17 @@ def draw_to_json(draw: Draw) -> dict[str, Any]:
 
 
 class Scorers:
-    """Scores groups, one after the other, in the main thread: reward functions may rely on signals,
-    which Python takes there only."""
+    """Scores groups. Without workers one after the other, in the main thread: reward functions may
+    rely on signals, which Python takes there only. With workers many groups at a time."""
 
     def __init__(self, config: Config, inputs: Inputs) -> None:
-        wanted = config.reward
+        wanted, suites = config.reward, config.evaluation.suites
         reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
         self._scorer = Scorer(reward, wanted)
+        self._of_suites = {
+            suite_key(name): Scorer(of_suite, suites[name].reward)
+            for name, of_suite in suite_rewards(suites).items()
+        }
         self._shaping = Shaping(wanted, config.rollout.max_response_tokens)
         self._environment = SingleTurn(inputs.tokenizer)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -57,30 +78,67 @@ class Scorers:
         """From any thread, or a signal handler."""
         self._jobs.put(None)
 
-    def submit(self, group: Group, prompt: Prompt, then: Callable[[Group], None]) -> Future[None]:
-        """Add the group's rewards to its columns, and call `then` with it in the main thread."""
-        future: Future[None] = Future()
+    async def score(
+        self,
+        group: Group,
+        prompt: Prompt,
+        then: Callable[[Group], None],
+        key: str,
+        episodes: Sequence[Episode] = (),
+    ) -> None:
+        """Add the group's rewards to its columns, and call `then` with it in the main thread. key:
+        of the prompt's file, which decides the reward; episodes: of the responses, where there are
+        several turns."""
+        scorer = self._of_suites.get(key, self._scorer)
+        given = given_rewards(episodes, scorer.section)
+        samples = await self._in_main(lambda: self._samples(group, prompt))
+        if scorer.workers is not None:
+            found = await scorer.score_async(samples, given)
+        else:
+            found = await self._in_main(lambda: scorer.score(samples, given))
+
+        def finish() -> None:
+            self._add(group, samples, scorer.part_names or (), *found, scorer.take_seconds())
+            then(group)
+
+        await self._in_main(finish)
+
+    async def close(self) -> None:
+        """End the workers."""
+        for scorer in (self._scorer, *self._of_suites.values()):
+            if scorer.workers is not None:
+                await scorer.workers.close()
+
+    async def _in_main(self, call: Callable[[], _T]) -> _T:
+        """The call's result, from the main thread."""
+        future: Future[_T] = Future()
 
         def job() -> None:
             try:
-                self._score(group, prompt)
-                then(group)
-            except Exception as error:  # noqa: BLE001 (raised where the future is awaited)
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 (raised where it is awaited)
                 future.set_exception(error)
-            else:
-                future.set_result(None)
 
         self._jobs.put(job)
-        return future
+        return await asyncio.shield(asyncio.wrap_future(future))
 
-    def _score(self, group: Group, prompt: Prompt) -> None:
+    def _samples(self, group: Group, prompt: Prompt) -> list[Sample]:
         columns = group.columns
         names = ("tokens", "prompt_lengths", "response_lengths", "truncated", "group_index")
-        samples = self._environment.samples(
-            *(columns[name] for name in names), [prompt], group.number
+        return self._environment.samples(
+            *(columns[name] for name in names), [prompt], group.number, columns.get("sampled")
         )
-        found, errors = self._scorer.score(samples)
-        part_names = self._scorer.part_names or ()
+
+    def _add(
+        self,
+        group: Group,
+        samples: Sequence[Sample],
+        part_names: PartNames,
+        found: Sequence[Score | None],
+        failed: FailedCalls,
+        seconds: float,
+    ) -> None:
+        columns = group.columns
         numbers = [group.number] * len(samples)
         scores, turns = reward_columns(found, samples, numbers, len(part_names), self._shaping)
         columns |= {
@@ -91,7 +149,8 @@ class Scorers:
             "turn_rewards": np.ascontiguousarray(turns[0]),
             "turn_tokens": turns[1].astype(np.int64),
             "part_names": np.frombuffer(json.dumps(part_names).encode(), np.uint8),
-            "reward_errors": np.array([errors]),
+            "failed_calls": np.array(failed),
+            "reward_seconds": np.array([seconds]),
         }
 
 
@@ -126,12 +185,14 @@ class Draws:
         stops: Mapping[str, Any],
         folder: Path,
         origin: str,
+        episodes: EpisodeRunner | None = None,
     ) -> None:
         """prompts: by the key of their files; stops: what ends a response, as vLLM's
         SamplingParams; folder: of the bank; origin: of responses and rewards: finished groups of
-        another one are not used."""
+        another one are not used; episodes: None for single turns."""
         self.pool, self.scorers, self.prompts = pool, scorers, prompts
         self.stops, self.folder, self.origin = stops, folder, origin
+        self.episodes = episodes
         self.running: dict[str, RunningDraw] = {}
 
     def begin(self, draw: Draw) -> RunningDraw:
@@ -170,43 +231,98 @@ class Draws:
         draw = running.draw
         prompt = self.prompts[draw.key][draw.rows[number - draw.first]]
         samples = range(number * draw.per_prompt, (number + 1) * draw.per_prompt)
-        calls = [asyncio.create_task(self._response(running, prompt, n)) for n in samples]
+        drawn = self._response if self.episodes is None else self._episode
+        calls = [asyncio.create_task(drawn(running, prompt, n)) for n in samples]
         try:
             responses = await asyncio.gather(*calls)
         finally:
             for call in calls:
                 call.cancel()
-        group = Group(number, group_columns(prompt.token_ids, responses, number, samples))
-        await asyncio.wrap_future(self.scorers.submit(group, prompt, running.file.append))
+        episodes, prompts = [], [prompt.token_ids] * len(responses)
+        if self.episodes is not None:
+            episodes, prompts = responses, [each.client.prompt_ids for each in responses]
+            responses = [self._response_of(draw, episode) for episode in episodes]
+        columns = group_columns(prompts, responses, number, samples)
+        if episodes:
+            columns["sampled"] = np.concatenate([episode.mask for episode in episodes])
+        group, append = Group(number, columns), running.file.append
+        await self.scorers.score(group, prompt, append, running.draw.key, episodes)
 
     async def _response(self, running: RunningDraw, prompt: Prompt, sample: int) -> Response:
+        limit = running.draw.sampling.max_tokens
+        return await self._turn(running, sample, Asked(prompt.token_ids, 0, limit))
+
+    async def _episode(self, running: RunningDraw, prompt: Prompt, sample: int) -> Episode:
+        async def write(asked: Asked) -> Written:
+            response = await self._turn(running, sample, asked)
+            return Written(response.token_ids.tolist(), response.truncated, source=response)
+
+        assert self.episodes is not None
+        return await self.episodes.run(prompt, write)
+
+    def _response_of(self, draw: Draw, episode: Episode) -> Response:
+        """An episode as one response."""
+        client, settings = episode.client, self.pool.settings
+        if client.turns[0].source is not None:
+            return joined_turns(episode)
+        routes = None  # it failed before its first turn
+        if settings.needs.with_routes and draw.sampling.temperature > 0:
+            routes = no_routes(len(client.prompt_ids) + 1, settings.facts)
+        return Response(
+            episode.tokens,
+            np.zeros(1, np.float32),
+            truncated=True,
+            routes=routes,
+            versions=np.full(1, draw.version, np.int32),
+        )
+
+    async def _turn(self, running: RunningDraw, sample: int, asked: Asked) -> Response:
         draw = running.draw
-        sampling = self._sampling(draw, prompt, sample)
-        response = await self.pool.generate(prompt.token_ids, sampling, draw.version, draw.name)
+        sampling = self._sampling(draw, sample, asked)
+        response = await self.pool.generate(asked.token_ids, sampling, draw.version, draw.name)
         running.tokens += len(response.token_ids)
         return response
 
-    def _sampling(self, draw: Draw, prompt: Prompt, sample: int) -> dict[str, Any]:
-        """vLLM's SamplingParams of a response, whose seed is that of the draw and its number."""
-        room = self.pool.settings.needs.max_model_len - len(prompt.token_ids)
-        seed = np.random.SeedSequence((draw.seed, sample)).generate_state(1, np.uint64)[0]
+    def _sampling(self, draw: Draw, sample: int, asked: Asked) -> dict[str, Any]:
+        """vLLM's SamplingParams of a turn, whose seed is that of the draw and its numbers."""
+        room = self.pool.settings.needs.max_model_len - len(asked.token_ids)
+        numbers = (draw.seed, sample, asked.turn) if asked.turn else (draw.seed, sample)
+        seed = np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]
         return {
             "temperature": draw.sampling.temperature,
-            "max_tokens": min(draw.sampling.max_tokens, room),
+            "max_tokens": min(asked.max_tokens, room),
             "seed": int(seed >> np.uint64(1)),
+            # of a suite: a step's are off, see config/rules.py
+            "top_p": draw.sampling.top_p,
+            "top_k": draw.sampling.top_k,
             **self.stops,
         }
 
 
+def joined_turns(episode: Episode) -> Response:
+    """The response that an episode's turns, and what stands between them, make."""
+    routes = [turn.source.routes for turn in episode.client.turns]
+    return Response(
+        episode.tokens,
+        episode.column(lambda turn: turn.source.logprobs, filler=0.0),
+        episode.client.is_cut,
+        routes=None if routes[0] is None else np.concatenate(joined_routes(routes)),
+        versions=episode.column(lambda turn: turn.source.versions),
+    )
+
+
 def group_columns(
-    prompt: Sequence[int], responses: Sequence[Response], number: int, samples: Sequence[int]
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Response],
+    number: int,
+    samples: Sequence[int],
 ) -> dict[str, np.ndarray]:
-    """The columns of a `Group` without its rewards."""
-    prompt_ids = np.array(prompt, dtype=np.int32)
-    tokens = [part for each in responses for part in (prompt_ids, each.token_ids)]
+    """The columns of a `Group` without its rewards. prompts: token ids, for each response."""
+    before = [np.array(prompt, dtype=np.int32) for prompt in prompts]
+    tokens = [part for ids, each in zip(before, responses) for part in (ids, each.token_ids)]
     columns = {
         "tokens": np.concatenate(tokens),
-        "prompt_lengths": np.full(len(responses), len(prompt)),
+        "prompt_lengths": np.array([len(ids) for ids in before]),
         "response_lengths": np.array([len(each.token_ids) for each in responses]),
         "rollout_logprobs": np.concatenate([each.logprobs for each in responses]),
         "versions": np.concatenate([each.versions for each in responses]),

@@ -29,6 +29,7 @@ from aiohttp import web
 from gspo_megatron.config import Config
 from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
+from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.errors import UserError
 from gspo_megatron.rollout.service.bank import FOLDER, forget
 from gspo_megatron.rollout.service.checks import Needs, tokenized
@@ -79,6 +80,7 @@ class Service:
                 self._stops(),
                 self.folder,
                 self.settings["origin"],
+                episodes_of(self.config, self.inputs.tokenizer),
             )
             runner = web.AppRunner(self._app())
             await runner.setup()
@@ -89,6 +91,7 @@ class Service:
                 await self.ended.wait()
             finally:
                 await self.pool.close()
+                await self.scorers.close()
                 letters.cancel()
                 await asyncio.wait([letters])
                 await runner.cleanup()
@@ -164,6 +167,7 @@ class Service:
                 self.settings["dtype"],
                 routes=self.pool.settings.needs.with_routes,
                 on_cpu=self.settings["on_cpu"],
+                workers=section.tensor_parallel_size,
             ),
             "max_model_len": self.config.resolved_model().max_sequence_length,
             "tensor_parallel_size": section.tensor_parallel_size,
@@ -318,7 +322,7 @@ def main() -> None:
     settings = json.load(sys.stdin)
     try:
         config = parse_config(settings["config"])
-        service = Service(settings, config, read_inputs(config))
+        service = Service(settings, config, read_inputs(config, tools_of(config)))
     except UserError as error:
         tell(error=str(error))
         return

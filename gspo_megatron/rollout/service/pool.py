@@ -51,7 +51,7 @@ class Probe:
     """What servers with the same weights as the trainer answer."""
 
     prompts: list[list[int]]  # token ids
-    tokens: list[list[int]]  # of the greedy responses, all of one length
+    tokens: list[list[int]]  # of the greedy responses
     logprobs: list[list[float]]  # of these tokens, at temperature 1
     largest: float  # tolerance of a single log-prob
     mean: float  # tolerance of the mean absolute difference of a response's
@@ -326,18 +326,17 @@ class Pool:
             told = await server.client.weight_version(seconds=_CALL_SECONDS)
             if told != str(weights.version):
                 raise RolloutError(f"says that it has weights {told}, not {weights.version}")
-        sampling = {"temperature": 0.0, "max_tokens": len(probe.tokens[0]), "ignore_eos": True}
         facts, routes = self.settings.facts, self.settings.needs.with_routes
         calls = (
             server.client.generate(
                 prompt,
-                sampling,
+                {"temperature": 0.0, "max_tokens": len(tokens), "ignore_eos": True},
                 facts,
                 seconds=seconds,
                 routes=routes,
                 salt=self._salt(weights.version),
             )
-            for prompt in probe.prompts
+            for prompt, tokens in zip(probe.prompts, probe.tokens, strict=True)
         )
         responses = await asyncio.gather(*calls)
         server.tells_versions = all(each.spans is not None for each in responses)

@@ -121,9 +121,18 @@ def server_words(python: str, arguments: Mapping[str, Any]) -> list[str]:
     return [python, "-m", "vllm.entrypoints.openai.api_server", *option_words(named)]
 
 
-def needed_arguments(folder: str, dtype: str, *, routes: bool, on_cpu: bool) -> dict[str, Any]:
+def needed_arguments(
+    folder: str, dtype: str, *, routes: bool, on_cpu: bool, workers: int = 1
+) -> dict[str, Any]:
     """What every run needs of a server. folder: of weights; dtype: as vLLM names it; routes: it
-    reports the experts of its tokens."""
+    reports the experts of its tokens; workers: over which its tensors are split."""
+    own: dict[str, Any] = {}
+    if on_cpu:
+        # After a part of a prompt vLLM undoes its draw, and sets the generator of the request's
+        # seed back. Generators on CPUs cannot go back, and the engine dies.
+        own = {"enforce_eager": True, "enable_chunked_prefill": False}
+        if workers == 1:
+            own["distributed_executor_backend"] = "uni"  # the engine is the worker
     return {
         "model": folder,
         "dtype": dtype,
@@ -132,9 +141,7 @@ def needed_arguments(folder: str, dtype: str, *, routes: bool, on_cpu: bool) -> 
         "generation_config": "vllm",  # not the model's own temperature and the like
         "worker_extension_cls": WORKER,
         **({"enable_return_routed_experts": True} if routes else {}),
-        # After a part of a prompt vLLM undoes its draw, and sets the generator of the request's
-        # seed back. Generators on CPUs cannot go back, and the engine dies.
-        **({"enforce_eager": True, "enable_chunked_prefill": False} if on_cpu else {}),
+        **own,
     }
 
 
@@ -159,6 +166,8 @@ def cpu_environment() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1",
+        # else a worker is a process of its own even if it is the only one: 9 s of CPU at each start
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # glibc keeps what is freed: a reload allocates the weights layer by layer, and pages that
         # come from the system anew take longer than the copies
         "MALLOC_MMAP_MAX_": "0",

@@ -40,7 +40,11 @@ def server_command(
     """
     shape, on_cpu = shape_of(preset_of_folder(str(folder))), _device_of(python) == "cpu"
     arguments = needed_arguments(
-        str(folder.resolve()), dtype, routes=bool(shape.num_moe_experts), on_cpu=on_cpu
+        str(folder.resolve()),
+        dtype,
+        routes=bool(shape.num_moe_experts),
+        on_cpu=on_cpu,
+        workers=options.get("tensor_parallel_size", 1),
     )
     if not (folder / "tokenizer_config.json").exists():
         arguments["skip_tokenizer_init"] = True

@@ -41,6 +41,7 @@ def write(folder: Path, groups: list[list[int]], with_turns: bool, with_routes: 
         truncated=numbers(2, count).bool(),
         sample_index=samples,
         group_index=samples // 3,
+        mask=numbers(2, int(responses.sum())).bool() if with_turns else None,
         routes=numbers(8, num_tokens, 5, TOP_K).to(torch.uint8),
     )
     scores = Scores(reals(count), reals(count), turns, reals(num_turns), numbers(9, num_turns))
@@ -49,7 +50,7 @@ def write(folder: Path, groups: list[list[int]], with_turns: bool, with_routes: 
         columns = columns_of(whole.of_groups(own))
         routes = columns.pop("routes")
         for stage, layers in LAYERS.items():
-            tensors = dict(columns) if stage == 0 else {}
+            tensors = {n: t for n, t in columns.items() if t is not None} if stage == 0 else {}
             if with_routes:
                 chosen = [layer - 1 for layer in layers]
                 tensors |= {"routes": routes[:, chosen], "layers": torch.tensor(layers)}
@@ -61,7 +62,7 @@ def write(folder: Path, groups: list[list[int]], with_turns: bool, with_routes: 
     return whole
 
 
-def columns_of(experience: Experience) -> dict[str, Tensor]:
+def columns_of(experience: Experience) -> dict[str, Tensor | None]:
     return vars(experience.batch) | vars(experience.scores)
 
 
@@ -88,7 +89,9 @@ def test_every_sequence_comes_back_once_to_the_rank_of_its_group(
         expected["routes"] = expected["routes"][:, [layer - 1 for layer in wanted]]
         assert (found["routes"] is not None) == with_routes
         for name, value in expected.items():
-            if name != "routes" or with_routes:
+            if value is None:
+                assert found[name] is None
+            elif name != "routes" or with_routes:
                 assert found[name].dtype == value.dtype
                 assert torch.equal(found[name], value), name
 

@@ -155,6 +155,7 @@ def test_a_plain_step_takes_every_response() -> None:
     assert experience.scores.shaped.dtype == torch.float64
     assert token_advantages(experience) is None
     assert experience.num_tokens == 1 + 2 + 3 + 4 + 1 + 2
+    assert 0 < experience.reward_seconds <= experience.rollout_seconds
     assert [(s.prompt, s.response, s.num_tokens, s.truncated) for s in seen] == [
         ("prompt 0", "", 1, False),
         ("prompt 0", "B", 2, False),
@@ -168,6 +169,7 @@ def test_a_plain_step_takes_every_response() -> None:
         "reward/std": pytest.approx(statistics.pstdev([0.125, 0.25, 1, 1, 0.125, 0.25])),
         "reward/zero_spread_groups": pytest.approx(1 / 3),
         "reward/errors": 0,
+        "reward/timeouts": 0,
         "response/length_mean": pytest.approx(13 / 6),
         "response/length_p50": 2,  # of 1, 1, 2, 2, 3, 4
         "response/length_p90": pytest.approx(3.5),
@@ -526,6 +528,7 @@ def batch_of(first: int) -> RolloutBatch:
         truncated=torch.tensor([True, False, True, False]),
         sample_index=first + torch.arange(count),
         group_index=(first + torch.arange(count)) // 2,
+        mask=torch.arange(sum(RESPONSE_LENGTHS)) % 2 == first % 2,
         routes=(1000 * first + torch.arange(length))[:, None, None].expand(length, 2, 3),
     )
 
@@ -551,10 +554,11 @@ def test_selected_sequences_stay_whole() -> None:
     assert found.truncated.tolist() == [False, False]
     assert found.tokens.tolist() == [1003, 1004, 1005, 1006, 1007, 1013, 1014, 1015, 1016]
     assert found.rollout_logprobs.tolist() == [-1001, -1002, -1003, -1004, -1007, -1008, -1009]
+    assert found.mask.tolist() == (found.rollout_logprobs % 2 == 1).tolist()
     assert found.routes.shape == (9, 2, 3)
     assert torch.equal(found.routes[:, 1, 2], found.tokens)
     nothing = select_sequences(batch, torch.zeros(4, dtype=torch.bool))
-    assert [len(value) for value in vars(nothing).values()] == [0] * 8
+    assert [len(value) for value in vars(nothing).values()] == [0] * 9
 
 
 def test_selected_scores_keep_their_turns() -> None:
@@ -571,7 +575,8 @@ def test_rounds_are_put_end_to_end() -> None:
     assert found.sample_index.tolist() == list(range(8))
     assert torch.equal(found.tokens, torch.cat([batch_of(0).tokens, batch_of(4).tokens]))
     assert torch.equal(found.routes[:, 0, 0], found.tokens)
-    unrecorded = [replace(batch_of(first), routes=None) for first in (0, 4)]
-    assert join(unrecorded).routes is None
+    assert torch.equal(found.mask, torch.cat([batch_of(0).mask, batch_of(4).mask]))
+    unrecorded = [replace(batch_of(first), mask=None, routes=None) for first in (0, 4)]
+    assert join(unrecorded).routes is None and join(unrecorded).mask is None
     assert select_sequences(unrecorded[0], torch.ones(4, dtype=torch.bool)).routes is None
     assert join([scores_of(0), scores_of(4)]).turns.tolist() == TURNS + TURNS

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ _REWARD = "def reward(sample):\n    return {value}\n"
 def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
     """The configuration of a run with a reward of its own, with overrides."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a reward's folder is added to it
     write_toy_dataset(tmp_path / "toy", "mixed", train=16, test=2, seed=1)
     (tmp_path / "bank_test_reward.py").write_text(_REWARD.format(value=0.25))
     content = {
@@ -59,9 +61,11 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return lambda *overrides: load_config(tmp_path / "config.yaml", overrides)
 
 
-def draw(config: Config, folder: Path) -> tuple[int, dict[int, dict[str, np.ndarray]]]:
+def draw(
+    config: Config, folder: Path, wanted: Draw = DRAW, asked: list[Any] | None = None
+) -> tuple[int, dict[int, dict[str, np.ndarray]]]:
     """Have the draw as a service that is started now; returns how many responses the server gave,
-    and the groups."""
+    and the groups. asked: gets the sampling of each request."""
     scorers = Scorers(config, inputs := read_inputs(config))
 
     async def run() -> int:
@@ -77,7 +81,9 @@ def draw(config: Config, folder: Path) -> tuple[int, dict[int, dict[str, np.ndar
                 origin = origin_of_rollouts(config)
                 draws = Draws(pool, scorers, inputs.files, {}, folder / "bank", origin)
                 before = double.calls["/inference/v1/generate"]
-                running = draws.begin(DRAW)
+                if asked is not None:
+                    double.faults["/inference/v1/generate"] = partial(listen, asked)
+                running = draws.begin(wanted)
                 assert running.task is not None
                 await running.task
                 assert running.error is None
@@ -97,7 +103,41 @@ def draw(config: Config, folder: Path) -> tuple[int, dict[int, dict[str, np.ndar
     thread.start()
     scorers.work()
     thread.join()
-    return counts[0], read_groups(folder / "bank" / f"{DRAW.name}.groups", lambda _: True)
+    return counts[0], read_groups(folder / "bank" / f"{wanted.name}.groups", lambda _: True)
+
+
+async def listen(asked: list[Any], request: web.Request, answer: Any) -> web.StreamResponse:
+    """A server without a fault, which tells what it is asked for."""
+    asked.append((await request.json())["sampling_params"])
+    return await plain(request, answer)
+
+
+def test_a_suite_is_drawn_with_its_own_sampling_and_judged_by_its_own_reward(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    suite = {
+        "prompts": "toy/test.jsonl",
+        "reward": {"import_path": "suite_test_reward:reward"},
+        "top_p": 0.5,
+        "top_k": 7,
+        "temperature": 0.25,
+    }
+    (tmp_path / "suite_test_reward.py").write_text(_REWARD.format(value=0.125))
+    usual = ("reward.import_path=", "reward.name=exact_match")
+    config = configured(*usual, f"evaluation.suites={json.dumps({'near': suite})}")
+    sampling = Sampling(3, temperature=0.25, top_p=0.5, top_k=7)
+    of_suite = replace(DRAW, name="evaluation_00000000_near", rows=[1, 0], sampling=sampling)
+    of_suite = replace(of_suite, key="evaluation.suites.near")
+    asked: list[Any] = []
+    count, groups = draw(config, tmp_path / "run", of_suite, asked)
+    assert count == 4 and groups.keys() == {0, 1}
+    for given in asked:
+        assert (given["temperature"], given["top_p"], given["top_k"]) == (0.25, 0.5, 7)
+        assert given["max_tokens"] == 3
+    assert {float(x) for each in groups.values() for x in each["rewards"]} == {0.125}
+    changed = suite | {"reward": {"name": "exact_match"}}
+    other = configured(*usual, f"evaluation.suites={json.dumps({'near': changed})}")
+    assert origin_of_rollouts(other) != origin_of_rollouts(config)
 
 
 def test_groups_are_used_again_unless_the_reward_has_changed(

@@ -334,9 +334,9 @@ def test_one_token(policy: Policy) -> None:
 
 
 def columns(batch: RolloutBatch) -> dict[str, Tensor]:
-    """All but the routes, which nobody asked for."""
-    assert batch.routes is None
-    return {name: value for name, value in vars(batch).items() if name != "routes"}
+    """All but the routes and the mask, which nobody asked for."""
+    assert batch.routes is None and batch.mask is None
+    return {name: value for name, value in vars(batch).items() if value is not None}
 
 
 def test_no_requests(policy: Policy) -> None:

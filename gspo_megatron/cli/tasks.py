@@ -1,0 +1,52 @@
+"""`gspo-megatron tasks`: the tasks of a taskset of the package verifiers, as a file of prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from gspo_megatron.cli.arguments import Commands, config_parser, positive
+from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.files import write_atomically
+
+
+def add_parser(commands: Commands) -> None:
+    text = "write tasks of environment.verifiers as a file of prompts"
+    parser = config_parser(commands, "tasks", run, text)
+    parser.description += ", in their order. The files that the configuration names are not read."
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.jsonl", type=Path, required=True, help="where to write them"
+    )
+    parser.add_argument(
+        "-n",
+        "--count",
+        metavar="N",
+        type=positive,
+        required=True,
+        help="the most tasks to write; some tasksets have no end",
+    )
+    parser.add_argument(
+        "--skip", metavar="N", type=positive, default=0, help="leave out the first N tasks"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file, and print how many tasks it has. Raises UserError."""
+    from gspo_megatron.config import load_config
+    from gspo_megatron.environments.registry import environment_of
+    from gspo_megatron.environments.verifiers import Verifiers
+
+    config = load_config(arguments.config, arguments.overrides)
+    section = config.environment
+    if section.verifiers is None or section.python is None:
+        raise ConfigError(["environment.verifiers, environment.python: no taskset is named"])
+    environment = environment_of(config)
+    assert isinstance(environment, Verifiers)
+    rows = list(environment.tasks(arguments.skip, arguments.count))
+    if not rows:
+        raise DataError(f"{section.verifiers}: it has no task from number {arguments.skip} on")
+    lines = [f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows]
+    write_atomically(arguments.output, "".join(lines).encode())
+    print(f"{arguments.output}: {len(rows)} tasks of {section.verifiers}")
+    return 0

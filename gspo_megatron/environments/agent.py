@@ -1,0 +1,81 @@
+"""The environment `agent`: a program that talks to the policy as to OpenAI's chat completions.
+
+Each episode runs the command once. It finds the row as JSON on stdin, and the policy where the
+package `openai` looks by itself, in OPENAI_BASE_URL and OPENAI_API_KEY; the key tells episodes
+apart. What the policy writes is captured token by token, so the program needs no change. It may
+give the reward by `POST /reward` with {"reward": 1.0}, or leave it to the reward function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+
+from gspo_megatron.environments.episode import Client, LimitReached, Trajectory
+from gspo_megatron.environments.gateway import Gateway, new_key
+from gspo_megatron.environments.registry import register
+from gspo_megatron.errors import EpisodeError
+from gspo_megatron.keeper import kept
+from gspo_megatron.types import Prompt
+
+_SHOWN_CHARACTERS = 500  # of what a failed program printed last
+
+
+@register("agent")
+class Agent:
+    """See above. `command`: of the program, as in a shell; `seconds`: an episode that takes longer
+    has failed."""
+
+    def __init__(self, command: str, seconds: float = 600.0) -> None:
+        self._command, self._seconds = shlex.split(command), seconds
+        if not self._command:
+            raise ValueError("environment.options.command is empty")
+        self._gateway = Gateway()
+
+    async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
+        url, key = await self._gateway.url(), new_key()
+        place = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
+        with self._gateway.session(client, key) as session:
+            code, said = await self._run(task, place)
+        session.check()
+        if session.reward is None and session.is_over:
+            raise LimitReached
+        if session.reward is None and code:
+            raise EpisodeError(f"the agent ended with exit code {code}: {said}")
+        return session.reward
+
+    # The program
+
+    async def _run(self, task: Prompt, place: dict[str, str]) -> tuple[int, str]:
+        """Its exit code, and the last that it printed."""
+        row = {**task.fields, "prompt": task.text, "answer": task.answer, "row_id": task.row_id}
+        row["messages"] = list(task.messages)
+        lifeline, ours = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *kept(lifeline, self._command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(lifeline,),
+                start_new_session=True,
+                env={**os.environ, **place},
+            )
+        finally:
+            os.close(lifeline)
+        try:
+            said, _ = await asyncio.wait_for(
+                process.communicate(json.dumps(row).encode()), self._seconds
+            )
+        except asyncio.TimeoutError:
+            raise EpisodeError(
+                f"the agent took longer than environment.options.seconds = {self._seconds:g}"
+            ) from None
+        finally:
+            os.close(ours)  # the end of all that it has started
+            await asyncio.shield(process.wait())
+        assert process.returncode is not None
+        text = " ".join(said.decode(errors="replace").split())
+        return process.returncode, text[-_SHOWN_CHARACTERS:]

@@ -1,0 +1,78 @@
+"""Messages of OpenAI's chat completions, and as chat templates take them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gspo_megatron.errors import EpisodeError
+
+# Of a tool, as Qwen's chat templates teach it (github.com/QwenLM/Qwen-Agent, "hermes").
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def assistant_message(text: str, has_tools: bool, turn: int) -> dict[str, Any]:
+    """What the policy wrote, as a message. With tools, calls in Qwen's form become `tool_calls`;
+    text that only looks like a call stays text. turn: makes the ids of calls differ."""
+    calls = []
+    for number, found in enumerate(CALL.findall(text) if has_tools else ()):
+        try:
+            call = json.loads(found)
+            function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return {"role": "assistant", "content": text}
+        identity = f"call_{turn}_{number}"
+        calls.append({"id": identity, "type": "function", "function": function})
+    if not calls:
+        return {"role": "assistant", "content": text}
+    content = CALL.sub("", text).strip()
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+
+def plain_messages(given: Any) -> list[dict[str, Any]]:
+    """The messages of a request, with what matters of them, in one form: two requests that mean the
+    same conversation are equal. Raises EpisodeError for what is none."""
+    if not isinstance(given, list) or not given:
+        raise EpisodeError("messages: a list of messages is wanted")
+    return [_plain(message) for message in given]
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in _ROLES:
+        raise EpisodeError(f"a message of the role {role!r}; legal: {', '.join(_ROLES)}")
+    plain = {"role": role, "content": _text(message.get("content"))}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_call(call) for call in calls]
+    for key in ("tool_call_id", "name"):
+        if message.get(key) is not None:
+            plain[key] = message[key]
+    return plain
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    try:
+        if all(part["type"] == "text" for part in content):
+            return "".join(part["text"] for part in content)
+    except (LookupError, TypeError):
+        pass
+    raise EpisodeError("the content of a message is a text, or parts of the type text")
+
+
+def _call(call: Any) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        return {
+            "id": call["id"],
+            "type": "function",
+            "function": {"name": function["name"], "arguments": json.loads(function["arguments"])},
+        }
+    except (LookupError, TypeError, ValueError) as error:
+        raise EpisodeError(f"a tool call that is not as it was sent: {error}") from error

@@ -1,0 +1,360 @@
+"""Episodes of several turns: what an environment of your own is given, and what it returns.
+
+    class Guess:
+        async def rollout(self, client, task):
+            turn = await client.generate()                                # the policy's first turn
+            hint = {"role": "user", "content": "lower"}
+            turn = await client.generate([hint])                          # and its next one
+            return Trajectory(reward=float(turn.text == task.answer))
+
+An episode becomes one sequence of tokens: the prompt, then the response, which holds the turns of
+the policy and between them what the environment and the chat template wrote. Only the first are
+learnt from (`mask`). Tokens of earlier turns stay as they were sampled: they are never decoded and
+tokenised again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+from gspo_megatron.errors import EpisodeError, RolloutError
+from gspo_megatron.plugins import origin
+from gspo_megatron.types import Message, Prompt, TurnRewards
+
+if TYPE_CHECKING:
+    from gspo_megatron.data.tokenizers import Tokenizer
+
+
+_END_OF_TURN = "\ue000"  # of the private use area: no text of a conversation has it
+
+
+class LimitReached(Exception):  # noqa: N818 (not a fault: episodes end so)
+    """The episode has no turn or no token left."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What an environment says of an episode. Without rewards the reward function of the
+    configuration scores it; its `Sample.response` is the text of the last turn."""
+
+    reward: float | None = None
+    turn_rewards: Sequence[float] | None = None  # of each `client.generate`, instead of `reward`
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote in a turn."""
+
+    text: str  # without the end-of-sequence token
+    token_ids: tuple[int, ...]  # with it
+    truncated: bool  # cut off by the limit of tokens
+
+
+class Environment(Protocol):
+    """A class that `environment.import_path` names; `environment.options` are its keyword
+    arguments. One object serves all episodes of a process."""
+
+    # Functions that the chat template describes in the prompt, as JSON schemas; may be left out.
+    tools: Sequence[dict[str, Any]]
+    # Every trajectory has rewards, so the reward function is never asked; False if left out.
+    gives_rewards: bool
+
+    async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
+        """One episode of the task."""
+        ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of an episode."""
+
+    turns: int
+    response_tokens: int  # of all turns, with what stands between them
+    prompt_tokens: int = sys.maxsize
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A turn that the policy is to write."""
+
+    token_ids: tuple[int, ...]  # what stands before it
+    turn: int  # of the episode, from 0
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """The turn that an engine drew."""
+
+    token_ids: Sequence[int]  # with the one that ended it
+    truncated: bool
+    source: Any = None  # of the engine: where the other figures of these tokens are
+
+
+Rows = TypeVar("Rows", bound=Any)  # an array or tensor
+
+Write = Callable[[Asked], Awaitable[Written]]
+
+
+@dataclass
+class Client:
+    """An episode's way to the policy, and the record of the episode."""
+
+    task: Prompt
+    limits: Limits
+    tokenizer: Tokenizer
+    write: Write = field(repr=False)
+    prompt_ids: tuple[int, ...] = field(init=False)
+    messages: list[Message] = field(init=False)
+    tools: Sequence[dict[str, Any]] = ()  # instead of the environment's; see `begin`
+    turns: list[Written] = field(default_factory=list)
+    inserted: list[tuple[int, ...]] = field(default_factory=list)  # before each turn
+    is_cut: bool = False  # a limit ended it
+    _waits: bool = False
+
+    def __post_init__(self) -> None:
+        self.prompt_ids, self.messages = self.task.token_ids, list(self.task.messages)
+
+    @property
+    def tokens_left(self) -> int:
+        """Response tokens that the episode may still have."""
+        return self.limits.response_tokens - self._used
+
+    @property
+    def turns_left(self) -> int:
+        return self.limits.turns - len(self.turns)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The tokens of the prompt and of the response so far."""
+        return (*self.prompt_ids, *self._response())
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> None:
+        """Another prompt than the task's, before the first turn: these messages, with `tools` for
+        the chat template. Raises EpisodeError for one that is too long."""
+        if self.turns:
+            raise EpisodeError("a prompt stands before the first turn")
+        self.messages, self.tools = list(messages), tools
+        self.prompt_ids = tuple(self._encoded(self._rendered(self.messages)))
+        if len(self.prompt_ids) > self.limits.prompt_tokens:
+            raise EpisodeError(
+                f"the prompt has {len(self.prompt_ids)} tokens; at most "
+                f"{self.limits.prompt_tokens} are allowed (data.max_prompt_tokens)"
+            )
+
+    async def generate(
+        self, messages: Sequence[Message] = (), *, text: str = "", max_tokens: int | None = None
+    ) -> Turn:
+        """The policy's next turn, of at most `max_tokens` tokens.
+
+        `messages` stand between the last turn and this one, as the chat template writes them. For
+        prompts without a chat template, `text` does. The first turn answers the prompt.
+
+        Raises LimitReached where no turn or no token is left (an environment may let it pass: the
+        episode ends there, as one that is cut off); EpisodeError where the arguments do not
+        fit, or the chat template changes earlier messages when others follow.
+        """
+        if self._waits:
+            raise EpisodeError("generate was called again before its last turn was there")
+        between = self._between(messages, text)
+        room = self.tokens_left - len(between)
+        if self.turns_left == 0 or room <= 0:
+            self.is_cut = True
+            raise LimitReached(f"{len(self.turns)} turns, {self._used} response tokens")
+        before = (*self.context, *between)
+        number = len(self.turns)
+        self._waits = True
+        try:
+            written = await self.write(Asked(before, number, min(room, max_tokens or room)))
+        finally:
+            self._waits = False
+        self.inserted.append(between)
+        self.turns.append(written)
+        self.is_cut = written.truncated and (max_tokens is None or max_tokens >= room)
+        turn = Turn(self._text(written), tuple(written.token_ids), written.truncated)
+        self.messages += [*messages, {"role": "assistant", "content": turn.text}]
+        return turn
+
+    # The response: the turns, and what stands between them
+
+    @property
+    def _used(self) -> int:
+        return sum(map(len, self.inserted)) + sum(len(turn.token_ids) for turn in self.turns)
+
+    def _response(self) -> list[int]:
+        pairs = zip(self.inserted, self.turns, strict=True)
+        return [n for between, turn in pairs for n in (*between, *turn.token_ids)]
+
+    def turn_ends(self) -> np.ndarray:
+        """[turns]: the response token after each turn."""
+        pairs = zip(self.inserted, self.turns, strict=True)
+        return np.cumsum([len(between) + len(turn.token_ids) for between, turn in pairs])
+
+    def given_reward(self, trajectory: Trajectory | None) -> float | TurnRewards | None:
+        """What the environment gave for the episode, in the form of a reward function's value.
+        Raises EpisodeError for what is no trajectory or does not fit the turns."""
+        if trajectory is None:
+            return None
+        if not isinstance(trajectory, Trajectory):
+            kind = type(trajectory).__name__
+            raise EpisodeError(f"rollout returned a {kind}; legal: a Trajectory, or None")
+        if trajectory.turn_rewards is None:
+            return trajectory.reward
+        if trajectory.reward is not None:
+            raise EpisodeError("a trajectory has a reward or rewards of turns, not both")
+        rewards = list(trajectory.turn_rewards)
+        if len(rewards) != len(self.turns):
+            raise EpisodeError(f"{len(rewards)} turn_rewards for {len(self.turns)} turns")
+        return TurnRewards(rewards, self.turn_ends())
+
+    def _text(self, written: Written) -> str:
+        ids = list(written.token_ids)
+        if ids and ids[-1] in self.tokenizer.eos_ids:
+            ids.pop()
+        return self.tokenizer.decode(ids)
+
+    def _between(self, messages: Sequence[Message], text: str) -> tuple[int, ...]:
+        """The tokens from the last turn to the next."""
+        if not self.turns:
+            if messages or text:
+                raise EpisodeError("the first turn answers the prompt; nothing stands between")
+            return ()
+        if bool(messages) == bool(text):
+            raise EpisodeError("between two turns stand messages, or a text")
+        if text:
+            return tuple(self.tokenizer.encode(text))
+        if not self.messages:
+            raise EpisodeError(
+                "messages need a prompt of messages (data.chat_template = true makes one)"
+            )
+        return self._between_messages(messages)
+
+    def _between_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """What the template writes after the last turn, which itself stays as it was sampled."""
+        last = {**self.messages[-1], "content": self.messages[-1]["content"] + _END_OF_TURN}
+        conversation = [*self.messages[:-1], last, *messages]
+        written = self._rendered(conversation)
+        before, mark, after = written.rpartition(_END_OF_TURN)
+        if not mark or not _holds(before, map(self._text, self.turns)):
+            raise EpisodeError(
+                "the chat template changes or drops earlier turns when messages follow, so the "
+                "policy would see another conversation than it is trained on; use a template that "
+                "keeps them (data.chat_template_options may tell it to)"
+            )
+        if self.turns[-1].token_ids[-1] == self.tokenizer.eos_id:
+            after = after.removeprefix(self._eos_text)
+        return tuple(self._encoded(after))
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        return self.tokenizer.render(messages, open_answer=True, tools=self.tools).text
+
+    def _encoded(self, rendered: str) -> list[int]:
+        return self.tokenizer.encode_rendered(rendered).ids
+
+    @property
+    def _eos_text(self) -> str:
+        """What a template writes for the token that ends a turn."""
+        names = {number: text for text, number in self.tokenizer.special_tokens.items()}
+        return names[self.tokenizer.eos_id]
+
+
+def _holds(text: str, parts: Iterable[str]) -> bool:
+    """Whether `text` has these parts in their order. Spaces and line breaks do not count."""
+    text, start = "".join(text.split()), 0
+    for part in ("".join(part.split()) for part in parts):
+        found = text.find(part, start)
+        if found < 0:
+            return False
+        start = found + len(part)
+    return True
+
+
+@dataclass(frozen=True)
+class Episode:
+    """An episode that has ended."""
+
+    client: Client
+    given: float | TurnRewards | None  # what the environment gave; None: the reward function scores
+    error: EpisodeError | None = None  # it failed
+
+    @property
+    def mask(self) -> np.ndarray:
+        """[response tokens] bool: what the policy wrote. Of a failed episode nothing counts."""
+        ok = self.error is None
+        return self.column(lambda turn: np.full(len(turn.token_ids), ok), filler=False)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[response tokens] int32"""
+        parts = zip(self.client.inserted, self.client.turns, strict=True)
+        ids = [np.asarray(part, np.int32) for b, turn in parts for part in (b, turn.token_ids)]
+        return np.concatenate(ids)
+
+    def column(
+        self, of_turn: Callable[[Written], np.ndarray], filler: float | None = None
+    ) -> np.ndarray:
+        """[response tokens]: `of_turn` [tokens of the turn] for each turn; before it `filler`, or
+        the turn's first value."""
+        parts = []
+        for between, turn in zip(self.client.inserted, self.client.turns, strict=True):
+            values = of_turn(turn)
+            assert len(values) == len(turn.token_ids) > 0
+            before = values[0] if filler is None else filler
+            parts += [np.full(len(between), before, dtype=values.dtype), values]
+        return np.concatenate(parts)
+
+
+def joined_routes(turns: Sequence[Rows]) -> list[Rows]:
+    """The experts of an episode's tokens, in pieces to be put end to end. turns: [tokens up to the
+    end of a turn, layers, k] each, whose last row is void, because that token was not fed yet.
+
+    Each token has the experts of the turn in which it was first fed: with these the tokens after it
+    were drawn. A later turn may have fed it again, with newer weights."""
+    pieces, known = [], 0
+    for routes in turns:
+        pieces.append(routes[known:-1])
+        known = len(routes) - 1
+    return [*pieces, turns[-1][known:]]
+
+
+@dataclass(frozen=True)
+class EpisodeRunner:
+    """Runs episodes of an environment."""
+
+    environment: Environment
+    tokenizer: Tokenizer
+    limits: Limits
+
+    async def run(self, task: Prompt, write: Write) -> Episode:
+        """One episode. What the environment raises is in the result; an error of the engine is
+        raised here. An episode without a turn has failed, and gets one of a single token."""
+        client = Client(task, self.limits, self.tokenizer, write)
+        given, error = None, None
+        try:
+            given = client.given_reward(await self.environment.rollout(client, task))
+            if not client.turns:
+                raise EpisodeError("the episode ended without a turn")
+            if given is None and getattr(self.environment, "gives_rewards", False):
+                raise EpisodeError("gives_rewards is true, and rollout returned no reward")
+        except LimitReached:
+            pass
+        except RolloutError:
+            raise
+        except Exception as found:  # noqa: BLE001 (the user's code may raise anything)
+            what = str(found) if isinstance(found, EpisodeError) else _named(found)
+            name = type(self.environment).__name__
+            error = EpisodeError(f"environment {name}: {what}; {task.source}")
+            error.__cause__ = found
+        if not client.turns:
+            client.inserted.append(())
+            client.turns.append(Written((self.tokenizer.eos_id,), truncated=True))
+        return Episode(client, given, error)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error} ({origin(error)})"

@@ -1,0 +1,210 @@
+"""The policy as a server of OpenAI's chat completions, for programs that act in an episode.
+
+It listens on loopback. An episode is a session, which the API key of a request names. What the
+policy writes is recorded by the episode's Client token by token, so the programs need no change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gspo_megatron.environments.chat_messages import assistant_message, plain_messages
+from gspo_megatron.environments.episode import Client, LimitReached, Trajectory
+from gspo_megatron.errors import EpisodeError, RolloutError, UserError
+
+MODEL = "policy"
+_OBJECT, _STREAM = "chat.completion", "text/event-stream"
+
+
+class _RefusedError(Exception):
+    """A request that cannot be answered; the text says why."""
+
+
+@dataclass
+class Session:
+    """One episode, as the gateway sees it."""
+
+    client: Client
+    known: list[dict[str, Any]] = field(default_factory=list)  # the conversation that it was sent
+    reward: Trajectory | None = None
+    is_over: bool = False  # a limit was reached
+    problem: UserError | None = None  # what ended it
+
+    async def complete(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Answers a request of /v1/chat/completions. Raises _RefusedError,
+        UserError and LimitReached."""
+        for key, value in (("n", 1), ("logprobs", False)):
+            if asked.get(key) not in (None, value):
+                raise _RefusedError(f"{key} = {asked[key]}: not supported; legal: {value}")
+        given, tools = plain_messages(asked.get("messages")), asked.get("tools") or []
+        limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
+        if not self.client.turns:
+            self.client.begin(given, tools)
+            turn = await self.client.generate(max_tokens=limit)
+        else:
+            count = len(self.known)
+            if given[:count] != self.known or len(given) == count:
+                raise _RefusedError(
+                    "the messages do not continue the conversation: those before the new ones have "
+                    "to be as they were sent and answered"
+                )
+            turn = await self.client.generate(given[count:], max_tokens=limit)
+        message = assistant_message(turn.text, bool(tools), len(self.client.turns))
+        self.known = [*given, *plain_messages([message])]
+        used = len(self.client.turns[-1].token_ids)
+        reason = "tool_calls" if "tool_calls" in message else "stop"
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "object": _OBJECT,
+            "created": int(time.time()),
+            "model": MODEL,
+            "choices": [
+                {
+                    "index": 0,
+                    "message": message,
+                    "finish_reason": "length" if turn.truncated else reason,
+                }
+            ],
+            "usage": {
+                "prompt_tokens": len(self.client.context) - used,
+                "completion_tokens": used,
+                "total_tokens": len(self.client.context),
+            },
+        }
+
+    def check(self) -> None:
+        """Raises what was wrong with a request of the episode."""
+        if self.problem is not None:
+            raise self.problem
+
+
+def new_key() -> str:
+    """An API key that nobody guesses."""
+    return secrets.token_urlsafe(24)
+
+
+class Gateway:
+    """See above. It starts with its first session and ends with the event loop."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._url: str | None = None
+        self._starting = asyncio.Lock()
+
+    async def url(self) -> str:
+        """Without the /v1 that OpenAI's clients want."""
+        async with self._starting:
+            if self._url is None:
+                self._url = await self._serve()
+        return self._url
+
+    @contextlib.contextmanager
+    def session(self, client: Client, key: str) -> Iterator[Session]:
+        """The session of an episode. Within the context its requests have this key."""
+        assert key not in self._sessions, "two episodes have one key"
+        session = self._sessions[key] = Session(client)
+        try:
+            yield session
+        finally:
+            del self._sessions[key]
+
+    async def _serve(self) -> str:
+        """Listens on loopback; returns its URL."""
+        from aiohttp import web  # not at the top: most runs do without
+
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        for path in ("/reward", "/v1/reward"):
+            app.router.add_post(path, self._take_reward)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    def _session(self, request: Any) -> Session:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if key not in self._sessions:
+            raise _RefusedError("no episode has this key")
+        return self._sessions[key]
+
+    async def _complete(self, request: Any) -> Any:
+        from aiohttp import web
+
+        session = None
+        try:
+            session, asked = self._session(request), await _json(request)
+            answer = await session.complete(asked)
+            if asked.get("stream"):
+                return web.Response(text=_as_stream(answer, asked), content_type=_STREAM)
+            return web.json_response(answer)
+        except LimitReached as error:
+            assert session is not None
+            session.is_over = True
+            return _refusal(f"no turn or token is left: {error}", "context_length_exceeded")
+        except (_RefusedError, UserError) as error:
+            if session is not None and session.problem is None:
+                is_engines = isinstance(error, RolloutError)
+                session.problem = error if is_engines else EpisodeError(f"a request: {error}")
+            return _refusal(str(error), "invalid_request_error")
+
+    async def _models(self, _: Any) -> Any:
+        from aiohttp import web
+
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _take_reward(self, request: Any) -> Any:
+        from aiohttp import web
+
+        try:
+            session, given = self._session(request), await _json(request)
+            known = {k: v for k, v in given.items() if k in ("reward", "turn_rewards")}
+            if len(known) != 1 or len(given) != 1:
+                raise _RefusedError("legal: one of reward and turn_rewards")
+        except _RefusedError as error:
+            return _refusal(str(error), "invalid_request_error")
+        session.reward = Trajectory(**known)
+        return web.json_response({})
+
+
+async def _json(request: Any) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        found = await request.json()
+        if isinstance(found, dict):
+            return found
+    raise _RefusedError("the request is no JSON object")
+
+
+def _as_stream(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """An answer for a program that wants it piece by piece: the whole message is one piece."""
+    (choice,) = answer["choices"]
+    calls = choice["message"].get("tool_calls", ())
+    message = dict(choice["message"])
+    if calls:
+        message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
+    pieces: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": message, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+    ]
+    if (asked.get("stream_options") or {}).get("include_usage"):
+        pieces.append({"choices": [], "usage": answer["usage"]})
+    head = {
+        **{key: answer[key] for key in ("id", "created", "model")},
+        "object": f"{_OBJECT}.chunk",
+    }
+    lines = [json.dumps({**head, **piece}) for piece in pieces]
+    return "".join(f"data: {line}\n\n" for line in (*lines, "[DONE]"))
+
+
+def _refusal(message: str, code: str) -> Any:
+    from aiohttp import web
+
+    error = {"message": message, "type": "invalid_request_error", "code": code}
+    return web.json_response({"error": error}, status=400)

@@ -1,0 +1,170 @@
+"""`environment.verifiers`: a taskset of the package verifiers, unchanged.
+
+The taskset runs in a process of its own, in the interpreter that has the package
+(`environment.python`): verifiers_bridge.py. One process plays all episodes. Whatever program
+verifiers starts for an episode talks to the policy through the gateway, which records its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.environments.episode import Client, Trajectory
+from gspo_megatron.environments.gateway import Gateway, Session, new_key
+from gspo_megatron.errors import EpisodeError, RolloutError
+from gspo_megatron.keeper import kept
+from gspo_megatron.types import Prompt
+
+TASK_FIELD = "task"  # of the rows that `gspo-megatron tasks` writes
+_BRIDGE = Path(__file__).with_name("verifiers_bridge.py")
+_LONGEST_LINE = 1 << 24  # bytes of an answer
+
+
+@dataclass
+class _Process:
+    """The process that plays, as long as it lives."""
+
+    running: subprocess.Popen[bytes]
+    writer: asyncio.StreamWriter
+    end: weakref.finalize
+    answers: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
+    reading: asyncio.Task[None] | None = None
+
+    def tell(self, order: dict[str, Any]) -> None:
+        self.writer.write(json.dumps(order).encode() + b"\n")
+
+    async def read(self, reader: asyncio.StreamReader) -> None:
+        """Hands out answers until the process has ended."""
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                answer = json.loads(line)
+                waiting = self.answers.get(answer["id"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        self.writer.close()
+        self.end()
+        code = await asyncio.to_thread(self.running.wait)
+        for waiting in self.answers.values():
+            if not waiting.done():
+                waiting.set_result({"error": f"its process ended with exit code {code}"})
+
+
+class Verifiers:
+    """See above. `taskset_id`: as `vf-eval` takes it; `seconds`: an episode that takes longer has
+    failed; `options`: fields of verifiers' environment (`--env.*` of `vf-eval`)."""
+
+    gives_rewards = True
+
+    def __init__(
+        self, taskset_id: str, python: str, seconds: float = 600.0, **options: Any
+    ) -> None:
+        self._python, self._seconds = shutil.which(python) or python, seconds
+        self._settings = {"taskset": taskset_id, "options": options}
+        self._gateway, self._process = Gateway(), None
+        self._free_keys: list[str] = []
+        self._numbers, self._starting = itertools.count(), asyncio.Lock()
+
+    async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
+        if TASK_FIELD not in task.fields:
+            raise EpisodeError(
+                f"the row has no field {TASK_FIELD}; `gspo-megatron tasks` writes prompts that do"
+            )
+        async with self._starting:
+            if self._process is None or self._process.reading.done():
+                self._process = await self._start(client.limits.turns)
+        with self._session(client) as (key, session):
+            answer = await self._play(self._process, task.fields[TASK_FIELD], key)
+        session.check()
+        if "error" in answer:
+            raise EpisodeError(answer["error"])
+        client.is_cut |= answer["truncated"]
+        return Trajectory(reward=answer["reward"])
+
+    def tasks(self, first: int, count: int) -> Iterator[dict[str, Any]]:
+        """Rows of a prompt file for tasks of the taskset, from number `first` on. Raises
+        EpisodeError where verifiers says no."""
+        settings = json.dumps(self._settings)
+        command = [self._python, "-P", str(_BRIDGE), "tasks", settings, str(first), str(count)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=_environment()) as process:
+            assert process.stdout is not None
+            yield from map(json.loads, process.stdout)
+        if process.returncode:
+            raise EpisodeError("verifiers gives no tasks; what it printed above says why")
+
+    # An episode
+
+    @contextlib.contextmanager
+    def _session(self, client: Client) -> Iterator[tuple[str, Session]]:
+        """A key comes again only when the process has no more use for it."""
+        key = self._free_keys.pop() if self._free_keys else new_key()
+        with self._gateway.session(client, key) as session:
+            yield key, session
+        self._free_keys.append(key)
+
+    async def _play(self, process: _Process, task: Any, key: str) -> dict[str, Any]:
+        number = next(self._numbers)
+        answer = asyncio.get_running_loop().create_future()
+        process.answers[number] = answer
+        process.tell({"id": number, "key": key, "task": task})
+        try:
+            return await asyncio.wait_for(answer, self._seconds)
+        except asyncio.TimeoutError:
+            raise EpisodeError(
+                f"it took longer than environment.options.seconds = {self._seconds:g}"
+            ) from None
+        finally:
+            del process.answers[number]
+            if answer.cancelled():
+                process.tell({"cancel": number})
+
+    # The process
+
+    async def _start(self, max_turns: int) -> _Process:
+        """Raises RolloutError where verifiers does not take the settings: no episode would."""
+        settings = {**self._settings, "max_turns": max_turns}
+        settings["url"] = f"{await self._gateway.url()}/v1"
+        ours, theirs = socket.socketpair()
+        lifeline, life = os.pipe()
+        command = [self._python, "-P", str(_BRIDGE), "play", str(theirs.fileno())]
+        try:
+            running = subprocess.Popen(
+                kept(lifeline, command),
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),  # the rollout service talks on its own stdout
+                pass_fds=(lifeline, theirs.fileno()),
+                start_new_session=True,
+                env=_environment(),
+            )
+        finally:
+            os.close(lifeline)
+            theirs.close()
+        end = weakref.finalize(self, os.close, life)  # the end of all that it has started
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
+        process = _Process(running, writer, end)
+        process.tell(settings)
+        said = await asyncio.wait_for(reader.readline(), self._seconds)
+        problem = json.loads(said).get("problem") if said else "its process ended at once"
+        if problem is not None:
+            end()
+            writer.close()
+            raise RolloutError(f"environment.verifiers = {settings['taskset']}: {problem}")
+        process.reading = asyncio.create_task(process.read(reader))
+        return process
+
+
+def _environment() -> dict[str, str]:
+    """Without the places of this interpreter's packages."""
+    return {key: v for key, v in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}

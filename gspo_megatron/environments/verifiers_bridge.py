@@ -1,0 +1,197 @@
+"""Plays tasks of the package verifiers, in the interpreter that has it. A script of its own: it
+imports nothing of gspo_megatron, whose packages need other versions.
+
+    python -P verifiers_bridge.py tasks SETTINGS FIRST COUNT   prints tasks as rows of prompts
+    python -P verifiers_bridge.py play FD                      plays them, over the socket FD
+
+A socket carries one JSON object a line. In comes first of all SETTINGS: {"taskset": its id,
+"options": the fields of verifiers' environment, "url": where the policy answers, "max_turns": n};
+then {"id": n, "key": the episode's API key, "task": the row's} and {"cancel": n}. Out goes
+{"problem": ...} or {} for the settings; then, for each task, {"id": n, "reward": x,
+"truncated": bool} or {"id": n, "error": ...}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+POLICY = "policy"
+_LONGEST_LINE = 1 << 30  # bytes of a task
+
+
+class UnfitError(Exception):
+    """What this environment of verifiers cannot be used for; the text says why."""
+
+
+def load(settings: dict[str, Any]) -> Any:
+    """The environment of verifiers that the settings name."""
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.runtimes import PrimeConfig
+    from verifiers.v1.utils.loaders import (
+        default_harness_id,
+        env_config_type,
+        load_environment,
+        resolve_env_config,
+    )
+
+    name, options = settings["taskset"], dict(settings["options"])
+    taskset = {**options.get("taskset", {}), "id": name}
+    usual = env_config_type(name, options.get("id", ""))
+    roles = agent_config_fields(resolve_env_config({**options, "taskset": taskset}))
+    for role, config in roles.items():
+        given = dict(options.get(role, {}))
+        # Without more ado verifiers hires a machine of its authors' company, or gives the policy a
+        # shell on this one.
+        if "runtime" not in given and type(config.runtime) is PrimeConfig:
+            given["runtime"] = {"type": "subprocess"}
+        if config.harness is None and default_harness_id(name) == "bash":
+            given["harness"] = {"id": "null"}
+        if config.max_turns is None and settings.get("max_turns"):
+            given["max_turns"] = settings["max_turns"]
+        options[role] = given
+    environment = load_environment(resolve_env_config({**options, "taskset": taskset}))
+    assert isinstance(environment.config, usual)
+    data = type(environment.taskset).task_type().data_type()
+    lost = [field for field, info in data.model_fields.items() if info.exclude]
+    if lost:
+        raise UnfitError(f"{data.__name__} does not write its fields {', '.join(lost)}")
+    return environment
+
+
+def print_tasks(settings: dict[str, Any], first: int, count: int) -> None:
+    """Rows of a prompt file, in the order of the taskset."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as rows:
+        os.dup2(2, 1)  # what the taskset prints is no row
+        for row in _rows(load(settings).taskset.skip(first).take(count)):
+            rows.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _rows(taskset: Any) -> Iterator[dict[str, Any]]:
+    for task in taskset:
+        data = task.data.model_dump(mode="json", exclude_defaults=True)
+        yield {"id": task.key, "prompt": _messages(data, task.key), "task": data}
+
+
+def _messages(data: dict[str, Any], key: str) -> list[dict[str, str]]:
+    """What the policy reads first, as far as the task knows it."""
+    prompt = data.get("prompt")
+    system = []
+    if data.get("system_prompt"):
+        system = [{"role": "system", "content": data["system_prompt"]}]
+    if isinstance(prompt, list):
+        texts = [(m.get("role"), m.get("content")) for m in prompt]
+        said = [{"role": role, "content": text} for role, text in texts if isinstance(text, str)]
+        if said:
+            return [*system, *said]
+    # a user of the environment's own speaks first
+    text = prompt if isinstance(prompt, str) else data.get("name") or key
+    return [*system, {"role": "user", "content": text}]
+
+
+class Bridge:
+    """See above."""
+
+    def __init__(self, environment: Any, url: str) -> None:
+        self.environment, self.url = environment, url
+        self.task_class = type(environment.taskset).task_type()
+        self.playing: dict[int, asyncio.Task[None]] = {}
+        # verifiers keeps a client for each variable's name, so keys come again, and with them these
+        self.variables: dict[str, str] = {}
+
+    async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Until the other side closes the socket."""
+        async with self.environment.serving():
+            _tell(writer, {})
+            while line := await reader.readline():
+                order = json.loads(line)
+                if "cancel" in order:
+                    if order["cancel"] in self.playing:
+                        self.playing[order["cancel"]].cancel()
+                else:
+                    task = asyncio.create_task(self._answer(order, writer))
+                    self.playing[order["id"]] = task
+            for task in self.playing.values():
+                task.cancel()
+
+    async def _answer(self, order: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        try:
+            answer = await self._play(order["task"], order["key"])
+        except Exception as error:  # noqa: BLE001 (any code of the taskset)
+            answer = {"error": _named(error)}
+        finally:
+            del self.playing[order["id"]]
+        _tell(writer, {"id": order["id"], **answer})
+
+    async def _play(self, data: dict[str, Any], key: str) -> dict[str, Any]:
+        from verifiers.v1.clients import EvalClientConfig, ModelContext
+
+        task = self.task_class(
+            self.task_class.data_type().model_validate(data), self.environment.config.taskset.task
+        )
+        variable = self.variables.setdefault(key, f"GSPO_API_KEY_{len(self.variables)}")
+        os.environ[variable] = key
+        client = EvalClientConfig(base_url=self.url, api_key_var=variable)
+        (slot,) = self.environment.slots(task)
+        episode = await self.environment.run_slot(slot, ModelContext(POLICY, client))
+        if not episode.ok:
+            errors = [each.last_error for each in (episode, *episode.traces) if each.last_error]
+            said = f"{errors[0].type}: {errors[0].message}" if errors else "it did not end well"
+            return {"error": said}
+        traces = [each for each in episode.traces if each.agent.trainable]
+        if len(traces) != 1:
+            return {"error": f"{len(traces)} agents are the policy in an episode; legal: one"}
+        return {"reward": traces[0].reward, "truncated": traces[0].is_truncated}
+
+
+def _tell(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
+    writer.write(json.dumps(answer).encode() + b"\n")
+
+
+def _named(error: BaseException) -> str:
+    return str(error) if isinstance(error, UnfitError) else f"{type(error).__name__}: {error}"
+
+
+async def play(descriptor: int) -> None:
+    """Serves the socket until its other side is closed."""
+    connection = socket.socket(fileno=descriptor)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=_LONGEST_LINE)
+    settings = json.loads(await reader.readline())
+    try:
+        environment = load(settings)
+    except Exception as error:  # noqa: BLE001 (any code of the taskset)
+        _tell(writer, {"problem": _named(error)})
+        await writer.drain()
+        return
+    with contextlib.suppress(ConnectionError):
+        await Bridge(environment, settings["url"]).run(reader, writer)
+
+
+def main() -> None:
+    """See above."""
+    sys.path.append(os.getcwd())  # -P takes it off
+    # uv of this environment prepares the programs that talk to the policy.
+    places = itertools.chain(
+        [os.path.dirname(sys.executable)], [os.environ.get("PATH", os.defpath)]
+    )
+    os.environ["PATH"] = os.pathsep.join(places)
+    os.environ.setdefault("VF_RUN_ID", secrets.token_hex(8))
+    if sys.argv[1] == "play":
+        asyncio.run(play(int(sys.argv[2])))
+        return
+    try:
+        print_tasks(json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    except Exception as error:  # noqa: BLE001 (any code of the taskset)
+        sys.exit(_named(error))
+
+
+if __name__ == "__main__":
+    main()

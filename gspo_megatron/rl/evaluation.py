@@ -1,0 +1,107 @@
+"""Evaluation suites: k responses to each problem of a file, judged by the suite's own reward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gspo_megatron.config.schema import Config, suite_key
+from gspo_megatron.observe.suite_scores import of_records, suite_figures, suite_text
+from gspo_megatron.platform.collectives import gather_objects, on_main
+from gspo_megatron.rewards.registry import suite_rewards
+from gspo_megatron.rewards.scoring import PartNames, Scorer
+from gspo_megatron.rl.rollouts import Collector, Experience
+from gspo_megatron.rollout.engine import Draw, Sampling
+
+Record = dict[str, Any]  # a response, for evaluation.jsonl
+
+
+class Suites:
+    """The suites of a run; every rank calls everything."""
+
+    def __init__(self, config: Config, collector: Collector) -> None:
+        self.config, self.collector = config, collector
+        suites = config.evaluation.suites
+        rewards = suite_rewards(suites)
+        self.scorers = {n: Scorer(reward, suites[n].reward) for n, reward in rewards.items()}
+        self.part_names: dict[str, PartNames | None] = dict.fromkeys(suites)  # see Collector
+
+    def close(self) -> None:
+        """The run ends."""
+        for scorer in self.scorers.values():
+            scorer.close()
+
+    def evaluate(self, version: int) -> tuple[dict[str, float], list[Record]]:
+        """The figures of all suites as metrics evaluation/SUITE/FIGURE, see `suite_figures`; and on
+        the main rank the responses. `version`: steps that the policy has made.
+
+        Raises RewardError and RolloutError, on all ranks, as `Collector.sample`, and RewardError
+        where no problem of a suite has all its rewards."""
+        metrics: dict[str, float] = {}
+        responses: list[Record] = []
+        for name in self.scorers:
+            records = self._records(name, self._sample(name, version))
+            figures = on_main(lambda name=name, records=records: self._figures(name, records))
+            if figures is None:
+                reward = self.scorers[name].reward
+                raise self.collector.nothing_scored(f"of the suite {name}", reward)
+            metrics |= {f"evaluation/{name}/{key}": value for key, value in figures.items()}
+            responses += records
+        return metrics, responses
+
+    def _sample(self, name: str, version: int) -> Experience:
+        config, suite, key = self.config, self.config.evaluation.suites[name], suite_key(name)
+        # It draws like the run's own, with another reward; and noise on the routers of a step is no
+        # part of the policy that is measured.
+        collector = copy.copy(self.collector)
+        collector.scorer, collector.part_names = self.scorers[name], self.part_names[name]
+        collector.engine = copy.copy(collector.engine)
+        collector.engine.router_noise = 0.0
+        if collector.lockstep is not None:
+            collector.lockstep = copy.copy(collector.lockstep)
+            collector.lockstep.engine = collector.engine
+        sampling = Sampling(
+            config.suite_response_tokens(name),
+            suite.temperature,
+            suite.top_p,
+            suite.top_k,
+            tuple(config.rollout.stop),
+        )
+        rows, seed = list(range(len(collector.prompts[key]))), config.training.seed
+        named = f"evaluation_{version:08d}_{name}"
+        draw = Draw(named, key, rows, 0, suite.samples, sampling, seed, version)
+        experience = collector.sample(draw)
+        self.part_names[name] = collector.part_names
+        return experience
+
+    def _records(self, name: str, experience: Experience) -> list[Record]:
+        """The responses of all ranks in the problems' order, on the main rank; else nothing."""
+        suite, reward = self.config.evaluation.suites[name], self.scorers[name].reward
+        least = self.config.evaluation.correct_at if suite.correct_at is None else suite.correct_at
+        mine = self.collector.responses(experience, least)
+        for (_, record), sample in zip(mine, experience.samples, strict=True):
+            record["read_answer"] = reward.answer_in(sample)
+        told = gather_objects(mine) or []
+        numbered = sorted((pair for of_rank in told for pair in of_rank), key=lambda pair: pair[0])
+        return [
+            {"suite": name, "problem": group, "sample": place % suite.samples, **record}
+            for place, (group, record) in enumerate(numbered)
+        ]
+
+    def _figures(self, name: str, records: Sequence[Record]) -> dict[str, float] | None:
+        """None where no problem has all its rewards."""
+        samples = self.config.evaluation.suites[name].samples
+        problems = of_records(records)
+        if not any(len(each.scored().rewards) == samples for each in problems):
+            return None
+        return suite_figures(problems, samples, self.config.training.seed)
+
+
+def lines_of(config: Config, metrics: Mapping[str, float]) -> Iterator[str]:
+    """A line for people about each suite that these metrics have."""
+    for name in config.evaluation.suites:
+        prefix = f"evaluation/{name}/"
+        figures = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
+        if figures:
+            yield f"{name}: {suite_text(figures)}"

@@ -1,0 +1,248 @@
+"""Suites on an OpenAI-compatible server, whose model and tokenizer are its own affair."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from gspo_megatron.config.load import dump_yaml, parse_suites
+from gspo_megatron.config.schema import SuiteSection, suite_key
+from gspo_megatron.data.formats import suite_fields
+from gspo_megatron.data.prompts import load_prompts
+from gspo_megatron.errors import ConfigError, DataError, RolloutError, gathered_in
+from gspo_megatron.files import write_atomically
+from gspo_megatron.observe.metrics_files import (
+    EVALUATION_FILE,
+    METRICS_FILE,
+    RL,
+    JsonLinesWriter,
+    MetricsWriter,
+    written_answer,
+)
+from gspo_megatron.observe.progress import Progress
+from gspo_megatron.observe.suite_scores import of_records, suite_figures
+from gspo_megatron.observe.suite_table import print_suites
+from gspo_megatron.rewards.registry import Reward, check_answers, suite_rewards
+from gspo_megatron.rewards.scoring import Scorer
+from gspo_megatron.types import Prompt, Sample
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+_RETRIES = 5
+_FIRST_WAIT_SECONDS = 0.5  # before a request is repeated; doubled at each further time
+_RESPONSE_SECONDS = 3600
+_BUSY = 429  # too many requests
+
+
+class ServerEvaluation:
+    """Suites, their problems and rewards, all checked; and the server."""
+
+    def __init__(
+        self, url: str, suites: Mapping[str, Any], overrides: Sequence[str], out: Path
+    ) -> None:
+        """url: without /v1; suites: by name, as in evaluation.suites; out: an empty or absent
+        folder. Raises ConfigError with all that is wrong with suites and their files."""
+        if not suites:
+            raise ConfigError([f"{url}: names nothing to evaluate; legal: --suite FILE.yaml"])
+        self.url, self.out = url, out
+        self.section = parse_suites(suites, overrides)
+        self.prompts: dict[str, list[Prompt]] = {}
+        self.rewards: dict[str, Reward] = {}
+        problems: list[str] = []
+        with gathered_in(problems):
+            self.rewards = suite_rewards(self.section.suites)
+        for name, suite in self.section.suites.items():
+            with gathered_in(problems):
+                self.prompts[name] = _load(name, suite)
+                if name in self.rewards:
+                    check_answers(self.rewards[name], self.prompts[name])
+        if (out / METRICS_FILE).exists():
+            problems.append(f"--output {out}: holds an evaluation; legal: another folder")
+        if problems:
+            raise ConfigError(problems)
+
+    def run(self, model: str | None, requests: int) -> None:
+        """Evaluate all suites, `requests` requests at a time, write the folder and print a table.
+        Raises RolloutError where the server fails, RewardError where a reward does."""
+        metrics: dict[str, Any] = {"phase": RL, "step": 0}
+        model = model or asyncio.run(self._first_model())
+        with self._files() as (responses, figures):
+            for name, suite in self.section.suites.items():
+                samples = asyncio.run(self._draw(name, suite, model, requests))
+                records = self._judge(name, suite, samples)
+                for record in records:
+                    responses.append({"phase": RL, "step": 0, **record})
+                try:
+                    found = suite_figures(of_records(records), suite.samples)
+                except ValueError as error:
+                    raise RolloutError(f"{suite_key(name)}: {error}") from error
+                metrics |= {f"evaluation/{name}/{key}": value for key, value in found.items()}
+            figures.write(metrics)
+        print_suites(self.out)
+
+    @contextlib.contextmanager
+    def _files(self) -> Any:
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            text = dump_yaml({"evaluation": self.section.model_dump()})
+            write_atomically(self.out / "suites.yaml", text.encode())
+        except OSError as error:
+            raise DataError(f"--output {self.out}: cannot be made: {error.strerror}") from error
+        with (
+            JsonLinesWriter(self.out / EVALUATION_FILE) as responses,
+            MetricsWriter(self.out) as figures,
+        ):
+            yield responses, figures
+
+    async def _first_model(self) -> str:
+        async with _session() as session:
+            found = await _call(session, f"{self.url}/v1/models", None)
+        try:
+            return str(found["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise RolloutError(f"{self.url}: names no model; legal: --model NAME") from error
+
+    async def _draw(
+        self, name: str, suite: SuiteSection, model: str, requests: int
+    ) -> list[Sample]:
+        """The responses to each problem, one problem after the other."""
+        prompts, slots = self.prompts[name], asyncio.Semaphore(requests)
+        total = len(prompts) * suite.samples
+        with Progress(total, name) as progress:
+            async with _session() as session:
+                done = 0
+
+                async def one(prompt: Prompt, number: int) -> Sample:
+                    nonlocal done
+                    async with slots:
+                        sample = await self._response(session, suite, model, prompt, number)
+                    done += 1
+                    progress.update(done, {})
+                    return sample
+
+                wanted = [(prompt, n) for prompt in prompts for n in range(suite.samples)]
+                tasks = [asyncio.create_task(one(*each)) for each in wanted]
+                try:
+                    return list(await asyncio.gather(*tasks))
+                finally:
+                    for task in tasks:
+                        task.cancel()
+
+    async def _response(
+        self,
+        session: aiohttp.ClientSession,
+        suite: SuiteSection,
+        model: str,
+        prompt: Prompt,
+        n: int,
+    ) -> Sample:
+        given = {
+            "model": model,
+            "messages": list(prompt.messages),
+            "temperature": suite.temperature,
+            "top_p": suite.top_p,
+            "seed": n,
+        }
+        if suite.max_response_tokens is not None:
+            given["max_tokens"] = suite.max_response_tokens
+        if suite.top_k:  # not in OpenAI's own interface
+            given["top_k"] = suite.top_k
+        found = await _call(session, f"{self.url}/v1/chat/completions", given)
+        try:
+            choice = found["choices"][0]
+            return Sample(
+                prompt=prompt.text,
+                answer=prompt.answer,
+                response=choice["message"].get("content") or "",  # null: it only thought
+                truncated=choice["finish_reason"] == "length",
+                fields=prompt.fields,
+                num_tokens=int((found.get("usage") or {}).get("completion_tokens") or 0),
+                messages=prompt.messages,
+                row_id=prompt.row_id,
+            )
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise RolloutError(
+                f"{self.url}: not an answer as OpenAI gives it: {error!r}"
+            ) from error
+
+    def _judge(
+        self, name: str, suite: SuiteSection, samples: Sequence[Sample]
+    ) -> list[dict[str, Any]]:
+        least = self.section.correct_at if suite.correct_at is None else suite.correct_at
+        with contextlib.closing(Scorer(self.rewards[name], suite.reward)) as scorer:
+            scores, _ = scorer.score(samples)
+        records = []
+        for place, (score, sample) in enumerate(zip(scores, samples, strict=True)):
+            reward = None if score is None else float(score.rewards.sum())
+            records.append(
+                {
+                    "suite": name,
+                    "problem": place // suite.samples,
+                    "sample": place % suite.samples,
+                    "row_id": sample.row_id,
+                    "prompt": sample.prompt,
+                    "answer": written_answer(sample),
+                    "response": sample.response,
+                    "reward": reward,
+                    **({"parts": dict(score.parts)} if score and score.parts else {}),
+                    "correct": None if reward is None else reward >= least,
+                    "truncated": sample.truncated,
+                    "num_tokens": sample.num_tokens,
+                    "read_answer": self.rewards[name].answer_in(sample),
+                }
+            )
+        return records
+
+
+def _load(name: str, suite: SuiteSection) -> list[Prompt]:
+    """The problems as messages: the server has a chat template, or needs none. Raises DataError
+    with the problems of all files."""
+    found: list[Prompt] = []
+    problems: list[str] = []
+    for path in suite.prompts:
+        with gathered_in(problems):
+            found += load_prompts(path, suite_fields(suite_key(name), suite), chat_template=True)
+    if problems:
+        raise DataError("\n".join(problems))
+    return found[: suite.limit]
+
+
+def _session() -> aiohttp.ClientSession:
+    key = os.environ.get(KEY_VARIABLE)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout=aiohttp.ClientTimeout(total=_RESPONSE_SECONDS),
+    )
+
+
+async def _call(session: aiohttp.ClientSession, url: str, given: Any) -> Any:
+    """The answer to a request, which is repeated where the server is busy, failed or away. Raises
+    RolloutError."""
+    wait = _FIRST_WAIT_SECONDS
+    for left in reversed(range(_RETRIES)):
+        try:
+            async with session.request("GET" if given is None else "POST", url, json=given) as told:
+                content = await told.read()
+                if told.status < 400:
+                    return await told.json(content_type=None)
+                text = " ".join(content.decode(errors="replace").split())[:300]
+                wrong = f"{url}: HTTP {told.status}: {text}"
+                if told.status < 500 and told.status != _BUSY:
+                    break
+        except asyncio.TimeoutError:
+            wrong = f"{url}: no answer within {_RESPONSE_SECONDS} s"
+        except ValueError as error:
+            wrong = f"{url}: the answer is not JSON: {error}"
+            break
+        except (aiohttp.ClientError, OSError) as error:
+            wrong = f"{url}: {error or type(error).__name__}"
+        if left:
+            await asyncio.sleep(wait)
+            wait *= 2
+    raise RolloutError(wrong)

@@ -1,0 +1,88 @@
+"""Runs whose policy acts in turns: the example with a calculator, and an agent of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.resuming import all_records
+from tests.programs import ROOT, gspo, run_program
+
+EXAMPLE = ROOT / "examples" / "tool_use"
+AGENT = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+def post(path, content):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + path
+    request = urllib.request.Request(url, json.dumps(content).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+messages = [{"role": "user", "content": row["prompt"]}]
+for more in ("sure?", None):
+    asked = {"messages": messages, "max_tokens": 4}
+    message = post("/chat/completions", asked)["choices"][0]["message"]
+    messages += [message, {"role": "user", "content": more}]
+post("/reward", {"reward": len(message["content"]) / 9})
+"""
+
+
+def example(folder: Path, *words: str, **environ: str) -> None:
+    """run.sh, in this folder."""
+    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    run_program("bash", EXAMPLE / "run.sh", *words, environ=environ, cwd=folder, timeout=900)
+
+
+def test_the_example_with_a_calculator(tmp_path: Path) -> None:
+    fine_tuning = "training.steps=30 checkpoint.interval=30 logging.plots=false"
+    short = ["rollout.prompts_per_step=8", "training.evaluation_prompts=8", "logging.plots=false"]
+    example(tmp_path, *short, "training.steps=2", SFT=fine_tuning)
+    example(tmp_path, *short, "training.steps=3", SFT=fine_tuning)  # continued
+    records = all_records(tmp_path / "runs" / "tool_use" / "rl")
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    for record in records[1:]:
+        assert 1 <= record["environment/turns"] <= 3
+        assert 0 < record["environment/sampled_share"] <= 1
+        assert record["mismatch/abs_mean"] <= 1e-5  # the turns' log-probs are the trainer's
+    lines = (tmp_path / "runs" / "tool_use" / "rl" / "samples.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["transcript"] for line in lines)
+
+
+@pytest.mark.full
+def test_a_tiny_model_learns_to_use_a_calculator(tmp_path: Path) -> None:
+    example(tmp_path)
+    records = all_records(tmp_path / "runs" / "tool_use" / "rl")
+    accuracies = [r["evaluation/accuracy"] for r in records if "evaluation/accuracy" in r]
+    assert accuracies[0] < 0.2 and accuracies[-1] > 0.8
+
+
+def test_an_agent_of_its_own_trains_on_two_ranks(tmp_path: Path) -> None:
+    run_program(sys.executable, EXAMPLE / "make_data.py", "-o", tmp_path / "data")
+    (tmp_path / "agent.py").write_text(AGENT)
+    words = {
+        "model.vocab_size": "112",
+        "parallel.layout": "tp=2",
+        "data.prompts": str(tmp_path / "data" / "train.jsonl"),
+        "data.tokenizer": str(tmp_path / "data" / "tokenizer.model"),
+        "data.chat_template": "true",
+        "model.checkpoint_path": "null",
+        "environment.name": "agent",
+        "environment.options": f"{{command: '{sys.executable} {tmp_path / 'agent.py'}'}}",
+        "rollout.prompts_per_step": "2",
+        "rollout.group_size": "2",
+        "rollout.max_response_tokens": "24",
+        "training.steps": "2",
+        "training.evaluation_interval": "0",
+        "training.precision": "fp32",
+        "logging.dir": str(tmp_path / "run"),
+        "logging.plots": "false",
+    }
+    overrides = [f"{key}={value}" for key, value in words.items()]
+    gspo("train", EXAMPLE / "config.yaml", *overrides, "data.eval_prompts=null")
+    records = all_records(tmp_path / "run")
+    assert [record["environment/turns"] for record in records] == [2.0, 2.0]
+    assert all(record["mismatch/abs_mean"] <= 1e-5 for record in records)
+    assert all(record["environment/errors"] == 0 for record in records)

@@ -1,0 +1,193 @@
+"""Episodes of several turns by the sharded model: the same on all layouts; tokens, log-probs and
+experts of each turn are those with which it was drawn."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from gspo_megatron.config import Config
+from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Trajectory
+from gspo_megatron.rl.lockstep import Lockstep
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.routing.hooks import attach_hooks
+from gspo_megatron.types import Prompt
+from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
+from tests.parallel.pool import Pool
+
+PER_PROMPT, COUNT, PAD_ID, EOS_ID = 4, 5, 0, 2
+LIMITS = Limits(turns=4, response_tokens=23)
+SAMPLING = Sampling(max_tokens=LIMITS.response_tokens, temperature=0.7)
+# fp32 logits of size 10 or so, summed in another order: 1e-6; a wrong position or token: 0.1
+TOLERANCE = 1e-5
+
+
+class Tokenizer:
+    """Each token is a character."""
+
+    eos_ids, eos_id = (EOS_ID,), EOS_ID
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+
+class Echo:
+    """Says part of each turn back. Some episodes have one turn, some go on until a limit ends them,
+    and some fail, at once or in the middle."""
+
+    async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
+        if task.answer == "fails at once":
+            raise ConnectionError("no tool")
+        turn = await client.generate(max_tokens=4)
+        while sum(turn.token_ids) % 3:
+            text = chr(3 + len(turn.token_ids)) + turn.text[:2][::-1]
+            turn = await client.generate(text=text, max_tokens=5)
+            if task.answer == "fails later" and len(turn.token_ids) % 2:
+                raise ConnectionError("no tool")
+        return Trajectory(turn_rewards=[float(n) for n in range(len(client.turns))])
+
+
+def tasks() -> list[Prompt]:
+    draw = random.Random(5)
+    ids = [tuple(draw.randrange(3, VOCAB_SIZE) for _ in range(n)) for n in (5, 1, 8, 3, 6)]
+    answers = ["", "", "fails at once", "fails later", ""]
+    rows = zip(ids, answers, strict=True)
+    return [Prompt("p", answer, f"f:{n}", token_ids=t) for n, (t, answer) in enumerate(rows)]
+
+
+def play(config: Config) -> dict[int, dict[str, Any]]:
+    """This rank's episodes by sample index."""
+    policy = build_on_ranks(config)
+    attach_hooks(policy.models)
+    engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=EOS_ID, record_routes=True)
+    runner = EpisodeRunner(Echo(), Tokenizer(), LIMITS)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    mine = range(group.rank(), COUNT, group.size())
+    lockstep = Lockstep(engine, runner, torch.device("cpu"))
+    found = lockstep.run([tasks()[n] for n in mine], mine, PER_PROMPT, SAMPLING, seed=11)
+    batch = found.batch
+    lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+    tokens, routes = batch.tokens.split(lengths), batch.routes.split(lengths)
+    of_response = (
+        values.split(batch.response_lengths.tolist())
+        for values in (batch.rollout_logprobs, batch.mask)
+    )
+    columns = zip(tokens, routes, *of_response, batch.prompt_lengths, batch.truncated, strict=True)
+    rows = {}
+    for sample, (ids, experts, logprobs, mask, prompt, cut) in zip(
+        batch.sample_index.tolist(), columns, strict=True
+    ):
+        rows[sample] = {
+            "tokens": ids.tolist(),
+            "prompt": int(prompt),
+            "mask": mask.tolist(),
+            "logprobs": logprobs.tolist(),
+            "truncated": bool(cut),
+            "routes": experts.tolist(),
+        }
+    for sample, episode in zip(batch.sample_index.tolist(), found.ended, strict=bool(found.ended)):
+        given = episode.given
+        rows[sample]["outcome"] = str(episode.error or "") or (
+            None if given is None else [list(given.rewards), list(given.ends)]
+        )
+    assert batch.group_index.tolist() == [n for n in mine for _ in range(PER_PROMPT)]
+    return rows
+
+
+def continued(config: Config, rows: dict[int, dict[str, Any]]) -> dict[int, list[Any]]:
+    """Greedy responses to whole sequences, with the experts of their tokens: drawn in one call."""
+    policy = build_on_ranks(config)
+    attach_hooks(policy.models)
+    policy.eval()
+    found = {}
+    for sample, row in rows.items():
+        engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=(), record_routes=True)
+        requests = Requests([row["tokens"]], [0])
+        batch = engine.generate(requests, Sampling(1, temperature=0.0), seed=0)
+        ids = torch.tensor([row["tokens"]])
+        with torch.no_grad():
+            hidden = policy.models[0](
+                input_ids=ids,
+                position_ids=torch.arange(ids.shape[1])[None],
+                attention_mask=None,
+            )
+            logits = policy.models[0].next_token_logits(hidden[0]) / SAMPLING.temperature
+        logprobs = torch.log_softmax(logits.double(), -1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        found[sample] = [logprobs.tolist()[row["prompt"] - 1 :], batch.routes[:-1].tolist()]
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(pool: Pool) -> dict[int, dict[str, Any]]:
+    [rows] = pool.each(odd_moe("tp=1"), play)
+    return rows
+
+
+def test_episodes_of_one_rank_are_of_all_kinds(of_one_rank: dict[int, dict[str, Any]]) -> None:
+    assert sorted(of_one_rank) == [*range(COUNT * PER_PROMPT)]
+    outcomes = [row["outcome"] for row in of_one_rank.values()]
+    failed = [text for text in outcomes if isinstance(text, str)]
+    assert len(failed) >= 2 and all("ConnectionError: no tool" in text for text in failed)
+    turns = [len(given[0]) for given in outcomes if isinstance(given, list)]
+    assert len(set(turns)) > 1, "episodes of several lengths"
+    assert None in outcomes, "ended by a limit"
+    for row in of_one_rank.values():
+        response = row["tokens"][row["prompt"] :]
+        assert len(response) == len(row["mask"]) == len(row["logprobs"])
+        assert len(response) <= LIMITS.response_tokens
+        if not isinstance(row["outcome"], str):
+            assert row["mask"][0] and row["mask"][-1]
+        if isinstance(row["outcome"], list):
+            starts, ends = [0, *row["outcome"][1]], row["outcome"][1]
+            assert ends[-1] == len(response)
+            turns = [response[start:end] for start, end in zip(starts, ends)]
+            for before, turn, end in zip(turns, turns[1:], ends):
+                own = [n for n, mask in zip(before, row["mask"][end - len(before) : end]) if mask]
+                said = [3 + len(own), *reversed([n for n in own if n != EOS_ID][:2])]
+                assert turn[: len(said)] == said
+                of_turn = row["mask"][end : end + len(turn)]
+                assert of_turn == [False] * len(said) + [True] * (len(turn) - len(said))
+
+
+def test_log_probs_and_experts_are_those_of_the_whole_sequence(
+    pool: Pool, of_one_rank: dict[int, dict[str, Any]]
+) -> None:
+    whole = pool.on(odd_moe("tp=1"), continued, rows=of_one_rank)
+    for sample, row in of_one_rank.items():
+        logprobs, experts = whole[sample]
+        if len(row["mask"]) == 1 and not row["mask"][0]:
+            continue  # failed before its first turn
+        drawn = [
+            (own, true)
+            for own, true, mask in zip(row["logprobs"], logprobs, row["mask"], strict=True)
+            if mask
+        ]
+        for own, true in drawn:
+            assert own == pytest.approx(true, abs=TOLERANCE)
+        assert row["routes"][:-1] == experts[: len(row["routes"]) - 1]
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2,pp=2", "dp=4,ep=4", "cp=2", "pp=2,vpp=2"])
+def test_episodes_are_those_of_one_rank(
+    pool: Pool, of_one_rank: dict[int, dict[str, Any]], layout: str
+) -> None:
+    by_rank = pool.each(odd_moe(layout), play)
+    assert {sample for rows in by_rank for sample in rows} == of_one_rank.keys()
+    for rows in by_rank:
+        for sample, row in rows.items():
+            expected = of_one_rank[sample]
+            for name in ("tokens", "prompt", "mask", "truncated"):
+                assert row[name] == expected[name], name
+            assert row["logprobs"] == pytest.approx(expected["logprobs"], abs=TOLERANCE)
+            if "outcome" in row:  # on the rank that runs the environment
+                assert row["outcome"] == expected["outcome"]
+    told = {sample for rows in by_rank for sample, row in rows.items() if "outcome" in row}
+    assert told == of_one_rank.keys()

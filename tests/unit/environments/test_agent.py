@@ -1,0 +1,233 @@
+"""The environment agent: programs of several kinds, in processes of their own, whose requests a
+scripted policy answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
+from gspo_megatron.environments.agent import Agent
+from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner, Limits, Written
+from gspo_megatron.types import Prompt
+
+TEMPLATE = (
+    "{%- for tool in tools or [] -%}[{{- tool.function.name -}}]{%- endfor -%}"
+    "{%- for message in messages -%}"
+    "{{- '<|' ~ message.role ~ '|>' ~ message.content ~ eos_token -}}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
+# What every program here begins with: the protocol of the openai package, by the standard library.
+HEAD = """
+import json, os, sys, urllib.error, urllib.request
+row = json.load(sys.stdin)
+def post(path, content, key=os.environ["OPENAI_API_KEY"]):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + path,
+        json.dumps(content).encode(),
+        {"Authorization": "Bearer " + key, "Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        return json.load(error)
+def chat(messages, **options):
+    return post("/chat/completions", {"model": "any", "messages": messages, **options})
+user = {"role": "user", "content": row["prompt"]}
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("letters")
+    letters = "".join(map(chr, range(32, 127)))
+    symbols = [f"<|{role}|>" for role in ("user", "assistant", "tool", "system")]
+    train_sentencepiece([letters] * 9, 140, folder / "tokenizer", "char", control_symbols=symbols)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return load_tokenizer(folder / "tokenizer.model")
+
+
+Play = Callable[..., tuple[Episode, list[Asked]]]
+
+
+@pytest.fixture
+def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
+    def run(
+        program: str, turns: list[str], limits: Limits | None = None, **options: Any
+    ) -> tuple[Episode, list[Asked]]:
+        path = tmp_path / "agent.py"
+        path.write_text(HEAD + program)
+        asked: list[Asked] = []
+
+        async def write(wanted: Asked) -> Written:
+            asked.append(wanted)
+            ids = [*tokenizer.encode(turns[wanted.turn]), tokenizer.eos_id]
+            return Written(ids[: wanted.max_tokens], len(ids) > wanted.max_tokens)
+
+        environment = Agent(f"{sys.executable} {path}", **options)
+        runner = EpisodeRunner(environment, tokenizer, limits or Limits(5, 400, 400))
+        task = Prompt("1+2?", "3", "f:7", {"level": 4}, token_ids=(9, 9), row_id="seven")
+        return asyncio.run(runner.run(task, write)), asked
+
+    return run
+
+
+def shown(tokenizer: Tokenizer, ids: Any) -> str:
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    return "".join(names.get(int(n)) or tokenizer.decode([int(n)]) for n in ids)
+
+
+def test_a_program_with_tools_is_captured_to_the_last_token(
+    play: Play, tokenizer: Tokenizer
+) -> None:
+    episode, asked = play(
+        """
+tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+first = chat([user], tools=tools)
+message = first["choices"][0]["message"]
+assert first["choices"][0]["finish_reason"] == "tool_calls", first
+call = message["tool_calls"][0]
+given = json.loads(call["function"]["arguments"])
+# as the openai package sends it back: other keys, and arguments written in another way
+again = {**message, "refusal": None, "annotations": []}
+call["function"]["arguments"] = json.dumps(given, indent=1)
+result = {"role": "tool", "tool_call_id": call["id"], "content": str(given["a"] + given["b"])}
+second = chat([user, again, result], tools=tools, temperature=0.3)
+said = second["choices"][0]["message"]["content"]
+assert post("/reward", {"reward": float(said == row["answer"]) + row["level"]}) == {}
+print(second["usage"])
+""",
+        [f"so {CALL}", "3"],
+    )
+    assert episode.error is None and episode.given == 5.0
+    before = [shown(tokenizer, each.token_ids) for each in asked]
+    assert before[0] == "[add]<|user|>1+2?</s><|assistant|>"
+    assert before[1] == f"{before[0]}so {CALL}</s><|tool|>3</s><|assistant|>"
+    assert shown(tokenizer, episode.client.prompt_ids) == before[0]
+    assert before[0] + shown(tokenizer, episode.tokens) == before[1] + "3</s>"
+    assert shown(tokenizer, episode.tokens[episode.mask]) == f"so {CALL}</s>3</s>"
+
+
+def test_the_reward_function_scores_where_the_program_gives_none(play: Play) -> None:
+    episode, asked = play("chat([user], max_tokens=2)", ["abc"])
+    assert episode.error is None and episode.given is None
+    assert [each.max_tokens for each in asked] == [2] and not episode.client.is_cut
+
+
+def test_a_program_may_ask_for_streams(play: Play, tokenizer: Tokenizer) -> None:
+    episode, _ = play(
+        """
+def streamed(messages, **options):
+    content = {"messages": messages, "stream": True, **options}
+    key, url = (os.environ["OPENAI_" + name] for name in ("API_KEY", "BASE_URL"))
+    request = urllib.request.Request(
+        url + "/chat/completions", json.dumps(content).encode(), {"Authorization": "Bearer " + key}
+    )
+    with urllib.request.urlopen(request) as answer:
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        *events, last, rest = answer.read().decode().split("\\n\\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+first, end, usage = streamed([user], tools=tools, stream_options={"include_usage": True})
+assert first["object"] == "chat.completion.chunk" and first["id"] == end["id"] == usage["id"]
+assert end["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
+assert usage["choices"] == [] and usage["usage"]["completion_tokens"] > 9
+message = first["choices"][0]["delta"]
+assert message["tool_calls"][0].pop("index") == 0
+result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
+second, end = streamed([user, message, result], tools=tools)
+assert second["choices"][0]["delta"] == {"role": "assistant", "content": "3"}
+assert end["choices"][0]["finish_reason"] == "stop"
+""",
+        [f"so {CALL}", "3"],
+    )
+    assert shown(tokenizer, episode.tokens[episode.mask]) == f"so {CALL}</s>3</s>"
+    assert episode.error is None
+
+
+def test_rewards_of_turns(play: Play) -> None:
+    episode, _ = play(
+        """
+answer = chat([user])["choices"][0]["message"]
+chat([user, answer, user])
+post("/reward", {"turn_rewards": [0.5, 2]})
+""",
+        ["a", "bc"],
+    )
+    assert list(episode.given.rewards) == [0.5, 2]
+    assert list(episode.given.ends) == [2, len(episode.tokens)]
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_a_limit_ends_the_episode(play: Play, survives: bool) -> None:
+    program = """
+answer = chat([user])["choices"][0]["message"]
+refused = chat([user, answer, user])
+assert refused["error"]["code"] == "context_length_exceeded", refused
+"""
+    episode, _ = play(program + ("" if survives else "sys.exit(3)"), ["a"], Limits(1, 400, 400))
+    assert episode.error is None and episode.given is None and episode.client.is_cut
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("chat([user]); sys.exit('no tool')", "the agent ended with exit code 1: no tool"),
+        ("pass", "ended without a turn"),
+        ("chat([user]); chat([user])", "do not continue the conversation"),
+        ("chat([user]); chat([user, {'role': 'assistant', 'content': 'z'}, user])", "continue"),
+        ("chat([user], n=2)", "n = 2: not supported; legal: 1"),
+        ("chat([])", "a list of messages is wanted"),
+        ("chat([{'role': 'robot', 'content': ''}])", "a message of the role 'robot'"),
+        ("chat([{'role': 'user', 'content': [{'type': 'image_url'}]}])", "parts of the type text"),
+        ("chat([{'role': 'user', 'content': 'x' * 500}])", "data.max_prompt_tokens"),
+        ("chat([user]); post('/reward', {'reward': 'a'})", None),
+    ],
+)
+def test_what_a_program_does_wrong_is_named(play: Play, program: str, problem: str | None) -> None:
+    episode, _ = play(program, ["a", "b"])
+    if problem is None:
+        assert episode.given == "a"  # the scorer refuses it, and names the value
+    else:
+        assert problem in str(episode.error) and str(episode.error).endswith("; f:7")
+
+
+def test_nothing_of_a_program_that_hangs_is_left(play: Play, tmp_path: Path) -> None:
+    episode, _ = play(
+        f"""
+import subprocess, time
+chat([user])
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+open({str(tmp_path / "pids")!r}, "w").write(json.dumps([os.getpid(), child.pid]))
+time.sleep(600)
+""",
+        ["a"],
+        seconds=3.0,
+    )
+    assert "took longer than environment.options.seconds = 3" in str(episode.error)
+    for pid in json.loads((tmp_path / "pids").read_text()):
+        assert not psutil.pid_exists(pid)
+
+
+def test_a_key_of_no_episode_is_refused(play: Play) -> None:
+    episode, asked = play(
+        """
+told = post("/chat/completions", {"messages": [user]}, key="guessed")
+assert "no episode has this key" in told["error"]["message"], told
+assert "no episode" in post("/reward", {"reward": 1}, key="guessed")["error"]["message"]
+chat([user])
+""",
+        ["a"],
+    )
+    assert episode.error is None and len(asked) == 1 and "OPENAI_API_KEY" not in os.environ

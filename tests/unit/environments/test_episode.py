@@ -1,0 +1,300 @@
+"""Episodes: what stands between turns, limits, and what an environment may return."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_megatron.data.chat import CHATML
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
+from gspo_megatron.environments.episode import (
+    Asked,
+    Client,
+    Episode,
+    EpisodeRunner,
+    LimitReached,
+    Limits,
+    Trajectory,
+    Written,
+    joined_routes,
+)
+from gspo_megatron.environments.registry import get_environment
+from gspo_megatron.errors import EpisodeError, RolloutError
+from gspo_megatron.types import Message, Prompt, TurnRewards
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n"
+# Drops what stands before "!" in all answers but the last, as Qwen3's template does with thoughts.
+FORGETFUL = (
+    "{%- for message in messages -%}{%- set content = message['content'] -%}"
+    "{%- if message['role'] == 'assistant' and not loop.last -%}"
+    "{%- set content = content.split('!')[-1] -%}{%- endif -%}"
+    "{{- '<|im_start|>' ~ message['role'] ~ '\n' ~ content ~ eos_token ~ '\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("letters")
+    lines = [LETTERS.replace("\n", " ") + "!", "a!b\nc"] * 9
+    train_sentencepiece(lines, 60, folder / "tokenizer", "char", control_symbols=["<|im_start|>"])
+    return folder
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> Tokenizer:
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return load_tokenizer(folder / "tokenizer.model")
+
+
+def client_of(
+    tokenizer: Tokenizer, turns: list[tuple[str, bool]], limits: Limits | None = None
+) -> tuple[Client, list[Asked]]:
+    """A client whose turns are these texts, ended by the end-of-sequence token or cut off."""
+    messages: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
+    rendered = tokenizer.render(messages, open_answer=True)
+    ids = tuple(tokenizer.encode_rendered(rendered.text).ids)
+    task = Prompt("hi", "there", "f:1", token_ids=ids, messages=messages)
+    asked: list[Asked] = []
+
+    async def write(wanted: Asked) -> Written:
+        asked.append(wanted)
+        await asyncio.sleep(0)
+        text, cut = turns[wanted.turn]
+        ids = tokenizer.encode(text) + [tokenizer.eos_id] * (not cut)
+        return Written(ids[: wanted.max_tokens], cut or len(ids) > wanted.max_tokens)
+
+    return Client(task, limits or Limits(9, 200), tokenizer, write), asked
+
+
+def shown(tokenizer: Tokenizer, ids: Any) -> str:
+    """With special tokens."""
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    return "".join(names.get(n) or tokenizer.decode([n]) for n in ids)
+
+
+def test_a_turn_begins_with_all_that_stands_before_it(tokenizer: Tokenizer) -> None:
+    client, asked = client_of(tokenizer, [("one", False), ("two", True), ("three", False)])
+    opened = "<|im_start|>user\nhi</s>\n<|im_start|>assistant\n"
+
+    async def play() -> None:
+        turn = await client.generate()
+        assert (turn.text, turn.truncated) == ("one", False)
+        assert turn.token_ids == (*tokenizer.encode("one"), tokenizer.eos_id)
+        await client.generate([{"role": "user", "content": "more"}])
+        await client.generate([{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}])
+
+    asyncio.run(play())
+    before = [shown(tokenizer, each.token_ids) for each in asked]
+    assert before[0] == opened
+    # its last token is what the policy wrote; the template's line break follows
+    assert before[1] == f"{opened}one</s>\n<|im_start|>user\nmore</s>\n<|im_start|>assistant\n"
+    # a turn that was cut off is closed by the template, and that token is not the policy's
+    assert before[2] == (
+        f"{before[1]}two</s>\n<|im_start|>tool\nx</s>\n<|im_start|>user\ny</s>\n"
+        "<|im_start|>assistant\n"
+    )
+    episode = Episode(client, None)
+    response = shown(tokenizer, episode.tokens)
+    assert opened + response == before[2] + "three</s>"
+    written = shown(tokenizer, episode.tokens[episode.mask])
+    assert written == "one</s>twothree</s>"
+    ends = client.turn_ends().tolist()
+    last = [shown(tokenizer, episode.tokens[:end]) for end in ends]
+    assert [text[-7:] for text in last] == ["one</s>", "ant\ntwo", "ree</s>"]
+    assert client.messages[1:3] == [
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "more"},
+    ]
+    column = episode.column(lambda turn: np.arange(len(turn.token_ids)) + 1.0, filler=0.0)
+    assert (column > 0).tolist() == episode.mask.tolist()
+    follows = episode.column(lambda turn: np.full(len(turn.token_ids), len(turn.token_ids)))
+    assert follows[ends[0]] == 3 and follows[ends[1]] == 6 and follows[0] == 4
+
+
+def test_a_template_that_drops_earlier_words_is_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(FORGETFUL)
+    tokenizer = load_tokenizer(folder / "tokenizer.model")
+    client, _ = client_of(tokenizer, [("a b", False), ("c!d", False), ("e", False)])
+
+    async def play() -> None:
+        await client.generate()
+        await client.generate([{"role": "user", "content": "more"}])
+        with pytest.raises(EpisodeError, match="drops earlier turns"):
+            await client.generate([{"role": "user", "content": "more"}])
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns", "tokens"), [(Limits(2, 200), 2, None), (Limits(9, 12), 2, 12)]
+)
+def test_limits_end_an_episode(
+    tokenizer: Tokenizer, limits: Limits, turns: int, tokens: int | None
+) -> None:
+    client, asked = client_of(tokenizer, [("abc", False)] * 9, limits)
+
+    async def play() -> None:
+        await client.generate()
+        while True:
+            await client.generate(text="123")
+
+    with pytest.raises(LimitReached):
+        asyncio.run(play())
+    assert len(client.turns) == turns and client.is_cut
+    # 4 tokens of a turn, 3 between: the second turn has room for 5, and the third for none
+    assert [each.max_tokens for each in asked] == [
+        limits.response_tokens,
+        limits.response_tokens - 7,
+    ]
+    assert client.tokens_left == limits.response_tokens - 11
+
+
+def test_a_limit_of_the_environment_cuts_its_turn_only(tokenizer: Tokenizer) -> None:
+    client, asked = client_of(tokenizer, [("abc", False)])
+    turn = asyncio.run(client.generate(max_tokens=2))
+    assert (turn.text, turn.truncated, asked[0].max_tokens) == ("ab", True, 2)
+    assert not client.is_cut
+
+
+def of(body: Callable[[Client], Any], **facts: Any) -> Any:
+    """An environment with this rollout."""
+
+    async def rollout(self: Any, client: Client, task: Prompt) -> Any:
+        return await body(client)
+
+    return type("Mine", (), {"rollout": rollout, **facts})()
+
+
+async def once(client: Client) -> None:
+    await client.generate()
+
+
+async def never(client: Client) -> None:
+    pass
+
+
+async def raises(client: Client) -> None:
+    await client.generate()
+    raise KeyError("no tool")
+
+
+async def number(client: Client) -> float:
+    await client.generate()
+    return 1.0
+
+
+async def both(client: Client) -> Trajectory:
+    await client.generate()
+    return Trajectory(1.0, [1.0])
+
+
+async def too_many(client: Client) -> Trajectory:
+    await client.generate()
+    return Trajectory(turn_rewards=[1.0, 2.0])
+
+
+async def text_first(client: Client) -> None:
+    await client.generate(text="a")
+
+
+async def nothing_between(client: Client) -> None:
+    await client.generate()
+    await client.generate()
+
+
+async def together(client: Client) -> None:
+    await asyncio.gather(client.generate(), client.generate())
+
+
+async def in_turns(client: Client) -> Trajectory:
+    await client.generate()
+    await client.generate(text="12")
+    return Trajectory(turn_rewards=[0.5, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("body", "facts", "problem"),
+    [
+        (never, {}, "ended without a turn"),
+        (raises, {}, "KeyError: 'no tool' (test_episode.py:"),
+        (number, {}, "rollout returned a float"),
+        (both, {}, "not both"),
+        (too_many, {}, "2 turn_rewards for 1 turns"),
+        (text_first, {}, "the first turn answers the prompt"),
+        (nothing_between, {}, "between two turns stand messages, or a text"),
+        (together, {}, "generate was called again before"),
+        (once, {"gives_rewards": True}, "returned no reward"),
+    ],
+)
+def test_faults_of_an_environment_are_named(
+    tokenizer: Tokenizer, body: Any, facts: dict[str, Any], problem: str
+) -> None:
+    client, _ = client_of(tokenizer, [("abc", False)] * 2)
+    runner = EpisodeRunner(of(body, **facts), tokenizer, client.limits)
+    episode = asyncio.run(runner.run(client.task, client.write))
+    message = str(episode.error)
+    assert message.startswith("environment Mine: ") and message.endswith("; f:1")
+    assert problem in message
+    assert len(episode.tokens) == len(episode.mask) > 0 and not episode.mask.any()
+
+
+def test_rewards_of_turns_end_where_the_turns_do(tokenizer: Tokenizer) -> None:
+    client, _ = client_of(tokenizer, [("abc", False)] * 2)
+    runner = EpisodeRunner(of(in_turns), tokenizer, client.limits)
+    episode = asyncio.run(runner.run(client.task, client.write))
+    assert isinstance(episode.given, TurnRewards) and episode.error is None
+    assert (list(episode.given.rewards), list(episode.given.ends)) == ([0.5, 2.0], [4, 10])
+    assert episode.mask.tolist() == [True] * 4 + [False] * 2 + [True] * 4
+
+
+def test_an_engine_that_is_gone_is_no_fault_of_the_episode(tokenizer: Tokenizer) -> None:
+    client, _ = client_of(tokenizer, [])
+
+    async def write(_: Asked) -> Written:
+        raise RolloutError("no server is left")
+
+    with pytest.raises(RolloutError, match="no server"):
+        asyncio.run(EpisodeRunner(of(once), tokenizer, client.limits).run(client.task, write))
+
+
+def test_each_token_has_the_experts_of_its_first_pass() -> None:
+    turns = [np.arange(4) + 10, np.arange(7) + 20, np.arange(8) + 30]
+    assert np.concatenate(joined_routes(turns)).tolist() == [10, 11, 12, 23, 24, 25, 36, 37]
+    assert np.concatenate(joined_routes(turns[:1])).tolist() == [10, 11, 12, 13]
+
+
+def test_environments_are_found_by_name_or_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "games.py").write_text(
+        "class Game:\n"
+        "    def __init__(self, *, level: int = 1):\n"
+        "        if level > 3:\n"
+        "            raise ValueError('level is at most 3')\n"
+        "        self.level = level\n"
+        "    async def rollout(self, client, task):\n"
+        "        await client.generate()\n"
+        "class Empty:\n"
+        "    pass\n"
+    )
+    assert get_environment("single_turn") is None
+    assert get_environment("any", "games:Game", {"level": 2}).level == 2
+    wrong: list[tuple[str, str | None, dict[str, Any], str]] = [
+        ("chess", None, {}, "no such environment; legal: agent, single_turn"),
+        ("", "games:Chess", {}, "has no function Chess"),
+        ("", "games:Empty", {}, "has no method rollout"),
+        ("", "games:Game", {"levels": 2}, "no such option; legal: level"),
+        ("", "games:Game", {"level": "a"}, "wrong type; int is wanted"),
+        ("", "games:Game", {"level": 4}, "level is at most 3"),
+        ("single_turn", None, {"level": 4}, "it takes none"),
+    ]
+    for name, path, options, problem in wrong:
+        with pytest.raises(EpisodeError, match=problem):
+            get_environment(name, path, options)

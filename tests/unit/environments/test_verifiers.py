@@ -1,0 +1,190 @@
+"""Tasksets of the package verifiers, in the interpreter that has it, whose programs talk to a
+scripted policy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gspo_megatron.data.tokenizers import Tokenizer
+from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner, Limits, Written
+from gspo_megatron.environments.verifiers import Verifiers
+from gspo_megatron.errors import EpisodeError, RolloutError
+from gspo_megatron.types import Prompt
+from tests.tasksets import hangman_words, letters, sums_taskset
+from tests.verifiers_environment import find_verifiers_python
+
+HANGMAN = {"taskset": {"game": "Hangman-v0"}}
+TURNS = 4
+
+
+@dataclass
+class Table:
+    """Where episodes are played, all with one event loop, as a run has one."""
+
+    tokenizer: Tokenizer
+    loop: asyncio.AbstractEventLoop
+
+    def play(
+        self,
+        environment: Verifiers,
+        task: Any,
+        *scripts: Sequence[str],
+        tokens: int = 4000,
+        before: Callable[[], None] = lambda: None,
+    ) -> tuple[list[Episode], list[Asked]]:
+        """Episodes of one task at the same time, whose policy writes the turns of a script."""
+        asked: list[Asked] = []
+        runner = EpisodeRunner(environment, self.tokenizer, Limits(TURNS, tokens, 4000))
+
+        async def one(script: Sequence[str]) -> Episode:
+            async def write(wanted: Asked) -> Written:
+                before()
+                asked.append(wanted)
+                ids = [*self.tokenizer.encode(script[wanted.turn]), self.tokenizer.eos_id]
+                return Written(ids[: wanted.max_tokens], len(ids) > wanted.max_tokens)
+
+            prompt = Prompt("?", None, "f:7", {"task": task}, token_ids=(9, 9))
+            return await runner.run(prompt, write)
+
+        async def all_of_them() -> list[Episode]:
+            return await asyncio.gather(*map(one, scripts))
+
+        return self.loop.run_until_complete(all_of_them()), asked
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    return str(find_verifiers_python())
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Table]:
+    loop = asyncio.new_event_loop()
+    yield Table(letters(tmp_path_factory.mktemp("letters")), loop)
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def hangman(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifiers]:
+    """The word to guess is always cat."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NLTK_DATA", str(hangman_words(tmp_path_factory.mktemp("nltk"), ["cat"])))
+        yield Verifiers("textarena", python, **HANGMAN)
+
+
+@pytest.fixture(scope="module")
+def row(hangman: Verifiers) -> dict[str, Any]:
+    zeroth, first = hangman.tasks(0, 2)
+    assert zeroth["id"] != first["id"]
+    return first
+
+
+def test_a_game_of_textarena_is_played_and_captured(
+    table: Table, hangman: Verifiers, row: dict[str, Any]
+) -> None:
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+    assert "Hangman" in row["prompt"][1]["content"]
+    scripts = ["[c]", "[t]", "[a]"], ["[c]", "no move", "nor here"]
+    (won, lost), asked = table.play(hangman, row["task"], *scripts)
+    assert won.error is None and won.given == 1.0 and not won.client.is_cut
+    assert lost.error is None and lost.given == pytest.approx(1 / 3)
+    said = [message["content"] for message in won.client.messages]
+    assert said[:2] == [message["content"] for message in row["prompt"]]
+    assert said[2::2] == ["[c]", "[t]", "[a]"] and "C   _   _" in said[3]
+    for episode, script in ((won, scripts[0]), (lost, scripts[1])):
+        # the policy was asked with the tokens that it is trained on
+        played = (*episode.client.prompt_ids, *episode.tokens.tolist())
+        ends = len(episode.client.prompt_ids) + episode.client.turn_ends()
+        contexts = [each.token_ids for each in asked]
+        for end, text in zip(ends, script):
+            written = [*table.tokenizer.encode(text), table.tokenizer.eos_id]
+            assert played[: end - len(written)] in contexts
+            assert list(played[end - len(written) : end]) == written
+        assert episode.mask.sum() == sum(len(text) + 1 for text in script)
+
+
+@pytest.mark.full
+def test_limits_end_the_game(table: Table, hangman: Verifiers, row: dict[str, Any]) -> None:
+    (of_turns,), asked = table.play(hangman, row["task"], ["[x]", "[y]", "[z]", "[v]"])
+    assert of_turns.error is None and of_turns.given == 0.0
+    assert len(asked) == TURNS and of_turns.client.is_cut
+    (of_tokens,), asked = table.play(hangman, row["task"], ["[c]"], tokens=10)
+    assert of_tokens.error is None and of_tokens.given == 0.0
+    assert len(asked) == 1 and of_tokens.client.is_cut
+
+
+def test_an_episode_that_takes_too_long_has_failed(
+    table: Table, hangman: Verifiers, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hangman, "_seconds", 0.0)
+    (late,), _ = table.play(hangman, row["task"], ["[c]"])
+    assert "took longer than environment.options.seconds = 0; f:7" in str(late.error)
+
+
+def test_a_row_that_is_no_task_is_named(table: Table, hangman: Verifiers) -> None:
+    (episode,), _ = table.play(hangman, {"prompt": 3}, ["x"])
+    assert "ValidationError" in str(episode.error) and "TextArenaData" in str(episode.error)
+
+
+def bridges() -> list[psutil.Process]:
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
+            if each.cmdline()[2:3] and each.cmdline()[2].endswith("verifiers_bridge.py"):
+                found.append(each)
+    return found
+
+
+def test_a_process_that_dies_costs_its_episodes_alone(
+    table: Table, hangman: Verifiers, row: dict[str, Any]
+) -> None:
+    def kill() -> None:
+        (bridge,) = bridges()
+        started.extend(bridge.children(recursive=True))
+        bridge.kill()
+
+    started: list[psutil.Process] = []
+    (episode,), _ = table.play(hangman, row["task"], ["[c]", "[t]", "[a]"], before=kill)
+    assert "its process ended with exit code 137" in str(episode.error)
+    assert started and not any(each.is_running() for each in started) and not bridges()
+    (episode,), _ = table.play(hangman, row["task"], ["[cat]"])
+    assert episode.error is None and episode.given == 1.0
+
+
+@pytest.mark.full  # tests/e2e plays whole runs
+def test_a_taskset_of_the_scaffold_plays_as_it_is(
+    table: Table, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sums_taskset(python, tmp_path))
+    environment = Verifiers("my-sums", python, taskset={"num_tasks": 3})
+    rows = list(environment.tasks(1, 9))
+    assert [row["task"]["answer"] for row in rows] == ["3", "5"]
+    assert rows[0]["prompt"] == [{"role": "user", "content": "1+2?"}]
+    (right, wrong, failing), _ = table.play(environment, rows[0]["task"], ["3"], ["4"], ["fail"])
+    assert (right.given, wrong.given) == (1.0, 0.0)
+    assert "TaskError" in str(failing.error) and "I cannot score this" in str(failing.error)
+    del environment  # and with it all that it has started
+    for each in bridges():
+        if str(tmp_path) == each.cwd():
+            each.wait(timeout=60)
+
+
+def test_settings_that_verifiers_refuses_end_the_run(table: Table, python: str) -> None:
+    environment = Verifiers("no-such-taskset", python)
+    problem = "environment.verifiers = no-such-taskset: ModuleNotFoundError: taskset"
+    with pytest.raises(RolloutError, match=problem):
+        table.play(environment, {}, ["a"])
+    with pytest.raises(EpisodeError, match="verifiers gives no tasks"):
+        list(Verifiers("textarena", python, **HANGMAN, players=2).tasks(0, 1))

@@ -1,0 +1,167 @@
+"""Suites on an OpenAI-compatible server: a real HTTP server with answers of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from gspo_megatron.cli.main import main
+
+ROWS = [{"question": "6 * 7", "solution": "42"}, {"question": "1 / 2", "solution": "0.5"}]
+
+
+class Chat:
+    """Answers the sum in every second request of a problem, in \\boxed{}; else a wrong number."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.requests: list[dict[str, Any]] = []
+        self.failures = [503, 429]  # of the first requests
+        self.refuses = False
+        self.url = ""
+
+    async def complete(self, request: web.Request) -> web.Response:
+        if self.failures:
+            return web.Response(status=self.failures.pop(), text="busy")
+        if self.refuses:
+            return web.Response(status=400, text="no such sampling")
+        given = await request.json()
+        given["key"] = request.headers.get("Authorization")
+        self.requests.append(given)
+        (message,) = given["messages"]
+        text = message["content"]
+        answer = "42" if "6 * 7" in text else r"\frac12"
+        content = answer if given["seed"] % 2 == 0 else "7"
+        choice = {"message": {"content": rf"so \boxed{{{content}}}"}, "finish_reason": "stop"}
+        if given["seed"] == 3:
+            choice = {"message": {"content": None}, "finish_reason": "length"}
+        usage = {"completion_tokens": 5 + given["seed"]}
+        return web.json_response({"choices": [choice], "usage": usage})
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "tiny"}]})
+
+
+@pytest.fixture
+def chat() -> Iterator[Chat]:
+    """Served from a thread of its own."""
+    double, ready = Chat(), threading.Event()
+    loop = asyncio.new_event_loop()
+
+    async def start() -> web.AppRunner:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", double.complete)
+        app.router.add_get("/v1/models", double.models)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        double.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+    def serve() -> None:
+        runner = loop.run_until_complete(start())
+        ready.set()
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    ready.wait()
+    yield double
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    path = tmp_path / "suites.yaml"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    suites = {
+        "sums": {
+            "prompts": str(tmp_path / "rows.jsonl"),
+            "template": "What is {question}? Write \\boxed{} and {{x}.",
+            "answer_field": "solution",
+            "reward": {"name": "math"},
+            "samples": 4,
+            "max_response_tokens": 9,
+        }
+    }
+    path.write_text(yaml.safe_dump(suites))
+    return path
+
+
+def test_a_server_is_evaluated(
+    chat: Chat,
+    suite: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    out = tmp_path / "out"
+    assert main(["evaluate", f"{chat.url}/v1/", "--suite", str(suite), "-o", str(out)]) == 0
+    assert len(chat.requests) == 8
+    for given in chat.requests:
+        assert (given["model"], given["max_tokens"]) == ("tiny", 9)
+        assert given["key"] == "Bearer secret" and "top_k" not in given
+    texts = {given["messages"][0]["content"] for given in chat.requests}
+    assert texts == {rf"What is {q}? Write \boxed{{}} and {{x}}." for q in ("6 * 7", "1 / 2")}
+
+    rows = [json.loads(line) for line in (out / "evaluation.jsonl").read_text().splitlines()]
+    assert [(r["problem"], r["sample"], r["reward"]) for r in rows] == [
+        (problem, sample, float(sample % 2 == 0)) for problem in (0, 1) for sample in range(4)
+    ]
+    assert [r["read_answer"] for r in rows] == ["42", "7", "42", None, "1/2", "7", "1/2", None]
+    (record,) = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
+    figures = {k.removeprefix("evaluation/sums/"): v for k, v in record.items() if "/" in k}
+    shares = {"pass_at_1": 0.5, "pass_at_2": pytest.approx(5 / 6), "pass_at_4": 1.0}
+    interval = {"mean": 0.5, "ci_low": 0.5, "ci_high": 0.5}
+    others = {"maj_at_4": 1.0, "truncated": 0.25, "length": 6.5, "problems": 2.0, "failed": 0.0}
+    assert figures == interval | shares | others
+    assert "0.500–0.500" in capsys.readouterr().out
+    # a second evaluation does not mix with the first
+    assert main(["evaluate", chat.url, "--suite", str(suite), "-o", str(out)]) == 2
+    assert "holds an evaluation" in capsys.readouterr().err
+
+
+def test_a_server_that_refuses_is_not_asked_again(
+    chat: Chat, suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat.refuses, chat.failures = True, []
+    words = ["evaluate", chat.url, "--suite", str(suite), "-o", str(tmp_path / "out")]
+    assert main([*words, "evaluation.suites.sums.top_k=5", "--requests", "1"]) == 2
+    assert "HTTP 400: no such sampling" in capsys.readouterr().err
+    assert chat.requests == []
+
+
+def test_all_mistakes_are_told_before_the_server_is_asked(
+    chat: Chat, suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "solution": "1"}\n{"question": 5\n')
+    base = ["evaluate", chat.url, "--suite", str(suite)]
+    assert main([*base, "evaluation.suites.sums.reward.name=maths"]) == 2
+    told = capsys.readouterr().err
+    assert "reward.name = maths: no such reward" in told
+    assert f"{tmp_path}/rows.jsonl:2: not JSON" in told
+    words = ["evaluation.suites.sums.temperature=0", "model.preset=tiny"]
+    assert main([*base, *words]) == 2
+    told = capsys.readouterr().err
+    assert "evaluation.suites.sums.temperature = 0.0: greedy responses are all the same" in told
+    assert "model: nothing reads it without a model" in told
+    assert main([*base, "evaluation.suites.sums.smples=4"]) == 2
+    assert "evaluation.suites.sums.smples = 4: unknown key; did you mean samples" in (
+        capsys.readouterr().err
+    )
+    assert main(["evaluate", chat.url]) == 2
+    assert "names nothing to evaluate" in capsys.readouterr().err
+    assert chat.requests == []
