@@ -89,15 +89,24 @@ def check_all(
 
 
 def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inputs | None:
+    from gspo_megatron.config.schema import suite_key
     from gspo_megatron.data.formats import field_map
     from gspo_megatron.data.inputs import read_inputs
-    from gspo_megatron.rewards.registry import check_answers, get_reward
+    from gspo_megatron.environments.registry import environment_of, tools_of
+    from gspo_megatron.rewards.registry import check_answers, get_reward, suite_rewards
 
-    inputs = reward = None
-    section = config.reward
+    inputs = reward = environment = None
+    tools: list[dict[str, Any]] = []
+    with gathered_in(problems):
+        environment, tools = environment_of(config), tools_of(config)
+    section, suites = config.reward, {}
+    with gathered_in(problems):
+        suites = suite_rewards(config.evaluation.suites)
     with gathered_in(problems):
         reward = get_reward(section.name, section.import_path, section.options, section.workers)
-        if reward.answers is not None and field_map(config.data).answer is None:
+        if getattr(environment, "gives_rewards", False):
+            reward = None
+        elif reward.answers is not None and field_map(config.data).answer is None:
             wrong = f"reward.name = {section.name} compares responses with answers"
             problems.append(f"data.answer_field = null: {wrong}; legal: the field that holds them")
             reward = None
@@ -110,9 +119,12 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             build_objective(section, config.rollout.max_response_tokens)
     if with_files:
         with gathered_in(problems):
-            inputs = read_inputs(config)
+            inputs = read_inputs(config, tools)
             if reward is not None:
                 check_answers(reward, [*inputs.train, *inputs.evaluation])
+        for name, of_suite in suites.items() if inputs is not None else ():
+            with gathered_in(problems):
+                check_answers(of_suite, inputs.files[suite_key(name)])
     return inputs
 
 

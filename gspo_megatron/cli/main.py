@@ -15,17 +15,21 @@ from gspo_megatron.cli import (
     check,
     convert,
     doctor,
+    evaluate,
     new,
     preflight,
     report,
     serve,
+    tasks,
     train,
     verify,
 )
 from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
 from gspo_megatron.cli.ranks import join_launcher
 
-COMMANDS = (new, train, check, preflight, verify, convert, serve, report, ablate, doctor)
+COMMANDS = (
+    new, train, check, preflight, verify, evaluate, convert, serve, tasks, report, ablate, doctor
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

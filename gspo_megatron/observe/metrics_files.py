@@ -235,6 +235,8 @@ class SampleWriter(JsonLinesWriter):
         for sample, reward, found in zip(samples, rewards, of_parts, strict=True):
             answer = written_answer(sample)
             texts = {"prompt": sample.prompt, "response": sample.response, "answer": answer}
+            if sample.transcript:
+                texts["transcript"] = sample.transcript
             outcome = {"reward": reward, **found, "truncated": sample.truncated}
             row = {"step": step, "split": split, "row_id": sample.row_id}
             self.append(row | texts | outcome)

@@ -37,6 +37,7 @@ from gspo_megatron.observe.metrics_files import (
 )
 from gspo_megatron.observe.plots import COMPARISONS, plot_comparison, plot_run
 from gspo_megatron.observe.progress import MISSING, SafeStream, duration, fixed, number, percent
+from gspo_megatron.observe.suite_table import only_suites, print_suites
 from gspo_megatron.observe.timing_plots import plot_timeline
 
 _logger = logging.getLogger(__name__)
@@ -261,7 +262,10 @@ def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool
         except Exception as error:
             _logger.debug("the report was not written", exc_info=True)
             lines.append(f"report  not written: {type(error).__name__}: {error}")
-    console.print(_terminal_table(run_dir))
+    records = read_metrics(run_dir)
+    if not only_suites(records):
+        console.print(_terminal_table(run_dir))
+    print_suites(run_dir, console)
     _print_warnings(console, load_runs([run_dir]))
     for line in lines:
         # A path that the console breaks into lines could not be copied.

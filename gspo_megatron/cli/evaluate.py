@@ -1,0 +1,170 @@
+"""`gspo-megatron evaluate`: suites on a run, a checkpoint, a Hugging Face folder or a server."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.cli import train
+from gspo_megatron.cli.arguments import Commands, add_nproc, new_parser, positive
+from gspo_megatron.errors import ConfigError, DataError, UserError
+
+
+def add_parser(commands: Commands) -> None:
+    text = "evaluate a run, a checkpoint, a Hugging Face folder or a server on suites of problems"
+    parser = new_parser(commands, "evaluate", run, text, list_name="overrides")
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a run folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a "
+        "configuration, or the URL of an OpenAI-compatible server, as http://host:port; "
+        "OPENAI_API_KEY has its key",
+    )
+    parser.add_argument(
+        "overrides",
+        metavar="section.key=value",
+        nargs="*",
+        default=[],
+        help="replaces a value, for example evaluation.suites.aime24.samples=4",
+    )
+    parser.add_argument(
+        "--suite",
+        metavar="FILE.yaml[:NAME]",
+        action="append",
+        default=[],
+        help="suites instead of those that SOURCE has; may be given several times",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", help="the folder of the evaluation (default: its own)"
+    )
+    parser.add_argument("--model", help="of a server: its name (default: the first it has)")
+    parser.add_argument(
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="of a server: requests under way at a time (default: 64)",
+    )
+    add_nproc(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate, and print a table of the suites. Raises UserError for everything that is wrong with
+    source, suites and their files, all at once."""
+    is_server = re.match(r"https?://", arguments.source) is not None
+    unread = ("nproc",) if is_server else ("model", "requests")
+    for name in unread:
+        if getattr(arguments, name) is not None:
+            kind = "SOURCE is a server" if is_server else "SOURCE is no server"
+            arguments.parser.error(f"--{name}: nothing reads it: {kind}")
+    suites = _suites(arguments.suite)
+    if is_server:
+        return _run_server(arguments, suites)
+    from gspo_megatron.config.load import dump_yaml
+
+    values, out = _values(Path(arguments.source), suites)
+    values["logging"]["dir"] = arguments.output or out
+    with tempfile.TemporaryDirectory(prefix="gspo-megatron-evaluate-") as folder:
+        path = Path(folder) / "evaluation.yaml"
+        path.write_text(dump_yaml(values), encoding="utf-8")
+        given = {"config": str(path), "overrides": arguments.overrides, "fresh": False}
+        return train.run("train", argparse.Namespace(**given, nproc=arguments.nproc))
+
+
+def _suites(files: Sequence[str]) -> dict[str, Any]:
+    """The suites of all files by name. Raises ConfigError."""
+    from gspo_megatron.config.load import suites_of_file
+
+    found: dict[str, Any] = {}
+    problems = []
+    for given in files:
+        try:
+            suites = suites_of_file(given)
+        except ConfigError as error:
+            problems += [f"--suite {line}" for line in error.problems]
+            continue
+        twice = sorted(found.keys() & suites.keys())
+        problems += [f"--suite {given}: {name} is in another file, too" for name in twice]
+        found |= suites
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A configuration that evaluates the source, and the usual folder for it. Raises UserError."""
+    if (source / "config.json").is_file():
+        values = _of_hugging_face(source)
+        out = f"runs/evaluation-{source.resolve().name}"
+    elif source.is_dir():
+        values, out = _of_run(source)
+    else:
+        values, out = _read(source), f"runs/{source.stem}-evaluation"
+    for section in ("parallel", "data", "training", "evaluation", "checkpoint", "logging"):
+        values[section] = dict(values.get(section) or {})
+    values["parallel"]["data_parallel_size"] = None  # as many replicas as --nproc gives
+    values["data"] |= {"prompts": None, "weights": None}
+    values["training"] |= {"steps": 0, "evaluation_interval": 0}
+    values["checkpoint"] |= {"interval": 0, "keep_best": 0}
+    values["evaluation"]["interval"] = 0
+    values["logging"] |= {"plots": False, "trackers": []}
+    # They may need code that is not here, and nothing reads them.
+    values |= {"objective": None, "routing": None}
+    if suites:
+        values["evaluation"]["suites"] = suites
+        values["data"]["eval_prompts"] = values["reward"] = None
+    if not (values["evaluation"].get("suites") or values["data"].get("eval_prompts")):
+        raise UserError(f"{source}: names nothing to evaluate; legal: --suite FILE.yaml")
+    return values, out
+
+
+def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
+    """The configuration that a run, or one of its checkpoints, was trained with."""
+    is_checkpoint = (folder / "config.yaml").is_file() and (folder / "model.json").is_file()
+    path = folder / ("config.yaml" if is_checkpoint else "config.resolved.yaml")
+    if not path.is_file():
+        raise DataError(
+            f"{folder}: neither a run folder, nor a checkpoint, nor a Hugging Face folder: it has "
+            "no config.resolved.yaml, config.yaml or config.json"
+        )
+    values = _read(path)
+    values["model"] = {**(values.get("model") or {}), "checkpoint_path": str(folder)}
+    values["model"]["hf_path"] = None
+    run = folder.resolve().parents[1] if is_checkpoint else folder
+    return values, str(run / "evaluation")
+
+
+def _of_hugging_face(folder: Path) -> dict[str, Any]:
+    """The tokenizer may be given by an override, too: then this one need not be there."""
+    from gspo_megatron.data.tokenizers import load_tokenizer
+
+    tokenizer, has_template = folder, False
+    if not any((folder / f"{name}.json").exists() for name in ("tokenizer", "tokenizer_config")):
+        tokenizer = folder / "tokenizer.model"
+    with contextlib.suppress(UserError):
+        has_template = load_tokenizer(str(tokenizer)).chat_template is not None
+    return {
+        "model": {"hf_path": str(folder)},
+        "data": {"tokenizer": str(tokenizer), "chat_template": has_template},
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from gspo_megatron.config.load import read_mapping
+
+    return read_mapping(path)
+
+
+def _run_server(arguments: argparse.Namespace, suites: dict[str, Any]) -> int:
+    from gspo_megatron.rollout.service.chat import ServerEvaluation
+
+    url = arguments.source.rstrip("/").removesuffix("/v1")
+    named = re.sub(r"\W+", "-", url.partition("://")[2])
+    out = Path(arguments.output or f"runs/evaluation-{named}")
+    evaluation = ServerEvaluation(url, suites, arguments.overrides, out)
+    evaluation.run(arguments.model, arguments.requests or 64)
+    return 0

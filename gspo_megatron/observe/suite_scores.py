@@ -1,0 +1,145 @@
+"""The figures of an evaluation suite: k responses to each problem, each correct or not.
+
+Symbols: n responses to a problem, c of them correct, N problems.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+CONFIDENCE = 0.95
+RESAMPLES = 10_000
+_RESAMPLED_AT_ONCE = 10_000_000  # numbers in memory
+
+
+@dataclass(frozen=True)
+class Answers:
+    """All responses to a problem. A reward that failed is NaN, and its response counts nowhere."""
+
+    rewards: Sequence[float]  # [n]
+    correct: Sequence[bool]  # [n]
+    answers: Sequence[str | None]  # [n], what the reward read in the response; None: no answer
+    truncated: Sequence[bool]  # [n]
+    lengths: Sequence[int]  # [n], tokens
+
+    def scored(self) -> Answers:
+        """Those responses that have a reward."""
+        kept = [i for i, reward in enumerate(self.rewards) if not math.isnan(reward)]
+        return Answers(**{name: [column[i] for i in kept] for name, column in vars(self).items()})
+
+
+def of_records(records: Iterable[Mapping[str, Any]]) -> list[Answers]:
+    """The problems of a suite, from its responses as evaluation.jsonl has them."""
+    problems: dict[int, list[Mapping[str, Any]]] = {}
+    for record in records:
+        problems.setdefault(record["problem"], []).append(record)
+    return [
+        Answers(
+            [math.nan if each["reward"] is None else each["reward"] for each in responses],
+            [bool(each["correct"]) for each in responses],
+            [each["read_answer"] for each in responses],
+            [each["truncated"] for each in responses],
+            [each["num_tokens"] for each in responses],
+        )
+        for responses in problems.values()
+    ]
+
+
+def pass_at_k(correct: int, responses: int, k: int) -> float:
+    """The chance that one of k responses is correct, where `correct` of `responses` were: the
+    unbiased estimator 1 − C(n−c, k) / C(n, k) of the Codex paper (arXiv 2107.03374, eq. 1).
+
+    Raises ValueError unless 0 <= correct <= responses and 1 <= k <= responses.
+    """
+    if not (0 <= correct <= responses and 1 <= k <= responses):
+        raise ValueError(f"pass@{k} of {correct} correct of {responses} responses")
+    return 1.0 - math.comb(responses - correct, k) / math.comb(responses, k)
+
+
+def majority_at_k(correct: Sequence[bool], answers: Sequence[str | None]) -> float:
+    """Whether the most frequent answer of all responses is correct: 1.0 or 0.0.
+
+    Where several answers are most frequent, one of them is taken at random: the result is its
+    expectation. Responses without an answer have no vote; without any vote the result is 0.0. An
+    answer counts as correct by the share of its responses that are.
+    """
+    votes: dict[str, list[bool]] = {}
+    for answer, is_correct in zip(answers, correct, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(is_correct)
+    most = max(map(len, votes.values()), default=0)
+    winners = [sum(each) / most for each in votes.values() if len(each) == most]
+    return sum(winners) / len(winners) if winners else 0.0
+
+
+def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """The 95% percentile interval of the mean over problems, when these are drawn again with
+    replacement. It says how far another choice of problems could move the mean. Of one problem it
+    is that problem's figure, twice."""
+    values = np.asarray(of_problems, dtype=np.float64)
+    if len(values) < 2 or (values == values[0]).all():
+        return float(values[0]), float(values[0])
+    found = stats.bootstrap(
+        (values,),
+        np.mean,
+        confidence_level=CONFIDENCE,
+        n_resamples=RESAMPLES,
+        batch=max(1, _RESAMPLED_AT_ONCE // len(values)),
+        method="percentile",
+        random_state=np.random.default_rng(seed),
+    )
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4 … up to `most`, and `most` itself."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    return powers if powers[-1] == most else [*powers, most]
+
+
+def suite_figures(problems: Sequence[Answers], samples: int, seed: int = 0) -> dict[str, float]:
+    """The figures of a suite with `samples` responses to each problem, by name.
+
+    mean (of the rewards, with ci_low and ci_high), pass_at_K for K = 1, 2, 4 … samples,
+    maj_at_SAMPLES where samples > 1 and some response has an answer, truncated (share of
+    responses), length (mean, tokens), problems, and failed: calls of the reward that failed. A
+    problem that is left with fewer than `samples` rewards is left out of all figures.
+
+    Raises ValueError where no problem is left.
+    """
+    scored = [problem.scored() for problem in problems]
+    whole = [problem for problem in scored if len(problem.rewards) == samples]
+    if not whole:
+        raise ValueError(f"no problem has {samples} responses with rewards")
+    means = [float(np.mean(problem.rewards)) for problem in whole]
+    low, high = bootstrap_interval(means, seed)
+    found = {"mean": float(np.mean(means)), "ci_low": low, "ci_high": high}
+    for k in powers_of_two(samples):
+        chances = [pass_at_k(sum(problem.correct), samples, k) for problem in whole]
+        found[f"pass_at_{k}"] = float(np.mean(chances))
+    if samples > 1 and any(answer is not None for each in whole for answer in each.answers):
+        votes = [majority_at_k(problem.correct, problem.answers) for problem in whole]
+        found[f"maj_at_{samples}"] = float(np.mean(votes))
+    found["truncated"] = float(np.mean([each.truncated for each in whole]))
+    found["length"] = float(np.mean([each.lengths for each in whole]))
+    found["problems"] = float(len(whole))
+    failed = sum(len(a.rewards) - len(b.rewards) for a, b in zip(problems, scored, strict=True))
+    return found | {"failed": float(failed)}
+
+
+def suite_text(figures: Mapping[str, float]) -> str:
+    """The figures of a suite on one line, for people."""
+    most = max(int(name.removeprefix("pass_at_")) for name in figures if name.startswith("pass_"))
+    interval = f"{figures['ci_low']:.3f} to {figures['ci_high']:.3f}"
+    found = [f"mean@{most} {figures['mean']:.3f} ({interval})"]
+    for label, name in (("pass", "pass_at_"), ("maj", "maj_at_")):
+        if most > 1 and f"{name}{most}" in figures:
+            found.append(f"{label}@{most} {figures[f'{name}{most}']:.3f}")
+    found.append(f"truncated {figures['truncated']:.1%}, {figures['length']:.0f} tokens")
+    return ", ".join(found)

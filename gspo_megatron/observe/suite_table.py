@@ -1,0 +1,74 @@
+"""The figures of a run's suites as a table for the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gspo_megatron.observe.metrics_files import read_metrics
+from gspo_megatron.observe.progress import MISSING, SafeStream
+from gspo_megatron.observe.suite_scores import CONFIDENCE
+
+_INTERVAL = f"{CONFIDENCE:.0%} interval"
+_COLUMNS = "suite", "problems", "k", "mean@k", _INTERVAL, "pass@k", "maj@k", "cut off", "tokens"
+
+
+def figures_of_suites(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """By suite, from metrics evaluation/SUITE/FIGURE."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in metrics.items():
+        head, _, rest = key.partition("/")
+        suite, slash, figure = rest.partition("/")
+        if head == "evaluation" and slash:
+            found.setdefault(suite, {})[figure] = value
+    return found
+
+
+def only_suites(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a run did nothing but evaluate suites."""
+    (record, *others) = records or [{}]
+    known = {"step", "phase", *(key for key in record if key.count("/") == 2)}
+    return not others and bool(figures_of_suites(record)) and record.keys() <= known
+
+
+def print_suites(run_dir: str | Path, console: Console | None = None) -> None:
+    """Print the newest figures of each suite of a run, if it has any; to stdout without a console.
+    Raises DataError."""
+    figures: dict[str, dict[str, float]] = {}
+    for record in read_metrics(run_dir):
+        figures |= figures_of_suites(record)
+    if not figures:
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in _COLUMNS:
+        is_name = name == "suite"  # a long one is broken: figures are wanted whole
+        table.add_column(
+            name, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold"
+        )
+    for suite, of_suite in figures.items():
+        table.add_row(suite, *_row(of_suite))
+    if console is None:
+        stream = SafeStream(sys.stdout)
+        console = Console(file=stream, force_terminal=stream.isatty(), highlight=False)  # type: ignore[arg-type]
+    console.print(table)
+
+
+def _row(figures: Mapping[str, float]) -> list[str]:
+    samples = max(int(key.removeprefix("pass_at_")) for key in figures if key.startswith("pass_"))
+    votes = figures.get(f"maj_at_{samples}")
+    return [
+        f"{figures['problems']:.0f}",
+        str(samples),
+        f"{figures['mean']:.3f}",
+        f"{figures['ci_low']:.3f}–{figures['ci_high']:.3f}",
+        f"{figures[f'pass_at_{samples}']:.3f}",
+        MISSING if votes is None else f"{votes:.3f}",
+        f"{figures['truncated']:.1%}",
+        f"{figures['length']:.0f}",
+    ]

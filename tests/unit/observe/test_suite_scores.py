@@ -1,0 +1,135 @@
+"""The figures of a suite against brute force, exact distributions and the papers' formulas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from gspo_megatron.observe.suite_scores import (
+    Answers,
+    bootstrap_interval,
+    majority_at_k,
+    pass_at_k,
+    powers_of_two,
+    suite_figures,
+)
+
+
+def answers(correct: str, given: str | None = None, lengths: int = 3) -> Answers:
+    """Of "10n": a correct response, a wrong one, and one whose reward failed."""
+    rewards = [math.nan if c == "n" else float(c) for c in correct]
+    read = [None if a == "-" else a for a in given or correct]
+    n = len(correct)
+    return Answers(rewards, [c == "1" for c in correct], read, [False] * n, [lengths] * n)
+
+
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_correct_response() -> None:
+    for n in range(1, 9):
+        for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+            responses = [1] * c + [0] * (n - c)
+            subsets = list(itertools.combinations(responses, k))
+            expected = Fraction(sum(map(max, subsets)), len(subsets))
+            assert pass_at_k(c, n, k) == pytest.approx(float(expected), abs=1e-15)
+
+
+def test_pass_at_k_is_the_product_form_of_the_codex_paper() -> None:
+    for n, c in itertools.product((10, 100, 200), (0, 1, 3, 7, 10)):
+        for k in (1, 10):
+            wrong = np.arange(n - c + 1, n + 1)
+            product = 1.0 if n - c < k else 1.0 - np.prod(1.0 - k / wrong)
+            assert pass_at_k(c, n, k) == pytest.approx(product, rel=1e-12)
+    # 1 − (195·194·…·186)/(200·199·…·191), worked out by hand as (190·189·…·186)/(200·…·196)
+    odds = math.prod(range(186, 191)) / math.prod(range(196, 201))
+    assert pass_at_k(5, 200, 10) == pytest.approx(1 - odds, rel=1e-12)
+
+
+def test_pass_at_k_is_unbiased_where_the_naive_estimate_is_not() -> None:
+    """Over all outcomes of n responses of a model with accuracy p it is 1 − (1 − p)^k."""
+    n, k, p = 8, 4, 0.3
+    chances = stats.binom.pmf(range(n + 1), n, p)
+    expected = sum(w * pass_at_k(c, n, k) for c, w in enumerate(chances))
+    naive = sum(w * (1 - (1 - c / n) ** k) for c, w in enumerate(chances))
+    assert expected == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+    assert abs(naive - expected) > 0.01
+
+
+@pytest.mark.parametrize("given", [(-1, 2, 1), (3, 2, 1), (1, 2, 3), (1, 2, 0)])
+def test_pass_at_k_refuses_impossible_counts(given: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="pass@"):
+        pass_at_k(*given)
+
+
+def test_majority_is_the_mean_over_all_ways_to_break_ties() -> None:
+    """Every list of 5 responses with answers a (right), b, c or none: the first response of a
+    random order decides among the most frequent answers."""
+    for given in itertools.product("abc-", repeat=5):
+        counts = Counter(answer for answer in given if answer != "-")
+        top = [a for a in counts if counts[a] == max(counts.values())]
+        expected = Fraction(top.count("a"), len(top)) if top else Fraction(0)
+        found = majority_at_k(
+            [answer == "a" for answer in given], [None if a == "-" else a for a in given]
+        )
+        assert found == pytest.approx(float(expected))
+
+
+def test_the_interval_has_the_quantiles_of_the_exact_bootstrap_distribution() -> None:
+    """Of problems that are right or wrong, the number of right ones among those drawn again is
+    binomial."""
+    for problems, right in ((30, 9), (100, 50), (500, 480)):
+        low, high = bootstrap_interval([1.0] * right + [0.0] * (problems - right))
+        exact = stats.binom.ppf([0.025, 0.975], problems, right / problems) / problems
+        assert (low, high) == pytest.approx(exact, abs=1.01 / problems)
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    random, truth = np.random.default_rng(0), 0.5
+    inside = 0
+    for _ in range(60):
+        low, high = bootstrap_interval(random.beta(2.0, 2.0, size=50).tolist())
+        inside += low <= truth <= high
+    assert 51 <= inside <= 60
+
+
+def test_the_interval_of_equal_problems_is_a_point_and_the_same_every_time() -> None:
+    assert bootstrap_interval([0.25]) == (0.25, 0.25)
+    assert bootstrap_interval([1.0, 1.0]) == (1.0, 1.0)
+    values = [0.0, 0.5, 1.0, 0.25]
+    assert bootstrap_interval(values, seed=3) == bootstrap_interval(values, seed=3)
+    low, high = bootstrap_interval(values)
+    assert low < np.mean(values) < high
+
+
+def test_figures_of_two_problems_by_hand() -> None:
+    found = suite_figures([answers("1100", "aabc", 10), answers("0001", "xx-y", 20)], samples=4)
+    assert found["mean"] == found["pass_at_1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
+    # two of four: 1 − 1/6; one of four: 1 − 3/6
+    assert found["pass_at_2"] == pytest.approx((5 / 6 + 3 / 6) / 2)
+    assert found["pass_at_4"] == 1.0
+    assert found["maj_at_4"] == pytest.approx((1 + 0) / 2)
+    assert found["length"] == 15 and found["truncated"] == 0 and found["problems"] == 2
+    assert found["ci_low"] == 0.25 and found["ci_high"] == 0.5
+    assert found["failed"] == 0
+
+
+def test_a_problem_with_a_failed_reward_is_left_out_and_counted() -> None:
+    found = suite_figures([answers("11"), answers("0n"), answers("nn")], samples=2)
+    assert found["mean"] == 1.0 and found["problems"] == 1 and found["failed"] == 3
+    with pytest.raises(ValueError, match="no problem has 2 responses"):
+        suite_figures([answers("1n")], samples=2)
+
+
+def test_partial_rewards_have_a_mean_that_is_not_their_accuracy() -> None:
+    half = Answers([0.5, 1.0], [False, True], [None, None], [True, False], [4, 2])
+    found = suite_figures([half], samples=2)
+    assert (found["mean"], found["pass_at_1"], found["truncated"]) == (0.75, 0.5, 0.5)
+    assert not any(name.startswith("maj") for name in found)
+
+
+def test_powers_of_two_end_with_all_samples() -> None:
+    assert [powers_of_two(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
