@@ -35,6 +35,7 @@ demo: setup  ## all stages of a tiny Mixture-of-Experts model on this machine, i
 test: lint  ## the tests of CI: lint, and all tests that take seconds
 	@$(call pytest,tests/unit,-n 2)
 	@$(call pytest,tests/parallel)
+	@$(call pytest,tests/cuda_rehearsal)
 	@$(call pytest,tests/gpu,-k cpu)
 	@$(call pytest,tests/slurm,-n 2)
 	@$(call pytest,tests/vllm,-n 2)
@@ -44,6 +45,7 @@ test: lint  ## the tests of CI: lint, and all tests that take seconds
 test-full: lint  ## `test`, plus the tests that take minutes and those that need a GPU
 	@$(call pytest,tests/unit,-n 2 -m '')
 	@$(call pytest,tests/parallel,-m '')
+	@$(call pytest,tests/cuda_rehearsal,-m '')
 	@$(call pytest,tests/gpu,-m '')
 	@$(call pytest,tests/slurm,-n 2 -m '')
 	@$(call pytest,tests/vllm,-n 2 -m '')

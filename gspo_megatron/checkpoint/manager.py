@@ -148,13 +148,16 @@ class Checkpoints:
         self, step: int, metrics: Mapping[str, float], is_last: bool
     ) -> None:
         """Warn, once in a run, if this step should have the metric of `keep_best` and has not."""
-        name, every = self.section.best_metric, self.config.training.evaluation_interval
+        name = self.section.best_metric
         if not self.section.keep_best or name in metrics:
             return
-        evaluated = is_last or (every and step % every == 0)
         key = f"checkpoint.best_metric = {name}"
-        if key in self.warned or (name.startswith("evaluation/") and not evaluated):
+        if key in self.warned:
             return
+        if name.startswith("evaluation/"):
+            _, every = self.config.evaluated_every(name)
+            if not is_last and (every == 0 or step % every):
+                return
         self.warned.append(key)
         wrong = f"step {step} has no such metric, so its checkpoint is not kept as one of the best"
         if close := nearest(name, metrics, 1):

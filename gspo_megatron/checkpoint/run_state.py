@@ -18,6 +18,7 @@ import gspo_megatron
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.config import Config
 from gspo_megatron.config.model_shape import MODEL_FILE
+from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import fingerprint
@@ -73,9 +74,14 @@ def fingerprints(config: Config | StageConfig) -> dict[str, str]:
     files[TOKENIZER] = [config.data.tokenizer]
     if isinstance(config, Config):
         named = {
+            "environment.import_path": config.environment.import_path,
             "reward.import_path": config.reward.import_path,
             "objective.import_path": config.objective.import_path,
             "objective.advantage_import_path": config.objective.advantage_import_path,
+            **{
+                f"{suite_key(name)}.reward.import_path": suite.reward.import_path
+                for name, suite in config.evaluation.suites.items()
+            },
         }
         code = {key: _module_file(path.partition(":")[0]) for key, path in named.items() if path}
         files |= {key: [file] for key, file in code.items() if file is not None and file.is_file()}

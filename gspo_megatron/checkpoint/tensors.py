@@ -34,9 +34,13 @@ MODEL, OPTIMIZER, SCALES = "model", "optimizer", "fp8_scales"
 def start_work(work: Callable[[], T], *, asynchronous: bool) -> Future[T]:
     """Do `work`, in a daemon thread if it is asynchronous. Its error is raised by `result`."""
     future: Future[T] = Future()
+    device = torch.cuda.current_device()
 
     def run() -> None:
         try:
+            # A thread begins on the host's first GPU: torch's writer would wait for that one, and
+            # every rank would take half a GB of its memory for a context.
+            torch.cuda.set_device(device)
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 (raised again in the main thread)
             future.set_exception(error)

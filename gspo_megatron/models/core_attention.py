@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,7 +198,7 @@ def cut_into_tiles(of_queries: Tensor, num_sequences: int, device: torch.device)
             # On the meta device (`estimate`) all tiles have one shape: a new one takes long there.
             keys = most_keys if device.type == "meta" else int(of_queries[:, queries].max()) + 1
             tiles.append((queries, keys))
-    return Positions(of_queries.to(device), tiles)
+    return Positions(of_queries.to(device, non_blocking=True), tiles)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
@@ -238,6 +239,7 @@ def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device)
     boundaries = packed.cu_seqlens_q_padded
     boundaries = packed.cu_seqlens_q if boundaries is None else boundaries
     bounds = boundaries.tolist()
+    moved = partial(Tensor.to, device=device, non_blocking=True)
     cp_size, cp_rank = cp_group.size(), cp_group.rank()
     tokens = bounds[-1] // cp_size  # on this rank
     lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
@@ -256,8 +258,8 @@ def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device)
         restore[rows[valid]] = filled + torch.arange(rows.numel()).view_as(rows)[valid]
         filled += rows.numel()
         tiles = None if positions is None else cut_into_tiles(positions, len(members), device)
-        blocks.append(Block(rows.to(device), key_rows.to(device), tiles))
-    return AttentionPlan(blocks, restore.to(device))
+        blocks.append(Block(moved(rows), moved(key_rows), tiles))
+    return AttentionPlan(blocks, moved(restore))
 
 
 def _block(

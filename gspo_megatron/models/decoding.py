@@ -25,6 +25,7 @@ from gspo_megatron.models.attention import CachedSelfAttention, KeyValueCache, r
 from gspo_megatron.models.experts import GroupedExperts
 from gspo_megatron.models.norms import TorchNorm
 from gspo_megatron.models.transformer_config import changed, without_fp8
+from gspo_megatron.platform.devices import count_values
 
 # Attributes of Megatron-Core's modules and configs that turn sequence parallelism on.
 _SEQUENCE_PARALLEL_SWITCHES = (
@@ -258,7 +259,7 @@ def _choose(router: TopKRouter, states: Tensor) -> Dispatch:
         weights = weights.softmax(-1, torch.float32).to(dtype)
     rows = experts.flatten()
     order = rows.argsort(stable=True)
-    counts = torch.bincount(rows, minlength=scores.shape[-1])
+    counts = count_values(rows, scores.shape[-1])
     return order // topk, weights.flatten()[order], counts
 
 

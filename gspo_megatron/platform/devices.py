@@ -70,6 +70,13 @@ def set_seeds(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
+def count_values(values: torch.Tensor, size: int) -> torch.Tensor:
+    """[size] int64: how often each of 0 to size - 1 is in `values` [n]. torch.bincount looks for
+    the largest value first, and makes the host wait for a GPU."""
+    counts = torch.zeros(size, dtype=torch.long, device=values.device)
+    return counts.scatter_add_(0, values.long(), counts.new_ones(()).expand(len(values)))
+
+
 def peak_memory_bytes() -> int:
     """Largest device memory of this process so far; its resident memory on a CPU."""
     if torch.cuda.is_available():

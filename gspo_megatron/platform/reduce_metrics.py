@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gspo_megatron.errors import UserError
 from gspo_megatron.platform.collectives import all_gather_columns
+from gspo_megatron.platform.devices import count_values
 
 QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
@@ -32,7 +33,7 @@ class StepMetrics:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._edges = _EDGES.to(device)
+        self._edges = _EDGES.to(device, non_blocking=True)
         self._means: dict[str, Tensor] = {}  # [2] float64: numerator, denominator
         self._maxima: dict[str, Tensor] = {}
         self._sequence_values: dict[str, list[Tensor]] = {}
@@ -69,10 +70,10 @@ class StepMetrics:
         )
         if ratios.numel() == 0:
             return
-        # a NaN ends the run at the gradient norm; here it must not hide behind an error of bincount
+        # a NaN ends the run at the gradient norm; here it must not hide behind an error of the bins
         logs = ratios.double().log().nan_to_num(nan=0.0)
         bins = torch.bucketize(logs, self._edges)
-        sketch += torch.bincount(bins, minlength=len(sketch))
+        sketch += count_values(bins, len(sketch))
         torch.maximum(extremes, torch.stack([-logs.min(), logs.max()]), out=extremes)
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
@@ -149,9 +150,7 @@ def mismatch_metrics(
     - D), share with |D| > ln 2; and the largest |D| (a scalar, 0 without tokens).
     """
     difference = (trained_logprobs.double() - rollout_logprobs.double())[mask > 0]
-    count = torch.tensor(
-        float(difference.numel()), dtype=torch.float64, device=trained_logprobs.device
-    )
+    count = difference.new_full((), difference.numel())  # float64, on the device
 
     def mean(values: Tensor) -> Tensor:
         return torch.stack([values.double().sum(), count])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gspo_megatron.platform.devices import count_values
 from gspo_megatron.routing.hooks import Choice, Routes
 from gspo_megatron.routing.replay import RouteTable, scored_tokens
 
@@ -42,7 +43,7 @@ class RoutingMetrics:
         row[3] += len(shift)
         start = len(_SUMS)
         for experts in (natural, used)[: 1 + self.replayed]:
-            load = torch.bincount(experts.flatten(), minlength=self.num_experts)
+            load = count_values(experts.flatten(), self.num_experts)
             row[start : start + self.num_experts] += load
             start += self.num_experts
 

@@ -1,0 +1,55 @@
+"""Compiles device.cpp once for each version of it, of torch and of the compiler."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+SOURCES = tuple(FOLDER / name for name in ("device.cpp", "clocks.h", "generators.h"))
+
+
+def missing() -> str | None:
+    """Why the device cannot be built here; None: it can."""
+    import torch
+
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return "this torch is built for GPUs, whose kernels would take over; tests/gpu is for it"
+    if _compiler() is None:
+        return "no C++ compiler: neither CXX nor g++ nor clang++"
+    return None
+
+
+def library() -> Path:
+    """The shared object, compiled if it is not there. Raises CalledProcessError where the compiler
+    fails."""
+    import torch
+
+    compiler = _compiler()
+    assert compiler is not None, "asked `missing` before"
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    content = b"".join(path.read_bytes() for path in SOURCES)
+    key = hashlib.sha256(content + version + torch.__version__.encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gspo_megatron_tests"
+    made = cache / f"cuda_rehearsal_{key}.so"
+    if made.exists():
+        return made
+    cache.mkdir(parents=True, exist_ok=True)
+    home = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        part = Path(folder, made.name)
+        flags = ["-O1", "-shared", "-fPIC", "-std=c++20", "-w"]
+        include = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
+        libraries = [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}"]
+        subprocess.run([compiler, *flags, *include, SOURCES[0], *libraries, "-o", part], check=True)
+        part.replace(made)  # at once: another process may have made it too
+    return made
+
+
+def _compiler() -> str | None:
+    names = (os.environ.get("CXX"), "g++", "clang++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)

@@ -1,0 +1,19 @@
+"""The variables that put the rehearsed device under a program and all that it starts."""
+
+from __future__ import annotations
+
+import os
+
+from tests.cuda_rehearsal import build, runtime
+from tests.programs import ROOT
+
+
+def rehearsal(devices: int | None = None) -> dict[str, str]:
+    """devices: of the host; None: as many as the launch has ranks there."""
+    paths = [str(build.FOLDER / "startup"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    found = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        runtime.LIBRARY: str(build.library()),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    return found | ({} if devices is None else {runtime.DEVICES: str(devices)})

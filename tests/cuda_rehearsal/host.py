@@ -1,0 +1,109 @@
+"""A host with rehearsed devices: a process that keeps a pool of ranks, each on a device of its own.
+
+It is a program of its own because the device has to be there before torch is imported; pytest has
+imported torch without it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.parallel.pool import TASK_TIMEOUT, Pool, RankError
+from tests.programs import ROOT, command_environment
+
+DEVICES = 8
+
+
+class Host:
+    """Runs functions on ranks, as Pool does. Started when first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *,
+        timeout: float = TASK_TIMEOUT,
+        **arguments: Any,
+    ) -> list[Any]:
+        """See Pool.run; here too RankError tells which rank failed, and how."""
+        connection = self._start()
+        # plain pickle: tensors by value, not by handles of one process tree
+        connection.send_bytes(pickle.dumps((world_size, function, timeout, arguments)))
+        succeeded, value = pickle.loads(connection.recv_bytes())
+        if not succeeded:
+            raise RankError(value)
+        return value
+
+    def on(self, config: Any, function: Callable[..., Any], **arguments: Any) -> Any:
+        """See Pool.on."""
+        return self.run(config.world_size_hint(), function, config=config, **arguments)[0]
+
+    def close(self) -> None:
+        """End all processes."""
+        if self._process is None or self._connection is None:
+            return
+        self._connection.close()
+        self._process.wait(timeout=60)
+        self._process = self._connection = None
+
+    def _start(self) -> Connection:
+        if self._connection is None:
+            from multiprocessing import Pipe
+
+            from tests.cuda_rehearsal.environment import rehearsal
+
+            variables = command_environment() | rehearsal(DEVICES)  # may have to build the device
+            self._connection, theirs = Pipe()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.cuda_rehearsal.host", str(theirs.fileno())],
+                env=variables,
+                cwd=ROOT,
+                pass_fds=[theirs.fileno()],
+            )
+            theirs.close()
+        return self._connection
+
+
+def take_device(rank: int) -> str:
+    """This process is on the device with its rank's number, and on no other."""
+    import torch
+
+    from tests.cuda_rehearsal import runtime
+
+    assert torch.cuda.is_available(), "the device is not there"
+    os.environ["LOCAL_RANK"] = str(rank)
+    runtime.begin(DEVICES, rank)
+    torch.cuda.set_device(rank)
+    return "nccl"
+
+
+def main(descriptor: int) -> None:
+    """Serve until the other end is closed."""
+    from tests.cuda_rehearsal import host  # the ranks know the function by this name
+
+    connection, pool = Connection(descriptor), Pool(host.take_device)
+    while True:
+        try:
+            world_size, function, timeout, arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            pool.close()
+            return
+        try:
+            answer = (True, pool.run(world_size, function, timeout=timeout, **arguments))
+        except RankError as error:
+            answer = (False, str(error))
+        connection.send_bytes(pickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,40 @@
+"""Puts the rehearsed device under a process whose PYTHONPATH names this folder: before its first
+import of torch, and only then. A launcher or a service that needs no torch pays nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+
+class _BeforeTorch:
+    """Finds torch as others do, and has the device loaded before and completed after it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        if ROOT not in sys.path:
+            sys.path.append(ROOT)
+        from tests.cuda_rehearsal import runtime
+
+        spec = importlib.util.find_spec("torch")
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            runtime.load_device()
+            execute(module)
+            runtime.complete()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if "CUDA_REHEARSAL_LIBRARY" in os.environ:
+    sys.meta_path.insert(0, _BeforeTorch())  # type: ignore[arg-type]

@@ -1,0 +1,121 @@
+"""What ranks do in these tests, on devices and on CPUs alike."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from gspo_megatron.config import Config
+from gspo_megatron.rl.policy_update import PolicyUpdater
+from gspo_megatron.rollout.megatron import MegatronEngine
+from tests.cuda_rehearsal import runtime
+
+
+def train(config: Config) -> list[dict[str, float]]:
+    """A run by the code of `gspo-megatron train`. Returns the metrics of its steps."""
+    from gspo_megatron.config import check_config
+    from gspo_megatron.rl.run import run_training
+
+    check_config(config, dist.get_world_size(), for_training=True)
+    done = run_training(config, fresh=False)
+    assert done, "the run was stopped"
+    return metrics_of(config)
+
+
+def metrics_of(config: Config) -> list[dict[str, float]]:
+    lines = Path(config.logging.dir, "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if not is_timing(name)}
+        for line in lines
+    ]
+
+
+def is_timing(name: str) -> bool:
+    return name.startswith("perf/") or name.endswith("seconds")
+
+
+@dataclass
+class Figures:
+    """Of a part of a run on a device."""
+
+    size: int = 0  # tokens drawn in a row, sequences, micro-batches, or steps
+    doubles: int = 0  # elements of float64 that operations have made
+    waits: Counter[str] = field(default_factory=Counter)  # of the host for the device, by place
+
+    def ours(self) -> float:
+        """Waits per size in the package's own lines."""
+        places = (n for place, n in self.waits.items() if " at gspo_megatron/" in place)
+        return sum(places) / self.size
+
+    def all(self) -> float:
+        return self.waits.total() / self.size
+
+    def __str__(self) -> str:
+        lines = [f"{n / self.size:.2f} x {place}" for place, n in self.waits.most_common()]
+        return "\n".join([f"{self.ours():.2f} of {self.all():.2f}", *lines])
+
+
+def measure(config: Config) -> dict[str, Figures]:
+    """The figures of a run, by its parts."""
+    found: defaultdict[str, Figures] = defaultdict(Figures)
+
+    def counted(owner: Any, name: str, part: str, size: Callable[..., int]) -> Any:
+        native = getattr(owner, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            made = runtime.doubles()
+            with runtime.counted_waits() as waits:
+                result = native(*args, **kwargs)
+            found[part].doubles += runtime.doubles() - made
+            found[part].size += size(*args)
+            found[part].waits.update(waits)
+            return result
+
+        return mock.patch.object(owner, name, run)
+
+    with contextlib.ExitStack() as stack:
+        for patch in (
+            counted(MegatronEngine, "generate", "generation", lambda *a: a[2].max_tokens),
+            counted(PolicyUpdater, "build_micro_batches", "packing", lambda *a: len(a[2].tokens)),
+            counted(PolicyUpdater, "compute_old_logprobs", "scoring", _count_scored),
+            counted(PolicyUpdater, "train", "training", lambda *a: len(a[2])),
+            counted(PolicyUpdater, "reduce_metrics", "metrics", lambda *a: 1),
+        ):
+            stack.enter_context(patch)
+        train(config)
+    return dict(found)
+
+
+def _count_scored(updater: Any, mini_batches: Any) -> int:
+    return sum(map(len, mini_batches))
+
+
+def save(config: Config) -> dict[str, float]:
+    """Save in the background, and wait for it at once. Returns the sums of what is read back."""
+    from gspo_megatron.checkpoint.tensors import load_model, save_tensors
+    from gspo_megatron.platform.collectives import all_gather_objects as gather_all
+    from tests.parallel.checkpoints import start
+
+    policy, trainer = start(config)
+    with tempfile.TemporaryDirectory() as own:
+        folder = gather_all(own)[0]
+        save_tensors(Path(folder), policy, trainer, asynchronous=True).result()
+        parameters = dict(policy.models[0].named_parameters())
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.zero_()
+        load_model(Path(folder), policy)
+        gather_all(None)  # rank 0 removes its folder when all have read it
+    return {
+        name: float(parameter.detach().double().sum()) for name, parameter in parameters.items()
+    }

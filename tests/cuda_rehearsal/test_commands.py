@@ -1,0 +1,52 @@
+"""The commands of a user with GPUs, as programs: each rank finds its own device."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from gspo_megatron.data.toy import write_toy_dataset
+from tests.cuda_rehearsal.environment import rehearsal
+from tests.e2e.conftest import write_config
+from tests.programs import gspo
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Of all files of a Hugging Face folder."""
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_train_resume_evaluate_convert_and_verify(tmp_path: Path) -> None:
+    toy = tmp_path / "toy"
+    toy.mkdir()
+    write_toy_dataset(toy, "mixed", train=64, test=8, seed=1)
+    config, run, environ = write_config(toy, tmp_path), tmp_path / "run", rehearsal()
+    words = ["training.precision=bf16", "checkpoint.interval=1", "logging.plots=false"]
+    gspo("train", config, *words, "parallel.layout=tp=2", **environ)
+    assert json.loads((run / "environment.json").read_text())["gpu"]["names"] == ["host memory"] * 2
+    # on another layout, from a checkpoint written in the background
+    gspo("train", config, *words, "training.steps=3", "parallel.layout=dp=2", **environ)
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-3:] == [1, 2, 3]
+
+    gspo("convert", "megatron-to-hf", run, tmp_path / "hf", **environ)
+    gspo("convert", "megatron-to-hf", run, tmp_path / "hf2", "--layout", "tp=2", **environ)
+    whole, from_shards = (tensors_of(tmp_path / name) for name in ("hf", "hf2"))
+    assert whole.keys() == from_shards.keys()
+    assert all(torch.equal(tensor, from_shards[name]) for name, tensor in whole.items())
+    gspo("evaluate", run, "-o", tmp_path / "evaluated", **environ)
+    assert (tmp_path / "evaluated" / "metrics.jsonl").stat().st_size
+    told = gspo("verify", config, "--layouts", "tp=2", **environ).stdout
+    errors = [float(text) for text in re.findall(r"error\S*=(\S+)", told.splitlines()[-1])]
+    assert errors and max(errors) < 1e-4, told
+    assert yaml.safe_load((run / "config.resolved.yaml").read_text())["training"]["steps"] == 3

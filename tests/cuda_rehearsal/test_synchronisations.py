@@ -1,0 +1,56 @@
+"""How often the host waits for the device. Each wait empties a GPU's queue of kernels, which costs
+10 to 50 microseconds and more where the kernels are small. A budget holds what is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda_rehearsal.conftest import MakeConfig
+from tests.cuda_rehearsal.host import Host
+from tests.cuda_rehearsal.tasks import Figures, measure
+
+# Per token drawn, sequence, micro-batch of a pass, or step: of the package's own lines, and with
+# those of Megatron-Core (four layers, each of which waits seven times without Transformer Engine).
+BUDGET = {
+    "generation": (0.95, 0.95),  # 0.31 for tokens, the rest for a call, by its 16 tokens
+    "packing": (0.0, 0.0),
+    "scoring": (0.6, 16.0),
+    "training": (3.0, 36.0),
+    "metrics": (11.0, 11.0),
+}
+# Elements of float64: the distributions that tokens are drawn from (64 rows of 48 tokens), sums of
+# losses and metrics, and sketches of the ratios.
+MOST_DOUBLES = {
+    "generation": 3500,
+    "packing": 30,
+    "scoring": 0,
+    "training": 2200,
+    "metrics": 1600,
+}
+RUN = {
+    "training__precision": "bf16",  # as on GPUs; the grouped product of fp32 needs counts
+    "training__micro_batch_tokens": 64,
+    "rollout__max_response_tokens": 16,
+    "rollout__prompts_per_step": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def figures(host: Host, make_config: MakeConfig) -> dict[str, Figures]:
+    found = host.on(make_config(**RUN), measure)
+    assert found.keys() == BUDGET.keys()
+    return found
+
+
+@pytest.mark.parametrize("part", BUDGET)
+def test_waits_are_within_the_budget(figures: dict[str, Figures], part: str) -> None:
+    ours, everything = BUDGET[part]
+    print(part, figures[part])
+    assert figures[part].ours() <= ours
+    assert figures[part].all() <= everything
+
+
+@pytest.mark.parametrize("part", BUDGET)
+def test_float64_is_of_sums_alone(figures: dict[str, Figures], part: str) -> None:
+    print(part, figures[part].doubles / figures[part].size)
+    assert figures[part].doubles <= MOST_DOUBLES[part] * figures[part].size

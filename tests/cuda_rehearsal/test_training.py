@@ -1,0 +1,53 @@
+"""Runs of the real code on rehearsed devices, on every kind of layout. In fp32 what they report is
+what the same run reports on CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.cuda_rehearsal.conftest import MakeConfig
+from tests.cuda_rehearsal.host import Host
+from tests.cuda_rehearsal.tasks import train
+from tests.parallel.pool import Pool
+
+RUNS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "tp=2,cp=2 with r2": {"parallel__layout": "tp=2,cp=2", "routing__replay": "r2"},
+    "dp=2,ep=2 with r3 and KL": {
+        "parallel__layout": "dp=2,ep=2",
+        "routing__replay": "r3",
+        "objective__kl": "k3",
+        "objective__kl_coefficient": 0.01,
+    },
+    "pp=2,vpp=2 with recomputation": {
+        "parallel__layout": "pp=2,vpp=2",
+        "training__recompute": "full",
+    },
+    "dp=2 with overlap": {
+        "parallel__layout": "dp=2",
+        "parallel__ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    },
+    "tp=2,pp=2,ep=2": {"parallel__layout": "tp=2,pp=2,ep=2"},
+}
+
+
+def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """Metrics of steps: sums in float32 whose order may differ."""
+    assert len(found) == len(expected) == 3  # an evaluation and two steps
+    for step, reference in zip(found, expected, strict=True):
+        assert step.keys() == reference.keys()
+        for name, value in reference.items():
+            if isinstance(value, float):
+                assert step[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+            else:
+                assert step[name] == value, name
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_fp32_reports_what_cpus_report(
+    host: Host, cpus: Pool, make_config: MakeConfig, name: str
+) -> None:
+    expected = cpus.on(make_config(**RUNS[name]), train)
+    assert_close(host.on(make_config(**RUNS[name]), train), expected)
