@@ -35,6 +35,10 @@ class RewardError(UserError):
     """A reward function raised or returned something that is not a finite number."""
 
 
+class EpisodeError(UserError):
+    """An environment raised, or did not keep to what an episode allows."""
+
+
 @contextlib.contextmanager
 def gathered_in(problems: list[str]) -> Iterator[None]:
     """Add what is wrong inside to the list, line by line."""

@@ -64,6 +64,7 @@ class Step:
             source=(0,) * count,
             prompt_lengths=(PROMPT,) * count,
             response_lengths=tuple(self.responses),
+            masked_lengths=tuple(self.responses),
             groups=(0,) * count,
             rewards=torch.arange(count, dtype=torch.float64),
         )

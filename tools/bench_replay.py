@@ -95,6 +95,7 @@ class Workload:
             source=(0,) * SEQUENCES,
             prompt_lengths=(PROMPT,) * SEQUENCES,
             response_lengths=(RESPONSE,) * SEQUENCES,
+            masked_lengths=(RESPONSE,) * SEQUENCES,
             groups=tuple(n // 8 for n in numbers),
             rewards=torch.rand(SEQUENCES, generator=generator, dtype=torch.float64),
         )

@@ -5,7 +5,7 @@
 One rank holds a random Qwen3-MoE-shaped model; one server on the same machine has its weights. A
 round changes all weights and calls what a run calls after each step, ServedCollector.take_weights:
 the model becomes a Hugging Face folder, the server is paused, loads it, forgets what it knows of
-prompts, goes on, and proves its weights with sixteen prompts that the trainer has answered, too.
+prompts, goes on, and proves its weights with 23 prompts that the trainer has answered, too.
 The time is from the call to its return, so it includes all of that.
 
 It is compared with `cp -r` of the same folder to the same file system, in the same round; the two

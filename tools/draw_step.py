@@ -58,7 +58,7 @@ LEFT_OUT = re.compile(
     r"time\.|StepMetrics|PhaseTimer|DynamicSampling|parallel_state|peak_memory|data_ranks|len$"
     r"|(round|zip|part_of|timer|float|sum|getattr|setattr)$|timer\.|checkpoints\.after_failure"
     r"|collector\.(measure|reduce|lengths|nothing_scored)"
-    r"|chosen\.|drawn\.|lengths\.|experience\.of_|Experience\.|part\.of_"
+    r"|chosen\.|drawn\.|lengths\.|failed\.|experience\.of_|Experience\.|part\.of_"
 )
 
 WIDTH, LINE, PAD, GAP = 490, 17, 10, 24

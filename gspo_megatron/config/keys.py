@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_megatron.config.load import STAGES, dump_yaml
-from gspo_megatron.config.section import RESUME, sections_of
+from gspo_megatron.config.section import NAME, RESUME, sections_of
 
 _TYPES = {"boolean": "true or false", "string": "text", "object": "mapping"}
 _LIMITS = {
@@ -58,6 +58,9 @@ def _list_section(section: str, described: Mapping[str, Any], inner: Any) -> Ite
             ", ".join(_legal(node)),
             RESUME[node["resume"]],
         )
+        for named in node.get("patternProperties", {}).values():  # the user gives the names
+            below = inner[named["$ref"].rpartition("/")[2]]
+            yield from _list_section(f"{section}.{name}.{NAME}", below, inner)
 
 
 def find_keys(word: str = "", stage: str | None = None) -> list[str]:
@@ -89,7 +92,7 @@ def _legal(node: dict[str, Any]) -> list[str]:
         return [node["const"]]
     found = [str(value) for value in node.get("enum", [])]
     found += [text.format(node[limit]) for limit, text in _LIMITS.items() if limit in node]
-    if "pattern" in node:
+    if node.get("pattern", "").endswith(r":\w+$"):
         found.append("package.module:function")
     for inner in (*node.get("anyOf", ()), *([node["items"]] if "items" in node else ())):
         found += _legal(inner)

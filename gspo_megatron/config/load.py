@@ -19,9 +19,10 @@ from pydantic import BaseModel, ValidationError
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
 from gspo_megatron.config.parallel import expand_layout
 from gspo_megatron.config.problems import did_you_mean, nearest, problem, suggest
-from gspo_megatron.config.schema import Config
-from gspo_megatron.config.section import key_above, keys_of
+from gspo_megatron.config.schema import Config, EvaluationSection
+from gspo_megatron.config.section import NAME, key_above, keys_of
 from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig, StageConfig
+from gspo_megatron.config.suite_rules import suite_problems
 from gspo_megatron.errors import ConfigError
 
 C = TypeVar("C", Config, StageConfig)  # the kind of configuration
@@ -34,7 +35,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
     problem of file, overrides and schema; `check_config` checks several keys together.
     """
     path = Path(path)
-    return parse_config(_read_mapping(path, overrides), overrides, path.stem, schema)
+    return parse_config(read_mapping(path, overrides), overrides, path.stem, schema)
 
 
 def parse_config(
@@ -47,7 +48,10 @@ def parse_config(
 
     Raises ConfigError.
     """
-    raw, problems = apply_overrides(values, overrides)
+    values, problems = with_suites_of_files(values)  # first: an override may change a key of one
+    raw, wrong = apply_overrides(values, overrides)
+    raw, unread = with_suites_of_files(raw)
+    problems += wrong + [line for line in unread if line not in problems]
     for section in schema.model_fields:
         if raw.get(section) is None:  # absent or empty
             raw[section] = {}
@@ -114,6 +118,58 @@ def apply_overrides(
     return result, problems
 
 
+def with_suites_of_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """`values` with the keys of suites in place of the files that `evaluation.suites` names, and
+    what is wrong with these."""
+    section, problems = values.get("evaluation"), []
+    suites = section.get("suites") if isinstance(section, Mapping) else None
+    if not isinstance(suites, Mapping):
+        return dict(values), []
+    found: dict[Any, Any] = {}
+    for name, given in suites.items():
+        found[name] = given
+        if isinstance(given, str):
+            try:
+                of_file = suites_of_file(given)
+                found[name] = of_file.get(name) or next(iter(of_file.values()))
+                if name not in of_file and len(of_file) > 1:
+                    legal = ", ".join(f"{given}:{each}" for each in of_file)
+                    problems.append(f"evaluation.suites.{name} = {given}: several; legal: {legal}")
+            except ConfigError as error:
+                problems += [f"evaluation.suites.{name}: {line}" for line in error.problems]
+                del found[name]
+    return {**values, "evaluation": {**section, "suites": found}}, problems
+
+
+def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> EvaluationSection:
+    """The section `evaluation` where there is no other: these suites, with overrides. Raises
+    ConfigError with all that is wrong with suites or overrides alone."""
+    raw, problems = apply_overrides({"evaluation": {"suites": suites}}, overrides)
+    for section in raw.keys() - {"evaluation"}:
+        problems.append(f"{section}: nothing reads it without a model; legal: evaluation.key=value")
+    try:
+        section = EvaluationSection.model_validate(raw["evaluation"])
+        problems += [problem(*each) for each in suite_problems(section)]
+    except ValidationError as error:
+        for item in error.errors(include_url=False):
+            item["loc"] = ("evaluation", *item["loc"])
+            problems.append(_describe(item, Config))
+    if problems:
+        raise ConfigError(problems)
+    return section
+
+
+def suites_of_file(given: str) -> dict[str, Any]:
+    """The suites of FILE.yaml, or the one of FILE.yaml:NAME, by name. Raises ConfigError."""
+    path, name = given, ""
+    if not Path(given).exists() and ":" in given:
+        path, _, name = given.rpartition(":")
+    suites = read_mapping(Path(path), what="file of suites")
+    if name and name not in suites:
+        raise ConfigError([f"{path}: no suite {name!r}; {suggest(name, [*map(str, suites)])}"])
+    return {name: suites[name]} if name else suites
+
+
 def override(key: str, value: Any) -> str:
     """section.key=value, as the command line takes it; text is quoted only where YAML needs it."""
     plain = isinstance(value, str) and _NEEDS_NO_QUOTES.fullmatch(value)
@@ -125,20 +181,24 @@ def override(key: str, value: Any) -> str:
 _NEEDS_NO_QUOTES = re.compile(r"[\w./][\w./+-]*")
 
 
-def _read_mapping(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def read_mapping(
+    path: Path, overrides: Sequence[str] = (), what: str = "configuration file"
+) -> dict[str, Any]:
     """The sections of a YAML file. Raises ConfigError, also with what is wrong with overrides."""
     try:
         values = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
-        if isinstance(values, dict):
+        if isinstance(values, dict) and (values or what == "configuration file"):
             return values
         wrong = f"must be a mapping of sections, as in `model:`, not {values!r:.60}"
-        if values is None:
+        if what != "configuration file":
+            wrong = "must be a mapping of names to suites, as in `aime24:`"
+        elif values is None:
             wrong = "empty; a configuration needs at least data.tokenizer"
         problems = [f"{path}: {wrong}"]
     except ConfigError as error:
         problems = error.problems
     except FileNotFoundError:
-        problems = [f"{path}: no such configuration file"]
+        problems = [f"{path}: no such {what}"]
     except UnicodeDecodeError as error:
         problems = [f"{path}: not a text file: {error}"]
     except OSError as error:
@@ -158,7 +218,10 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         if len(location) == 1:
             return f"{key}: unknown section; {suggest(key, list(schema.model_fields))}"
-        section, name = ".".join(map(str, location[:-1])), location[-1]
+        places = [*map(str, location)]
+        if places[:2] == ["evaluation", "suites"]:
+            places[2] = NAME
+        section, name = ".".join(places[:-1]), location[-1]
         elsewhere = [known for known in keys if known.endswith(f".{name}")]
         siblings = [k.removeprefix(f"{section}.") for k in keys if k.startswith(f"{section}.")]
         inner = {k.split(".")[0] for k in siblings if "." in k}
@@ -196,7 +259,7 @@ def load_any_config(
     Raises ConfigError, also where the keys fit no stage or several.
     """
     path = Path(path)
-    values = _read_mapping(path, overrides)
+    values = read_mapping(path, overrides)
     if stage is None:
         given, problems = apply_overrides(values, overrides)
         try:

@@ -170,6 +170,12 @@ class ObjectiveSection(Section):
         "over its tokens exceeds this; null: none is dropped",
         gt=0,
     )
+    max_token_staleness: int | None = shapes(
+        None,
+        "tokens whose weights missed more updates of the policy than this are not learnt from; "
+        "null: all are, up to rollout.max_staleness",
+        ge=0,
+    )
     old_logprobs: Literal["recompute", "rollout"] = shapes(
         "recompute",
         "the denominator of the ratio: a forward pass of the trainer before the first mini-batch, "

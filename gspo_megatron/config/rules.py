@@ -20,13 +20,14 @@ from gspo_megatron.config.objectives import objective_problems
 from gspo_megatron.config.precision import tokens_multiple
 from gspo_megatron.config.problems import format_value, problem
 from gspo_megatron.config.rollout_nodes import VARIABLE, rollout_nodes
-from gspo_megatron.config.schema import Config
+from gspo_megatron.config.schema import SINGLE_TURN, Config
 from gspo_megatron.config.stages import (
     AnyConfig,
     FineTuningConfig,
     PretrainingConfig,
     StageConfig,
 )
+from gspo_megatron.config.suite_rules import suites_fit
 from gspo_megatron.errors import ConfigError
 
 
@@ -60,13 +61,14 @@ def inputs_are_given(plan: Plan) -> Problems:
         yield f"data.{learned}", f"needed to train; legal: {legal}"
     names = [name for name in (evaluated, "evaluation_share") if hasattr(data, name)]
     given = any(getattr(data, name) for name in names)
+    suites = isinstance(plan.config, Config) and bool(plan.config.evaluation.suites)
     if plan.config.training.evaluation_interval and not given:
         keys = " or ".join(f"data.{name}" for name in names)
         wrong = f"there is nothing to evaluate on; legal: 0, or give {keys}"
         yield "training.evaluation_interval", wrong
-    if plan.for_training and not learns and not given:
+    if plan.for_training and not learns and not (given or suites):
         wrong = "evaluates only, and there is nothing to evaluate on; legal: from 1, or give "
-        yield "training.steps", f"{wrong}data.{evaluated}"
+        yield "training.steps", f"{wrong}data.{evaluated} or evaluation.suites"
 
 
 def checkpoints_can_be_kept(plan: Plan) -> Problems:
@@ -84,16 +86,17 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
         return
     if training.steps == 0:  # nothing is saved
         return
-    evaluated, saved, steps = training.evaluation_interval, section.interval, training.steps
+    key, evaluated = plan.config.evaluated_every(section.best_metric)
+    saved, steps = section.interval, training.steps
     if evaluated == 0:
         wrong = f"no checkpoint before the last has {section.best_metric}"
-        yield "checkpoint.keep_best", f"{wrong}; legal: 0, or set training.evaluation_interval"
+        yield "checkpoint.keep_best", f"{wrong}; legal: 0, or set {key}"
     # A stage may not know its number of steps yet.
     elif saved and steps is not None and math.lcm(evaluated, saved) >= steps:
         yield (
             "checkpoint.keep_best",
             f"no step before the last is both saved (checkpoint.interval = {saved}) and evaluated "
-            f"(training.evaluation_interval = {evaluated}), as {section.best_metric} needs; legal: "
+            f"({key} = {evaluated}), as {section.best_metric} needs; legal: "
             f"0, or intervals with a common multiple below training.steps = {steps}",
         )
 
@@ -156,6 +159,23 @@ _OWN_OPTIONS = {
 }  # fmt: skip
 
 
+def environment_is_one(plan: Plan) -> Problems:
+    """One key names the environment, and verifiers has its interpreter."""
+    section, key = plan.config.environment, "environment.python"
+    named = [name for name in ("import_path", "verifiers") if getattr(section, name) is not None]
+    if section.name != SINGLE_TURN:
+        named.insert(0, "name")
+    for name in named[1:] if "verifiers" in named else ():
+        yield f"environment.{name}", f"environment.{named[0]} names another one; legal: one of them"
+    if section.verifiers is None:
+        if section.python is not None:
+            yield key, "nothing reads it without environment.verifiers; legal: null"
+    elif section.python is None:
+        yield key, "environment.verifiers needs the interpreter that has the package verifiers"
+    elif plan.here and shutil.which(section.python) is None:
+        yield key, "is no program; legal: the interpreter of an environment that has verifiers"
+
+
 def servers_fit(plan: Plan) -> Problems:
     """With rollout.engine: vllm there are servers, and they do what the trainer does."""
     rollout, servers = plan.config.rollout, plan.config.rollout.vllm
@@ -163,6 +183,11 @@ def servers_fit(plan: Plan) -> Problems:
     if rollout.kv_after_update != "recompute" and not rollout.staleness:
         wrong = "with max_staleness = 0 no response is under way then; legal: recompute"
         yield "rollout.kv_after_update", wrong
+    bound = plan.config.objective.max_token_staleness
+    if bound is not None and bound >= rollout.staleness:
+        wrong = f"no token misses more than {rollout.staleness} updates; legal: null"
+        below = f", or 0 to {rollout.staleness - 1}" if rollout.staleness else ""
+        yield "objective.max_token_staleness", f"{wrong}{below}"
     if rollout.engine != "vllm":
         for name, info in fields.items():
             usual = info.get_default(call_default_factory=True)
@@ -360,9 +385,11 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
         *_SHARED,
         prompts_are_sound,
         rollouts_fit,
+        environment_is_one,
         servers_fit,
         rollout_nodes_are_used,
         rewards_are_shaped,
+        suites_fit,
         routing_can_be_replayed,
     ),
     FineTuningConfig: (*_STAGE, examples_are_sound),

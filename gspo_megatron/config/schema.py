@@ -22,12 +22,14 @@ from gspo_megatron.config.objectives import ObjectiveSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, ResolvedParallel, expand_layout
 from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.section import (
+    Date,
     ImportPath,
     NotNegative,
     Paths,
     Positive,
     Section,
     Seed,
+    SuiteName,
     Text,
     Weights,
     harmless,
@@ -211,7 +213,9 @@ class RolloutSection(Section):
     )
     group_size: Positive = shapes(8, "responses to each prompt")
     prompts_per_step: Positive = shapes(16, "prompts of a step, over all ranks")
-    max_response_tokens: Positive = shapes(32, "longer responses are cut off")
+    max_response_tokens: Positive = shapes(
+        32, "longer responses are cut off; of an episode: all its turns and what stands between"
+    )
     temperature: float = shapes(1.0, "sampling temperature; 1.0: the model itself", gt=0)
     top_p: float = shapes(1.0, "nucleus sampling; 1.0: off", gt=0, le=1)
     top_k: NotNegative = shapes(0, "sample from the k most likely tokens; 0: off")
@@ -244,6 +248,27 @@ class RolloutSection(Section):
         return int(self.engine == "vllm") if self.max_staleness is None else self.max_staleness
 
 
+SINGLE_TURN = "single_turn"  # a prompt and one response
+
+
+class EnvironmentSection(Section):
+    """What the policy acts in."""
+
+    name: Text = shapes(SINGLE_TURN, "a registered environment")
+    import_path: ImportPath | None = key(
+        "code", None, "a custom environment, package.module:Class; replaces name"
+    )
+    verifiers: Text | None = shapes(None, "a taskset of the package verifiers; replaces name")
+    python: Text | None = harmless(None, "interpreter of the environment that has verifiers")
+    options: dict[str, Any] = shapes({}, "keyword arguments of the environment")
+    max_turns: Positive = shapes(8, "turns of the policy in an episode")
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether the policy may act more than once."""
+        return self.name != SINGLE_TURN or bool(self.import_path or self.verifiers)
+
+
 class RewardSection(Section):
     """How responses are rewarded."""
 
@@ -255,10 +280,16 @@ class RewardSection(Section):
     weights: dict[str, float] = shapes(
         {}, "of the reward's parts, by name, where it returns parts; 1.0 for a part without weight"
     )
-    workers: Positive = harmless(
-        1, "threads of a rank that call the reward, unless it is async or takes a batch"
+    workers: NotNegative | None = harmless(
+        None,
+        "processes of a rank, or of the rollout service, that call the reward; 0: it is called in "
+        "the rank or service itself; null: 4 for code, 1 for math, else 0",
     )
-    retries: NotNegative = harmless(2, "further calls of a reward whose call raises an error")
+    timeout_seconds: float = harmless(60.0, "of a call by a worker, before it is ended", gt=0)
+    memory_mb: Positive = harmless(8192, "MiB of data that a worker may have")
+    retries: NotNegative = harmless(
+        2, "further calls of a reward whose call raises an error or ends its worker"
+    )
     on_failure: Literal["stop", "drop_group"] = harmless(
         "stop",
         "and then: save the run and end it, or train on no response to that prompt",
@@ -369,11 +400,61 @@ class TrainingSection(RunSection):
     )
 
 
+class WindowSection(Section):
+    """Which rows of a suite are problems: those with a date in a window."""
+
+    field: Text | None = harmless(None, "the field that holds the date, as 2025-01-31…; null: all")
+    first: Date | None = harmless(None, "the first day, month or year, as 2025-01; null: any")
+    last: Date | None = harmless(None, "the last day, month or year, the whole of it; null: any")
+
+
+class SuiteSection(Section):
+    """Problems, how responses to them are drawn, and how these are judged."""
+
+    prompts: Paths = harmless(..., "the problems: a .jsonl or .parquet file, or a list of them")
+    template: Text | None = harmless(
+        None,
+        "the prompt, in which {field} stands for a field of the row, and {{ for a brace before a "
+        "name; null: prompt_field is the prompt",
+    )
+    format: Literal["gsm8k", "math", "dapo", "apps"] | None = harmless(
+        None, "a published dataset whose rows these are; replaces the next two keys"
+    )
+    prompt_field: Text = harmless("prompt", "the field that holds the prompt, as in data")
+    answer_field: Text | None = harmless("answer", "the field that holds the right answer; or null")
+    id_field: Text | None = harmless("id", "the field that identifies a row, as in data")
+    chat_template: bool | None = harmless(
+        None, "a prompt that is a string becomes a user message; null: as data.chat_template"
+    )
+    filter: WindowSection = Field(default_factory=WindowSection)
+    limit: Positive | None = harmless(None, "only the first problems, so many; null: all")
+    reward: RewardSection = Field(default_factory=RewardSection)
+    samples: Positive = harmless(1, "responses to each problem: k of mean@k, pass@k and maj@k")
+    temperature: float = harmless(1.0, "sampling temperature; 0.0: greedy", ge=0)
+    top_p: float = harmless(1.0, "nucleus sampling; 1.0: off", gt=0, le=1)
+    top_k: NotNegative = harmless(0, "sample from the k most likely tokens; 0: off")
+    max_response_tokens: Positive | None = harmless(
+        None, "longer responses are cut off; null: as rollout.max_response_tokens"
+    )
+    correct_at: float | None = harmless(
+        None, "a response with at least this reward is correct; null: as evaluation.correct_at"
+    )
+
+
 class EvaluationSection(Section):
     """How held-out responses are judged."""
 
     correct_at: float = harmless(
         1.0, "evaluation/accuracy is the share of held-out responses with at least this reward"
+    )
+    suites: dict[SuiteName, SuiteSection] = key(
+        "shown",
+        {},
+        "evaluations by name, with the keys below; FILE.yaml, or FILE.yaml:NAME, in place of the "
+        "keys takes them from a file of suites",
+    )
+    interval: NotNegative = harmless(
+        0, "steps between evaluations of the suites; 0: at start and end only"
     )
 
 
@@ -431,6 +512,10 @@ class RunConfig(Section):
         """The parallel section in short form."""
         return Layout(**{short: getattr(self.parallel, key) for short, key in LAYOUT_KEYS.items()})
 
+    def evaluated_every(self, metric: str) -> tuple[str, int]:
+        """The key that says how often a metric "evaluation/…" is measured, and its value."""
+        return "training.evaluation_interval", self.training.evaluation_interval
+
     def world_size_hint(self) -> int:
         """Ranks the layout asks for: the smallest possible number where dp is left open."""
         return self.layout().world_size
@@ -442,6 +527,11 @@ class RunConfig(Section):
         return shape_of(self.model.starting_shape(), self.model.megatron, **given)
 
 
+def suite_key(name: str) -> str:
+    """The key of a suite, which also names its prompts among the inputs of a run."""
+    return f"evaluation.suites.{name}"
+
+
 class Config(RunConfig):
     """The configuration of an RL run."""
 
@@ -449,6 +539,7 @@ class Config(RunConfig):
 
     data: DataSection
     rollout: RolloutSection = Field(default_factory=RolloutSection)
+    environment: EnvironmentSection = Field(default_factory=EnvironmentSection)
     reward: RewardSection = Field(default_factory=RewardSection)
     objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
     routing: RoutingSection = Field(default_factory=RoutingSection)
@@ -463,6 +554,22 @@ class Config(RunConfig):
         if self.data.max_prompt_tokens is not None:
             return self.data.max_prompt_tokens
         return self.resolved_model().max_sequence_length - self.rollout.max_response_tokens
+
+    def input_files(self) -> dict[str, list[str]]:
+        """As for any run, and the problems of the suites."""
+        suites = {suite_key(name): each.prompts for name, each in self.evaluation.suites.items()}
+        return {**super().input_files(), **suites}
+
+    def evaluated_every(self, metric: str) -> tuple[str, int]:
+        """As for any run; suites have an interval of their own."""
+        if metric.split("/")[1] in self.evaluation.suites:
+            return "evaluation.interval", self.evaluation.interval
+        return super().evaluated_every(metric)
+
+    def suite_response_tokens(self, name: str) -> int:
+        """max_response_tokens of a suite with its default filled in."""
+        given = self.evaluation.suites[name].max_response_tokens
+        return self.rollout.max_response_tokens if given is None else given
 
 
 def resolve_parallel(config: RunConfig, world_size: int) -> ResolvedParallel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any
@@ -21,7 +22,12 @@ Paths = Annotated[
     PlainSerializer(lambda paths: paths[0] if len(paths) == 1 else paths),
 ]
 Weights = list[Annotated[float, Field(gt=0)]]
+Date = Annotated[str, Field(pattern=r"^\d{4}(-\d\d(-\d\d)?)?$")]  # or a month, or a year
+# It is part of the names of metrics, files and keys.
+SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]
+
+NAME = "NAME"  # in keys: a name that the user gives
 
 # May a key differ from what a run was started with, when the run is resumed?
 RESUME = {
@@ -61,7 +67,8 @@ def sections_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 def keys_of(schema: type[BaseModel]) -> dict[str, FieldInfo]:
     """Every key of a configuration, as section.key, with its default, description and limits. The
-    keys of a section inside a section are section.inner.key."""
+    keys of a section inside a section are section.inner.key; where sections have names of the
+    user's, as suites, they are section.inner.NAME.key, too."""
     return {
         f"{name}.{key}": info
         for name, section in sections_of(schema).items()
@@ -71,10 +78,14 @@ def keys_of(schema: type[BaseModel]) -> dict[str, FieldInfo]:
 
 def _keys_of_section(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
     for name, info in section.model_fields.items():
-        inner = info.annotation
+        inner, is_named = info.annotation, typing.get_origin(info.annotation) is dict
+        if is_named:
+            yield name, info
+            inner = typing.get_args(inner)[1]
+            name = f"{name}.{NAME}"
         if isinstance(inner, type) and issubclass(inner, Section):
             yield from ((f"{name}.{key}", below) for key, below in _keys_of_section(inner))
-        else:
+        elif not is_named:
             yield name, info
 
 

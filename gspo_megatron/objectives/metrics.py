@@ -17,8 +17,9 @@ from gspo_megatron.types import LossInputs
 
 def pair(numerator: Tensor, denominator: Tensor | float) -> Tensor:
     """[2] float64 on the device of `numerator`, detached."""
-    count = torch.as_tensor(denominator, dtype=torch.float64, device=numerator.device)
-    return torch.stack([numerator.detach().double(), count])
+    if not isinstance(denominator, Tensor):  # a copy of a number would make the host wait for a GPU
+        denominator = torch.full_like(numerator, denominator, dtype=torch.float64)
+    return torch.stack([numerator.detach().double(), denominator.double()])
 
 
 def policy_metrics(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:

@@ -127,7 +127,7 @@ def run_update(
     recorder, builder = _set_up(config, vocab_size, Schedule(rate, rate, 0, 1, "constant"))
     policy = recorder.policy
     lengths = [len(tokens) for tokens in batch.tokens]
-    plans = plan_alike(config, lengths, batch.response_lengths, cut, mini_batches)
+    plans = plan_alike(config, lengths, batch.masked_lengths(), cut, mini_batches)
     sequences, index = distribute(batch, plans, policy)
     _set_old_logprobs(policy, builder, plans, sequences, index)
     section = config.objective
@@ -212,7 +212,7 @@ def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
     experience = read_experience(dump.folder, dump.rollouts, policy)
     index = gather_index(experience.batch, experience.scores.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))
-    plans = plan_alike(config, index.lengths, index.response_lengths, task.cut, mini_batches)
+    plans = plan_alike(config, index.lengths, index.masked_lengths, task.cut, mini_batches)
     advantages, token_advantages = compute_advantages(objective.advantages, experience, index)
     sequences = redistribute(
         experience.batch,
@@ -343,7 +343,7 @@ def _complete_shards(policy: Policy) -> None:
 def plan_alike(
     config: Config,
     lengths: Sequence[int],
-    response_lengths: Sequence[int],
+    masked_lengths: Sequence[int],
     cut: Cut,
     mini_batches: int,
 ) -> list[MiniBatch]:
@@ -352,7 +352,7 @@ def plan_alike(
     assert cut.replicas % data_parallel_size == 0
     plans = plan_step(
         lengths,
-        response_lengths,
+        masked_lengths,
         mini_batches=mini_batches,
         data_parallel_size=cut.replicas,
         token_budget=cut.token_budget,
@@ -399,13 +399,18 @@ def distribute(
         truncated=torch.zeros_like(numbers, dtype=torch.bool),
         sample_index=numbers,
         group_index=numbers // 2,
+        mask=None if batch.masks is None else join(batch.masks),
         routes=routes,
     )
     advantages = torch.tensor(batch.advantages, dtype=torch.float64, device=device)[numbers]
     index = gather_index(rollout, advantages, group)
     cp_size = policy.config.context_parallel_size
     owners = data_ranks(plans, len(index.lengths))
-    return redistribute(rollout, index, owners, group, context_parallel_size=cp_size), index
+    of_tokens = batch.token_advantages and join(batch.token_advantages)
+    sequences = redistribute(
+        rollout, index, owners, group, context_parallel_size=cp_size, token_advantages=of_tokens
+    )
+    return sequences, index
 
 
 def _set_old_logprobs(

@@ -21,6 +21,14 @@ class SyntheticBatch:
     advantages: list[float]
     log_ratios: list[Tensor]  # [response] float32 each: what log pi - log pi_old shall be
     routes: list[Tensor] | None = None  # [length, all layers, k] each: a rollout's experts
+    masks: list[Tensor] | None = None  # [response] bool each: tokens to learn from; None: all
+    token_advantages: list[Tensor] | None = None  # [response] float32 each, instead of `advantages`
+
+    def masked_lengths(self) -> list[int]:
+        """[num_sequences]: response tokens to learn from."""
+        if self.masks is None:
+            return self.response_lengths
+        return [int(mask.sum()) for mask in self.masks]
 
 
 def synthetic_batch(

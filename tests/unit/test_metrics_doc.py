@@ -17,6 +17,12 @@ from tests.unit.objectives.batches import make_inputs, make_objective
 PAGE = ROOT / "docs" / "metrics.md"
 # The page calls a part NAME, too.
 REWARD = "def reward(sample):\n    return {'NAME': sample.num_tokens % 3 / 3}\n"
+ENVIRONMENT = """
+class Twice:
+    async def rollout(self, client, task):
+        await client.generate(max_tokens=2)
+        await client.generate(text="+", max_tokens=2)
+"""
 ALL_OPTIONS = {  # an RL run with everything that adds metrics
     "rollout": {
         "group_size": 4,
@@ -25,6 +31,7 @@ ALL_OPTIONS = {  # an RL run with everything that adds metrics
         "dynamic_sampling": True,
         "max_refills": 1,
     },
+    "environment": {"import_path": "turns:Twice"},
     "reward": {"import_path": "parts:reward", "scale": 2.0, "on_failure": "drop_group"},
     "objective": {
         "mini_batches": 2,
@@ -41,7 +48,7 @@ SERVED = {
     *("engine/tokens_per_second", "engine/kv_usage", "engine/restarts"),
     *("rollout/resubmitted", "replay/missing_rows", "perf/trainer_idle_share"),
     *("engine/busy_share", "perf/engines_idle_share"),
-    *("staleness/mean", "staleness/max", "staleness/tokens_older_than_1"),
+    *("staleness/mean", "staleness/max", "staleness/masked", "staleness/tokens_older_than_1"),
 }
 
 
@@ -56,7 +63,7 @@ def documented() -> set[str]:
 
 
 def normalised(keys: set[str]) -> set[str]:
-    return {re.sub(r"layer_\d+", "layer_NN", key) for key in keys}
+    return {re.sub(r"_at_\d+$", "_at_K", re.sub(r"layer_\d+", "layer_NN", key)) for key in keys}
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +79,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         "pretrain": {"train": [text], "evaluation_share": 0.3, "sequence_length": 16},
     }
     (folder / "parts.py").write_text(REWARD)
+    (folder / "turns.py").write_text(ENVIRONMENT)
     keys = set()
     for stage, files in data.items():
-        own = ALL_OPTIONS if stage == "train" else {"training": {"batch_size": 4}}
+        suite = {"prompts": test, "samples": 2, "reward": {"on_failure": "drop_group"}}
+        suites = {"evaluation": {"suites": {"SUITE": suite}}}
+        own = ALL_OPTIONS | suites if stage == "train" else {"training": {"batch_size": 4}}
         config = own | {
             "model": {"megatron": TINY_MODEL},
             "data": files | {"tokenizer": str(folder / "tokenizer.model")},

@@ -206,7 +206,7 @@ parallel: 4
             "malformed; a custom reward function, package.module:function; replaces name",
         ),
         ("reward.options=5", "must be a mapping of keys, as in `key: value`"),
-        ("reward.workers=0", "must be greater than or equal to 1"),
+        ("reward.workers=-1", "must be greater than or equal to 0"),
         ("reward.retries=-1", "must be greater than or equal to 0"),
         ("reward.on_failure='zero'", "unknown value; legal: stop, drop_group"),
         ("reward.weights.correct='high'", "must be a valid number"),

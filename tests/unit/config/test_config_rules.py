@@ -35,6 +35,7 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
         (1, ["training.evaluation_interval=5", "data.eval_prompts=e.jsonl"]),
         (1, ["reward.overlong_buffer=31", "reward.overlong_penalty=0.5"]),
         (1, ["reward.scale=2", "reward.clip=3"]),
+        (1, ["environment.verifiers=textarena", "environment.python=sh"]),
         (1, ["rollout.dynamic_sampling=true", "rollout.max_refills=0"]),
         (1, ["training.steps=0", "data.prompts=", "data.eval_prompts=e.jsonl",
              "checkpoint.keep_best=1", "training.evaluation_interval=5"]),
@@ -101,6 +102,18 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
         (1, ["rollout.group_size=1"], "rollout.group_size = 1", "legal: from 2"),
         (1, ["rollout.max_staleness=1"], "rollout.max_staleness = 1",
          "draws the responses itself; legal: 0, or engine = vllm"),
+        (1, ["environment.verifiers=textarena"], "environment.python = null",
+         "needs the interpreter that has the package verifiers"),
+        (1, ["environment.verifiers=textarena", "environment.python=no/python"],
+         "environment.python = 'no/python'", "is no program"),
+        (1, ["environment.python=python"], "environment.python = 'python'",
+         "nothing reads it without environment.verifiers; legal: null"),
+        (1, ["environment.verifiers=a", "environment.python=sh", "environment.name=agent"],
+         "environment.verifiers = 'a'", "environment.name names another one"),
+        (1, ["environment.verifiers=a", "environment.python=sh", "environment.import_path=m:C"],
+         "environment.verifiers = 'a'", "environment.import_path names another one"),
+        (1, ["objective.max_token_staleness=0"], "objective.max_token_staleness = 0",
+         "legal: null"),
         (1, ["rollout.kv_after_update=keep", "rollout.max_staleness=0"],
          "rollout.kv_after_update = 'keep'", "no response is under way then; legal: recompute"),
         (1, ["objective.mini_batches=129"], "objective.mini_batches = 129", "legal: 1 to 128"),
@@ -216,7 +229,7 @@ def test_a_run_of_no_steps_needs_held_out_prompts_only() -> None:
     (line,) = problems_of(1, *words, for_training=True)
     assert line == (
         "training.steps = 0: evaluates only, and there is nothing to evaluate on; legal: from 1, "
-        "or give data.eval_prompts"
+        "or give data.eval_prompts or evaluation.suites"
     )
     assert problems_of(1, *words, "data.eval_prompts=e.jsonl", for_training=True) == []
 

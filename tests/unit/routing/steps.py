@@ -123,6 +123,7 @@ def a_step(*, routes: bool = False) -> Step:
         source=(0,) * len(LENGTHS),
         prompt_lengths=prompts,
         response_lengths=responses,
+        masked_lengths=responses,
         groups=tuple(n // 2 for n in range(len(LENGTHS))),
         rewards=torch.tensor([1.0, 0.0] * (len(LENGTHS) // 2), dtype=torch.float64),
     )
