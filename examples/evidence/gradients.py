@@ -43,7 +43,7 @@ from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
-from gspo_megatron.types import LossInputs
+from gspo_megatron.types import LossInputs, RolloutBatch
 
 VOCABULARY, PAD = 32, 0
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 4  # a batch has 64 responses
@@ -135,7 +135,28 @@ class Laboratory:
         requests = Requests(prompts, group_index=range(PROMPTS), responses_per_prompt=GROUP)
         drawn = self.engines[engine].generate(requests, Sampling(self.setting.length), seed=seed)
         tokens = drawn.tokens.view(PROMPTS * GROUP, -1)
-        rewards = share_right(tokens)
+        return self._batch(drawn, share_right(tokens))
+
+    def imitate(self) -> None:
+        """One supervised update on responses that are right."""
+        self._draws += 1
+        generator = torch.Generator().manual_seed((self.setting.seed << 20) + self._draws)
+        tokens = right_sequences(PROMPTS * GROUP, self.setting.length, generator)
+        count = torch.full((len(tokens),), self.setting.length)
+        drawn = RolloutBatch(
+            tokens=tokens.flatten(),
+            prompt_lengths=torch.full_like(count, PROMPT_TOKENS),
+            response_lengths=count,
+            rollout_logprobs=torch.zeros(tokens.shape[0] * self.setting.length),
+            truncated=torch.zeros_like(count, dtype=torch.bool),
+            sample_index=torch.arange(len(tokens)),
+            group_index=torch.arange(len(tokens)) // GROUP,
+        )
+        batch = self._batch(drawn, share_right(tokens))
+        batch.advantages = torch.ones(len(tokens))  # the gradient of the mean log-likelihood
+        self.update(batch, objective_of(ARMS["gspo unclipped"][0], self.setting.length))
+
+    def _batch(self, drawn: RolloutBatch, rewards: Tensor) -> Batch:
         group = dist.group.WORLD
         index = gather_index(drawn, rewards, group)
         (mini_batch,) = plan = plan_step(
@@ -147,7 +168,10 @@ class Laboratory:
         )
         sequences = redistribute(drawn, index, data_ranks(plan, len(index.lengths)), group)
         (micro_batches,) = self.builder.build_step(plan, sequences, index)
-        routes = [{"r3": self._engine_routes(each)} for each in micro_batches]
+        routes = [
+            {} if each.rollout_routes is None else {"r3": self._engine_routes(each)}
+            for each in micro_batches
+        ]
         advantages = group_mean_std(index.rewards, torch.tensor(index.groups))
         return Batch(micro_batches, mini_batch, advantages, float(rewards.mean()), routes)
 
@@ -256,6 +280,17 @@ def share_right(tokens: Tensor) -> Tensor:
     tokens y_t with (y_t + y_{t-1}) mod 3 equal to the first prompt token mod 3."""
     response, before = tokens[:, PROMPT_TOKENS:], tokens[:, PROMPT_TOKENS - 1 : -1]
     return ((response + before) % 3 == tokens[:, :1] % 3).double().mean(1)
+
+
+def right_sequences(count: int, length: int, generator: torch.Generator) -> Tensor:
+    """[count, prompt + response tokens]: random ones that earn the whole reward."""
+    tokens = torch.randint(1, VOCABULARY, (count, PROMPT_TOKENS + length), generator=generator)
+    for place in range(PROMPT_TOKENS, tokens.shape[1]):
+        wrong = tokens[:, place] + tokens[:, place - 1] - tokens[:, 0]
+        tokens[:, place] -= wrong % 3
+        # 0 is for padding, and what is below it: three higher are right as well
+        tokens[:, place] += 3 * (tokens[:, place] < 1)
+    return tokens
 
 
 def configuration(setting: Setting) -> Config:
