@@ -5,6 +5,10 @@ r on fresh samples of the present policy, which is unbiased. Only inner products
 needed. Squares of means are estimated without the bias of a plain square: two different batches are
 independent, so the mean of <g_a, g_b> over a != b is <E g, E g>.
 
+The bias alone is measured against another gradient u on the same batches: importance weights of
+whole responses, the product of their tokens' ratios, make it unbiased. What g and u have in common
+cancels in their difference, so a small bias is seen through a large noise.
+
 All figures are free of units: lengths are in |E r|, the length of the true gradient.
 """
 
@@ -27,6 +31,7 @@ class Products:
     """
 
     own: np.ndarray  # [batches, batches], <g_a, g_b>
+    difference: np.ndarray  # [batches, batches], <g_a - u_a, g_b - u_b>
     cross: np.ndarray  # [batches, reference batches], <g_a, r_m>
     reference: np.ndarray  # [reference batches, reference batches], <r_m, r_n>
 
@@ -36,6 +41,7 @@ class Products:
         theirs = rng.integers(0, len(self.reference), len(self.reference))
         return Resampled(
             self.own[np.ix_(ours, ours)],
+            self.difference[np.ix_(ours, ours)],
             self.cross[np.ix_(ours, theirs)],
             self.reference[np.ix_(theirs, theirs)],
             ours[:, None] != ours,
@@ -64,7 +70,7 @@ def quality(products: Products) -> dict[str, float]:
     """Figures of one objective. With G = E g and R = E r:
 
     projection  <G, R> / |R|^2: 1 is a step of full length; below: clipped, or pointing elsewhere
-    bias        |G - R| / |R|
+    bias        |G - E u| / |R|
     direction   the cosine between G and R: what is left after any number of batches
     noise       trace(Cov g) / |R|^2, of one batch
     signal      |G|^2 / trace(Cov g), signal-to-noise ratio of one batch
@@ -84,7 +90,7 @@ def quality(products: Products) -> dict[str, float]:
     )
     return {
         "projection": inner / true,
-        "bias": np.sqrt(max(squared - 2 * inner + true, 0.0) / true),
+        "bias": np.sqrt(max(products.difference[ours].mean(), 0.0) / true),
         "direction": inner / np.sqrt(squared * true) if squared > 0 else float("nan"),
         "noise": trace / true,
         "signal": max(squared, 0.0) / trace if trace > 0 else float("nan"),

@@ -48,7 +48,7 @@ from gspo_megatron.types import LossInputs, RolloutBatch
 VOCABULARY, PAD = 32, 0
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 4  # a batch has 64 responses
 UPDATES = (1, 2, 4, 8, 16)
-WARM_UP = 30  # on-policy updates before anything is measured
+WARM_UP = 35  # supervised updates before anything is measured: about half of the reward
 ROUTER_NOISE = 0.1  # std on the routers' scores of the engine, with --mismatch router_noise
 
 UNCLIPPED = {"clip_low": 0.999, "clip_high": 1e9}
@@ -71,6 +71,9 @@ ARMS: dict[str, tuple[dict[str, Any], str]] = {
     "grpo + r2": ({"name": "grpo"}, "r2"),
     "grpo + r3": ({"name": "grpo"}, "r3"),
 }
+
+
+UNBIASED = "product unclipped"
 
 
 @dataclass(frozen=True)
@@ -333,12 +336,13 @@ def measure(setting: Setting, arms: Sequence[str], updates: Sequence[int], path:
     laboratory = Laboratory(setting)
     plain = objective_of(ARMS["gspo unclipped"][0], setting.length)
     for _ in range(WARM_UP):
-        laboratory.update(laboratory.draw("reference"), plain)
+        laboratory.imitate()
     kept = [laboratory.draw() for _ in range(setting.batches)]
     spent = [laboratory.draw() for _ in range(max(updates))]  # for the updates
     for batch in kept + spent:
         laboratory.remember(batch)
     grpo = objective_of(ARMS["grpo"][0], setting.length)
+    whole = objective_of(ARMS[UNBIASED][0], setting.length)
     for number, batch in enumerate(spent, 1):
         laboratory.update(batch, grpo)
         if number not in updates:
@@ -347,6 +351,7 @@ def measure(setting: Setting, arms: Sequence[str], updates: Sequence[int], path:
         fresh = [laboratory.draw("reference") for _ in range(setting.reference_batches)]
         reference = torch.stack([laboratory.gradient(b, plain, "off")[0] for b in fresh])
         reward = sum(b.reward for b in fresh) / len(fresh)
+        unbiased = torch.stack([laboratory.gradient(b, whole, "off")[0] for b in kept])
         for arm in arms:
             section, replay = ARMS[arm]
             objective = objective_of(section, setting.length)
@@ -363,18 +368,18 @@ def measure(setting: Setting, arms: Sequence[str], updates: Sequence[int], path:
                 "reward": round(reward, 4),
                 "clipped_tokens": float(np.mean([share for _, share in pairs])),
                 "distance": distance,
-                **with_intervals(products(torch.stack([g for g, _ in pairs]), reference)),
+                **with_intervals(products(torch.stack([g for g, _ in pairs]), unbiased, reference)),
             }
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(rounded(record)) + "\n")
         print(f"length {setting.length}, {number} updates: {time.monotonic() - start:.0f} s")
 
 
-def products(own: Tensor, reference: Tensor) -> Products:
-    """own, reference: [batches, parameters] float32."""
-    sides = own.double(), reference.double()
-    matrices = ((0, 0), (0, 1), (1, 1))
-    return Products(*((sides[a] @ sides[b].T).numpy() for a, b in matrices))
+def products(own: Tensor, unbiased: Tensor, reference: Tensor) -> Products:
+    """own, unbiased: [batches, parameters] float32, of the same batches; reference: likewise."""
+    own, unbiased, reference = own.double(), unbiased.double(), reference.double()
+    pairs = ((own, own), (own - unbiased,) * 2, (own, reference), (reference, reference))
+    return Products(*((left @ right.T).numpy() for left, right in pairs))
 
 
 def rounded(value: Any) -> Any:
