@@ -228,7 +228,7 @@ class Laboratory:
                     rollout_logprobs=micro_batch.rollout_logprobs,
                 )
             )
-            share = outputs.means.get("clip/token_fraction")
+            share = outputs.means.get("clip/token/binding")
             if share is not None:
                 clipped, count = clipped + float(share[0]), count + float(share[1])
             return outputs.loss, None
@@ -242,6 +242,8 @@ class Laboratory:
         for micro_batch in batch.micro_batches:
             micro_batch.routes = None
         flat = torch.cat([-p.main_grad.flatten() for p in self.parameters])
+        if objective.name == ARMS[UNBIASED][0]["name"]:
+            flat /= self.setting.length  # it weighs sums over a response, the others means
         return flat, clipped / max(count, 1.0)
 
     def update(self, batch: Batch, objective: Objective) -> float:
