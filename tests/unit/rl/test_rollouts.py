@@ -450,9 +450,18 @@ def test_first_calls_that_all_fail_do_not_settle_that_there_are_no_parts() -> No
 
 def test_each_response_that_is_scored_is_a_sign_of_life() -> None:
     signs: list[str] = []
+    told: list[str] = []
+    found = collector()
+    found.tell = told.append
     with heard_by(lambda: signs.append("")):
-        evaluated(collector())
+        evaluated(found)
     assert len(signs) == PROMPTS
+    assert [text.split(",")[0] for text in told] == [
+        "rewards 1/3",
+        "rewards 2/3",
+        "rewards 3/3",
+        "",
+    ]
 
 
 # --- Dynamic sampling: which groups are trained on, and when more prompts are drawn ---------------
