@@ -113,8 +113,8 @@ def select_sequences(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
     """The sequences that `rows` [num_sequences] bool marks."""
     responses = rows.repeat_interleave(batch.response_lengths)
     tokens = rows.repeat_interleave(batch.prompt_lengths + batch.response_lengths)
-    of_tokens = {"tokens": tokens, "routes": tokens, "rollout_logprobs": responses}
-    of_tokens["mask"] = responses
+    of_tokens = {"tokens": tokens, "routes": tokens, "in_response": tokens}
+    of_tokens |= {"rollout_logprobs": responses, "mask": responses}
     return RolloutBatch(
         **{
             name: None if value is None else value[of_tokens.get(name, rows)]
