@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from gspo_megatron.batching.packing import Branches, BatchShape, PackedBatch, batch_shape, pack
+from gspo_megatron.batching.packing import BatchShape, Branches, PackedBatch, batch_shape, pack
 from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import Sequences, StepIndex
 from gspo_megatron.models.build import Policy, unwrap

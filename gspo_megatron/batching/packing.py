@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 # Prompt and response tokens of each branch, of sequences by their number
 Branches = Sequence[Sequence[tuple[int, int]]]
 
@@ -98,11 +97,7 @@ def pack(
     the collectives.
     """
     cp, rank = context_parallel_size, context_parallel_rank
-    pieces = []  # place, prompt and response tokens of each branch
-    for place, number in enumerate(members):
-        length, response = len(tokens[number]), response_lengths[number]
-        of_member = [(length - response, response)] if branches is None else branches[number]
-        pieces += [(place, *lengths) for lengths in of_member]
+    pieces = _pieces(tokens, response_lengths, members, branches)
     lengths = [prompt + response for _, prompt, response in pieces]
     smallest = batch_shape(lengths, padded=padded, context_parallel_size=cp, multiple=multiple)
     shape = shape or smallest
@@ -117,11 +112,9 @@ def pack(
     flat = torch.zeros(total, dtype=torch.long)
     source = torch.full((total,), -1, dtype=torch.long)
     joined = torch.cat([tokens[number] for number in members]) if members else ids[:0]
-    assert sum(lengths) == len(joined), "branches are not all of their sequence"
     offsets = [response_offsets[number] for number in members]
     passed = 0
     for (place, prompt, response), start in zip(pieces, boundaries):
-        assert prompt > 0 and response >= 0, "a response needs a prompt before it"
         length = prompt + response
         taken = torch.arange(passed, passed + length)
         ids[start : start + length] = joined[taken]
@@ -158,6 +151,23 @@ def pack(
         response_lengths=torch.tensor([response_lengths[i] for i in members], dtype=torch.long),
         members=tuple(members),
     )
+
+
+def _pieces(
+    tokens: Sequence[Tensor] | Mapping[int, Tensor],
+    response_lengths: Sequence[int],
+    members: Sequence[int],
+    branches: Branches | None,
+) -> list[tuple[int, int, int]]:
+    """Of each branch the place of its sequence in `members`, and prompt and response tokens."""
+    pieces = []
+    for place, number in enumerate(members):
+        length, response = len(tokens[number]), response_lengths[number]
+        own = [(length - response, response)] if branches is None else branches[number]
+        assert sum(map(sum, own)) == length, "branches are not all of their sequence"
+        pieces += [(place, *lengths) for lengths in own]
+    assert all(prompt > 0 for _, prompt, _ in pieces), "a response needs a prompt before it"
+    return pieces
 
 
 def _boundaries(lengths: Sequence[int], padded: bool, chunks: int, shape: BatchShape) -> list[int]:

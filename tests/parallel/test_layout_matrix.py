@@ -143,8 +143,8 @@ def test_masked_tokens_have_no_part_in_an_update(
     assert all(math.isfinite(value) for value in result.metrics.values()), result.metrics
 
 
-# Prompt and response tokens of each branch: of episodes whose history was rewritten. The budget of a
-# rank is 20 tokens, so that three of them are beyond it.
+# Prompt and response tokens of each branch: of episodes whose history was rewritten. The budget of
+# a rank is 20 tokens, so that three of them are beyond it.
 BRANCHES: tuple[list[tuple[int, int]], ...] = (
     [(5, 3), (9, 1), (2, 6)],
     [(4, 9)],
