@@ -71,8 +71,8 @@ class MicroBatchBuilder:
         self, plans: Sequence[MiniBatch], sequences: Sequences, index: StepIndex
     ) -> list[list[MicroBatch]]:
         """This data rank's micro-batches of each mini-batch."""
-        lengths = index.branch_lengths()
-        shape = self.common_shape(plans, lengths)
+        of_branches = index.branch_lengths()
+        shape = self.common_shape(plans, of_branches)
         rank = parallel_state.get_data_parallel_rank()
         columns = sequences.tokens, index.response_lengths, sequences.offsets
         mini_batches = [
@@ -95,7 +95,7 @@ class MicroBatchBuilder:
                 batch.rollout_routes = [
                     routes
                     for n in batch.packed.members
-                    for routes in sequences.routes[n].split(lengths[n])
+                    for routes in sequences.routes[n].split(of_branches[n])
                 ]
         return mini_batches
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gspo_megatron.verify.synthetic import SyntheticBatch
+from tests.parallel.branches import branched_batch
 from tests.parallel.matrix import (
     DIMENSIONS,
     LAYOUTS,
@@ -141,43 +142,6 @@ def test_masked_tokens_have_no_part_in_an_update(
     result, explicit = updates.run(case, batch), updates.explicit(case, batch)
     assert_follows_formulas(case, result, explicit, FP64_TOLERANCE_OF_ROUTERS)
     assert all(math.isfinite(value) for value in result.metrics.values()), result.metrics
-
-
-# Prompt and response tokens of each branch: of episodes whose history was rewritten. The budget of
-# a rank is 20 tokens, so that three of them are beyond it.
-BRANCHES: tuple[list[tuple[int, int]], ...] = (
-    [(5, 3), (9, 1), (2, 6)],
-    [(4, 9)],
-    [(1, 1), (1, 1), (3, 1), (1, 1)],
-    [(6, 2), (7, 30)],
-    [(3, 12)],
-    [(11, 4), (12, 5), (13, 6), (2, 1), (5, 5)],
-    [(8, 2)],
-)
-
-
-def branched_batch(turn_rewards: bool = False) -> SyntheticBatch:
-    """Episodes of one to five branches; part of what stands in them is not learnt from."""
-    generator = torch.Generator().manual_seed(11)
-    batch = SyntheticBatch([], [], [], [], masks=[], branches=list(BRANCHES))
-    batch = replace(batch, token_advantages=[] if turn_rewards else None)
-    for number, pieces in enumerate(BRANCHES):
-        total, response = sum(map(sum, pieces)), sum(own for _, own in pieces)
-        batch.tokens.append(torch.randint(VOCAB_SIZE, (total,), generator=generator))
-        batch.response_lengths.append(response)
-        mask = torch.rand(response, generator=generator) < 0.8
-        mask[0] = True
-        batch.masks.append(mask)
-        # a branch's own ratio is far from that of its episode
-        noise = torch.randn(len(pieces), generator=generator)
-        noise = noise.repeat_interleave(torch.tensor([own for _, own in pieces])) * 0.1
-        shift = (-0.6, -2e-4, 2e-4, 0.6)[number % 4]
-        ratios = shift + noise - noise[mask].mean()
-        batch.log_ratios.append(ratios.where(mask, torch.nan))
-        batch.advantages.append((1.5, -0.8)[number // 2 % 2])
-        if turn_rewards:
-            batch.token_advantages.append(torch.randn(response, generator=generator))
-    return batch
 
 
 @pytest.mark.parametrize("layout", ["tp=1", "dp=4", "cp=4", "tp=2,pp=2,cp=2", "dp=2,ep=2,cp=2"])
