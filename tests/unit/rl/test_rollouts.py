@@ -20,7 +20,14 @@ from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
 from gspo_megatron.rl.loop import collect, compute_advantages
-from gspo_megatron.rl.rollouts import Collector, Experience, Scores, join, select_sequences
+from gspo_megatron.rl.rollouts import (
+    Collector,
+    Experience,
+    Scores,
+    join,
+    select_sequences,
+    turns_and_branches,
+)
 from gspo_megatron.rollout.engine import Draw, Requests, Sampling
 from gspo_megatron.types import Prompt, RolloutBatch, Sample, TurnRewards
 
@@ -525,6 +532,8 @@ def test_further_draws_keep_only_groups_that_may_be_chosen() -> None:
 
 
 PROMPT_LENGTHS, RESPONSE_LENGTHS, TURNS = [2, 1, 3, 1], [1, 4, 2, 3], [1, 2, 1, 3]
+# The third has two branches.
+IN_RESPONSE = [n == "r" for n in "pprprrrrprpprprrr"]
 
 
 def batch_of(first: int) -> RolloutBatch:
@@ -539,6 +548,7 @@ def batch_of(first: int) -> RolloutBatch:
         group_index=(first + torch.arange(count)) // 2,
         mask=torch.arange(sum(RESPONSE_LENGTHS)) % 2 == first % 2,
         routes=(1000 * first + torch.arange(length))[:, None, None].expand(length, 2, 3),
+        in_response=torch.tensor(IN_RESPONSE),
     )
 
 
@@ -564,10 +574,18 @@ def test_selected_sequences_stay_whole() -> None:
     assert found.tokens.tolist() == [1003, 1004, 1005, 1006, 1007, 1013, 1014, 1015, 1016]
     assert found.rollout_logprobs.tolist() == [-1001, -1002, -1003, -1004, -1007, -1008, -1009]
     assert found.mask.tolist() == (found.rollout_logprobs % 2 == 1).tolist()
+    assert found.in_response.tolist() == IN_RESPONSE[3:8] + IN_RESPONSE[13:]
     assert found.routes.shape == (9, 2, 3)
     assert torch.equal(found.routes[:, 1, 2], found.tokens)
     nothing = select_sequences(batch, torch.zeros(4, dtype=torch.bool))
-    assert [len(value) for value in vars(nothing).values()] == [0] * 9
+    assert [len(value) for value in vars(nothing).values()] == [0] * 10
+
+
+def test_turns_and_branches_are_counted() -> None:
+    sampled = torch.tensor([n == "s" for n in "ss-ssss---"])
+    turns, branches = turns_and_branches(batch_of(0), sampled)
+    assert turns.tolist() == [1, 2, 2, 0]
+    assert branches.tolist() == [1, 1, 2, 1]
 
 
 def test_selected_scores_keep_their_turns() -> None:
