@@ -269,6 +269,7 @@ class ReinforcementLoop:
             * policy.config.context_parallel_size,
             micro_batch_multiple=micro_batch_multiple(policy),
             padded=builder.padded,
+            branches=index.branch_lengths(),
         )
 
     def _noise_warning(self, metrics: dict[str, float]) -> str | None:
