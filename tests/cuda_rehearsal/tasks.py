@@ -146,6 +146,8 @@ class Worker(GspoWorker):
     def reload_weights(self, weights_iterator):
         for name, tensor in weights_iterator:
             self.loaded[name] = str(tensor.dtype), tensor.double().sum().item()
+if Worker.device.type == "cuda":
+    torch.cuda.set_device(Worker.device)
 worker = Worker()
 for line in sys.stdin:
     worker.loaded = {}
