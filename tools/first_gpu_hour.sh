@@ -97,7 +97,7 @@ step verify 10 "a last line with equal=1; worst_error is 1e-5 or less where both
     --layouts "${layouts[@]}"
 step bf16 5 "three steps, finite losses, grad norm above 0" "${gspo[@]}" train "$config" --nproc "$gpus"
 step resume 5 "that the run goes on after step 3, and step 4" "${gspo[@]}" train "$config" --nproc "$gpus" training.steps=4
-step sync 15 "sync/version 0 to 3, sync/bytes above 0; or what is missing for it" bash -c sync_weights
+step sync 15 "sync/version 1 to 3, sync/bytes above 0; or what is missing for it" bash -c sync_weights
 step fp8 10 "three steps; or what this GPU or Transformer Engine lacks, in one line" \
     "${gspo[@]}" train "$config" --nproc "$gpus" training.precision=fp8-delayed logging.dir="$out/fp8"
 step engine 5 "three steps by Transformer Engine; or that it is not installed" \
