@@ -289,7 +289,7 @@ def test_a_batch_without_sequences_is_padding_of_the_common_shape(padded: bool) 
 def test_branches_are_packed_as_sequences_of_their_own(padded: bool, cp: int, rank: int) -> None:
     """But for the loss, which has one number for all of a member."""
     place = {"padded": padded, "context_parallel_size": cp, "context_parallel_rank": rank}
-    apart = random_batch(5)
+    apart = random_batch(7)
     owners = [1, 1, 1, 0, 2, 2, 0]  # of the branches, which stand in this order
     order = sorted(range(7), key=lambda number: owners[number])
     expected = apart.pack(order, **place)
