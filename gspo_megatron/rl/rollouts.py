@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import RewardError, UserError
 from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
+from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.observe.metrics_files import written_answer
 from gspo_megatron.platform.collectives import (
     all_gather_columns,
@@ -156,6 +157,8 @@ class Collector:
         self.shaping = Shaping(config.reward, config.rollout.max_response_tokens)
         self.scorer = Scorer(reward, config.reward)
         self.part_names: PartNames | None = None  # that all ranks know
+        # is told how far sampling or scoring is, see Progress.doing
+        self.tell: Callable[[str], None] = lambda text: None
         self.replica, _ = model_replica()
         self.reward_rank = dist.get_process_group_ranks(self.replica)[0]
 
@@ -248,7 +251,9 @@ class Collector:
         if calls_reward:
             try:
                 given = given_rewards(episodes.ended, self.config.reward)
-                found, failed = self.scorer.score(samples, given)
+                with heard_by(lambda: self.tell(self.scorer.progress())):
+                    found, failed = self.scorer.score(samples, given)
+                self.tell("")
             except UserError as error:
                 problem = error
         failed = self._agree(problem, failed)

@@ -296,12 +296,16 @@ class ServedCollector(Collector):
         def look() -> dict[str, Any]:
             nonlocal before
             status = self._service().draw_status(draw.name)
-            if status["tokens"] != before:
+            done, scoring = status["finished"], status["scoring"]
+            if (status["tokens"], done) != before:
                 heartbeat()
-            before = status["tokens"]
+            before = status["tokens"], done
+            scored = f", {scoring} being scored" if scoring else ""
+            self.tell(f"groups {done}/{len(draw.rows)}{scored}")
             return status
 
         self.drawn["tokens"] += self._wait(look)["tokens"]
+        self.tell("")
         self.drawn["seconds"] += time.perf_counter() - start
         return self.read_draw(draw)
 

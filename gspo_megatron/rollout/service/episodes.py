@@ -162,6 +162,7 @@ class RunningDraw:
         self.draw, self.file = draw, file
         self.error: UserError | None = None
         self.tokens = 0  # of finished responses
+        self.scoring = 0  # groups whose responses are there, and their rewards not
         self.task: asyncio.Task[None] | None = None
 
     def status(self) -> dict[str, Any]:
@@ -170,6 +171,7 @@ class RunningDraw:
         return {
             "finished": len(self.file.finished),
             "tokens": self.tokens,
+            "scoring": self.scoring,
             "done": self.task is not None and self.task.done(),
             "error": None if error is None else {"kind": type(error).__name__, "text": str(error)},
         }
@@ -247,7 +249,11 @@ class Draws:
         if episodes:
             columns |= episode_columns(episodes)
         group, append = Group(number, columns), running.file.append
-        await self.scorers.score(group, prompt, append, running.draw.key, episodes)
+        running.scoring += 1
+        try:
+            await self.scorers.score(group, prompt, append, running.draw.key, episodes)
+        finally:
+            running.scoring -= 1
 
     async def _response(self, running: RunningDraw, prompt: Prompt, sample: int) -> Response:
         limit = running.draw.sampling.max_tokens
