@@ -452,7 +452,7 @@ def turns_and_branches(batch: RolloutBatch, sampled: Tensor) -> Tensor:
     starts, is_response = branch_starts(batch), batch.in_response
     # whether the policy wrote a token and not the one before it, of all tokens
     written = torch.zeros_like(starts).masked_scatter(is_response, sampled)
-    turns = written & (~written.roll(1) | ~is_response.roll(1))
+    turns = written & ~written.roll(1)
     lengths = batch.prompt_lengths + batch.response_lengths
     sequences = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     counts = torch.zeros((2, len(lengths)), dtype=torch.long, device=lengths.device)
