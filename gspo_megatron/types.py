@@ -64,14 +64,15 @@ class TurnRewards:
 
 @dataclass
 class RolloutBatch:
-    """Responses with their prompts, flat; sequence i is prompt then response.
+    """Responses with their prompts, flat; sequence i is prompt then response. That of an episode
+    whose history was rewritten has several branches: each a prompt, then a part of the response.
 
     `rollout_logprobs` are the log-probs of the sampled tokens as the rollout engine computed them,
     at the rollout temperature (mu in the papers).
     """
 
     tokens: Tensor  # [sum(prompt_lengths + response_lengths)] int64
-    prompt_lengths: Tensor  # [num_sequences] int64
+    prompt_lengths: Tensor  # [num_sequences] int64, of all branches together
     response_lengths: Tensor  # [num_sequences] int64
     rollout_logprobs: Tensor  # [sum(response_lengths)] float32
     truncated: Tensor  # [num_sequences] bool
@@ -79,8 +80,9 @@ class RolloutBatch:
     group_index: Tensor  # [num_sequences] int64, the prompt's number in the step
     mask: Tensor | None = None  # [sum(response_lengths)] bool, tokens to learn from; None: all
     # [tokens, MoE layers of this rank, k] uint8 or int16: the experts of each token, where the
-    # engine records them. A sequence's last token was never fed to the model: its row is void.
+    # engine records them. A branch's last token was never fed to the model: its row is void.
     routes: Tensor | None = None
+    in_response: Tensor | None = None  # [tokens] bool; None: each sequence has a single branch
 
 
 @dataclass

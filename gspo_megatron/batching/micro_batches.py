@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from gspo_megatron.batching.packing import BatchShape, PackedBatch, batch_shape, pack
+from gspo_megatron.batching.packing import BatchShape, Branches, PackedBatch, batch_shape, pack
 from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import Sequences, StepIndex
 from gspo_megatron.models.build import Policy, unwrap
@@ -41,7 +41,7 @@ class MicroBatch:
     token_advantages: Tensor | None = None
     mask: Tensor | None = None  # [response tokens] float32, 1 on those to learn from; None: all
     masked_lengths: Tensor | None = None  # [sequences], tokens to learn from, whole; None: all
-    rollout_routes: list[Tensor] | None = None  # [length, layers of this rank, k] of each sequence
+    rollout_routes: list[Tensor] | None = None  # [length, layers of this rank, k] of each branch
     recorded_routes: Any = None  # what Routing Replay keeps from one pass for another
     routes: Routes | None = None  # what the next forward pass does about its experts
 
@@ -71,11 +71,15 @@ class MicroBatchBuilder:
         self, plans: Sequence[MiniBatch], sequences: Sequences, index: StepIndex
     ) -> list[list[MicroBatch]]:
         """This data rank's micro-batches of each mini-batch."""
-        shape = self.common_shape(plans, index.lengths)
+        of_branches = index.branch_lengths()
+        shape = self.common_shape(plans, of_branches)
         rank = parallel_state.get_data_parallel_rank()
         columns = sequences.tokens, index.response_lengths, sequences.offsets
         mini_batches = [
-            [self.build(numbers, *columns, shape) for numbers in plan.micro_batches[rank]]
+            [
+                self.build(numbers, *columns, shape, index.branches)
+                for numbers in plan.micro_batches[rank]
+            ]
             for plan in plans
         ]
         for batch in chain.from_iterable(mini_batches):
@@ -88,17 +92,24 @@ class MicroBatchBuilder:
                 lengths = [index.masked_lengths[n] for n in batch.packed.members]
                 batch.masked_lengths = torch.tensor(lengths, device=self.device)
             if sequences.routes is not None:
-                batch.rollout_routes = [sequences.routes[n] for n in batch.packed.members]
+                batch.rollout_routes = [
+                    routes
+                    for n in batch.packed.members
+                    for routes in sequences.routes[n].split(of_branches[n])
+                ]
         return mini_batches
 
-    def common_shape(self, plans: Sequence[MiniBatch], lengths: Sequence[int]) -> BatchShape | None:
+    def common_shape(
+        self, plans: Sequence[MiniBatch], lengths: Sequence[Sequence[int]]
+    ) -> BatchShape | None:
         """A shape for all micro-batches of all ranks, where Megatron-Core wants them alike (the
-        allgather dispatcher); None where each may have its own."""
+        allgather dispatcher); None where each may have its own. lengths: of each sequence's
+        branches."""
         if self.shapes_vary:
             return None
         shapes = [
             batch_shape(
-                [lengths[n] for n in numbers],
+                list(chain.from_iterable(lengths[n] for n in numbers)),
                 padded=self.padded,
                 context_parallel_size=self.cp_size,
                 multiple=self.multiple,
@@ -116,6 +127,7 @@ class MicroBatchBuilder:
         response_lengths: Sequence[int],
         response_offsets: Sequence[int] | Mapping[int, int],
         shape: BatchShape | None = None,
+        branches: Branches | None = None,
     ) -> MicroBatch:
         """See batching.packing.pack."""
         packed = pack(
@@ -129,6 +141,7 @@ class MicroBatchBuilder:
             context_parallel_rank=self.cp_rank,
             multiple=self.multiple,
             shape=shape,
+            branches=branches,
         ).to(self.device)
         head = HeadInputs(packed.token_rows, packed.targets, self.temperature)
         bounds = None

@@ -4,6 +4,9 @@ A packed micro-batch is one row of tokens [1, tokens] with the boundaries of its
 (Megatron's THD layout); a padded one has a row for each sequence. Every rank of a model replica
 builds the same plan; a context-parallel rank then takes its zig-zag shard of each sequence: chunks
 r and 2CP-1-r of 2CP.
+
+To the model each branch of an episode is a sequence of its own, at positions from 0; to the loss
+all of them are one.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+# Prompt and response tokens of each branch, of sequences by their number
+Branches = Sequence[Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,8 @@ class PackedBatch:
 
     input_ids: Tensor  # [rows, tokens / CP] int64
     position_ids: Tensor  # [rows, tokens / CP] int64
-    boundaries: Tensor  # [sequences + 1] int32, of the padded sequences before the CP cut
-    longest: int  # tokens of the longest padded sequence
+    boundaries: Tensor  # [branches + 1] int32, of the padded branches before the CP cut
+    longest: int  # tokens of the longest padded branch
     padding_mask: Tensor | None  # [rows, tokens / CP] bool, True on padding; None without any
     token_index: Tensor  # [rows, tokens / CP] int64, into the members' tokens joined; -1: padding
     token_rows: Tensor  # [response tokens] int64, into hidden states [tokens / CP, rows] flattened
@@ -57,7 +63,7 @@ class PackedBatch:
 def batch_shape(
     lengths: Sequence[int], *, padded: bool, context_parallel_size: int = 1, multiple: int = 1
 ) -> BatchShape:
-    """The smallest shape that holds sequences of these lengths. A rank's tokens are a multiple of
+    """The smallest shape that holds branches of these lengths. A rank's tokens are a multiple of
     `multiple` (TP under sequence parallelism, times 16 or 32 in FP8)."""
     chunks = 2 * context_parallel_size if context_parallel_size > 1 else 1
     unit = math.lcm(multiple * context_parallel_size, chunks)
@@ -80,16 +86,19 @@ def pack(
     context_parallel_rank: int = 0,
     multiple: int = 1,
     shape: BatchShape | None = None,
+    branches: Branches | None = None,
 ) -> PackedBatch:
     """Make one micro-batch of the sequences `members`, each a prompt with its response at the end.
 
     tokens: sequences by their number, [length] int64 each; response_offsets: where each one's
     response starts in the rank's flat response vectors; shape: a larger one to pad to, where all
-    micro-batches must be alike. Without members the batch is padding: a data-parallel rank without
-    sequences needs it to take part in the collectives.
+    micro-batches must be alike; branches: of each sequence, end to end; None: one of each. Without
+    members the batch is padding: a data-parallel rank without sequences needs it to take part in
+    the collectives.
     """
     cp, rank = context_parallel_size, context_parallel_rank
-    lengths = [len(tokens[number]) for number in members]
+    pieces = _pieces(tokens, response_lengths, members, branches)
+    lengths = [prompt + response for _, prompt, response in pieces]
     smallest = batch_shape(lengths, padded=padded, context_parallel_size=cp, multiple=multiple)
     shape = shape or smallest
     assert smallest.rows <= shape.rows and smallest.tokens <= shape.tokens, (smallest, shape)
@@ -102,22 +111,23 @@ def pack(
     owner = torch.full((total,), -1, dtype=torch.long)
     flat = torch.zeros(total, dtype=torch.long)
     source = torch.full((total,), -1, dtype=torch.long)
+    joined = torch.cat([tokens[number] for number in members]) if members else ids[:0]
+    offsets = [response_offsets[number] for number in members]
     passed = 0
-    for place, (number, start) in enumerate(zip(members, boundaries)):
-        sequence = tokens[number]
-        length, response = len(sequence), response_lengths[number]
-        assert 0 <= response < length, "a response needs a prompt before it"
-        ids[start : start + length] = sequence
+    for (place, prompt, response), start in zip(pieces, boundaries):
+        length = prompt + response
+        taken = torch.arange(passed, passed + length)
+        ids[start : start + length] = joined[taken]
         positions[start : start + length] = torch.arange(length)
-        source[start : start + length] = torch.arange(passed, passed + length)
+        source[start : start + length] = taken
         passed += length
         # the token before predicts: the row of the last prompt token is the first response row
-        first = start + length - response - 1
+        first = start + prompt - 1
         rows = slice(first, first + response)
-        targets[rows] = sequence[length - response :]
+        targets[rows] = joined[taken[prompt:]]
         owner[rows] = place
-        offset = response_offsets[number]
-        flat[rows] = torch.arange(offset, offset + response)
+        flat[rows] = torch.arange(offsets[place], offsets[place] + response)
+        offsets[place] += response
 
     if cp > 1:
         shard = zigzag_shard(boundaries, cp, rank)
@@ -141,6 +151,23 @@ def pack(
         response_lengths=torch.tensor([response_lengths[i] for i in members], dtype=torch.long),
         members=tuple(members),
     )
+
+
+def _pieces(
+    tokens: Sequence[Tensor] | Mapping[int, Tensor],
+    response_lengths: Sequence[int],
+    members: Sequence[int],
+    branches: Branches | None,
+) -> list[tuple[int, int, int]]:
+    """Of each branch the place of its sequence in `members`, and prompt and response tokens."""
+    pieces = []
+    for place, number in enumerate(members):
+        length, response = len(tokens[number]), response_lengths[number]
+        own = [(length - response, response)] if branches is None else branches[number]
+        assert sum(map(sum, own)) == length, "branches are not all of their sequence"
+        pieces += [(place, *lengths) for lengths in own]
+    assert all(prompt > 0 for _, prompt, _ in pieces), "a response needs a prompt before it"
+    return pieces
 
 
 def _boundaries(lengths: Sequence[int], padded: bool, chunks: int, shape: BatchShape) -> list[int]:

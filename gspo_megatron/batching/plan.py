@@ -44,6 +44,7 @@ def plan_step(
     token_budget: int,
     micro_batch_multiple: int = 1,
     padded: bool = False,
+    branches: Sequence[Sequence[int]] | None = None,
 ) -> list[MiniBatch]:
     """Cut a step's sequences (in the order of their sample index) into mini-batches.
 
@@ -53,17 +54,23 @@ def plan_step(
 
     lengths: tokens of each sequence, prompt included; masked_lengths: its response tokens to
     learn from; micro_batch_multiple: divides the number of
-    micro-batches (see batching.micro_batches); padded: a micro-batch has a row for each sequence,
-    padded to its longest, and the budget counts the padding.
+    micro-batches (see batching.micro_batches); padded: a micro-batch has a row for each branch,
+    padded to its longest, and the budget counts the padding; branches: the tokens of each one of
+    each sequence, which stay together; None: one of each.
     """
     count = len(lengths)
+    rows = [[length] for length in lengths] if branches is None else branches
     plans = []
     for number in range(mini_batches):
         start, end = count * number // mini_batches, count * (number + 1) // mini_batches
         members = range(start, end)
         shares = split_evenly([lengths[i] for i in members], data_parallel_size)
-        split = split_padded if padded else split_by_budget
-        packed = [split([lengths[start + i] for i in share], token_budget) for share in shares]
+        if padded:
+            packed = [split_padded([rows[start + i] for i in own], token_budget) for own in shares]
+        else:
+            packed = [
+                split_by_budget([lengths[start + i] for i in own], token_budget) for own in shares
+            ]
         most = max(1, *(len(bins) for bins in packed))
         most = -(-most // micro_batch_multiple) * micro_batch_multiple
         ranks = []
@@ -117,17 +124,18 @@ def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
-def split_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Sequences into micro-batches of a row each, like lengths together, so that the rows times the
-    longest stay within the token budget; a sequence longer than the budget is alone."""
+def split_padded(rows: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
+    """Sequences into micro-batches, of the given lengths of their rows, like lengths together, so
+    that the rows times the longest stay within the token budget; a sequence beyond the budget is
+    alone."""
     bins: list[list[int]] = []
     room = 0  # rows that the last bin still takes
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if room == 0:
+    for index in sorted(range(len(rows)), key=lambda i: (-max(rows[i]), i)):
+        if room < len(rows[index]):
             bins.append([])
-            room = max(1, budget // lengths[index])
+            room = max(len(rows[index]), budget // max(rows[index]))
         bins[-1].append(index)
-        room -= 1
+        room -= len(rows[index])
     return [sorted(members) for members in bins]
 
 

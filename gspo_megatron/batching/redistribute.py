@@ -28,10 +28,18 @@ class StepIndex:
     masked_lengths: tuple[int, ...]  # response tokens to learn from
     groups: tuple[int, ...]  # the number of its prompt in the step
     rewards: Tensor  # [num_sequences] float64
+    # Prompt and response tokens of each branch of each sequence; None: each has a single branch.
+    branches: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True))
+
+    def branch_lengths(self) -> list[list[int]]:
+        """[num_sequences]: tokens of each branch."""
+        if self.branches is None:
+            return [[length] for length in self.lengths]
+        return [[p + r for p, r in branches] for branches in self.branches]
 
 
 @dataclass
@@ -47,7 +55,7 @@ class Sequences:
 
 
 def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup) -> StepIndex:
-    """Gather what every rank has to know of all sequences: 48 bytes a sequence.
+    """Gather what every rank has to know of all sequences: 48 bytes a sequence, 24 a branch.
 
     `rewards` [num_sequences] float64 are those of this rank's `batch`.
     """
@@ -80,7 +88,37 @@ def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup)
         masked_lengths=tuple(masked.tolist()),
         groups=tuple(groups.tolist()),
         rewards=bits.contiguous().view(torch.float64),
+        branches=None if batch.in_response is None else _gather_branches(batch, group),
     )
+
+
+def branch_starts(batch: RolloutBatch) -> Tensor:
+    """[tokens] bool: the first token of each branch of a batch that says which tokens are of
+    responses."""
+    assert batch.in_response is not None
+    lengths = batch.prompt_lengths + batch.response_lengths
+    starts = ~batch.in_response & batch.in_response.roll(1)
+    starts[lengths.cumsum(0) - lengths] = True
+    return starts
+
+
+def _gather_branches(
+    batch: RolloutBatch, group: dist.ProcessGroup
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """See StepIndex."""
+    assert batch.in_response is not None
+    starts = branch_starts(batch)
+    of_token = starts.cumsum(0) - 1  # [tokens], the number of its branch
+    lengths = batch.prompt_lengths + batch.response_lengths
+    samples = batch.sample_index.repeat_interleave(lengths)[starts]
+    totals = torch.zeros((2, len(samples)), dtype=torch.long, device=samples.device)
+    for row, counted in enumerate((~batch.in_response, batch.in_response)):
+        totals[row].index_add_(0, of_token, counted.long())
+    columns = all_gather_columns(torch.stack([samples, *totals]), group)
+    found: dict[int, list[tuple[int, int]]] = {}
+    for sample, prompt, response in torch.cat(columns, dim=1).t().tolist():
+        found.setdefault(sample, []).append((prompt, response))
+    return tuple(tuple(found[sample]) for sample in sorted(found))
 
 
 def redistribute(

@@ -41,6 +41,11 @@ def add_parser(commands: Commands) -> None:
         "--reference", default="tp=1", metavar="LAYOUT", help="to compare with (default: one rank)"
     )
     parser.add_argument(
+        "--reference-on-cpu",
+        action="store_true",
+        help="compute the reference without GPUs: compares their kernels with those of the CPU",
+    )
+    parser.add_argument(
         "--precision",
         choices=tuple(TOLERANCES),
         default="fp32",
@@ -105,7 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
         task = _dumped_task(arguments, task)
     given = arguments.tolerance
     tolerance = TOLERANCES[arguments.precision] if given is None else given
-    worst, loss = _compare_all(arguments.config, task, every, tolerance)
+    on_cpu = arguments.reference_on_cpu
+    worst, loss = _compare_all(arguments.config, task, every, tolerance, on_cpu=on_cpu)
     good = worst <= tolerance
     print("for scripts:")
     line = f"layouts={len(layouts)} worst_error={worst:.2e} tolerance={tolerance:.2e}"
@@ -149,10 +155,15 @@ def _dumped_task(arguments: argparse.Namespace, task: Task) -> Task:
 
 
 def _compare_all(
-    config_file: str, task: Task, layouts: Sequence[Layout], tolerance: float
+    config_file: str,
+    task: Task,
+    layouts: Sequence[Layout],
+    tolerance: float,
+    *,
+    on_cpu: bool,
 ) -> tuple[float, float]:
-    """Compute the task on every layout, the first of which is the reference, and print a table.
-    Returns the worst error, and the reference's loss."""
+    """Compute the task on every layout, the first of which is the reference (without GPUs if
+    `on_cpu` is true), and print a table. Returns the worst error, and the reference's loss."""
     from gspo_megatron.cli.check_tables import console, new_table, print_lines
     from gspo_megatron.verify.results import compare, describe_not_finite, metric_error
 
@@ -160,7 +171,7 @@ def _compare_all(
     table = new_table(None, "layout", *names)
     worst, notes = 0.0, []
     with tempfile.TemporaryDirectory() as folder:
-        expected = _measure(config_file, task, layouts[0], Path(folder))
+        expected = _measure(config_file, task, layouts[0], Path(folder), on_cpu=on_cpu)
         for layout in layouts[1:]:
             print(f"{layout} on {layout.world_size} ranks ...", flush=True)
             result = _measure(config_file, task, layout, Path(folder))
@@ -179,9 +190,10 @@ def _compare_all(
             values = [f"{value:.1e}" for value in (*others, error)]
             table.add_row(str(layout), str(layout.world_size), *values, verdict)
     reference, ranks_of_it = layouts[0], layouts[0].world_size
+    place = f"{ranks_of_it} rank{'s' * (ranks_of_it > 1)}{' on the CPU' * on_cpu}"
     text = (
         f"One update of the policy on each layout, compared with the same update on {reference} "
-        f"({ranks_of_it} rank{'s' * (ranks_of_it > 1)}). All errors are relative differences; up "
+        f"({place}). All errors are relative differences; up "
         f"to {tolerance:g} counts as equal, because sums in another order round differently."
     )
     print_lines([("", text)], 0)
@@ -190,8 +202,11 @@ def _compare_all(
     return worst, expected.metrics["loss"]
 
 
-def _measure(config_file: str, task: Task, layout: Layout, folder: Path) -> StepResult:
-    """Compute the task on `layout`, in processes of its own."""
+def _measure(
+    config_file: str, task: Task, layout: Layout, folder: Path, *, on_cpu: bool = False
+) -> StepResult:
+    """Compute the task on `layout`, in processes of its own, which see no GPU if `on_cpu` is
+    true."""
     from gspo_megatron.cli.launch import launch
     from gspo_megatron.config import apply_layout
 
@@ -199,7 +214,8 @@ def _measure(config_file: str, task: Task, layout: Layout, folder: Path) -> Step
     of_layout = dataclasses.replace(task, config=apply_layout(task.config, layout))
     path.write_bytes(pickle.dumps(of_layout))
     command = [sys.executable, "-m", "gspo_megatron", "verify", config_file, "--task", str(path)]
-    code = launch(command, layout.world_size)
+    hidden = ["env", "CUDA_VISIBLE_DEVICES="] if on_cpu else []
+    code = launch([*hidden, *command], layout.world_size)
     if code in (129, 130, 143):  # a signal to this program, not a failure
         raise SystemExit(code)
     if code != 0:

@@ -11,6 +11,10 @@ An episode becomes one sequence of tokens: the prompt, then the response, which 
 the policy and between them what the environment and the chat template wrote. Only the first are
 learnt from (`mask`). Tokens of earlier turns stay as they were sampled: they are never decoded and
 tokenised again.
+
+Where the history is rewritten, by the chat template or by the environment, a branch begins: another
+prompt, which holds the history as it now is, and behind it the turns from there on. Every turn is
+of one branch, so that it is learnt from once.
 """
 
 from __future__ import annotations
@@ -96,6 +100,14 @@ class Written:
     source: Any = None  # of the engine: where the other figures of these tokens are
 
 
+@dataclass(frozen=True)
+class Branch:
+    """Turns that extend each other, and what stands before them."""
+
+    prompt: tuple[int, ...]
+    turns: range  # their numbers
+
+
 Rows = TypeVar("Rows", bound=Any)  # an array or tensor
 
 Write = Callable[[Asked], Awaitable[Written]]
@@ -109,7 +121,7 @@ class Client:
     limits: Limits
     tokenizer: Tokenizer
     write: Write = field(repr=False)
-    prompt_ids: tuple[int, ...] = field(init=False)
+    prompts: dict[int, tuple[int, ...]] = field(init=False)  # of branches, by their first turn
     messages: list[Message] = field(init=False)
     tools: Sequence[dict[str, Any]] = ()  # instead of the environment's; see `begin`
     turns: list[Written] = field(default_factory=list)
@@ -118,12 +130,17 @@ class Client:
     _waits: bool = False
 
     def __post_init__(self) -> None:
-        self.prompt_ids, self.messages = self.task.token_ids, list(self.task.messages)
+        self.prompts, self.messages = {0: self.task.token_ids}, list(self.task.messages)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt of the first branch."""
+        return self.prompts[0]
 
     @property
     def tokens_left(self) -> int:
         """Response tokens that the episode may still have."""
-        return self.limits.response_tokens - self._used
+        return self._room(self.context)
 
     @property
     def turns_left(self) -> int:
@@ -131,21 +148,26 @@ class Client:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The tokens of the prompt and of the response so far."""
-        return (*self.prompt_ids, *self._response())
+        """The tokens that the branch has so far."""
+        start = max(self.prompts)
+        pairs = zip(self.inserted[start:], self.turns[start:], strict=True)
+        response = (n for between, turn in pairs for n in (*between, *turn.token_ids))
+        return (*self.prompts[start], *response)
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> None:
-        """Another prompt than the task's, before the first turn: these messages, with `tools` for
-        the chat template. Raises EpisodeError for one that is too long."""
-        if self.turns:
-            raise EpisodeError("a prompt stands before the first turn")
+        """The next turn answers these messages, with `tools` for the chat template: before the
+        first turn instead of the task's, later as a new branch. Raises EpisodeError for a first
+        prompt that is too long."""
+        if self._waits:
+            raise EpisodeError("begin was called before the last turn was there")
         self.messages, self.tools = list(messages), tools
-        self.prompt_ids = tuple(self._encoded(self._rendered(self.messages)))
-        if len(self.prompt_ids) > self.limits.prompt_tokens:
+        prompt = tuple(self._encoded(self._rendered(self.messages)))
+        if not self.turns and len(prompt) > self.limits.prompt_tokens:
             raise EpisodeError(
-                f"the prompt has {len(self.prompt_ids)} tokens; at most "
+                f"the prompt has {len(prompt)} tokens; at most "
                 f"{self.limits.prompt_tokens} are allowed (data.max_prompt_tokens)"
             )
+        self.prompts[len(self.turns)] = prompt
 
     async def generate(
         self, messages: Sequence[Message] = (), *, text: str = "", max_tokens: int | None = None
@@ -153,31 +175,34 @@ class Client:
         """The policy's next turn, of at most `max_tokens` tokens.
 
         `messages` stand between the last turn and this one, as the chat template writes them. For
-        prompts without a chat template, `text` does. The first turn answers the prompt.
+        prompts without a chat template, `text` does. The first turn answers the prompt, as the
+        first after `begin` does. Where the chat template changes or drops turns of the branch when
+        `messages` follow, all messages become the prompt of a new one.
 
         Raises LimitReached where no turn or no token is left (an environment may let it pass: the
-        episode ends there, as one that is cut off); EpisodeError where the arguments do not
-        fit, or the chat template changes earlier messages when others follow.
+        episode ends there, as one that is cut off); EpisodeError where the arguments do not fit.
         """
         if self._waits:
             raise EpisodeError("generate was called again before its last turn was there")
-        between = self._between(messages, text)
-        room = self.tokens_left - len(between)
+        conversation, number = [*self.messages, *messages], len(self.turns)
+        prompt, between = self._next(conversation, messages, text)
+        before = (*(self.context if prompt is None else prompt), *between)
+        room = self._room(before, len(between))
         if self.turns_left == 0 or room <= 0:
             self.is_cut = True
-            raise LimitReached(f"{len(self.turns)} turns, {self._used} response tokens")
-        before = (*self.context, *between)
-        number = len(self.turns)
+            raise LimitReached(f"{number} turns, {self._used} response tokens")
         self._waits = True
         try:
             written = await self.write(Asked(before, number, min(room, max_tokens or room)))
         finally:
             self._waits = False
+        if prompt is not None:
+            self.prompts[number] = prompt
         self.inserted.append(between)
         self.turns.append(written)
         self.is_cut = written.truncated and (max_tokens is None or max_tokens >= room)
         turn = Turn(self._text(written), tuple(written.token_ids), written.truncated)
-        self.messages += [*messages, {"role": "assistant", "content": turn.text}]
+        self.messages = [*conversation, {"role": "assistant", "content": turn.text}]
         return turn
 
     # The response: the turns, and what stands between them
@@ -186,9 +211,20 @@ class Client:
     def _used(self) -> int:
         return sum(map(len, self.inserted)) + sum(len(turn.token_ids) for turn in self.turns)
 
-    def _response(self) -> list[int]:
-        pairs = zip(self.inserted, self.turns, strict=True)
-        return [n for between, turn in pairs for n in (*between, *turn.token_ids)]
+    def _room(self, before: Sequence[int], between: int = 0) -> int:
+        """Tokens of a turn after all of `before`, of which `between` are new in the response. A
+        branch is never longer than an episode that has one only."""
+        longest = len(self.prompt_ids) + self.limits.response_tokens
+        return min(longest - len(before), self.limits.response_tokens - self._used - between)
+
+    def branches(self) -> list[Branch]:
+        """Those that have turns."""
+        starts = [turn for turn in sorted(self.prompts) if turn < len(self.turns)]
+        ends = [*starts[1:], len(self.turns)]
+        return [
+            Branch(self.prompts[start], range(start, end))
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
     def turn_ends(self) -> np.ndarray:
         """[turns]: the response token after each turn."""
@@ -218,34 +254,36 @@ class Client:
             ids.pop()
         return self.tokenizer.decode(ids)
 
-    def _between(self, messages: Sequence[Message], text: str) -> tuple[int, ...]:
-        """The tokens from the last turn to the next."""
-        if not self.turns:
+    def _next(
+        self, conversation: Sequence[Message], messages: Sequence[Message], text: str
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+        """The prompt of a branch that begins here, if one does, and the tokens from the last turn
+        to the next."""
+        if len(self.turns) in self.prompts:
             if messages or text:
                 raise EpisodeError("the first turn answers the prompt; nothing stands between")
-            return ()
+            return None, ()
         if bool(messages) == bool(text):
             raise EpisodeError("between two turns stand messages, or a text")
         if text:
-            return tuple(self.tokenizer.encode(text))
+            return None, tuple(self.tokenizer.encode(text))
         if not self.messages:
             raise EpisodeError(
                 "messages need a prompt of messages (data.chat_template = true makes one)"
             )
-        return self._between_messages(messages)
+        between = self._between(messages)
+        if between is None:
+            return tuple(self._encoded(self._rendered(conversation))), ()
+        return None, between
 
-    def _between_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """What the template writes after the last turn, which itself stays as it was sampled."""
+    def _between(self, messages: Sequence[Message]) -> tuple[int, ...] | None:
+        """What the template writes after the last turn, which itself stays as it was sampled. None
+        where it changes or drops turns of the branch."""
         last = {**self.messages[-1], "content": self.messages[-1]["content"] + _END_OF_TURN}
-        conversation = [*self.messages[:-1], last, *messages]
-        written = self._rendered(conversation)
+        written = self._rendered([*self.messages[:-1], last, *messages])
         before, mark, after = written.rpartition(_END_OF_TURN)
-        if not mark or not _holds(before, map(self._text, self.turns)):
-            raise EpisodeError(
-                "the chat template changes or drops earlier turns when messages follow, so the "
-                "policy would see another conversation than it is trained on; use a template that "
-                "keeps them (data.chat_template_options may tell it to)"
-            )
+        if not mark or not _holds(before, map(self._text, self.turns[max(self.prompts) :])):
+            return None
         if self.turns[-1].token_ids[-1] == self.tokenizer.eos_id:
             after = after.removeprefix(self._eos_text)
         return tuple(self._encoded(after))
@@ -295,6 +333,19 @@ class Episode:
         ids = [np.asarray(part, np.int32) for b, turn in parts for part in (b, turn.token_ids)]
         return np.concatenate(ids)
 
+    @property
+    def sequence(self) -> tuple[np.ndarray, np.ndarray]:
+        """[tokens] int32, of each branch its prompt and its part of the response; and [tokens]
+        bool, those of the response."""
+        response, ends = self.tokens, self.client.turn_ends()
+        ids, kinds, start = [], [], 0
+        for branch in self.client.branches():
+            end = int(ends[branch.turns[-1]])
+            ids += [np.asarray(branch.prompt, np.int32), response[start:end]]
+            kinds += [np.zeros(len(branch.prompt), bool), np.ones(end - start, bool)]
+            start = end
+        return np.concatenate(ids), np.concatenate(kinds)
+
     def column(
         self, of_turn: Callable[[Written], np.ndarray], filler: float | None = None
     ) -> np.ndarray:
@@ -310,7 +361,7 @@ class Episode:
 
 
 def joined_routes(turns: Sequence[Rows]) -> list[Rows]:
-    """The experts of an episode's tokens, in pieces to be put end to end. turns: [tokens up to the
+    """The experts of a branch's tokens, in pieces to be put end to end. turns: [tokens up to the
     end of a turn, layers, k] each, whose last row is void, because that token was not fed yet.
 
     Each token has the experts of the turn in which it was first fed: with these the tokens after it

@@ -45,17 +45,13 @@ class Session:
                 raise _RefusedError(f"{key} = {asked[key]}: not supported; legal: {value}")
         given, tools = plain_messages(asked.get("messages")), asked.get("tools") or []
         limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
-        if not self.client.turns:
+        count = len(self.known)
+        continues = given[:count] == self.known and tools == self.client.tools
+        if count and continues and len(given) > count:
+            turn = await self.client.generate(given[count:], max_tokens=limit)
+        else:  # the first request, or another history
             self.client.begin(given, tools)
             turn = await self.client.generate(max_tokens=limit)
-        else:
-            count = len(self.known)
-            if given[:count] != self.known or len(given) == count:
-                raise _RefusedError(
-                    "the messages do not continue the conversation: those before the new ones have "
-                    "to be as they were sent and answered"
-                )
-            turn = await self.client.generate(given[count:], max_tokens=limit)
         message = assistant_message(turn.text, bool(tools), len(self.client.turns))
         self.known = [*given, *plain_messages([message])]
         used = len(self.client.turns[-1].token_ids)

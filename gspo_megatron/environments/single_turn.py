@@ -31,6 +31,7 @@ class SingleTurn:
         prompts: Sequence[Prompt],
         first: int = 0,
         sampled: ArrayLike | None = None,
+        in_response: ArrayLike | None = None,
     ) -> list[Sample]:
         """One sample for each response, in order, of the columns of a `RolloutBatch` on the CPU.
 
@@ -41,21 +42,24 @@ class SingleTurn:
         end-of-sequence token, which `num_tokens` counts.
 
         sampled: [sum(response_lengths)] bool, of episodes of several turns what the policy wrote;
-        the response is the last turn then.
+        in_response: [tokens] bool, of episodes too; the response is the last turn then, and the
+        prompt that of the first branch.
         """
         tokens = np.asarray(tokens)
         columns = (prompt_lengths, response_lengths, truncated, group_index)
         rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
-        written = None if sampled is None else np.asarray(sampled)
         samples, end, responses_end = [], 0, 0
         for prompt_length, length, was_truncated, group in rows:
-            start = end + prompt_length
-            end = start + length
-            ids, transcript = tokens[start:end], ""
-            if written is not None:
-                transcript = self._decode(ids)
-                ids = ids[_last_turn(written[responses_end : responses_end + length]) :]
+            start, end = end, end + prompt_length + length
+            ids, transcript = tokens[start + prompt_length : end], ""
+            if sampled is not None:
+                kinds = np.asarray(in_response)[start:end]
+                prompt_length = int(kinds.argmax())
+                transcript = self._decode(tokens[start + prompt_length : end])
                 responses_end += length
+                others = np.flatnonzero(~kinds)[-1] + 1  # the last branch's prompt ends there
+                last = np.asarray(sampled)[responses_end - (end - start - others) : responses_end]
+                ids = tokens[end - len(last) : end][_last_turn(last) :]
             prompt = prompts[group - first]
             samples.append(
                 Sample(
@@ -82,7 +86,7 @@ class SingleTurn:
 
 
 def _last_turn(written: np.ndarray) -> int:
-    """Where the last turn begins, of [response tokens] bool: what the policy wrote. It ends with
-    the response."""
+    """Where the last turn begins, of [response tokens of a branch] bool: what the policy wrote. It
+    ends with the response."""
     others = np.flatnonzero(~written)
     return int(others[-1]) + 1 if len(others) else 0

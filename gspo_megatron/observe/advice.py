@@ -34,6 +34,7 @@ TRUNCATED_GROWTH = 2.0
 ZERO_SPREAD = 0.75
 ZERO_SPREAD_STEPS = 10  # ... and so many steps in a row are no accident
 NOISY_STEPS = 0.1  # share of the steps above the clip range; one outlier is not worth a warning
+SLOW_REWARDS = 0.5  # share of a step in which all wait for rewards
 SOLVED = 0.9  # mean reward of a window, as a share of evaluation.correct_at
 
 _STEPS_SHOWN = 5
@@ -208,6 +209,23 @@ def _failed_rewards(curves: _Curves) -> Iterator[Finding]:
             yield Finding(key, tuple(failed), text, advice)
 
 
+def _slow_rewards(curves: _Curves) -> Iterator[Finding]:
+    scoring, whole = curves.windows("perf/reward_seconds"), curves.windows("perf/step_seconds")
+    shares = {step: scoring[step] / whole[step] for step in scoring if whole.get(step)}
+    slow = [step for step, share in shares.items() if share >= SLOW_REWARDS]
+    # Servers draw while the service scores: there rewards are slow if trainer and servers wait.
+    for key in ("perf/trainer_idle_share", "perf/engines_idle_share"):
+        idle = curves.windows(key)
+        slow = [step for step in slow if not idle or idle.get(step, 0.0) >= SLOW_REWARDS]
+    if slow:
+        text = f"rewards are slow, up to {percent(max(shares[s] for s in slow))} of the steps' time"
+        advice = (
+            "Raise reward.workers, or make the function async if it waits for a service (then look "
+            "at that service)."
+        )
+        yield Finding("perf/reward_seconds", tuple(slow), text, advice)
+
+
 _RULES: tuple[Callable[[_Curves], Iterator[Finding]], ...] = (
     _gradient_spikes,
     _entropy_collapse,
@@ -215,4 +233,5 @@ _RULES: tuple[Callable[[_Curves], Iterator[Finding]], ...] = (
     _equal_rewards,
     _mismatch,
     _failed_rewards,
+    _slow_rewards,
 )

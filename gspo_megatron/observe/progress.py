@@ -27,6 +27,7 @@ _logger = logging.getLogger(__name__)
 
 MISSING = "–"
 _SECONDS_BETWEEN_LINES = 2.0
+_SECONDS_BEFORE_DETAILS = 30.0  # without a line: then one tells what a slow step is busy with
 _STEPS_IN_PACE = 16  # the pace is the mean over so many steps
 _REFRESHES_PER_SECOND = 4
 _GONE = (OSError, ValueError, AttributeError)  # what a closed or missing stream raises
@@ -148,6 +149,7 @@ class Progress:
         self._accuracy: dict[str, Any] = {}  # of the last evaluation; not every step has one
         self._times: deque[tuple[int, float]] = deque(maxlen=_STEPS_IN_PACE + 1)
         self._line_step, self._line_time = initial_step, -math.inf  # of the last line
+        self._doing, self._doing_time = "", -math.inf  # and when a line told it
         self._enabled = enabled
         self._stream = SafeStream(sys.stderr if stream is None else stream)
         self._live: Live | None = None
@@ -171,13 +173,24 @@ class Progress:
         """Show that `step` (counted from 1) is done; `metrics` by the names of metrics.jsonl."""
         if metrics.get("evaluation/accuracy") is not None:
             self._accuracy = {"evaluation/accuracy": metrics["evaluation/accuracy"]}
-        self._step, self._metrics = step, {**metrics, **self._accuracy}
+        self._step, self._metrics, self._doing = step, {**metrics, **self._accuracy}, ""
         now = self._clock()
         self._times.append((step, now))
         # A bar is redrawn by the clock, so that fast steps are not slowed down by the terminal.
         is_due = now - self._line_time >= _SECONDS_BETWEEN_LINES or step >= self._total
         if self._live is None and is_due:
             self._attempt(self._write_line)
+
+    def doing(self, text: str) -> None:
+        """What the step under way is busy with, as "rewards 12/64"; "": nothing to tell. Part of
+        the bar; where lines are written, one in 30 s without another. May be called often."""
+        self._doing = text
+        if self._live is None and text:
+            now = self._clock()
+            last = max(self._started, self._line_time, self._doing_time)
+            if now - last >= _SECONDS_BEFORE_DETAILS:
+                self._doing_time = now
+                self._attempt(lambda: self._write(f"{self._title}  step {self._step + 1}: {text}"))
 
     def note(self, text: str) -> None:
         """Show a line of text that stays, above the bar or between the lines."""
@@ -249,7 +262,8 @@ class Progress:
             finished_style="green",
         )
         bar.add_row(Text(self._title, style="bold"), progress_bar, count)
-        metrics = Text("   ").join(_pair(name, value) for name, value in self._shown_metrics())
+        pairs = [*self._shown_metrics(), *([("", self._doing)] if self._doing else [])]
+        metrics = Text("   ").join(_pair(name, value) for name, value in pairs)
         metrics.no_wrap, metrics.overflow = True, "ellipsis"
         return Group(bar, metrics)
 

@@ -13,9 +13,11 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from gspo_megatron.errors import RewardError
+from gspo_megatron.plugins import load_function
 from gspo_megatron.rewards import sandbox
 from gspo_megatron.rewards.registry import register
 from gspo_megatron.rewards.sandbox import Limits, Outcome
@@ -30,9 +32,28 @@ _KINDS = {  # the fields of a row that tell what kind of tests it has
     "codecontests": ("public_tests", "private_tests", "generated_tests"),
     "mbpp": ("test_list",),
     "humaneval": ("test", "entry_point"),
+    "codeforces": ("official_tests",),
 }
+# Runs a program that reads and writes files, with its arguments.
+_WITH_FILES = """\
+import runpy, sys
+for name, content in {files!r}.items():
+    with open(name, "wb") as file:
+        file.write(content)
+sys.argv = {words!r}
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    if end.code:
+        raise
+"""
+_WITH_INPUT = "import sys\nopen('input.txt', 'w').write(sys.stdin.read())\n"
+_PRINT_OUTPUT = "print(open('output.txt').read())\n"
 
-Test = Callable[[bytes, Limits], str | None]  # of a program: why it failed; None: passed
+# What runs programs: the module `sandbox`, or an object with its functions `run`, `call`, `judge`.
+Runner = Any
+# Of a program, by a runner: why it failed; None: passed.
+Test = Callable[[Runner, bytes, Limits], str | None]
 
 
 @dataclass(frozen=True)
@@ -46,16 +67,29 @@ class Verdict:
 
 def row_fault(prompt: Prompt) -> str | None:
     """Why `code` cannot judge responses to a prompt; None: it can. Does not read the tests."""
-    if _kind(_row(prompt.fields, prompt.answer)) is not None:
+    row = _row(prompt.fields, prompt.answer)
+    if row.get("interaction_format"):
+        return "is an interactive problem, whose tests are no pairs of input and output"
+    if _kind(row) is not None:
         return None
     names = [name for of_kind in _KINDS.values() for name in of_kind]
     return f"has no tests; legal: fields of published data sets, {', '.join(names)}"
 
 
+def machine_fault(options: Mapping[str, Any]) -> str | None:
+    """Why no program can be run here; None: one can. Raises RewardError for a runner that is
+    none."""
+    path = options.get("runner")
+    if not (isinstance(path, str) and path):
+        return sandbox.fault()
+    _runner_class(path)
+    return None
+
+
 @register(
     "code",
     answers=None,
-    machine_fault=sandbox.fault,
+    machine_fault=machine_fault,
     row_fault=row_fault,
     workers=4,
 )
@@ -65,20 +99,32 @@ def code(
     seconds: float = 10.0,
     total_seconds: float = 45.0,
     memory_mb: int = 1024,
+    runner: str = "",
 ) -> float:
     """1.0 if the program in the response's last fenced block passes all tests of its row, else 0.0.
 
     fraction: the share of tests that pass; otherwise the first that fails is the last. seconds: CPU
     time of a test; total_seconds: of a response, less than reward.timeout_seconds. memory_mb:
-    address space of a process.
+    address space of a process. runner: "package.module:Class" of what runs programs instead of our
+    sandbox: an object of it has functions as those of `rewards.sandbox`, `run` and, for rows whose
+    tests need them, `call` and `judge`.
 
-    Raises RewardError where the row's tests cannot be read.
+    Raises RewardError where the row's tests cannot be read, or the runner lacks what they need.
     """
-    verdict = judge(sample, Limits(seconds, memory_mb), total_seconds, stop=not fraction)
+    runs = _runner(runner) if runner else sandbox
+    limits = Limits(seconds, memory_mb)
+    verdict = judge(sample, limits, total_seconds, stop=not fraction, runner=runs)
     return verdict.passed / verdict.tests if fraction else float(not verdict.reason)
 
 
-def judge(sample: Sample, limits: Limits, total_seconds: float, *, stop: bool = True) -> Verdict:
+def judge(
+    sample: Sample,
+    limits: Limits,
+    total_seconds: float,
+    *,
+    stop: bool = True,
+    runner: Runner = sandbox,
+) -> Verdict:
     """Run the tests; `stop`: up to the first that fails."""
     program = last_program(sample.response)
     if program is None:
@@ -89,7 +135,8 @@ def judge(sample: Sample, limits: Limits, total_seconds: float, *, stop: bool = 
         if left <= 0:
             failure: str | None = f"time limit of {total_seconds:g} s for all tests"
         else:  # wall time is twice the CPU time
-            failure = test(program, replace(limits, seconds=min(limits.seconds, left / 2)))
+            of_test = replace(limits, seconds=min(limits.seconds, left / 2))
+            failure = test(runner, program, of_test)
         if failure is None:
             passed += 1
         else:
@@ -122,6 +169,10 @@ def read_tests(sample: Sample) -> Iterator[Test]:
             for name in _KINDS[kind]:
                 tests = _parsed(row.get(name)) or {"input": [], "output": []}
                 yield from _input_output({"inputs": tests["input"], "outputs": tests["output"]})
+        elif kind == "codeforces":
+            in_files, checker = row.get("input_mode") == "file", row.get("generated_checker")
+            for case in row["official_tests"]:
+                yield _prints(case["input"], case["output"], in_files=in_files, checker=checker)
         elif kind == "mbpp":
             imports = [*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]
             for text in row["test_list"]:
@@ -197,15 +248,68 @@ def _input_output(tests: Mapping[str, Any]) -> Iterator[Test]:
             yield _prints(*("\n".join(t) if isinstance(t, list) else t for t in (given, wanted)))
 
 
-def _prints(given: str, wanted: str) -> Test:
-    def test(program: bytes, limits: Limits) -> str | None:
-        outcome = sandbox.run(program, given.encode(), limits)
-        failure = outcome.failure
-        if failure is None and not same_output(outcome.stdout.decode(errors="replace"), wanted):
-            return "wrong output"
-        return failure
+def _prints(given: str, wanted: str, *, in_files: bool = False, checker: str | None = None) -> Test:
+    """in_files: the program reads input.txt and writes output.txt; checker: a program that prints 1
+    for a right output, where there are several."""
+
+    def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
+        if in_files:
+            whole = _WITH_INPUT + _with_files({"solution.py": program}) + _PRINT_OUTPUT
+            program = whole.encode()
+        outcome = _outcome(runner, "run", program, given.encode(), limits)
+        if outcome.failure is not None:
+            return outcome.failure
+        if not checker:
+            found = outcome.stdout.decode(errors="replace")
+            return None if same_output(found, wanted) else "wrong output"
+        files = {
+            "checker.py": checker.encode(),
+            "input.txt": given.encode(),
+            "correct_output.txt": wanted.encode(),
+            "solution_output.txt": outcome.stdout,
+        }
+        checked = _outcome(runner, "run", _with_files(files).encode(), b"", limits)
+        if checked.failure is not None:
+            return f"its checker: {checked.failure}"
+        return None if checked.stdout.split()[-1:] == [b"1"] else "wrong output"
 
     return test
+
+
+def _with_files(files: Mapping[str, bytes]) -> str:
+    """The first of the files as a program, whose arguments are the names of the others."""
+    return _WITH_FILES.format(files=dict(files), words=list(files))
+
+
+def _outcome(runner: Runner, name: str, *arguments: Any) -> Outcome:
+    """What the runner's function of that name returns."""
+    function = getattr(runner, name, None)
+    if function is None:
+        raise RewardError(
+            f"reward.options.runner: {type(runner).__name__} has no function {name!r}, which the "
+            "tests of some rows need"
+        )
+    outcome = function(*arguments)
+    if not isinstance(outcome, Outcome):
+        raise RewardError(
+            f"reward.options.runner: {name!r} of {type(runner).__name__} returned a "
+            f"{type(outcome).__name__}; legal: gspo_megatron.rewards.sandbox.Outcome"
+        )
+    return outcome
+
+
+@cache
+def _runner(path: str) -> Runner:
+    """The user's runner of this process."""
+    return _runner_class(path)()
+
+
+def _runner_class(path: str) -> type:
+    key = "reward.options.runner"
+    found = load_function(key, path, RewardError)
+    if not isinstance(found, type) or not callable(getattr(found, "run", None)):
+        raise RewardError(f"{key} = {path}: is no class with a function 'run'")
+    return found
 
 
 def same_output(found: str, wanted: str) -> bool:
@@ -230,8 +334,8 @@ def _close(found: str, wanted: str) -> bool:
 def _returns(name: str, arguments: list[Any], wanted: list[Any]) -> Test:
     """wanted: values, each of which is right."""
 
-    def test(program: bytes, limits: Limits) -> str | None:
-        outcome = sandbox.call(program, name, arguments, limits)
+    def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
+        outcome = _outcome(runner, "call", program, name, arguments, limits)
         if outcome.failure is not None:
             return outcome.failure
         try:
@@ -260,8 +364,8 @@ def _same_value(found: Any, wanted: Any) -> bool:
 
 
 def _asserts(setup: list[str], candidates: list[str], tests: list[str]) -> Test:
-    def test(program: bytes, limits: Limits) -> str | None:
-        outcome: Outcome = sandbox.judge(program, setup, candidates, tests, limits)
+    def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
+        outcome = _outcome(runner, "judge", program, setup, candidates, tests, limits)
         if outcome.failure is None and outcome.result != b"passed":
             return "the test ended before its end"
         return outcome.failure

@@ -2,7 +2,9 @@
 
 A reward is a function `reward(sample: Sample, **options)`; or of a batch, `reward(samples:
 list[Sample], **options) -> list`, which its first parameter's name tells; or `async def` of either.
-It returns a number, `TurnRewards`, or named parts, `{"correct": 1.0, "format": 0.2}`.
+It returns a number, `TurnRewards`, or named parts, `{"correct": 1.0, "format": 0.2}`. An attribute
+`read_answer` of the function, `read_answer(sample, **options) -> str | None`, gives evaluations
+what to vote on.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 from gspo_megatron.config.schema import SuiteSection, suite_key
 from gspo_megatron.errors import ConfigError, RewardError, gathered_in
-from gspo_megatron.plugins import load_function, option_problems
+from gspo_megatron.plugins import load_function, option_problems, origin
 from gspo_megatron.rewards.values import shorten
 from gspo_megatron.types import Prompt, Sample
 
@@ -40,8 +42,8 @@ class Reward:
     answer_fault: Callable[[str], str | None] = lambda answer: None
     # Why the reward cannot judge any response to a prompt; None: it can.
     row_fault: Callable[[Prompt], str | None] = lambda prompt: None
-    # Why it does not work on this machine, and what to do; None: it does.
-    machine_fault: Callable[[], str | None] = lambda: None
+    # Why it does not work on this machine with these options, and what to do; None: it does.
+    machine_fault: Callable[[Mapping[str, Any]], str | None] = lambda options: None
     workers: int = 0  # what `reward.workers` = null means
     # The answer that it finds in a response, with its options, in a form that equal answers share:
     # for votes of an evaluation. None: it cannot tell.
@@ -51,8 +53,19 @@ class Reward:
         return self.function(given, **self.options)
 
     def answer_in(self, sample: Sample) -> str | None:
-        """What `read_answer` finds; None where there is no answer, or it is not known."""
-        return self.read_answer and self.read_answer(sample, **self.options)
+        """What `read_answer` finds; None where there is no answer, or it is not known. Raises
+        RewardError where the user's fails, or returns no text."""
+        if self.read_answer is None:
+            return None
+        try:
+            answer = self.read_answer(sample, **self.options)
+        except Exception as error:
+            what = f"raised {type(error).__name__}: {error} ({origin(error)})"
+            raise RewardError(f"read_answer of reward {self.name!r} {what}") from error
+        if answer is not None and not isinstance(answer, str):
+            what = f"returned {shorten(answer)}; a text or None is wanted"
+            raise RewardError(f"read_answer of reward {self.name!r} {what}")
+        return answer
 
     @functools.cached_property
     def of_batch(self) -> bool:
@@ -96,9 +109,10 @@ def get_reward(
     Raises RewardError if there is no such reward, its module cannot be imported, a package that it
     needs is missing, or options or `workers` do not fit the function (all of them at once).
     """
+    options = dict(options or {})
     if import_path:
         function = load_function("reward.import_path", import_path, RewardError)
-        reward = Reward(import_path, function)
+        reward = Reward(import_path, function, read_answer=getattr(function, "read_answer", None))
     elif name in _REGISTRY:
         reward = _REGISTRY[name]
         needed = reward.requires
@@ -106,14 +120,13 @@ def get_reward(
             raise RewardError(
                 f"reward.name = {name}: needs the package {needed}: pip install {needed}"
             )
-        if (fault := reward.machine_fault()) is not None:
+        if (fault := reward.machine_fault(options)) is not None:
             raise RewardError(f"reward.name = {name}: {fault}")
     else:
         raise RewardError(
             f"reward.name = {name}: no such reward; legal: {', '.join(sorted(_REGISTRY))}, or give "
             "your own with reward.import_path"
         )
-    options = dict(options or {})
     problems = option_problems("reward", reward.name, reward.function, options)
     problems += _problems_of_form(reward, workers)
     if problems:

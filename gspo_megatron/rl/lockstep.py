@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gspo_megatron.environments.episode import (
     Asked,
+    Branch,
     Episode,
     EpisodeRunner,
     Written,
@@ -48,7 +49,7 @@ class Episodes:
 class _Structure:
     """What all ranks must know of an episode; the turns they have drawn themselves."""
 
-    prompt: tuple[int, ...]
+    branches: list[Branch]
     between: list[tuple[int, ...]]  # before each turn
     rows: list[int | None]  # of the turns in their rounds; None: the only token of a failed episode
     counts: bool  # its turns are learnt from
@@ -58,7 +59,8 @@ class _Structure:
     def of(cls, episode: Episode) -> _Structure:
         client = episode.client
         rows = [turn.source for turn in client.turns]
-        return cls(client.prompt_ids, client.inserted, rows, episode.error is None, client.is_cut)
+        counts = episode.error is None
+        return cls(client.branches(), client.inserted, rows, counts, client.is_cut)
 
 
 class _Room:
@@ -100,7 +102,8 @@ def _end(loop: asyncio.AbstractEventLoop) -> None:
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
-    loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    if left:  # gather() of nothing belongs to another loop
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
     loop.close()
 
 
@@ -180,32 +183,37 @@ class Lockstep:
         """One sequence for each episode. Its turn k is of round k: no episode waits for another."""
         drawn = [_Rows.of(batch) for batch in rounds]
         nothing = torch.empty(0, dtype=torch.long, device=self.device)
-        tokens, logprobs, mask, lengths = [nothing], [nothing.float()], [nothing.bool()], []
+        tokens, logprobs, mask = [nothing], [nothing.float()], [nothing.bool()]
+        prompts, lengths, pieces = [], [], []
         routes = [rounds[0].routes[:0]] if rounds and rounds[0].routes is not None else []
         for episode in structures:
-            tokens.append(self._ids(episode.prompt))
+            prompts.append(sum(len(branch.prompt) for branch in episode.branches))
             lengths.append(0)
-            turns = []
-            for number, (between, row) in enumerate(zip(episode.between, episode.rows)):
-                if row is None:
-                    turn = _Turn(
-                        self._ids([self.episodes.tokenizer.eos_id]), nothing.new_zeros(1).float()
-                    )
-                else:
-                    turn = drawn[number].turn(row)
-                tokens += [self._ids(between), turn.tokens]
-                logprobs += [turn.logprobs.new_zeros(len(between)), turn.logprobs]
-                counts = torch.full_like(turn.tokens, episode.counts, dtype=torch.bool)
-                mask += [counts.new_zeros(len(between)), counts]
-                lengths[-1] += len(between) + len(turn.tokens)
-                turns.append(turn.routes)
-            if routes:
-                missing = routes[0].new_zeros((len(episode.prompt) + 1, *routes[0].shape[1:]))
-                routes.append(missing if turns == [None] else torch.cat(joined_routes(turns)))
-        numbers = self._ids(samples)
+            for branch in episode.branches:
+                tokens.append(self._ids(branch.prompt))
+                pieces += [len(branch.prompt), 0]
+                turns = []
+                for number in branch.turns:
+                    between, row = episode.between[number], episode.rows[number]
+                    if row is None:
+                        eos = self._ids([self.episodes.tokenizer.eos_id])
+                        turn = _Turn(eos, nothing.new_zeros(1).float())
+                    else:
+                        turn = drawn[number].turn(row)
+                    tokens += [self._ids(between), turn.tokens]
+                    logprobs += [turn.logprobs.new_zeros(len(between)), turn.logprobs]
+                    counts = torch.full_like(turn.tokens, episode.counts, dtype=torch.bool)
+                    mask += [counts.new_zeros(len(between)), counts]
+                    pieces[-1] += len(between) + len(turn.tokens)
+                    turns.append(turn.routes)
+                lengths[-1] += pieces[-1]
+                if routes:
+                    missing = routes[0].new_zeros((len(branch.prompt) + 1, *routes[0].shape[1:]))
+                    routes.append(missing if turns == [None] else torch.cat(joined_routes(turns)))
+        numbers, in_response = self._ids(samples), torch.arange(len(pieces)) % 2 == 1
         return RolloutBatch(
             tokens=torch.cat(tokens),
-            prompt_lengths=self._ids([len(each.prompt) for each in structures]),
+            prompt_lengths=self._ids(prompts),
             response_lengths=self._ids(lengths),
             rollout_logprobs=torch.cat(logprobs),
             truncated=self._ids([each.is_cut for each in structures]).bool(),
@@ -213,6 +221,7 @@ class Lockstep:
             group_index=numbers // per_prompt,
             mask=torch.cat(mask),
             routes=torch.cat(routes) if routes else None,
+            in_response=in_response.to(self.device).repeat_interleave(self._ids(pieces)),
         )
 
     def _ids(self, values: Sequence[int]) -> Tensor:

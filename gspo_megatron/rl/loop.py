@@ -146,6 +146,7 @@ class ReinforcementLoop:
         self.collector.take_weights(version=self.done)
         progress_of_run = run.logger.progress(steps, run.objective.name, self.done)
         with contextlib.closing(self.suites), progress_of_run as progress:
+            self.collector.tell = progress.doing
             if self.unevaluated is not None:
                 self._end_step(self.done, self.unevaluated, progress)
             elif self.done == 0 and self.restored is None:
@@ -268,6 +269,7 @@ class ReinforcementLoop:
             * policy.config.context_parallel_size,
             micro_batch_multiple=micro_batch_multiple(policy),
             padded=builder.padded,
+            branches=index.branch_lengths(),
         )
 
     def _noise_warning(self, metrics: dict[str, float]) -> str | None:

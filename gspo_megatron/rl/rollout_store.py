@@ -37,8 +37,7 @@ def write_rollouts(experience: Experience, folder: Path, policy: Policy) -> None
     if stage == 0:
         tensors = vars(experience.batch) | vars(experience.scores)
         tensors.pop("routes")
-        if tensors["mask"] is None:
-            tensors.pop("mask")
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if experience.batch.routes is not None:
         layers = attach_hooks(policy.models)
         tensors |= {"routes": experience.batch.routes, "layers": torch.tensor(layers)}

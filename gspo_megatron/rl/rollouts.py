@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gspo_megatron.batching.redistribute import branch_starts
 from gspo_megatron.config import Config
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import RewardError, UserError
 from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
+from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.observe.metrics_files import written_answer
 from gspo_megatron.platform.collectives import (
     all_gather_columns,
@@ -113,8 +115,8 @@ def select_sequences(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
     """The sequences that `rows` [num_sequences] bool marks."""
     responses = rows.repeat_interleave(batch.response_lengths)
     tokens = rows.repeat_interleave(batch.prompt_lengths + batch.response_lengths)
-    of_tokens = {"tokens": tokens, "routes": tokens, "rollout_logprobs": responses}
-    of_tokens["mask"] = responses
+    of_tokens = {"tokens": tokens, "routes": tokens, "in_response": tokens}
+    of_tokens |= {"rollout_logprobs": responses, "mask": responses}
     return RolloutBatch(
         **{
             name: None if value is None else value[of_tokens.get(name, rows)]
@@ -155,6 +157,8 @@ class Collector:
         self.shaping = Shaping(config.reward, config.rollout.max_response_tokens)
         self.scorer = Scorer(reward, config.reward)
         self.part_names: PartNames | None = None  # that all ranks know
+        # is told how far sampling or scoring is, see Progress.doing
+        self.tell: Callable[[str], None] = lambda text: None
         self.replica, _ = model_replica()
         self.reward_rank = dist.get_process_group_ranks(self.replica)[0]
 
@@ -228,6 +232,7 @@ class Collector:
             prompts,
             first,
             None if sampled is None else sampled.cpu(),
+            None if batch.in_response is None else batch.in_response.cpu(),
         )
 
     def score(self, episodes: Episodes, prompts: Sequence[Prompt], first: int) -> Experience:
@@ -246,7 +251,9 @@ class Collector:
         if calls_reward:
             try:
                 given = given_rewards(episodes.ended, self.config.reward)
-                found, failed = self.scorer.score(samples, given)
+                with heard_by(lambda: self.tell(self.scorer.progress())):
+                    found, failed = self.scorer.score(samples, given)
+                self.tell("")
             except UserError as error:
                 problem = error
         failed = self._agree(problem, failed)
@@ -333,9 +340,9 @@ class Collector:
             if bound is not None:
                 means["staleness/masked"] = mean_pair(ages > bound)
         if experience.sampled is not None:
-            means["environment/turns"] = mean_pair(
-                turns_of(experience.sampled, batch.response_lengths)
-            )
+            turns, branches = turns_and_branches(batch, experience.sampled)
+            means["environment/turns"] = mean_pair(turns)
+            means["environment/branches"] = mean_pair(branches)
             means["environment/sampled_share"] = mean_pair(experience.sampled)
         metrics.add_means(means)
 
@@ -440,13 +447,16 @@ class Collector:
         return found
 
 
-def turns_of(sampled: Tensor, lengths: Tensor) -> Tensor:
-    """[num_sequences] int64: turns of the policy. sampled: [sum(lengths)] bool."""
-    first = torch.zeros_like(sampled)
-    first[(lengths.cumsum(0) - lengths)[lengths > 0]] = True
-    begins = sampled & (first | ~sampled.roll(1))
+def turns_and_branches(batch: RolloutBatch, sampled: Tensor) -> Tensor:
+    """[2, num_sequences] int64. sampled: [sum(response_lengths)] bool, what the policy wrote."""
+    starts, is_response = branch_starts(batch), batch.in_response
+    # whether the policy wrote a token and not the one before it, of all tokens
+    written = torch.zeros_like(starts).masked_scatter(is_response, sampled)
+    turns = written & ~written.roll(1)
+    lengths = batch.prompt_lengths + batch.response_lengths
     sequences = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-    return torch.zeros_like(lengths).index_add_(0, sequences, begins.long())
+    counts = torch.zeros((2, len(lengths)), dtype=torch.long, device=lengths.device)
+    return counts.index_add_(1, sequences, torch.stack([turns, starts]).long())
 
 
 def mean_pair(values: Tensor) -> Tensor:

@@ -296,12 +296,16 @@ class ServedCollector(Collector):
         def look() -> dict[str, Any]:
             nonlocal before
             status = self._service().draw_status(draw.name)
-            if status["tokens"] != before:
+            done, scoring = status["finished"], status["scoring"]
+            if (status["tokens"], done) != before:
                 heartbeat()
-            before = status["tokens"]
+            before = status["tokens"], done
+            scored = f", {scoring} being scored" if scoring else ""
+            self.tell(f"groups {done}/{len(draw.rows)}{scored}")
             return status
 
         self.drawn["tokens"] += self._wait(look)["tokens"]
+        self.tell("")
         self.drawn["seconds"] += time.perf_counter() - start
         return self.read_draw(draw)
 
@@ -318,7 +322,10 @@ class ServedCollector(Collector):
         columns["tokens"] = columns["tokens"].astype(np.int64)
         routes = columns.pop("routes", None)
         if routes is not None and self.layers is not None:
-            self._count_missing(routes, len(columns["truncated"]))
+            count = len(columns["truncated"])
+            if (kinds := columns.get("in_response")) is not None:  # a prompt and a response each
+                count = np.count_nonzero(kinds[1:] > kinds[:-1])
+            self._count_missing(routes, count)
             columns["routes"] = routes[:, self.layers]
         tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
         failed = tensors.pop("failed_calls").view(-1, len(FailedCalls._fields)).sum(0)

@@ -100,7 +100,7 @@ class FineTuningBatches:
     def _micro_batches(
         self, plan: MiniBatch, examples: Sequence[Example], lengths: Sequence[int]
     ) -> Iterator[MicroBatch]:
-        shape = self.builder.common_shape([plan], lengths)
+        shape = self.builder.common_shape([plan], [[length] for length in lengths])
         for numbers in plan.micro_batches[parallel_state.get_data_parallel_rank()]:
             members = [examples[n] for n in numbers]
             tokens = [torch.from_numpy(member.token_ids.astype(np.int64)) for member in members]

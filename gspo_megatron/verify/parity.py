@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
+from gspo_megatron.batching.packing import Branches
 from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.checkpoint.optimizer import load_trainer_state
@@ -127,7 +128,7 @@ def run_update(
     recorder, builder = _set_up(config, vocab_size, Schedule(rate, rate, 0, 1, "constant"))
     policy = recorder.policy
     lengths = [len(tokens) for tokens in batch.tokens]
-    plans = plan_alike(config, lengths, batch.masked_lengths(), cut, mini_batches)
+    plans = plan_alike(config, lengths, batch.masked_lengths(), cut, mini_batches, batch.branches)
     sequences, index = distribute(batch, plans, policy)
     _set_old_logprobs(policy, builder, plans, sequences, index)
     section = config.objective
@@ -212,7 +213,9 @@ def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
     experience = read_experience(dump.folder, dump.rollouts, policy)
     index = gather_index(experience.batch, experience.scores.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))
-    plans = plan_alike(config, index.lengths, index.masked_lengths, task.cut, mini_batches)
+    plans = plan_alike(
+        config, index.lengths, index.masked_lengths, task.cut, mini_batches, index.branches
+    )
     advantages, token_advantages = compute_advantages(objective.advantages, experience, index)
     sequences = redistribute(
         experience.batch,
@@ -346,6 +349,7 @@ def plan_alike(
     masked_lengths: Sequence[int],
     cut: Cut,
     mini_batches: int,
+    branches: Branches | None = None,
 ) -> list[MiniBatch]:
     """The same micro-batches for each layout whose data-parallel size divides `cut.replicas`."""
     data_parallel_size = resolve_parallel(config, dist.get_world_size()).data_parallel_size
@@ -358,6 +362,7 @@ def plan_alike(
         token_budget=cut.token_budget,
         micro_batch_multiple=cut.multiple,
         padded=not config.training.packing,
+        branches=branches and [[sum(branch) for branch in each] for each in branches],
     )
     share = cut.replicas // data_parallel_size
     joined = []
@@ -384,7 +389,7 @@ def distribute(
     numbers = torch.tensor(mine, dtype=torch.long, device=device)
     lengths = torch.tensor([len(t) for t in batch.tokens], device=device)[numbers]
     responses = torch.tensor(batch.response_lengths, device=device)[numbers]
-    routes = None
+    routes, in_response = None, batch.in_response()
     if batch.routes is not None:
         layers = [number - 1 for number in attach_hooks(policy.models)]
         routes = join(batch.routes)[:, layers]  # [tokens, layers of this rank, k]
@@ -401,6 +406,7 @@ def distribute(
         group_index=numbers // 2,
         mask=None if batch.masks is None else join(batch.masks),
         routes=routes,
+        in_response=None if in_response is None else join(in_response),
     )
     advantages = torch.tensor(batch.advantages, dtype=torch.float64, device=device)[numbers]
     index = gather_index(rollout, advantages, group)

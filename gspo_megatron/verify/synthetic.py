@@ -23,6 +23,18 @@ class SyntheticBatch:
     routes: list[Tensor] | None = None  # [length, all layers, k] each: a rollout's experts
     masks: list[Tensor] | None = None  # [response] bool each: tokens to learn from; None: all
     token_advantages: list[Tensor] | None = None  # [response] float32 each, instead of `advantages`
+    # Prompt and response tokens of each branch of each sequence; None: each has a single branch.
+    branches: list[list[tuple[int, int]]] | None = None
+
+    def in_response(self) -> list[Tensor] | None:
+        """[length] bool each, as in RolloutBatch."""
+        if self.branches is None:
+            return None
+        kinds = [torch.arange(2 * len(each)) % 2 == 1 for each in self.branches]
+        return [
+            kind.repeat_interleave(torch.tensor(each).flatten())
+            for kind, each in zip(kinds, self.branches, strict=True)
+        ]
 
     def masked_lengths(self) -> list[int]:
         """[num_sequences]: response tokens to learn from."""

@@ -15,5 +15,6 @@ def rehearsal(devices: int | None = None) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         runtime.LIBRARY: str(build.library()),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",  # the tests hide GPUs, and so these
     }
     return found | ({} if devices is None else {runtime.DEVICES: str(devices)})

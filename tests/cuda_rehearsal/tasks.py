@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -16,8 +19,12 @@ import torch
 import torch.distributed as dist
 
 from gspo_megatron.config import Config
+from gspo_megatron.config.stages import StageConfig
+from gspo_megatron.platform.collectives import all_gather_objects, on_main
 from gspo_megatron.rl.policy_update import PolicyUpdater
+from gspo_megatron.rollout import weight_stream
 from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.service.process import WORKER_FOLDER
 from tests.cuda_rehearsal import runtime
 
 
@@ -32,7 +39,16 @@ def train(config: Config) -> list[dict[str, float]]:
     return metrics_of(config)
 
 
-def metrics_of(config: Config) -> list[dict[str, float]]:
+def train_stage(config: StageConfig) -> list[dict[str, float]]:
+    """The same of `gspo-megatron pretrain` and `sft`."""
+    from gspo_megatron.cli.check_inputs import check_all
+    from gspo_megatron.supervised.run import run_stage
+
+    assert run_stage(*check_all(config, dist.get_world_size()))
+    return metrics_of(config)
+
+
+def metrics_of(config: Config | StageConfig) -> list[dict[str, float]]:
     lines = Path(config.logging.dir, "metrics.jsonl").read_text().splitlines()
     return [
         {name: value for name, value in json.loads(line).items() if not is_timing(name)}
@@ -103,19 +119,85 @@ def _count_scored(updater: Any, mini_batches: Any) -> int:
 def save(config: Config) -> dict[str, float]:
     """Save in the background, and wait for it at once. Returns the sums of what is read back."""
     from gspo_megatron.checkpoint.tensors import load_model, save_tensors
-    from gspo_megatron.platform.collectives import all_gather_objects as gather_all
     from tests.parallel.checkpoints import start
 
     policy, trainer = start(config)
     with tempfile.TemporaryDirectory() as own:
-        folder = gather_all(own)[0]
+        folder = all_gather_objects(own)[0]
         save_tensors(Path(folder), policy, trainer, asynchronous=True).result()
         parameters = dict(policy.models[0].named_parameters())
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.zero_()
         load_model(Path(folder), policy)
-        gather_all(None)  # rank 0 removes its folder when all have read it
+        all_gather_objects(None)  # rank 0 removes its folder when all have read it
     return {
         name: float(parameter.detach().double().sum()) for name, parameter in parameters.items()
     }
+
+
+# A server's worker without vLLM, on a device of its own where there are any: it prints what it has
+# loaded.
+_WORKER = """
+import json, sys, torch
+from gspo_vllm_worker import GspoWorker
+class Worker(GspoWorker):
+    rank, device = 0, torch.device(sys.argv[1])
+    def reload_weights(self, weights_iterator):
+        for name, tensor in weights_iterator:
+            self.loaded[name] = str(tensor.dtype), tensor.double().sum().item()
+if Worker.device.type == "cuda":
+    torch.cuda.set_device(Worker.device)
+worker = Worker()
+for line in sys.stdin:
+    worker.loaded = {}
+    assert worker.receive_weights(json.loads(line), "server", 2) == len(worker.loaded)
+    print(json.dumps(worker.loaded), flush=True)
+"""
+
+
+def stream_weights(config: Config) -> list[dict[str, tuple[str, float]]]:
+    """Send two versions of the weights to the worker of a server. Returns what it has loaded:
+    dtype and sum, by name."""
+    from gspo_megatron.checkpoint.hf.export import stream_hf, stream_specs
+    from tests.parallel.models import build_on_ranks
+
+    policy = build_on_ranks(config)
+    device = next(policy.models[0].parameters()).device
+    away = torch.device("cuda", dist.get_world_size()) if device.type == "cuda" else device
+    is_main, found = dist.get_rank() == 0, []
+    if is_main:
+        stream = weight_stream.WeightStream("127.0.0.1", device, seconds=60)
+        worker = _start_worker(away)
+    for factor in (1.0, 2.0):
+        with torch.no_grad():
+            for model in policy.models:
+                for parameter in model.parameters():
+                    parameter.mul_(factor)
+        tensors = stream_hf(policy)
+        if is_main:
+            with mock.patch.object(weight_stream, "BUCKET_BYTES", 10_000):
+                plan = stream.plan(stream_specs(policy))
+            assert len(plan["buckets"]) > 3 and worker.stdin and worker.stdout
+            worker.stdin.write(json.dumps(plan) + "\n")
+            worker.stdin.flush()
+            stream.send(plan, {"server": 1}, tensors, lambda: ["server"])
+            found.append(json.loads(worker.stdout.readline()))
+        else:
+            weight_stream.exhaust(tensors)
+    if is_main:
+        worker.communicate()
+    on_main(lambda: None)
+    return found
+
+
+def _start_worker(device: torch.device) -> subprocess.Popen[str]:
+    paths = [str(WORKER_FOLDER), os.environ.get("PYTHONPATH", "")]
+    environ = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    return subprocess.Popen(
+        [sys.executable, "-c", _WORKER, str(device)],
+        env=environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )

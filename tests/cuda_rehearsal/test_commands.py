@@ -12,6 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from gspo_megatron.data.toy import write_toy_dataset
+from tests.cuda_rehearsal import runtime
 from tests.cuda_rehearsal.environment import rehearsal
 from tests.e2e.conftest import write_config
 from tests.programs import gspo
@@ -46,7 +47,10 @@ def test_train_resume_evaluate_convert_and_verify(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, from_shards[name]) for name, tensor in whole.items())
     gspo("evaluate", run, "-o", tmp_path / "evaluated", **environ)
     assert (tmp_path / "evaluated" / "metrics.jsonl").stat().st_size
-    told = gspo("verify", config, "--layouts", "tp=2", **environ).stdout
+    (waits := tmp_path / "waits").mkdir()
+    words = ("--reference", "tp=2", "--reference-on-cpu", "--layouts", "tp=1")
+    told = gspo("verify", config, *words, **environ, **{runtime.WAITS: str(waits)}).stdout
+    assert [file.name for file in waits.iterdir()] == ["rank_0.json"]  # none of the reference's
     errors = [float(text) for text in re.findall(r"error\S*=(\S+)", told.splitlines()[-1])]
     assert errors and max(errors) < 1e-4, told
     assert yaml.safe_load((run / "config.resolved.yaml").read_text())["training"]["steps"] == 3

@@ -48,6 +48,34 @@ SAVING = {"checkpoint__interval": 1}
 DP2 = {"parallel__layout": "dp=2"}
 OVERLAP = DP2 | {"parallel__ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
 
+# One pinned buffer for all tensors of a type: the devices wait for each other, the host does not.
+_STAGED = """
+    buffers, side = {}, torch.cuda.Stream()
+    def staged(value):
+        pinned = device.type == "cuda"
+        whole = torch.empty(4096, dtype=value.dtype, pin_memory=pinned)
+        buffer = buffers.setdefault(value.dtype, whole)[: value.numel()].view(value.shape)
+        buffer.copy_(value)
+        with torch.cuda.stream(side):
+            copy = buffer.to(device, non_blocking=True, copy=True)
+        torch.cuda.current_stream().wait_stream(side)
+        return copy
+    self = PackedBatch(**{
+        name: staged(value) if isinstance(value, Tensor) else value
+        for name, value in vars(self).items()
+    })
+    """
+_COPY = """
+        copied.append(replace(piece, data=host.copy_(piece.data, non_blocking=pinned)))
+    torch.cuda.synchronize()
+"""
+_COPY_ASIDE = """
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            copied.append(replace(piece, data=host.copy_(piece.data, non_blocking=pinned)))
+    torch.cuda.current_stream().synchronize()
+"""
 
 CASES = (
     # tensors in the wrong place
@@ -153,6 +181,17 @@ CASES = (
         of(COPIES, "pin_memory=pinned", "pin_memory=False"),
         "not pinned",
         task=save,
+    ),
+    Case(
+        "a checkpoint is written before another stream has copied the weights",
+        of(COPIES, _COPY, _COPY_ASIDE),
+        DIED,
+        task=save,
+    ),
+    Case(
+        "a pinned buffer is filled again while another stream copies it",
+        of(PACK, "moved = {", _STAGED + "moved = {"),
+        DIED,
     ),
     Case(
         "the thread that writes a checkpoint is on the first GPU",

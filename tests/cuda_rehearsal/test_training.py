@@ -3,13 +3,14 @@ what the same run reports on CPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.cuda_rehearsal.conftest import MakeConfig
 from tests.cuda_rehearsal.host import Host
-from tests.cuda_rehearsal.tasks import train
+from tests.cuda_rehearsal.tasks import stream_weights, train, train_stage
 from tests.parallel.pool import Pool
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,13 @@ RUNS: dict[str, dict[str, Any]] = {
         "parallel__ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True},
     },
     "tp=2,pp=2,ep=2": {"parallel__layout": "tp=2,pp=2,ep=2"},
+    "dp=2 with dynamic sampling": {
+        "parallel__layout": "dp=2",
+        "rollout__dynamic_sampling": True,
+        "rollout__max_refills": 1,
+    },
 }
+STAGES = {"sft": "dp=2,ep=2", "pretrain": "tp=2,pp=2"}
 
 
 def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
@@ -51,3 +58,21 @@ def test_fp32_reports_what_cpus_report(
 ) -> None:
     expected = cpus.on(make_config(**RUNS[name]), train)
     assert_close(host.on(make_config(**RUNS[name]), train), expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_other_stages_report_what_cpus_report(
+    host: Host, cpus: Pool, make_stage: Callable[[str, str], Any], stage: str
+) -> None:
+    expected = cpus.on(make_stage(stage, STAGES[stage]), train_stage)
+    assert_close(host.on(make_stage(stage, STAGES[stage]), train_stage), expected)
+
+
+def test_a_server_loads_the_weights_that_cpus_send(
+    host: Host, cpus: Pool, make_config: MakeConfig
+) -> None:
+    """By the transport nccl: two versions, from rank 0 of a sharded model."""
+    config = make_config(parallel__layout="tp=2,ep=2")
+    expected = cpus.on(config, stream_weights, timeout=240)
+    assert len(expected) == 2 and expected[0] != expected[1]
+    assert host.on(config, stream_weights, timeout=240) == expected

@@ -56,19 +56,23 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
         torch.full((n,), advantage, dtype=torch.float32)
         for n, advantage in zip(batch.response_lengths, batch.advantages, strict=True)
     ]
-    for tokens, response, log_ratios, advantages, mask in zip(
-        batch.tokens, batch.response_lengths, batch.log_ratios, of_tokens, masks, strict=True
+    branches = batch.branches or [
+        [(len(tokens) - response, response)]
+        for tokens, response in zip(batch.tokens, batch.response_lengths, strict=True)
+    ]
+    for tokens, pieces, log_ratios, advantages, mask in zip(
+        batch.tokens, branches, batch.log_ratios, of_tokens, masks, strict=True
     ):
         if not mask.any():  # one of the sequences, without a term
             continue
-        positions = torch.arange(len(tokens))[None]
-        hidden = model(input_ids=tokens[None], position_ids=positions, attention_mask=None)[0]
-        logits = hidden @ model.head_weight[:vocab_size].t() / config.rollout.temperature
-        distribution = torch.log_softmax(logits, dim=-1)
-        prompt = len(tokens) - response
-        logprobs = torch.stack(
-            [distribution[place - 1, tokens[place]] for place in range(prompt, len(tokens))]
-        )
+        found: list[Tensor] = []
+        for ids, (prompt, _) in zip(tokens.split([sum(each) for each in pieces]), pieces):
+            positions = torch.arange(len(ids))[None]
+            hidden = model(input_ids=ids[None], position_ids=positions, attention_mask=None)[0]
+            logits = hidden @ model.head_weight[:vocab_size].t() / config.rollout.temperature
+            distribution = torch.log_softmax(logits, dim=-1)
+            found += [distribution[place - 1, ids[place]] for place in range(prompt, len(ids))]
+        logprobs = torch.stack(found)
         old = logprobs.detach() - log_ratios.double()
         logprobs, old = logprobs[mask], old[mask]  # the others are as if they were the prompt's
         weights = advantages[mask].double()
@@ -80,11 +84,11 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
             loss = loss - terms.mean() / sequences
 
     parameters = list(model.parameters())
-    found = dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
+    of_parameters = dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
     gradients: dict[str, Tensor] = {}
     for shard in parameter_shards(model):  # a weight may come in pieces, as gate and up projection
         whole = gradients.setdefault(shard.name, loss.new_zeros(shard.global_shape))
-        whole[shard.slices] = shard.view(found[shard.parameter])
+        whole[shard.slices] = shard.view(of_parameters[shard.parameter])
     for name in gradients:
         if "word_embeddings" in name or "output_layer" in name:
             gradients[name] = gradients[name][:vocab_size]

@@ -103,7 +103,7 @@ def write_bank(folder: Path, has_turns: bool) -> None:
             prompt = PROMPT_IDS[draw.rows[number]]
             samples = range(number * GROUP, (number + 1) * GROUP)
             given = [response(random, len(prompt), draw.version, step - 1) for _ in samples]
-            columns = group_columns([prompt] * len(given), given, number, samples)
+            columns = group_columns(prompt, given, number, samples)
             rewards = random.random(GROUP)
             columns |= {
                 "rewards": rewards,

@@ -3,6 +3,7 @@ experts of each turn are those with which it was drawn."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 
 from gspo_megatron.config import Config
+from gspo_megatron.data.chat import Encoded, Rendered
 from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Trajectory
 from gspo_megatron.rl.lockstep import Lockstep
 from gspo_megatron.rollout.engine import Requests, Sampling
@@ -38,10 +40,16 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return list(map(ord, text))
 
+    def render(self, messages: list[dict[str, str]], **_: Any) -> Rendered:
+        return Rendered(messages[-1]["content"], None)
+
+    def encode_rendered(self, text: str) -> Encoded:
+        return Encoded(self.encode(text), [], [])
+
 
 class Echo:
     """Says part of each turn back. Some episodes have one turn, some go on until a limit ends them,
-    and some fail, at once or in the middle."""
+    some begin again with a short prompt, and some fail, at once or in the middle."""
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
         if task.answer == "fails at once":
@@ -49,6 +57,9 @@ class Echo:
         turn = await client.generate(max_tokens=4)
         while sum(turn.token_ids) % 3:
             text = chr(3 + len(turn.token_ids)) + turn.text[:2][::-1]
+            if task.answer == "forgets" and len(client.turns) == 2:
+                client.begin([{"role": "user", "content": text}])
+                text = ""
             turn = await client.generate(text=text, max_tokens=5)
             if task.answer == "fails later" and len(turn.token_ids) % 2:
                 raise ConnectionError("no tool")
@@ -58,7 +69,7 @@ class Echo:
 def tasks() -> list[Prompt]:
     draw = random.Random(5)
     ids = [tuple(draw.randrange(3, VOCAB_SIZE) for _ in range(n)) for n in (5, 1, 8, 3, 6)]
-    answers = ["", "", "fails at once", "fails later", ""]
+    answers = ["", "forgets", "fails at once", "fails later", "forgets"]
     rows = zip(ids, answers, strict=True)
     return [Prompt("p", answer, f"f:{n}", token_ids=t) for n, (t, answer) in enumerate(rows)]
 
@@ -76,18 +87,19 @@ def play(config: Config) -> dict[int, dict[str, Any]]:
     batch = found.batch
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
     tokens, routes = batch.tokens.split(lengths), batch.routes.split(lengths)
+    kinds = batch.in_response.split(lengths)
     of_response = (
         values.split(batch.response_lengths.tolist())
         for values in (batch.rollout_logprobs, batch.mask)
     )
-    columns = zip(tokens, routes, *of_response, batch.prompt_lengths, batch.truncated, strict=True)
+    columns = zip(tokens, routes, kinds, *of_response, batch.truncated, strict=True)
     rows = {}
-    for sample, (ids, experts, logprobs, mask, prompt, cut) in zip(
+    for sample, (ids, experts, kind, logprobs, mask, cut) in zip(
         batch.sample_index.tolist(), columns, strict=True
     ):
         rows[sample] = {
             "tokens": ids.tolist(),
-            "prompt": int(prompt),
+            "kinds": kind.tolist(),
             "mask": mask.tolist(),
             "logprobs": logprobs.tolist(),
             "truncated": bool(cut),
@@ -98,30 +110,42 @@ def play(config: Config) -> dict[int, dict[str, Any]]:
         rows[sample]["outcome"] = str(episode.error or "") or (
             None if given is None else [list(given.rewards), list(given.ends)]
         )
+    assert batch.prompt_lengths.tolist() == [int((~kind).sum()) for kind in kinds]
     assert batch.group_index.tolist() == [n for n in mine for _ in range(PER_PROMPT)]
     return rows
 
 
+def branches_of(row: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """Where each branch begins, where its response does, and where it ends."""
+    runs = [(kind, len(list(run))) for kind, run in itertools.groupby(row["kinds"])]
+    ends = [0, *itertools.accumulate(length for _, length in runs)]
+    assert [kind for kind, _ in runs] == [False, True] * (len(runs) // 2)
+    return list(zip(ends[::2], ends[1::2], ends[2::2]))
+
+
 def continued(config: Config, rows: dict[int, dict[str, Any]]) -> dict[int, list[Any]]:
-    """Greedy responses to whole sequences, with the experts of their tokens: drawn in one call."""
+    """Log-probs of the responses and experts of all tokens, those of a branch in one pass."""
     policy = build_on_ranks(config)
     attach_hooks(policy.models)
     policy.eval()
-    found = {}
+    found: dict[int, list[Any]] = {}
     for sample, row in rows.items():
-        engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=(), record_routes=True)
-        requests = Requests([row["tokens"]], [0])
-        batch = engine.generate(requests, Sampling(1, temperature=0.0), seed=0)
-        ids = torch.tensor([row["tokens"]])
-        with torch.no_grad():
-            hidden = policy.models[0](
-                input_ids=ids,
-                position_ids=torch.arange(ids.shape[1])[None],
-                attention_mask=None,
-            )
-            logits = policy.models[0].next_token_logits(hidden[0]) / SAMPLING.temperature
-        logprobs = torch.log_softmax(logits.double(), -1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        found[sample] = [logprobs.tolist()[row["prompt"] - 1 :], batch.routes[:-1].tolist()]
+        found[sample] = [[], []]
+        for start, middle, end in branches_of(row):
+            tokens = row["tokens"][start:end]
+            engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=(), record_routes=True)
+            batch = engine.generate(Requests([tokens], [0]), Sampling(1, temperature=0.0), seed=0)
+            ids = torch.tensor([tokens])
+            with torch.no_grad():
+                hidden = policy.models[0](
+                    input_ids=ids,
+                    position_ids=torch.arange(ids.shape[1])[None],
+                    attention_mask=None,
+                )
+                logits = policy.models[0].next_token_logits(hidden[0]) / SAMPLING.temperature
+            of_all = torch.log_softmax(logits.double(), -1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+            found[sample][0] += of_all.tolist()[middle - start - 1 :]
+            found[sample][1] += batch.routes[: end - start].tolist()
     return found
 
 
@@ -139,8 +163,11 @@ def test_episodes_of_one_rank_are_of_all_kinds(of_one_rank: dict[int, dict[str, 
     turns = [len(given[0]) for given in outcomes if isinstance(given, list)]
     assert len(set(turns)) > 1, "episodes of several lengths"
     assert None in outcomes, "ended by a limit"
+    assert {len(branches_of(row)) for row in of_one_rank.values()} == {1, 2}
     for row in of_one_rank.values():
-        response = row["tokens"][row["prompt"] :]
+        response = [n for n, kind in zip(row["tokens"], row["kinds"]) if kind]
+        *_, last = branches_of(row)
+        last_branch = len(response) - (last[2] - last[1])  # begins there in the response
         assert len(response) == len(row["mask"]) == len(row["logprobs"])
         assert len(response) <= LIMITS.response_tokens
         if not isinstance(row["outcome"], str):
@@ -152,6 +179,9 @@ def test_episodes_of_one_rank_are_of_all_kinds(of_one_rank: dict[int, dict[str, 
             for before, turn, end in zip(turns, turns[1:], ends):
                 own = [n for n, mask in zip(before, row["mask"][end - len(before) : end]) if mask]
                 said = [3 + len(own), *reversed([n for n in own if n != EOS_ID][:2])]
+                if end == last_branch:
+                    assert row["tokens"][last[0] : last[1]] == said
+                    said = []
                 assert turn[: len(said)] == said
                 of_turn = row["mask"][end : end + len(turn)]
                 assert of_turn == [False] * len(said) + [True] * (len(turn) - len(said))
@@ -172,7 +202,9 @@ def test_log_probs_and_experts_are_those_of_the_whole_sequence(
         ]
         for own, true in drawn:
             assert own == pytest.approx(true, abs=TOLERANCE)
-        assert row["routes"][:-1] == experts[: len(row["routes"]) - 1]
+        last = {end - 1 for _, _, end in branches_of(row)}  # never fed
+        for number, (own, true) in enumerate(zip(row["routes"], experts, strict=True)):
+            assert number in last or own == true
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "tp=2,pp=2", "dp=4,ep=4", "cp=2", "pp=2,vpp=2"])
@@ -184,7 +216,7 @@ def test_episodes_are_those_of_one_rank(
     for rows in by_rank:
         for sample, row in rows.items():
             expected = of_one_rank[sample]
-            for name in ("tokens", "prompt", "mask", "truncated"):
+            for name in ("tokens", "kinds", "mask", "truncated"):
                 assert row[name] == expected[name], name
             assert row["logprobs"] == pytest.approx(expected["logprobs"], abs=TOLERANCE)
             if "outcome" in row:  # on the rank that runs the environment

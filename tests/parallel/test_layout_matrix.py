@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gspo_megatron.verify.synthetic import SyntheticBatch
+from tests.parallel.branches import branched_batch
 from tests.parallel.matrix import (
     DIMENSIONS,
     LAYOUTS,
@@ -141,6 +142,26 @@ def test_masked_tokens_have_no_part_in_an_update(
     result, explicit = updates.run(case, batch), updates.explicit(case, batch)
     assert_follows_formulas(case, result, explicit, FP64_TOLERANCE_OF_ROUTERS)
     assert all(math.isfinite(value) for value in result.metrics.values()), result.metrics
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "dp=4", "cp=4", "tp=2,pp=2,cp=2", "dp=2,ep=2,cp=2"])
+@pytest.mark.parametrize(
+    ("objective", "packing", "dispatcher"),
+    [
+        ("gspo", True, "alltoall"),
+        ("gspo_token", False, "allgather"),
+        ("grpo", True, "allgather"),
+        ("luspo", False, "alltoall"),
+    ],
+)
+def test_branches_of_an_episode_are_one_sequence_of_the_loss(
+    updates: Updates, layout: str, objective: str, packing: bool, dispatcher: str
+) -> None:
+    """One ratio, one length and one weight for all branches; to the model each is its own."""
+    case = Case(layout, dispatcher, packing, objective=objective, precision="fp64")
+    batch = branched_batch(turn_rewards=objective == "gspo_token")
+    result, explicit = updates.run(case, batch), updates.explicit(case, batch)
+    assert_follows_formulas(case, result, explicit, FP64_TOLERANCE_OF_ROUTERS)
 
 
 @pytest.mark.parametrize("layout", ["tp=1", "cp=4", "tp=2,pp=2,cp=2", "dp=2,ep=2,cp=2"])

@@ -21,6 +21,7 @@ from gspo_megatron.routing.volatility import Observing
 from gspo_megatron.verify.parity import Cut
 from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
+from tests.parallel.branches import branched_batch
 from tests.parallel.models import NO_ROUTER_LOSSES, VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool, RankError
 from tests.parallel.updates import (
@@ -189,6 +190,25 @@ def test_a_route_takes_one_byte_a_layer_and_expert(alone: dict[str, Watched]) ->
         stored = alone[mode].result.metrics["replay/bytes"] / (MOE_LAYERS * TOP_K)
         # r2 needs none for the first of three mini-batches, which has 4 of the 13 sequences
         assert needed <= stored <= needed + 24, mode
+
+
+@pytest.mark.parametrize(("layout", "packing"), [("tp=1", False), ("cp=2", True)])
+def test_branches_of_an_episode_follow_the_rollouts_experts(
+    pool: Pool, layout: str, packing: bool
+) -> None:
+    """All tokens but the last of each branch, which was never fed to the rollout engine."""
+    training = {"precision": "fp64", "packing": packing}
+    config = odd_moe(layout, {"name": "gspo"}, training=training, routing={"replay": "r3"})
+    batch = with_routes(branched_batch())
+    pieces = [sum(lengths) for branches in batch.branches for lengths in branches]
+    ends = torch.tensor(pieces).cumsum(0) - 1
+    flat = torch.cat(batch.routes)
+    flat[ends] = 0  # one expert twice, which is refused where it is read
+    batch = replace(batch, routes=list(flat.split([len(tokens) for tokens in batch.tokens])))
+    cut = Cut(replicas=2, token_budget=40, multiple=2)
+    watched = update(pool, config, watched_update, batch=batch, cut=cut)
+    assert watched.wrong == 0
+    assert watched.replayed == MOE_LAYERS * (sum(pieces) - len(pieces))
 
 
 KL = {"name": "grpo", "kl": "k3", "kl_coefficient": 0.5}

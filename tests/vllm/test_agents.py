@@ -25,13 +25,15 @@ client = OpenAI()
 tools = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
 messages = [{"role": "user", "content": row["prompt"]}]
 said = []
-for _ in range(2):
+for number in range(3):
     answer = client.chat.completions.create(
         model="policy", messages=messages, tools=tools, max_tokens=6, temperature=0.2
     )
     message = answer.choices[0].message
     said.append([message.content, answer.usage.completion_tokens])
     messages += [message, {"role": "user", "content": f"and {len(said)}?"}]
+    if number == 1:  # it forgets what was before
+        messages = messages[-2:]
 with open("said", "a") as file:
     file.write(json.dumps(said) + "\\n")
 client.post("/reward", body={"reward": len(said[-1][0]) / 9}, cast_to=object)
@@ -76,7 +78,8 @@ def test_an_agent_trains_unchanged(vllm_python: Path, tmp_path: Path, steps: int
     for record in records:
         # The server drew from the very tokens that the trainer has: others have other log-probs.
         assert record["mismatch/abs_mean"] <= 1e-5
-        assert record["environment/turns"] == 2 and record["environment/errors"] == 0
+        assert record["environment/turns"] == 3 and record["environment/errors"] == 0
+        assert record["environment/branches"] == 2
     # what the bank has is what the agent was given
     tokenizer = load_tokenizer(tmp_path / "data" / "tokenizer.model")
     said = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
@@ -86,8 +89,9 @@ def test_an_agent_trains_unchanged(vllm_python: Path, tmp_path: Path, steps: int
         masks = np.split(columns["sampled"], lengths.cumsum()[:-1])
         whole = columns["prompt_lengths"] + lengths
         rows = np.split(columns["tokens"], whole.cumsum()[:-1])
-        for row, prompt, mask in zip(rows, columns["prompt_lengths"], masks, strict=True):
-            written = row[prompt:][mask].tolist()
+        kinds = np.split(columns["in_response"], whole.cumsum()[:-1])
+        for row, kind, mask in zip(rows, kinds, masks, strict=True):
+            written = row[kind][mask].tolist()
             found = tokenizer.decode(written), len(written)
             assert found in [
                 ("".join(t for t, _ in turns), sum(c for _, c in turns)) for turns in said

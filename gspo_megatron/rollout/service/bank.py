@@ -43,7 +43,7 @@ class Group(NamedTuple):
     # float64, turn_tokens [turns] int64, parts [parts, n] float64, failed_calls [3] int64 as
     # FailedCalls, reward_seconds [1] float64; where the servers report them, routes [tokens,
     # layers, k] uint8 or int16; of episodes, sampled [sum(response lengths)] bool: what the policy
-    # wrote. Names as in RolloutBatch and rl.rollouts.Scores.
+    # wrote, and in_response [tokens] bool. Names as in RolloutBatch and rl.rollouts.Scores.
     columns: dict[str, np.ndarray]
 
 

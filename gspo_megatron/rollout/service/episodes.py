@@ -125,8 +125,9 @@ class Scorers:
     def _samples(self, group: Group, prompt: Prompt) -> list[Sample]:
         columns = group.columns
         names = ("tokens", "prompt_lengths", "response_lengths", "truncated", "group_index")
+        of_episodes = {name: columns.get(name) for name in ("sampled", "in_response")}
         return self._environment.samples(
-            *(columns[name] for name in names), [prompt], group.number, columns.get("sampled")
+            *(columns[name] for name in names), [prompt], group.number, **of_episodes
         )
 
     def _add(
@@ -161,6 +162,7 @@ class RunningDraw:
         self.draw, self.file = draw, file
         self.error: UserError | None = None
         self.tokens = 0  # of finished responses
+        self.scoring = 0  # groups whose responses are there, and their rewards not
         self.task: asyncio.Task[None] | None = None
 
     def status(self) -> dict[str, Any]:
@@ -169,6 +171,7 @@ class RunningDraw:
         return {
             "finished": len(self.file.finished),
             "tokens": self.tokens,
+            "scoring": self.scoring,
             "done": self.task is not None and self.task.done(),
             "error": None if error is None else {"kind": type(error).__name__, "text": str(error)},
         }
@@ -238,15 +241,19 @@ class Draws:
         finally:
             for call in calls:
                 call.cancel()
-        episodes, prompts = [], [prompt.token_ids] * len(responses)
+        episodes = []
         if self.episodes is not None:
-            episodes, prompts = responses, [each.client.prompt_ids for each in responses]
+            episodes = responses
             responses = [self._response_of(draw, episode) for episode in episodes]
-        columns = group_columns(prompts, responses, number, samples)
+        columns = group_columns(prompt.token_ids, responses, number, samples)
         if episodes:
-            columns["sampled"] = np.concatenate([episode.mask for episode in episodes])
+            columns |= episode_columns(episodes)
         group, append = Group(number, columns), running.file.append
-        await self.scorers.score(group, prompt, append, running.draw.key, episodes)
+        running.scoring += 1
+        try:
+            await self.scorers.score(group, prompt, append, running.draw.key, episodes)
+        finally:
+            running.scoring -= 1
 
     async def _response(self, running: RunningDraw, prompt: Prompt, sample: int) -> Response:
         limit = running.draw.sampling.max_tokens
@@ -301,28 +308,49 @@ class Draws:
 
 def joined_turns(episode: Episode) -> Response:
     """The response that an episode's turns, and what stands between them, make."""
-    routes = [turn.source.routes for turn in episode.client.turns]
+    routes = [
+        piece
+        for branch in episode.client.branches()
+        for piece in _routes_of([episode.client.turns[number].source for number in branch.turns])
+    ]
     return Response(
         episode.tokens,
         episode.column(lambda turn: turn.source.logprobs, filler=0.0),
         episode.client.is_cut,
-        routes=None if routes[0] is None else np.concatenate(joined_routes(routes)),
+        routes=np.concatenate(routes) if routes else None,
         versions=episode.column(lambda turn: turn.source.versions),
     )
 
 
+def _routes_of(turns: Sequence[Response]) -> list[np.ndarray]:
+    """The experts of a branch's tokens, in pieces; none where the servers do not report them."""
+    routes = [turn.routes for turn in turns]
+    return [] if routes[0] is None else joined_routes(routes)
+
+
+def episode_columns(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
+    """The columns of a `Group` that episodes have of their own, or in another form."""
+    ids, kinds = zip(*(episode.sequence for episode in episodes))
+    return {
+        "tokens": np.concatenate(ids),
+        "prompt_lengths": np.array([int((~kind).sum()) for kind in kinds]),
+        "in_response": np.concatenate(kinds),
+        "sampled": np.concatenate([episode.mask for episode in episodes]),
+    }
+
+
 def group_columns(
-    prompts: Sequence[Sequence[int]],
+    prompt: Sequence[int],
     responses: Sequence[Response],
     number: int,
     samples: Sequence[int],
 ) -> dict[str, np.ndarray]:
-    """The columns of a `Group` without its rewards. prompts: token ids, for each response."""
-    before = [np.array(prompt, dtype=np.int32) for prompt in prompts]
-    tokens = [part for ids, each in zip(before, responses) for part in (ids, each.token_ids)]
+    """The columns of a `Group` without its rewards. prompt: token ids."""
+    before = np.array(prompt, dtype=np.int32)
+    tokens = [part for each in responses for part in (before, each.token_ids)]
     columns = {
         "tokens": np.concatenate(tokens),
-        "prompt_lengths": np.array([len(ids) for ids in before]),
+        "prompt_lengths": np.full(len(responses), len(before)),
         "response_lengths": np.array([len(each.token_ids) for each in responses]),
         "rollout_logprobs": np.concatenate([each.logprobs for each in responses]),
         "versions": np.concatenate([each.versions for each in responses]),

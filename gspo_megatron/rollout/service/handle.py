@@ -65,8 +65,8 @@ class Handle:
         self._done(self._call("POST", "/draws", draw))
 
     def draw_status(self, name: str) -> dict[str, Any]:
-        """finished, groups, done. Waits some seconds for the end. Raises the error of the draw,
-        such as RewardError."""
+        """finished and scoring (groups), tokens, done. Waits some seconds for the end. Raises the
+        error of the draw, such as RewardError."""
         status = self._call("GET", f"/draws/{name}")
         self._done(status)
         return status

@@ -36,5 +36,5 @@ class _BeforeTorch:
         return spec
 
 
-if "CUDA_REHEARSAL_LIBRARY" in os.environ:
+if "CUDA_REHEARSAL_LIBRARY" in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
     sys.meta_path.insert(0, _BeforeTorch())  # type: ignore[arg-type]

@@ -282,3 +282,39 @@ def test_a_batch_without_sequences_is_padding_of_the_common_shape(padded: bool) 
     assert batch.input_ids.shape == (shape.rows, shape.tokens)
     assert batch.padding_mask is not None and batch.padding_mask.all()
     assert len(batch.token_rows) == 0
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize(("cp", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_branches_are_packed_as_sequences_of_their_own(padded: bool, cp: int, rank: int) -> None:
+    """But for the loss, which has one number for all of a member."""
+    place = {"padded": padded, "context_parallel_size": cp, "context_parallel_rank": rank}
+    apart = random_batch(7)
+    owners = [1, 1, 1, 0, 2, 2, 0]  # of the branches, which stand in this order
+    order = sorted(range(7), key=lambda number: owners[number])
+    expected = apart.pack(order, **place)
+    tokens, branches, offsets, responses = [], [], [], []
+    for owner in range(3):
+        own = [number for number in range(7) if owners[number] == owner]
+        tokens.append(torch.cat([apart.tokens[number] for number in own]))
+        lengths = [apart.response_lengths[number] for number in own]
+        branches.append([(len(apart.tokens[n]) - own, own) for n, own in zip(own, lengths)])
+        offsets.append(sum(responses))
+        responses.append(sum(lengths))
+    options = {"pad_id": PAD, "branches": branches, **place}
+    found = pack(tokens, responses, offsets, [0, 1, 2], **options)
+    alike = ("input_ids", "position_ids", "boundaries", "token_index", "token_rows", "targets")
+    for name in alike:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert found.longest == expected.longest and found.members == (0, 1, 2)
+    assert found.response_lengths.tolist() == responses
+    of_branch = torch.tensor([owners[number] for number in order])
+    assert torch.equal(found.sequence_index, of_branch[expected.sequence_index])
+    # end to end, as the response vectors of a member are
+    starts = torch.tensor([apart.response_lengths[n] for n in order]).cumsum(0)
+    starts -= torch.tensor([apart.response_lengths[n] for n in order])
+    within = (
+        expected.response_index
+        - torch.tensor([apart.response_offsets[n] for n in order])[expected.sequence_index]
+    )
+    assert torch.equal(found.response_index, starts[expected.sequence_index] + within)

@@ -174,8 +174,10 @@ def test_each_goes_to_the_lightest_group_of_fewest(seed: int, parts: int) -> Non
 @pytest.mark.parametrize("seed", range(10))
 def test_split_padded_counts_padding_and_loses_nothing(seed: int) -> None:
     source = random.Random(seed)
-    lengths = [source.randint(1, 90) for _ in range(source.randint(0, 60))]
-    bins = split_padded(lengths, 64)
-    assert sorted(n for members in bins for n in members) == list(range(len(lengths)))
+    draw = source.randint
+    rows = [[draw(1, 90) for _ in range(draw(1, 4))] for _ in range(draw(0, 60))]
+    bins = split_padded(rows, 64)
+    assert sorted(n for members in bins for n in members) == list(range(len(rows)))
     for members in bins:
-        assert len(members) == 1 or len(members) * max(lengths[n] for n in members) <= 64
+        all_rows = [length for n in members for length in rows[n]]
+        assert len(members) == 1 or len(all_rows) * max(all_rows) <= 64

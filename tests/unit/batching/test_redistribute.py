@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +57,18 @@ def test_on_one_rank_everything_stays_in_order() -> None:
     assert sequences.token_advantages is None
     own = torch.arange(sum(RESPONSES)) / 8
     assert torch.equal(exchanged(batch, own).token_advantages, own)
+
+
+def test_branches_are_known_by_their_sequence() -> None:
+    kinds = "pprrprrprpprrrrrrppppprrprrr"
+    batch = replace(
+        make_batch([3, 0, 4, 1, 2]), in_response=torch.tensor([k == "r" for k in kinds])
+    )
+    index = indexed(batch)
+    assert index.branches == (((1, 1),), ((5, 2),), ((1, 3),), ((2, 2), (1, 2)), ((2, 6),))
+    assert index.branch_lengths() == [[2], [7], [4], [4, 3], [8]]
+    plain = indexed(make_batch([0, 1, 2, 3, 4]))
+    assert plain.branches is None and plain.branch_lengths() == [[7], [2], [8], [7], [4]]
 
 
 def test_sequences_are_numbered_by_their_sample_index() -> None:

@@ -169,6 +169,37 @@ post("/reward", {"turn_rewards": [0.5, 2]})
     assert list(episode.given.ends) == [2, len(episode.tokens)]
 
 
+def test_a_program_that_changes_the_history_begins_a_branch(
+    play: Play, tokenizer: Tokenizer
+) -> None:
+    episode, asked = play(
+        """
+answer = chat([user])["choices"][0]["message"]
+second = chat([user, answer, user])["choices"][0]["message"]
+third = chat([{"role": "system", "content": "so far: " + second["content"]}, user])
+tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+again = [{"role": "system", "content": "so far: b"}, user, third["choices"][0]["message"], user]
+chat(again, tools=tools)
+""",
+        ["a", "b", "c", "d"],
+    )
+    assert episode.error is None
+    before = [shown(tokenizer, each.token_ids) for each in asked]
+    assert before[1] == f"{before[0]}a</s><|user|>1+2?</s><|assistant|>"
+    assert before[2] == "<|system|>so far: b</s><|user|>1+2?</s><|assistant|>"
+    # other tools are another prompt too
+    assert before[3] == f"[add]{before[2]}c</s><|user|>1+2?</s><|assistant|>"
+    assert [branch.turns for branch in episode.client.branches()] == [
+        range(2),
+        range(2, 3),
+        range(3, 4),
+    ]
+    assert (
+        shown(tokenizer, episode.sequence[0]) == f"{before[1]}b</s>{before[2]}c</s>{before[3]}d</s>"
+    )
+    assert shown(tokenizer, episode.tokens[episode.mask]) == "a</s>b</s>c</s>d</s>"
+
+
 @pytest.mark.parametrize("survives", [True, False])
 def test_a_limit_ends_the_episode(play: Play, survives: bool) -> None:
     program = """
@@ -185,8 +216,6 @@ assert refused["error"]["code"] == "context_length_exceeded", refused
     [
         ("chat([user]); sys.exit('no tool')", "the agent ended with exit code 1: no tool"),
         ("pass", "ended without a turn"),
-        ("chat([user]); chat([user])", "do not continue the conversation"),
-        ("chat([user]); chat([user, {'role': 'assistant', 'content': 'z'}, user])", "continue"),
         ("chat([user], n=2)", "n = 2: not supported; legal: 1"),
         ("chat([])", "a list of messages is wanted"),
         ("chat([{'role': 'robot', 'content': ''}])", "a message of the role 'robot'"),

@@ -117,18 +117,65 @@ def test_a_turn_begins_with_all_that_stands_before_it(tokenizer: Tokenizer) -> N
     assert follows[ends[0]] == 3 and follows[ends[1]] == 6 and follows[0] == 4
 
 
-def test_a_template_that_drops_earlier_words_is_refused(folder: Path) -> None:
+def test_a_template_that_drops_earlier_words_begins_a_branch(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(FORGETFUL)
     tokenizer = load_tokenizer(folder / "tokenizer.model")
-    client, _ = client_of(tokenizer, [("a b", False), ("c!d", False), ("e", False)])
+    texts = ("a b", "c!d", "e", "f!g")
+    client, asked = client_of(tokenizer, [(text, False) for text in texts])
+    more: list[Message] = [{"role": "user", "content": "more"}]
 
     async def play() -> None:
         await client.generate()
-        await client.generate([{"role": "user", "content": "more"}])
-        with pytest.raises(EpisodeError, match="drops earlier turns"):
-            await client.generate([{"role": "user", "content": "more"}])
+        for _ in texts[1:]:
+            await client.generate(more)
 
     asyncio.run(play())
+    opened, between = "<|im_start|>user\nhi</s>\n<|im_start|>assistant\n", "\n<|im_start|>user\n"
+    between += "more</s>\n<|im_start|>assistant\n"
+    before = [shown(tokenizer, each.token_ids) for each in asked]
+    assert before[1] == f"{opened}a b</s>{between}"
+    assert before[2] == f"{opened}a b</s>{between}d</s>{between}"  # "c!" is gone
+    assert before[3] == f"{before[2]}e</s>{between}"
+    first, second = client.branches()
+    assert (first.turns, second.turns) == (range(2), range(2, 4))
+    assert shown(tokenizer, second.prompt) == before[2]
+    assert client.context == (*asked[3].token_ids, *client.turns[3].token_ids)
+
+    episode = Episode(client, None)
+    ids, in_response = episode.sequence
+    assert shown(tokenizer, ids) == f"{before[1]}c!d</s>{before[3]}f!g</s>"
+    assert ids[in_response].tolist() == episode.tokens.tolist()
+    # the prompt of a branch is no part of the response, and all that was sampled is there once
+    assert shown(tokenizer, episode.tokens[episode.mask]) == "a b</s>c!d</s>e</s>f!g</s>"
+    assert len(ids) - in_response.sum() == len(asked[0].token_ids) + len(asked[2].token_ids)
+
+
+def test_a_prompt_of_the_environment_begins_a_branch(tokenizer: Tokenizer) -> None:
+    client, asked = client_of(tokenizer, [("one", False)] * 4, Limits(9, 40))
+    short: list[Message] = [{"role": "user", "content": "so far one"}]
+
+    async def play() -> None:
+        await client.generate()
+        client.begin(short)
+        client.begin(short)  # only the last one before a turn counts
+        await client.generate()
+        await client.generate(text="abc")
+        # longer than an episode without branches may be
+        client.begin([{"role": "user", "content": "x" * 60}])
+        await client.generate()
+
+    with pytest.raises(LimitReached):
+        asyncio.run(play())
+    assert client.is_cut and len(client.turns) == 3
+    opened = "<|im_start|>user\nso far one</s>\n<|im_start|>assistant\n"
+    assert shown(tokenizer, asked[1].token_ids) == opened
+    assert [branch.turns for branch in client.branches()] == [range(1), range(1, 3)]
+    extra = len(asked[1].token_ids) - len(asked[0].token_ids)
+    assert [each.max_tokens for each in asked] == [40, 40 - extra, 40 - extra - 4 - 3]
+    ids, in_response = Episode(client, None).sequence
+    assert shown(tokenizer, ids[~in_response]) == (
+        "<|im_start|>user\nhi</s>\n<|im_start|>assistant\n" + opened
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,6 +255,15 @@ async def nothing_between(client: Client) -> None:
     await client.generate()
 
 
+async def too_early(client: Client) -> None:
+    turn = asyncio.ensure_future(client.generate())
+    await asyncio.sleep(0)
+    try:
+        client.begin([{"role": "user", "content": "abc"}])
+    finally:
+        await turn
+
+
 async def together(client: Client) -> None:
     await asyncio.gather(client.generate(), client.generate())
 
@@ -229,6 +285,7 @@ async def in_turns(client: Client) -> Trajectory:
         (text_first, {}, "the first turn answers the prompt"),
         (nothing_between, {}, "between two turns stand messages, or a text"),
         (together, {}, "generate was called again before"),
+        (too_early, {}, "begin was called before"),
         (once, {"gives_rewards": True}, "returned no reward"),
     ],
 )

@@ -52,6 +52,33 @@ def test_responses_become_samples(tokenizer: Tokenizer, kind: Callable) -> None:
     assert SingleTurn(tokenizer).samples([], [], [], [], [], []) == []
 
 
+def test_of_an_episode_the_last_turn_is_scored() -> None:
+    class Shown:
+        eos_ids = (0,)
+
+        def decode(self, token_ids: list[int]) -> str:
+            return "".join(map(chr, token_ids))
+
+    environment, prompts = SingleTurn(Shown()), [Prompt("p", "a", "s")]  # type: ignore[arg-type]
+    # capitals: what the policy wrote; digits: what is no response
+    texts = ["12AB", "12ABcdEF", "1AB234CdEF", "1AB23CD", "1A"]
+    kinds = [np.array([not each.isdigit() for each in text]) for text in texts]
+    found = environment.samples(
+        [ord(each.upper()) for text in texts for each in text],
+        [int((~kind).sum()) for kind in kinds],
+        [int(kind.sum()) for kind in kinds],
+        [False] * len(texts),
+        [0] * len(texts),
+        prompts,
+        sampled=[each.isupper() for text in texts for each in text if not each.isdigit()],
+        in_response=np.concatenate(kinds),
+    )
+    assert [sample.response for sample in found] == ["AB", "EF", "EF", "CD", "A"]
+    assert [sample.transcript for sample in found] == ["AB", "ABCDEF", "AB234CDEF", "AB23CD", "A"]
+    assert [sample.num_tokens for sample in found] == [2, 6, 6, 4, 1]
+    assert [sample.num_prompt_tokens for sample in found] == [2, 2, 1, 1, 1]
+
+
 def test_only_the_last_end_of_sequence_token_is_removed() -> None:
     class Shown:
         eos_ids = (2, 9)

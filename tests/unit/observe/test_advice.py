@@ -164,6 +164,17 @@ def test_rewards_that_failed() -> None:
     assert found[0].text == "rewards failed, up to 3 in a step"
 
 
+def test_rewards_that_are_slow() -> None:
+    times = {"perf/reward_seconds": [1.0] * 5 + [6.0] * 5, "perf/step_seconds": [10.0] * 10}
+    found = advise(records(times))
+    assert only(found, "perf/reward_seconds") == (9, 10)
+    assert found[0].text == "rewards are slow, up to 60.0% of the steps' time"
+    waits, works = [0.8] * 10, [0.2] * 10
+    for trainer, servers in ((waits, waits), (waits, works), (works, waits)):
+        idle = {"perf/trainer_idle_share": trainer, "perf/engines_idle_share": servers}
+        assert bool(advise(records(times | idle))) == (trainer == servers)
+
+
 @pytest.mark.parametrize(
     ("steps", "text"),
     [

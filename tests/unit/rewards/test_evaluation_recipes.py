@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,15 @@ from gspo_megatron.config.load import parse_suites, suites_of_file
 from gspo_megatron.config.schema import SuiteSection, suite_key
 from gspo_megatron.data.formats import suite_fields
 from gspo_megatron.data.prompts import load_prompts
+from gspo_megatron.rewards import sandbox
 from gspo_megatron.rewards.registry import check_answers, suite_rewards
 from gspo_megatron.types import Prompt, Sample
-from tests.programs import ROOT
+from tests.programs import ROOT, run_program
 
 FOLDER = ROOT / "examples" / "evaluation"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-MATH = [name for name in RECIPES if name != "livecodebench"]
+MATH = [name for name in RECIPES if name not in ("livecodebench", "codeforces")]
+CODEFORCES = FOLDER / "codeforces.py"
 
 
 def read(name: str, *overrides: str) -> tuple[SuiteSection, list[Prompt]]:
@@ -76,3 +80,53 @@ def test_rows_outside_of_every_window_and_without_dates_are_told(tmp_path: Path)
     path.write_text(path.read_text().replace("7", '"1999-01-01", "question_id": 1'))
     with pytest.raises(ValueError, match=r"no row lies in the window; legal: another evaluation"):
         load_prompts(path, fields)
+
+
+@pytest.mark.skipif(sandbox.find_bubblewrap() is None, reason="bubblewrap is not installed")
+def test_problems_of_codeforces_are_judged_by_their_checkers(tmp_path: Path) -> None:
+    path, name = tmp_path / "problems.jsonl", "codeforces"
+    run_program(
+        sys.executable, CODEFORCES, "problems", FOLDER / "rows" / f"{name}.jsonl", "-o", path
+    )
+    suite = parse_suites(suites_of_file(str(FOLDER / f"{name}.yaml")), []).suites[name]
+    prompts = load_prompts(path, suite_fields(suite_key(name), suite), chat_template=True)
+    assert [prompt.row_id for prompt in prompts] == ["9001/A", "9001/B"]
+    assert "Example input\n6\n\nExample output\n2" in prompts[1].text
+    reward = suite_rewards({name: suite})[name]
+    check_answers(reward, prompts)
+    programs = {
+        "print(sum(map(int, input().split())))": [1.0, 0.0],
+        "n = int(input())\nprint(max(x for x in range(1, n) if n % x == 0))": [0.0, 1.0],
+        "print(1)": [0.0, 0.0],
+    }
+    for program, wanted in programs.items():
+        response = f"```python\n{program}\n```"
+        samples = [Sample(p.text, None, response, False, p.fields) for p in prompts]
+        assert [reward(sample) for sample in samples] == wanted, program
+
+
+def rated(path: Path, correct: dict[str, list[bool | None]]) -> list[str]:
+    """The lines of codeforces.py for these responses."""
+    records = [
+        {"suite": "codeforces", "row_id": row_id, "sample": number, "correct": is_correct}
+        for row_id, responses in correct.items()
+        for number, is_correct in enumerate(responses)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in reversed(records)))
+    words = ("rating", path, "--standings", FOLDER / "standings")
+    return run_program(sys.executable, CODEFORCES, *words).stdout.splitlines()
+
+
+def test_responses_become_submissions_and_a_rating(tmp_path: Path) -> None:
+    """Against four participants: one without a rating does not count, nor what came later."""
+    path = tmp_path / "evaluation.jsonl"
+    given = {"9001/A": [True, False], "9001/B": [False, True, False], "9002/A": [True]}
+    contest, missing, rating = rated(path, given)
+    # 500 and 1000 - 50 points, as many as the best of them
+    assert contest.startswith("contest 9001: 2 problems, 1450 points, place 1.5 of 5, rating ")
+    assert missing.startswith("contest 9002: left out, no ")
+    (number,) = {float(line.split("rating ")[1].split(",")[0]) for line in (contest, rating)}
+    below = sum(1 / (1 + 10 ** ((number - other) / 400)) for other in (2100, 1700, 1500, 1300))
+    assert 1 + below == pytest.approx(1.5, abs=2e-3)
+    worst = rated(path, {"9001/A": [False, None], "9001/B": [None]})
+    assert worst[0].startswith("contest 9001: 0 problems, 0 points, place 5 of 5, rating 0")

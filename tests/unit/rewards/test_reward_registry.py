@@ -289,3 +289,34 @@ def test_turns_come_back_as_arrays(rewards: object, ends: object) -> None:
 )
 def test_mistakes_in_turns_are_named(rewards: object, ends: object, expected: str) -> None:
     assert expected in mistake_in(TurnRewards(rewards, ends))
+
+
+READER = """
+def right(sample, digits: int = 1):
+    return float(sample.answer == read(sample, digits))
+
+def read(sample, digits):
+    return sample.response[-digits:] if digits else 1 / digits
+
+right.read_answer = read
+"""
+
+
+def test_a_reward_of_the_user_may_read_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reward_that_reads.py").write_text(READER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    path = "reward_that_reads:right"
+    two = get_reward("", path, {"digits": 2})
+    assert two.answer_in(SAMPLE) == "\nb"
+    assert get_reward("", "reward_that_reads:read", {"digits": 1}).answer_in(SAMPLE) is None
+    (line,) = refusal(get_reward("", path, {"digits": 0}).answer_in, SAMPLE)
+    assert line == (
+        "read_answer of reward 'reward_that_reads:right' raised ZeroDivisionError: division by "
+        "zero (reward_that_reads.py:6)"
+    )
+    number = Reward("mine", two.function, read_answer=lambda sample: 3)
+    (line,) = refusal(number.answer_in, SAMPLE)
+    assert line == "read_answer of reward 'mine' returned 3; a text or None is wanted"

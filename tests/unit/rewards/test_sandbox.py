@@ -339,7 +339,7 @@ def test_without_a_sandbox_nothing_runs(tmp_path: Path, monkeypatch: pytest.Monk
     try:
         fault = sandbox.fault() or ""
         assert fault.startswith("no sandbox can be made here: bwrap: No permissions to create")
-        assert "Programs are never run without one" in fault and "reward.import_path" in fault
+        assert "Programs are never run without one" in fault and "reward.options.runner" in fault
         with pytest.raises(SandboxError, match="No permissions"):
             run("print(1)")
     finally:

@@ -357,3 +357,26 @@ def test_seconds_of_scoring_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now += 10.0
     asyncio.run(at_the_same_time())
     assert sum(taken) == 5.0  # the two share them
+
+
+def test_the_progress_of_calls_is_told_at_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    def two_seconds(sample: Sample) -> float:
+        nonlocal now
+        now += 2.0
+        if number(sample) == 1:
+            raise ValueError
+        return 0.0
+
+    async def as_coroutine(sample: Sample) -> float:
+        return two_seconds(sample)
+
+    for function in (two_seconds, as_coroutine):
+        found, told = scorer(function, on_failure="drop_group", retries=0), []
+        with heard_by(lambda found=found, told=told: told.append(found.progress())):
+            found.score(samples(3))
+            assert found.progress() == ""
+            found.score(samples(1))
+        assert told == [f"rewards {done}/3, 0.5 a second" for done in (1, 2, 3)] + [""]

@@ -23,7 +23,7 @@ from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
 from gspo_megatron.rl.rollouts import Experience
 from gspo_megatron.types import Sample
 from tests.unit.models.one_rank import VOCABULARY, tiny_config, tiny_policy
-from tests.unit.rl.test_rollouts import batch_of, scores_of
+from tests.unit.rl.test_experience import batch_of, scores_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

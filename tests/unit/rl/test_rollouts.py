@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,10 @@ from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
 from gspo_megatron.rl.loop import collect, compute_advantages
-from gspo_megatron.rl.rollouts import Collector, Experience, Scores, join, select_sequences
+from gspo_megatron.rl.rollouts import (
+    Collector,
+    Experience,
+)
 from gspo_megatron.rollout.engine import Draw, Requests, Sampling
 from gspo_megatron.types import Prompt, RolloutBatch, Sample, TurnRewards
 
@@ -450,9 +452,18 @@ def test_first_calls_that_all_fail_do_not_settle_that_there_are_no_parts() -> No
 
 def test_each_response_that_is_scored_is_a_sign_of_life() -> None:
     signs: list[str] = []
+    told: list[str] = []
+    found = collector()
+    found.tell = told.append
     with heard_by(lambda: signs.append("")):
-        evaluated(collector())
+        evaluated(found)
     assert len(signs) == PROMPTS
+    assert [text.split(",")[0] for text in told] == [
+        "rewards 1/3",
+        "rewards 2/3",
+        "rewards 3/3",
+        "",
+    ]
 
 
 # --- Dynamic sampling: which groups are trained on, and when more prompts are drawn ---------------
@@ -513,70 +524,3 @@ def test_further_draws_keep_only_groups_that_may_be_chosen() -> None:
     assert chosen.candidates(0) == [0, 1, 2]
     chosen.add([NO, YES, NO])
     assert chosen.candidates(3) == [4]
-
-
-PROMPT_LENGTHS, RESPONSE_LENGTHS, TURNS = [2, 1, 3, 1], [1, 4, 2, 3], [1, 2, 1, 3]
-
-
-def batch_of(first: int) -> RolloutBatch:
-    count, length = len(PROMPT_LENGTHS), sum(PROMPT_LENGTHS) + sum(RESPONSE_LENGTHS)
-    return RolloutBatch(
-        tokens=1000 * first + torch.arange(length),
-        prompt_lengths=torch.tensor(PROMPT_LENGTHS),
-        response_lengths=torch.tensor(RESPONSE_LENGTHS),
-        rollout_logprobs=-1000.0 * first - torch.arange(sum(RESPONSE_LENGTHS)),
-        truncated=torch.tensor([True, False, True, False]),
-        sample_index=first + torch.arange(count),
-        group_index=(first + torch.arange(count)) // 2,
-        mask=torch.arange(sum(RESPONSE_LENGTHS)) % 2 == first % 2,
-        routes=(1000 * first + torch.arange(length))[:, None, None].expand(length, 2, 3),
-    )
-
-
-def scores_of(first: int) -> Scores:
-    rewards = first + torch.arange(len(TURNS), dtype=torch.float64)
-    return Scores(
-        rewards=rewards,
-        shaped=rewards / 2,
-        turns=torch.tensor(TURNS),
-        turn_rewards=first + torch.arange(sum(TURNS), dtype=torch.float64) / 16,
-        turn_tokens=torch.tensor([1, 3, 1, 2, 1, 1, 1]),
-    )
-
-
-def test_selected_sequences_stay_whole() -> None:
-    batch, rows = batch_of(1), torch.tensor([False, True, False, True])
-    found = select_sequences(batch, rows)
-    assert found.sample_index.tolist() == [2, 4]
-    assert found.group_index.tolist() == [1, 2]
-    assert found.prompt_lengths.tolist() == [1, 1]
-    assert found.response_lengths.tolist() == [4, 3]
-    assert found.truncated.tolist() == [False, False]
-    assert found.tokens.tolist() == [1003, 1004, 1005, 1006, 1007, 1013, 1014, 1015, 1016]
-    assert found.rollout_logprobs.tolist() == [-1001, -1002, -1003, -1004, -1007, -1008, -1009]
-    assert found.mask.tolist() == (found.rollout_logprobs % 2 == 1).tolist()
-    assert found.routes.shape == (9, 2, 3)
-    assert torch.equal(found.routes[:, 1, 2], found.tokens)
-    nothing = select_sequences(batch, torch.zeros(4, dtype=torch.bool))
-    assert [len(value) for value in vars(nothing).values()] == [0] * 9
-
-
-def test_selected_scores_keep_their_turns() -> None:
-    found = scores_of(10).select(torch.tensor([False, True, False, True]))
-    assert found.rewards.tolist() == [11, 13]
-    assert found.shaped.tolist() == [5.5, 6.5]
-    assert found.turns.tolist() == [2, 3]
-    assert (16 * (found.turn_rewards - 10)).tolist() == [1, 2, 4, 5, 6]
-    assert found.turn_tokens.tolist() == [3, 1, 1, 1, 1]
-
-
-def test_rounds_are_put_end_to_end() -> None:
-    found = join([batch_of(0), batch_of(4)])
-    assert found.sample_index.tolist() == list(range(8))
-    assert torch.equal(found.tokens, torch.cat([batch_of(0).tokens, batch_of(4).tokens]))
-    assert torch.equal(found.routes[:, 0, 0], found.tokens)
-    assert torch.equal(found.mask, torch.cat([batch_of(0).mask, batch_of(4).mask]))
-    unrecorded = [replace(batch_of(first), mask=None, routes=None) for first in (0, 4)]
-    assert join(unrecorded).routes is None and join(unrecorded).mask is None
-    assert select_sequences(unrecorded[0], torch.ones(4, dtype=torch.bool)).routes is None
-    assert join([scores_of(0), scores_of(4)]).turns.tolist() == TURNS + TURNS

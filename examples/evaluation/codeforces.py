@@ -1,0 +1,197 @@
+"""CodeForces: problems for the suite of codeforces.yaml, and the rating of its responses.
+
+    python examples/evaluation/codeforces.py problems FILE ... -o data/evaluation/codeforces.jsonl
+    python examples/evaluation/codeforces.py rating EVALUATION.jsonl --standings FOLDER
+
+FILE is of the dataset open-r1/codeforces, EVALUATION.jsonl what `gspo-megatron evaluate` writes.
+FOLDER has, for each contest, what Codeforces' own interface says of it: ID.standings.json
+(contest.standings) and ID.ratings.json (contest.ratingChanges).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.data.rows import Problems, read_rows
+from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.files import write_atomically
+from gspo_megatron.observe.rating import Contest, estimate_rating, score_of
+
+FIELDS = ("id", "contest_start", "title", "description", "official_tests")
+JUDGED_BY = ("official_tests", "generated_checker", "input_mode")  # what the reward `code` reads
+PARTS = (
+    ("", "description"),
+    ("Input", "input_format"),
+    ("Output", "output_format"),
+    ("Note", "note"),
+)
+LIMITS = (("time_limit", "s"), ("memory_limit", "MB"))
+
+Row = Mapping[str, Any]
+
+
+def statement(row: Row) -> str:
+    """A problem as its participants read it."""
+    limits = [f"{row[key]:g} {unit}" for key, unit in LIMITS if row.get(key) is not None]
+    parts = [" - ".join([row["title"], *limits])]
+    for heading, name in PARTS:
+        if row.get(name):
+            parts.append(f"{heading}\n{row[name]}".strip())
+    for example in row.get("examples") or []:
+        for key in ("input", "output"):
+            parts.append(f"Example {key}\n{example[key].strip()}")
+    if row.get("input_mode") == "file":
+        parts.append("Read from the file input.txt and write to the file output.txt.")
+    return "\n\n".join(parts)
+
+
+def is_judged(row: Row) -> bool:
+    """Whether tests of input and output tell right programs from wrong ones, of a known contest."""
+    can_run = row.get("executable") is not False and row["contest_start"] is not None
+    return can_run and bool(row["official_tests"]) and not row.get("interaction_format")
+
+
+def generated_tests(folder: Path, contest: str) -> dict[str, list[dict[str, str]]]:
+    """By problem, those that the dataset has for a contest, in a file of its own."""
+    found: dict[str, list[dict[str, str]]] = defaultdict(list)
+    path = folder / f"test_cases_{int(contest):04d}.parquet"
+    if path.exists():
+        for row in rows_of(path, ("problem_id", "input", "output")):
+            found[row["problem_id"]].append({key: row[key] for key in ("input", "output")})
+    return found
+
+
+def rows_of(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    """All rows of a file that has these fields. Raises DataError."""
+    problems = Problems()
+    found = []
+    for where, row in read_rows(path, [("a problem", name) for name in names], problems):
+        missing = [name for name in names if name not in row]
+        if missing:
+            problems.add(where, f"no field {missing[0]!r}")
+        found.append(row)
+    problems.raise_if_any()
+    return found
+
+
+def write_problems(files: Sequence[Path], output: Path, tests: Path | None) -> None:
+    """Write the problems that can be judged, with prompt and date."""
+    lines, left_out, incomplete = [], 0, 0
+    for row in [row for file in files for row in rows_of(file, FIELDS)]:
+        if not is_judged(row):
+            left_out += 1
+            continue
+        start = datetime.datetime.fromtimestamp(row["contest_start"], datetime.timezone.utc)
+        kept = {name: row.get(name) for name in JUDGED_BY}
+        added = generated_tests(tests, row["id"].split("/")[0])[row["id"]] if tests else []
+        kept["official_tests"] = [*kept["official_tests"], *added]
+        incomplete += row.get("official_tests_complete") is False and not added
+        known = {"id": row["id"], "contest_date": start.date().isoformat()}
+        lines.append(json.dumps({**known, "prompt": statement(row), **kept}) + "\n")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(output, "".join(lines).encode())
+    print(f"{output}: {len(lines)} problems; {left_out} left out, which tests cannot judge")
+    if incomplete:
+        print(f"{incomplete} of them lack official tests, so wrong programs may pass (--tests)")
+
+
+def attempts_of(path: Path, suite: str) -> dict[str, dict[str, list[bool]]]:
+    """By contest and problem, whether its responses are correct, in their order. A response without
+    a reward is none."""
+    found: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    records = rows_of(path, ())
+    for record in sorted(records, key=lambda record: record.get("sample", 0)):
+        if record.get("suite") == suite and record["correct"] is not None:
+            contest, slash, index = record["row_id"].partition("/")
+            if not slash:
+                raise DataError(f"{path}: row_id {record['row_id']!r}; legal: CONTEST/INDEX")
+            found[contest][index].append(record["correct"])
+    if not found:
+        raise DataError(f"{path}: has no responses of the suite {suite!r}; --suite names another")
+    return found
+
+
+def told(folder: Path, name: str) -> Any:
+    """What Codeforces' interface said. Raises DataError."""
+    path = folder / name
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["result"]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: is no answer of codeforces.com/api with a result") from error
+
+
+def judged_contest(
+    folder: Path, number: str, attempts: Mapping[str, Sequence[bool]]
+) -> tuple[Contest, float]:
+    """The contest, and the model's score in it. Participants without an earlier rating (0) are left
+    out: their strength is not known."""
+    standings = told(folder, f"{number}.standings.json")
+    ratings = {each["handle"]: each["oldRating"] for each in told(folder, f"{number}.ratings.json")}
+    places = []
+    for row in standings["rows"]:
+        handle, kind = row["party"]["members"][0]["handle"], row["party"]["participantType"]
+        if kind == "CONTESTANT" and ratings.get(handle, 0) > 0:
+            places.append((ratings[handle], row["points"]))
+    if not places:
+        raise DataError(f"{folder}: contest {number} has no participants with ratings")
+    problems = standings["problems"]
+    has_points = all("points" in problem for problem in problems)  # else solved problems count
+    points = [problem.get("points", 1.0) if has_points else 1.0 for problem in problems]
+    tries = [attempts.get(problem["index"], []) for problem in problems]
+    score = score_of(points, tries, penalty=50.0 if has_points else 0.0)
+    return Contest(*map(list, zip(*places, strict=True))), score
+
+
+def print_rating(path: Path, folder: Path, suite: str) -> None:
+    contests, scores = [], []
+    for number, attempts in sorted(attempts_of(path, suite).items()):
+        if not (folder / f"{number}.standings.json").exists():
+            print(f"contest {number}: left out, no {folder / number}.standings.json")
+            continue
+        contest, score = judged_contest(folder, number, attempts)
+        solved = sum(map(any, attempts.values()))
+        place = f"place {contest.place(score):g} of {len(contest.scores) + 1}"
+        rating = contest.rating_of(score)
+        print(
+            f"contest {number}: {solved} problems, {score:g} points, {place}, rating {rating:.0f}"
+        )
+        contests.append(contest)
+        scores.append(score)
+    if not contests:
+        raise DataError(f"{folder}: has standings of none of the contests")
+    found = estimate_rating(contests, scores)
+    interval = f"{found.low:.0f} to {found.high:.0f} over {len(contests)} contests"
+    print(f"rating {found.rating:.0f}, 95% interval {interval}; an offline estimate")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True, dest="command")
+    problems = commands.add_parser("problems", help="write the prompts of the suite")
+    problems.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    problems.add_argument("-o", "--output", type=Path, required=True)
+    problems.add_argument("--tests", type=Path, help="the dataset's folder generated_tests")
+    rating = commands.add_parser("rating", help="print the estimate")
+    rating.add_argument("evaluation", type=Path, metavar="EVALUATION.jsonl")
+    rating.add_argument("--standings", type=Path, required=True, metavar="FOLDER")
+    rating.add_argument("--suite", default="codeforces")
+    given = parser.parse_args(arguments)
+    try:
+        if given.command == "problems":
+            write_problems(given.files, given.output, given.tests)
+        else:
+            print_rating(given.evaluation, given.standings, given.suite)
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()
