@@ -73,7 +73,7 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
         return work
     objective = config.objective
     forward = 0
-    if objective.old_logprobs == "recompute":
+    if config.recomputes_old_logprobs():
         # the first mini-batch's come with its own pass
         forward += work.micro_batches_per_step - work.micro_batches
     if objective.kl != "none":

@@ -80,6 +80,7 @@ class ReinforcementLoop:
                 run.objective,
                 self.config.objective,
                 self.config.routing,
+                recomputes=self.config.recomputes_old_logprobs(),
             )
         self.collector, self.device = run.collector, run.builder.device
         self.suites = Suites(self.config, run.collector)

@@ -198,7 +198,15 @@ def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
         else:
             load_model(reference, policy)
     # its reference policy has the weights of this moment
-    updater = PolicyUpdater(policy, recorder, builder, objective, config.objective, config.routing)
+    updater = PolicyUpdater(
+        policy,
+        recorder,
+        builder,
+        objective,
+        config.objective,
+        config.routing,
+        recomputes=config.recomputes_old_logprobs(),
+    )
     if checkpoint is not None:
         load_model(checkpoint, policy)
         hf = read_model(checkpoint)["hf"]
