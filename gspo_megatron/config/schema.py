@@ -18,7 +18,7 @@ from gspo_megatron.config.model_shape import (
     preset_of_checkpoint,
     shape_of,
 )
-from gspo_megatron.config.objectives import ObjectiveSection, resolve_objective
+from gspo_megatron.config.objectives import ObjectiveSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, ResolvedParallel, expand_layout
 from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.section import (
@@ -554,23 +554,6 @@ class Config(RunConfig):
         if self.data.max_prompt_tokens is not None:
             return self.data.max_prompt_tokens
         return self.resolved_model().max_sequence_length - self.rollout.max_response_tokens
-
-    def rollout_is_exact(self) -> bool:
-        """Whether a pass of the trainer over the step's responses would only find the log-probs
-        that the rollout engine reports, up to rounding in fp32 (1e-6)."""
-        routing = self.routing
-        return (
-            self.rollout.engine == "megatron"
-            and self.training.precision == "fp32"
-            and not (routing.modes or routing.volatility or routing.rollout_noise)
-            and self.model.megatron.get("moe_expert_capacity_factor") is None  # drops tokens
-        )
-
-    def recomputes_old_logprobs(self) -> bool:
-        """objective.old_logprobs with `auto` resolved. A correction compares two log-probs."""
-        wanted, exact = self.objective.old_logprobs, self.rollout_is_exact()
-        corrects = resolve_objective(self.objective).correction != "none"
-        return wanted == "recompute" or (wanted == "auto" and (corrects or not exact))
 
     def input_files(self) -> dict[str, list[str]]:
         """As for any run, and the problems of the suites."""

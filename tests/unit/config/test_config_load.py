@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from gspo_megatron.config import Config, load_config, parse_config, to_yaml
+from gspo_megatron.config import (
+    Config,
+    load_config,
+    parse_config,
+    recomputes_old_logprobs,
+    to_yaml,
+)
 from gspo_megatron.config.load import load_any_config, stage_of
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.errors import ConfigError
@@ -36,7 +42,7 @@ def test_a_file_with_only_a_tokenizer_gets_all_defaults(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, MINIMAL))
     assert config.data.tokenizer == "letters.model"
     assert (config.model.preset, config.objective.name) == ("tiny", "gspo")
-    assert config.objective.old_logprobs == "auto" and config.recomputes_old_logprobs()  # bf16
+    assert config.objective.old_logprobs == "auto" and recomputes_old_logprobs(config)  # bf16
     assert (config.rollout.group_size, config.rollout.prompts_per_step) == (8, 16)
     assert config.training.precision == "bf16"
     # so do sections whose keys are all commented out
@@ -413,4 +419,4 @@ def test_old_logprobs_are_computed_again_where_the_engines_may_differ(
 ) -> None:
     path = write(tmp_path, MINIMAL)
     config = load_config(path, ("training.precision=fp32", *overrides))
-    assert config.recomputes_old_logprobs() == recomputes
+    assert recomputes_old_logprobs(config) == recomputes
