@@ -257,3 +257,10 @@ def test_where_old_log_probs_come_from(source: str) -> None:
                 assert old is None  # those of the training pass itself
             else:
                 assert torch.equal(old, drawn) == (source != "recompute")
+
+
+def test_adam_updates_all_parameters_by_one_operation(plain: Setting) -> None:
+    groups = plain.trainer.optimizer.param_groups
+    assert [group["fused"] for group in groups if group["params"]] == [True] * len(groups)
+    stock = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
+    assert not stock.param_groups[0]["fused"]  # else there is no need to ask for it
