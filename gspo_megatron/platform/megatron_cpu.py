@@ -17,6 +17,11 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from gspo_megatron.platform.host_collectives import (
+    all_gather_through_memory,
+    reduce_scatter_through_memory,
+)
+
 CPU = torch.device("cpu")
 
 # Factories that megatron.core calls with device='cuda' or torch.cuda.current_device().
@@ -143,6 +148,7 @@ def _replace_cuda_runtime() -> None:
 
 
 def _adapt_megatron() -> None:
+    from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as tracker
@@ -160,12 +166,36 @@ def _adapt_megatron() -> None:
     moe_utils.maybe_move_tensor_to_cpu = move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = move_tensor_to_cpu
 
+    token_dispatcher.sort_chunks_by_idxs = _unless_sorted(token_dispatcher.sort_chunks_by_idxs)
+
+    gather, scatter = buffers.dist_all_gather_func, buffers.dist_reduce_scatter_func
+    buffers.dist_all_gather_func = all_gather_through_memory(gather)
+    buffers.dist_reduce_scatter_func = reduce_scatter_through_memory(scatter)
+
     rope_utils._apply_rotary_pos_emb_thd = _turned_at_once(rope_utils._apply_rotary_pos_emb_thd)
 
     mappings._gather_along_first_dim = _uneven(mappings._gather_along_first_dim, _gather_uneven)
     mappings._reduce_scatter_along_first_dim = _uneven(
         mappings._reduce_scatter_along_first_dim, _reduce_scatter_uneven
     )
+
+
+def _unless_sorted(native: Any) -> Any:
+    """With all experts on a rank the dispatcher's second sort copies the tokens as they are."""
+
+    @functools.wraps(native)
+    def sort(
+        input: torch.Tensor,
+        split_sizes: torch.Tensor,
+        sorted_idxs: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        fused: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if sorted_idxs.tolist() == list(range(len(sorted_idxs))):
+            return input, probs
+        return native(input, split_sizes, sorted_idxs, probs=probs, fused=fused)
+
+    return sort
 
 
 def _turned_at_once(native: Any) -> Any:
