@@ -54,3 +54,21 @@ def test_memory_carries_what_gloo_carries_and_leaves_no_file(
 
 def test_gloo_takes_over_where_a_rank_has_no_part_in_the_memory(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, exchange, folder=str(tmp_path), elsewhere=True) == [[]] * 2
+
+
+def threads_started(by_gloo: bool) -> int:
+    """By a rank alone that gathers 16 MB, after its own OpenMP threads have started."""
+    torch.set_num_threads(2)
+    whole = torch.ones(2**22).mul(2.0)
+    before = len(os.listdir("/proc/self/task"))
+    native = dist.all_gather_into_tensor
+    gather = native if by_gloo else host_collectives.all_gather_through_memory(native)
+    gather(whole, whole, group=dist.group.WORLD)
+    return len(os.listdir("/proc/self/task")) - before
+
+
+def test_a_rank_alone_starts_no_second_team_of_threads(pool: Pool) -> None:
+    """libgomp lets the threads of no team spin when there are more than cores: all operations that
+    follow take longer."""
+    assert pool.run(1, threads_started, by_gloo=False) == [0]
+    assert pool.run(1, threads_started, by_gloo=True) == [1]
