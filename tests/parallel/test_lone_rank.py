@@ -17,12 +17,12 @@ def exchange() -> list[bool]:
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     gather, scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
     whole = torch.randn(6, generator=torch.Generator().manual_seed(rank))
-    expected, joined = torch.empty(6 // size), torch.empty(6)
-    scatter(expected, whole.clone())
+    given, expected, joined = whole.clone(), torch.empty(6 // size), torch.empty(6)
+    scatter(expected, given)
     gather(joined, expected)
     found = []
     for share in (whole.view(size, -1)[rank], torch.empty(6 // size)):  # as in Megatron's buffers
-        unless_alone(scatter)(share, whole.clone(), group=group, op=dist.ReduceOp.SUM)
+        unless_alone(scatter)(share, given.clone(), group=group, op=dist.ReduceOp.SUM)
         found.append(torch.equal(share, expected))
         for target in (torch.empty(6), whole.clone()):
             unless_alone(gather)(target, share, group=group, async_op=False)
