@@ -143,6 +143,7 @@ def _replace_cuda_runtime() -> None:
 
 
 def _adapt_megatron() -> None:
+    from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as tracker
@@ -160,12 +161,52 @@ def _adapt_megatron() -> None:
     moe_utils.maybe_move_tensor_to_cpu = move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = move_tensor_to_cpu
 
+    token_dispatcher.sort_chunks_by_idxs = _unless_sorted(token_dispatcher.sort_chunks_by_idxs)
+
+    buffers.dist_all_gather_func = unless_alone(buffers.dist_all_gather_func)
+    buffers.dist_reduce_scatter_func = unless_alone(buffers.dist_reduce_scatter_func)
+
     rope_utils._apply_rotary_pos_emb_thd = _turned_at_once(rope_utils._apply_rotary_pos_emb_thd)
 
     mappings._gather_along_first_dim = _uneven(mappings._gather_along_first_dim, _gather_uneven)
     mappings._reduce_scatter_along_first_dim = _uneven(
         mappings._reduce_scatter_along_first_dim, _reduce_scatter_uneven
     )
+
+
+def unless_alone(native: Any) -> Any:
+    """A gather, or sums of shares, of weights and gradients: a rank alone has at most to copy them.
+    Gloo would do so in a thread with an OpenMP team of its own, and with two teams libgomp puts the
+    threads of both to sleep between operations: all that follows takes up to twice as long."""
+
+    @functools.wraps(native)
+    def collective(output: torch.Tensor, input: torch.Tensor, **options: Any) -> Any:
+        group = options.get("group")
+        if group is None or group.size() > 1 or not output.is_cpu:
+            return native(output, input, **options)
+        if output.data_ptr() != input.data_ptr():
+            output.view(-1).copy_(input.view(-1))
+        return None
+
+    return collective
+
+
+def _unless_sorted(native: Any) -> Any:
+    """With all experts on a rank the dispatcher's second sort copies the tokens as they are."""
+
+    @functools.wraps(native)
+    def sort(
+        input: torch.Tensor,
+        split_sizes: torch.Tensor,
+        sorted_idxs: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        fused: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if sorted_idxs.tolist() == list(range(len(sorted_idxs))):
+            return input, probs
+        return native(input, split_sizes, sorted_idxs, probs=probs, fused=fused)
+
+    return sort
 
 
 def _turned_at_once(native: Any) -> Any:

@@ -245,6 +245,20 @@ def test_wrapped_collectives_take_what_the_native_ones_take() -> None:
             assert wrapped(tensor, group, splits) is tensor
 
 
+@needs_substitutions
+def test_the_second_sort_copies_only_what_it_moves() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    ours = token_dispatcher.sort_chunks_by_idxs
+    rows, probs, sizes = torch.randn(6, 3), torch.randn(6), torch.tensor([1, 0, 3, 2])
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        expected = ours.__wrapped__(rows, sizes, torch.tensor(order), probs=probs)
+        found = ours(rows, sizes, torch.tensor(order), probs=probs)
+        assert all(map(torch.equal, found, expected))
+        assert (found[0] is rows) == (order == sorted(order))
+        assert expected[0] is not rows
+
+
 @dataclass(frozen=True)
 class Group:
     """Of processes, without the processes."""
