@@ -63,7 +63,7 @@ class GroupedExperts(MegatronModule):
         """tokens [rows, hidden] sorted by expert, probs [rows] -> ([rows, hidden], no bias)."""
         gate_up = self.weight1.flatten(1, 2)  # [local experts, 2 * ffn, hidden]
         # Counts on the host, where the alltoall dispatcher needs them too, cost no synchronisation.
-        ends = tokens_per_expert.cumsum(0).to(torch.int32).to(tokens.device, non_blocking=True)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(tokens.device, non_blocking=True)
         states = grouped_linear(tokens, gate_up, tokens_per_expert, ends)
         if self.config.gated_linear_unit:
             gate, up = states.chunk(2, dim=-1)
