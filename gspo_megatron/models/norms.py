@@ -47,7 +47,9 @@ class TorchNorm(torch.nn.Module):
             return torch.nn.functional.layer_norm(hidden, shape, weight, self.bias, self.eps)
         is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
         # Passes with and without gradients agree bit for bit; decoding is neither.
-        if hidden.is_cpu and is_wide and not torch.is_inference_mode_enabled():
+        # The meta device, where memory is estimated: a GPU's own keeps as much as this function.
+        is_here = hidden.device.type in ("cpu", "meta")
+        if is_here and is_wide and not torch.is_inference_mode_enabled():
             return CpuRmsNorm.apply(hidden, weight, self.eps)
         return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight, self.eps)
 
