@@ -4,8 +4,9 @@
 
 Both sides run the workload of bench_peers/trl_step.py on the same cores: a random Qwen3-MoE-shaped
 model, 128 responses of exactly 32 tokens, GSPO loss, old log-probs, 4 optimizer steps, 2 threads.
-They take turns, round after round, each in its own process. Each round has a ratio, and the last
-line has the medians. TRL has its own environment, .venv-bench, made on first use from
+They take turns, round after round, each in its own process. Each round has a ratio, and the share
+of our step that its matrix products take alone on this machine (the limit); the last line has the
+medians. TRL has its own environment, .venv-bench, made on first use from
 bench_peers/requirements.txt.
 """
 
@@ -52,9 +53,23 @@ def measure(python: Path | str, script: str, size: str, steps: int) -> dict[str,
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def compare(size: str, rounds: int, steps: int, trl: Path) -> float:
-    """Print every round and the parts of its steps. Returns the median of our rate over TRL's."""
-    ratios = []
+def print_limit(record: dict[str, Any]) -> float:
+    """Print how much of each phase's time its matrix products take alone, on this machine and in
+    this run. Returns the share of the step."""
+    seconds, limit = record["seconds"], record["limit"]
+    for phase, of_phase in limit.items():
+        work, alone, whole = of_phase["gflop"], of_phase["alone"], seconds[phase]
+        print(
+            f"    {phase:<8} {work:6.1f} GFLOP a rank   products alone {alone:.3f} s "
+            f"({work / alone:.0f} GFLOP/s)   of {whole:.3f} s: {alone / whole:.2f}"
+        )
+    return sum(of_phase["alone"] for of_phase in limit.values()) / seconds["step"]
+
+
+def compare(size: str, rounds: int, steps: int, trl: Path) -> tuple[float, float]:
+    """Print every round and the parts of its steps. Returns the medians of our rate over TRL's, and
+    of the share of our step that its matrix products take alone."""
+    ratios, limits = [], []
     print(f"{size}: tokens/s over the whole RL step, {steps} steps a round")
     for number in range(1, rounds + 1):
         ours = measure(sys.executable, "our_step.py", size, steps)
@@ -68,7 +83,8 @@ def compare(size: str, rounds: int, steps: int, trl: Path) -> float:
         for name, record in (("ours", ours), ("TRL", theirs)):
             parts = "  ".join(f"{key} {value:.3f}" for key, value in record["seconds"].items())
             print(f"    {name:<5} seconds  {parts}", flush=True)
-    return statistics.median(ratios)
+        limits.append(print_limit(ours))
+    return statistics.median(ratios), statistics.median(limits)
 
 
 def main() -> None:
@@ -91,8 +107,10 @@ def main() -> None:
             subprocess.run([*command, "--steps", str(arguments.steps)], check=True)
         return
     trl = peer_python(arguments.environment)
-    ratios = {s: compare(s, arguments.rounds, arguments.steps, trl) for s in arguments.sizes}
-    print(" ".join(f"ratio_{size}={ratio:.2f}" for size, ratio in ratios.items()))
+    found = {s: compare(s, arguments.rounds, arguments.steps, trl) for s in arguments.sizes}
+    ratios = [f"ratio_{size}={ratio:.2f}" for size, (ratio, _) in found.items()]
+    limits = [f"limit_{size}={limit:.2f}" for size, (_, limit) in found.items()]
+    print(" ".join(ratios + limits))
 
 
 if __name__ == "__main__":

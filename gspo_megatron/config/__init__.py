@@ -5,7 +5,7 @@ from gspo_megatron.config.families import PRESETS
 from gspo_megatron.config.load import load_config, parse_config, to_yaml
 from gspo_megatron.config.model_shape import ModelPreset, ModelShape
 from gspo_megatron.config.parallel import Layout, ResolvedParallel
-from gspo_megatron.config.rules import check_config
+from gspo_megatron.config.rules import check_config, recomputes_old_logprobs
 from gspo_megatron.config.schema import Config, apply_layout, resolve_parallel
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "check_config",
     "load_config",
     "parse_config",
+    "recomputes_old_logprobs",
     "resolve_parallel",
     "to_yaml",
 ]

@@ -176,10 +176,11 @@ class ObjectiveSection(Section):
         "null: all are, up to rollout.max_staleness",
         ge=0,
     )
-    old_logprobs: Literal["recompute", "rollout"] = shapes(
-        "recompute",
+    old_logprobs: Literal["auto", "recompute", "rollout"] = shapes(
+        "auto",
         "the denominator of the ratio: a forward pass of the trainer before the first mini-batch, "
-        "or the log-probs that the rollout engine reported",
+        "or the log-probs that the rollout engine reported; auto: those of the engine where they "
+        "are those of the pass, which are drawn in fp32 by the training model itself",
     )
     mini_batches: Positive = shapes(4, "optimizer steps on each batch of responses")
     advantage_std: Literal["sample", "population"] = shapes(

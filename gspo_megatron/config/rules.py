@@ -16,7 +16,7 @@ from typing import Any
 from gspo_megatron.config.families import family_of_shape
 from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule
 from gspo_megatron.config.model_shape import MODEL_FILE
-from gspo_megatron.config.objectives import objective_problems
+from gspo_megatron.config.objectives import objective_problems, resolve_objective
 from gspo_megatron.config.precision import tokens_multiple
 from gspo_megatron.config.problems import format_value, problem
 from gspo_megatron.config.rollout_nodes import VARIABLE, rollout_nodes
@@ -395,3 +395,17 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
     FineTuningConfig: (*_STAGE, examples_are_sound),
     PretrainingConfig: (*_STAGE, corpora_are_sound, samples_and_batches_divide),
 }
+
+
+def recomputes_old_logprobs(config: Config) -> bool:
+    """objective.old_logprobs with `auto` resolved. Where the training model itself draws in fp32,
+    its log-probs are those of a pass of the trainer, up to rounding (1e-6)."""
+    section, routing = config.objective, config.routing
+    is_exact = (
+        config.rollout.engine == "megatron"
+        and config.training.precision == "fp32"
+        and not (routing.modes or routing.volatility or routing.rollout_noise)
+        and config.model.megatron.get("moe_expert_capacity_factor") is None  # drops tokens
+        and resolve_objective(section).correction == "none"  # which compares the two
+    )
+    return section.old_logprobs == "recompute" or (section.old_logprobs == "auto" and not is_exact)

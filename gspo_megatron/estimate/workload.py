@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gspo_megatron.batching.plan import largest_equal_share
-from gspo_megatron.config import Config, ResolvedParallel
+from gspo_megatron.config import Config, ResolvedParallel, recomputes_old_logprobs
 from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig
 
 
@@ -73,7 +73,7 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
         return work
     objective = config.objective
     forward = 0
-    if objective.old_logprobs == "recompute":
+    if recomputes_old_logprobs(config):
         # the first mini-batch's come with its own pass
         forward += work.micro_batches_per_step - work.micro_batches
     if objective.kl != "none":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from gspo_megatron.models.core_attention import attend
 
 # Reading, writing and reading again, compared with reading once.
 COPY_COST = 2
+
+# Of fewer keys torch's softmax takes longer on a CPU: it is vectorised along them.
+FEWEST_KEYS = 16
 
 # Keys and values of prefilled prompts, by layer: [prompts, heads, length, dim] each.
 PromptStates = dict[int, tuple[Tensor, Tensor]]
@@ -69,7 +72,7 @@ class KeyValueCache:
         self._prompts: PromptStates | None = None
         self._positions: Tensor | None = None
         self._slots: dict[int, Tensor] = {}  # by number of heads, [sequences * heads]
-        self._parts: list[tuple[Tensor | None, Tensor]] = []  # rows (None: all) and their mask
+        self._parts: list[Part] = []
 
     def start_prefill(self, length: int) -> PromptStates:
         """The next forward pass computes the first `length` tokens of prompts, beside the batch.
@@ -101,9 +104,11 @@ class KeyValueCache:
         self._prompts = None
         self._positions = positions
         self._slots = {}
-        self._parts = [(None, _mask(positions, spans.others))]
+        fewest = min(FEWEST_KEYS, self._max_length) if positions.is_cpu else 1
+        self._parts = [Part(None, _mask(positions, max(spans.others, fewest)))]
         if spans.long_rows:
-            self._parts.append((long_rows, _mask(positions[long_rows], spans.longest)))
+            length = max(spans.longest, fewest)
+            self._parts.append(Part(long_rows, _mask(positions[long_rows], length)))
         self.cos = self._cos[positions, 0].unsqueeze(0)  # [1, sequences, 1, dim]
         self.sin = self._sin[positions, 0].unsqueeze(0)
         self.angles = self._frequencies[positions, 0].unsqueeze(0)
@@ -124,29 +129,72 @@ class KeyValueCache:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[length, sequences, heads, dim] each, where values may have another dim -> [length,
         sequences, heads * dim of the values]."""
-        query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         if self._prompts is not None:
+            query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
             self._prompts[layer] = key, value
             out = attend(query, key, value, scale, mask=None)
-        else:
-            keys, values = self._of_layer(layer, key, value)
-            slots = self._slots_of(keys.shape[1])
-            for cached, states in ((keys, key), (values, value)):
-                dim = states.shape[3]
-                cached.view(-1, dim).index_copy_(0, slots, states.reshape(-1, dim))
-            # A sequence has one query. The heads that share keys pass as several queries of one
-            # head, so that no keys are repeated for them.
-            query = query.squeeze(2).unflatten(1, (keys.shape[1], -1))
-            for rows, mask in self._parts:
-                length = mask.shape[-1]
-                if rows is None:
-                    seen = keys[:, :, :length], values[:, :, :length]
-                    out = attend(query, *seen, scale, mask)
-                else:
-                    seen = keys[rows, :, :length], values[rows, :, :length]
-                    out[rows] = attend(query[rows], *seen, scale, mask)
-            out = out.flatten(1, 2).unsqueeze(2)
-        return out.permute(2, 0, 1, 3).flatten(2)
+            return out.permute(2, 0, 1, 3).flatten(2)
+        return self._attend_once(layer, query[0], key[0], value[0], scale).unsqueeze(0)
+
+    def _attend_once(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """One token of each sequence, [sequences, heads, dim] each -> [sequences, heads * dim]."""
+        keys, values = self._of_layer(layer, key.unsqueeze(2), value.unsqueeze(2))
+        heads = keys.shape[1]
+        slots = self._slots_of(heads)
+        for cached, states in ((keys, key), (values, value)):
+            dim = states.shape[-1]
+            cached.view(-1, dim).index_copy_(0, slots, states.reshape(-1, dim))
+        # A sequence has one query. The heads that share keys pass as several queries of one head,
+        # so that no keys are repeated for them.
+        query = query.unflatten(1, (heads, -1))
+        # bf16 would round the scores
+        by_products = query.is_cpu and query.dtype.itemsize >= 4
+        for part in self._parts:
+            mask, rows = part.mask, part.rows
+            seen = (keys[:, :, : mask.shape[-1]], values[:, :, : mask.shape[-1]])
+            asked = query
+            if rows is not None:
+                seen = tuple(states.index_select(0, rows) for states in seen)
+                asked = query.index_select(0, rows)
+            if by_products:
+                found = _attend_by_products(asked, *seen, scale, part.bias(heads, query.dtype))
+            else:
+                found = attend(asked, *seen, scale, mask)
+            if rows is None:
+                out = found
+            else:
+                out[rows] = found
+        return out.flatten(1)
+
+
+@dataclass
+class Part:
+    """Rows of the batch that see the same number of keys."""
+
+    rows: Tensor | None  # None: all
+    mask: Tensor  # [rows, 1, 1, keys] bool: what each sees
+    _biases: dict[int, Tensor] = field(default_factory=dict)
+
+    def bias(self, heads: int, dtype: torch.dtype) -> Tensor:
+        """The mask as [rows * heads, 1, keys] to add to scores."""
+        if heads not in self._biases:
+            bias = torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device)
+            bias = bias.masked_fill_(~self.mask, -torch.inf).expand(-1, heads, -1, -1)
+            self._biases[heads] = bias.flatten(0, 1)
+        return self._biases[heads]
+
+
+def _attend_by_products(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor
+) -> Tensor:
+    """[rows, heads, queries, dim] each -> as the query. With a query or two of each head the loops
+    of torch's attention for CPUs take longer than the products."""
+    rows, heads = query.shape[:2]
+    query, key, value = (states.flatten(0, 1) for states in (query, key, value))
+    scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(-1), value).unflatten(0, (rows, heads))
 
 
 def _mask(positions: Tensor, length: int) -> Tensor:

@@ -116,7 +116,7 @@ class TorchCoreAttention(torch.nn.Module):
         outputs = []
         for block in plan.blocks:
             parts = (
-                states[rows].transpose(1, 2)  # [sequences, heads, length, dim]
+                _rows(states, rows).transpose(1, 2)  # [sequences, heads, length, dim]
                 for states, rows in (
                     (padded_query, block.query_rows),
                     (key, block.key_rows),
@@ -126,7 +126,7 @@ class TorchCoreAttention(torch.nn.Module):
             out = self._attend(*parts, block.positions)
             outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return joined[plan.restore]  # [tokens, heads * dim]
+        return _rows(joined, plan.restore)  # [tokens, heads * dim]
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Positions | None
@@ -212,6 +212,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _rows(states: Tensor, rows: Tensor) -> Tensor:
+    """states[rows], of which the gradient takes a third of the time on a CPU."""
+    return states.index_select(0, rows.flatten()).unflatten(0, rows.shape)
 
 
 def _with_zero_row(states: Tensor) -> Tensor:

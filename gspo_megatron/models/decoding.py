@@ -221,7 +221,7 @@ class LocalExperts(torch.nn.Module):
         """[length, sequences, hidden] -> the same shape, and no bias."""
         tokens = states.flatten(0, 1)
         sources, weights, counts = self.choose(self.router, states)
-        rows, _ = self.experts(tokens[sources], counts, weights)
+        rows, _ = self.experts(tokens.index_select(0, sources), counts, weights)
         # added up as Megatron-Core does, one expert after the other
         output = torch.zeros_like(tokens).index_add_(0, sources, rows).view_as(states)
         if self.shared_experts is not None:
@@ -260,7 +260,7 @@ def _choose(router: TopKRouter, states: Tensor) -> Dispatch:
     rows = experts.flatten()
     order = rows.argsort(stable=True)
     counts = count_values(rows, scores.shape[-1])
-    return order // topk, weights.flatten()[order], counts
+    return order // topk, weights.flatten().index_select(0, order), counts
 
 
 def _best(scores: Tensor, topk: int, **_: Any) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,9 @@ class GroupedExperts(MegatronModule):
     ) -> tuple[Tensor, None]:
         """tokens [rows, hidden] sorted by expert, probs [rows] -> ([rows, hidden], no bias)."""
         gate_up = self.weight1.flatten(1, 2)  # [local experts, 2 * ffn, hidden]
-        states = grouped_linear(tokens, gate_up, tokens_per_expert)
+        # Counts on the host, where the alltoall dispatcher needs them too, cost no synchronisation.
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(tokens.device, non_blocking=True)
+        states = grouped_linear(tokens, gate_up, tokens_per_expert, ends)
         if self.config.gated_linear_unit:
             gate, up = states.chunk(2, dim=-1)
             states = self.activation(gate) * up
@@ -70,7 +72,7 @@ class GroupedExperts(MegatronModule):
             states = self.activation(states)
         # multiplied by the router's weight before the second projection, as in stock experts
         states = (states * probs.unsqueeze(-1)).to(tokens.dtype)
-        return grouped_linear(states, self.weight2, tokens_per_expert), None
+        return grouped_linear(states, self.weight2, tokens_per_expert, ends), None
 
     def backward_dw(self) -> None:
         """Weight gradients are not delayed here, but the pipeline schedules call this."""
@@ -96,14 +98,13 @@ class GroupedExperts(MegatronModule):
         return result
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
     """rows [rows, in] in runs of `counts` [experts] x weight [experts, out, in] -> [rows, out].
 
-    Counts on the host, where the alltoall dispatcher needs them too, cost no synchronisation."""
+    ends: [experts] int32 on the device of `rows`, the row after each run."""
     # torch's grouped matmul needs rows of a multiple of 16 bytes, and has no float64
     aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
     if aligned and rows.dtype != torch.float64 and hasattr(F, "grouped_mm"):
-        ends = counts.cumsum(0).to(torch.int32).to(rows.device, non_blocking=True)
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     runs = rows.split(counts.tolist())
     return torch.cat([F.linear(run, w) for run, w in zip(runs, weight.unbind(0), strict=True)])

@@ -98,6 +98,7 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
     optimizer = get_megatron_optimizer(
         config=config, model_chunks=policy.chunks, use_gloo_process_groups=False
     )
+    _fuse_on_cpu(optimizer)
     scheduler = WarmUpFromFirstUpdate(
         optimizer=optimizer,
         init_lr=0.0,
@@ -121,6 +122,15 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
         silent = [chunk.no_sync for chunk in policy.chunks]
         policy.config.no_sync_func = silent if len(silent) > 1 else silent[0]
     return Trainer(optimizer, scheduler)
+
+
+def _fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
+    """Let torch's Adam update all parameters by one operation. Megatron-Core asks for none of its
+    implementations, and on a CPU the default goes through Python for each parameter."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                group["fused"] = all(parameter.is_cpu for parameter in group["params"])
 
 
 def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:

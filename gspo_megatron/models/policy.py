@@ -87,7 +87,7 @@ class PolicyModel(GPTModel):
         """Called by GPTModel with what the output layer returned: hidden states [s, b, hidden]."""
         group = self.pg_collection.tp
         weight = self.head_weight
-        hidden = logits.flatten(0, 1)[labels.rows].to(weight.dtype)
+        hidden = logits.flatten(0, 1).index_select(0, labels.rows).to(weight.dtype)
         parallel = group.size() > 1
         return torch.stack(
             logprob_and_entropy(

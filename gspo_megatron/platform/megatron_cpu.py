@@ -143,6 +143,8 @@ def _replace_cuda_runtime() -> None:
 
 
 def _adapt_megatron() -> None:
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as tracker
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -159,10 +161,108 @@ def _adapt_megatron() -> None:
     moe_utils.maybe_move_tensor_to_cpu = move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = move_tensor_to_cpu
 
+    token_dispatcher.sort_chunks_by_idxs = _unless_sorted(token_dispatcher.sort_chunks_by_idxs)
+
+    buffers.dist_all_gather_func = unless_alone(buffers.dist_all_gather_func)
+    buffers.dist_reduce_scatter_func = unless_alone(buffers.dist_reduce_scatter_func)
+
+    rope_utils._apply_rotary_pos_emb_thd = _turned_at_once(rope_utils._apply_rotary_pos_emb_thd)
+
     mappings._gather_along_first_dim = _uneven(mappings._gather_along_first_dim, _gather_uneven)
     mappings._reduce_scatter_along_first_dim = _uneven(
         mappings._reduce_scatter_along_first_dim, _reduce_scatter_uneven
     )
+
+
+def unless_alone(native: Any) -> Any:
+    """A gather, or sums of shares, of weights and gradients: a rank alone has at most to copy them.
+    Gloo would do so in a thread with an OpenMP team of its own, and with two teams libgomp puts the
+    threads of both to sleep between operations: all that follows takes up to twice as long."""
+
+    @functools.wraps(native)
+    def collective(output: torch.Tensor, input: torch.Tensor, **options: Any) -> Any:
+        group = options.get("group")
+        if group is None or group.size() > 1 or not output.is_cpu:
+            return native(output, input, **options)
+        if output.data_ptr() != input.data_ptr():
+            output.view(-1).copy_(input.view(-1))
+        return None
+
+    return collective
+
+
+def _unless_sorted(native: Any) -> Any:
+    """With all experts on a rank the dispatcher's second sort copies the tokens as they are."""
+
+    @functools.wraps(native)
+    def sort(
+        input: torch.Tensor,
+        split_sizes: torch.Tensor,
+        sorted_idxs: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        fused: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if sorted_idxs.tolist() == list(range(len(sorted_idxs))):
+            return input, probs
+        return native(input, split_sizes, sorted_idxs, probs=probs, fused=fused)
+
+    return sort
+
+
+def _turned_at_once(native: Any) -> Any:
+    """Rotary embedding of packed sequences. Stock slices the angles of each sequence anew, in every
+    layer for queries and for keys; here a micro-batch has tables, which its boundaries carry."""
+
+    @functools.wraps(native)
+    def turn(
+        states: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        freqs: torch.Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+        **more: Any,
+    ) -> torch.Tensor:
+        options = (rotary_interleaved, multi_latent_attention, mscale, cp_group)
+        in_part = freqs.shape[-1] != states.shape[-1]  # some channels are not turned
+        if rotary_interleaved or multi_latent_attention or in_part or more:
+            return native(states, cu_seqlens, freqs, *options, **more)
+        tables = vars(cu_seqlens).setdefault("rotary_tables", {})
+        key = (id(freqs), mscale, cp_group, states.dtype)
+        if key not in tables:
+            # What becomes of (1, 0) is (cos, sin).
+            unit = states.new_zeros((len(states), 1, states.shape[-1]))
+            unit[..., : states.shape[-1] // 2] = 1.0
+            cos, sin = native(unit, cu_seqlens, freqs, *options).chunk(2, dim=-1)
+            tables[key] = torch.cat((cos, cos), -1), sin.contiguous(), freqs
+        return _Turn.apply(states, *tables[key][:2])
+
+    return turn
+
+
+class _Turn(torch.autograd.Function):
+    """Pairs (first half, second half of the channels) turned by angles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(states, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _turned(gradient, *ctx.saved_tensors, -1), None, None
+
+
+def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """states [tokens, heads, dim], cos [tokens, 1, dim], sin [tokens, 1, dim / 2]."""
+    turned = states * cos
+    (low, high), (low_out, high_out) = states.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    low_out.addcmul_(high, sin, value=-sign)
+    high_out.addcmul_(low, sin, value=sign)
+    return turned
 
 
 def _uneven(native: Any, substitute: Any) -> Any:

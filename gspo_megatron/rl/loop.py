@@ -22,7 +22,7 @@ from gspo_megatron.batching.micro_batches import MicroBatchBuilder, micro_batch_
 from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.checkpoint.manager import Checkpoints
-from gspo_megatron.config import Config
+from gspo_megatron.config import Config, recomputes_old_logprobs
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
@@ -80,6 +80,7 @@ class ReinforcementLoop:
                 run.objective,
                 self.config.objective,
                 self.config.routing,
+                recomputes=recomputes_old_logprobs(self.config),
             )
         self.collector, self.device = run.collector, run.builder.device
         self.suites = Suites(self.config, run.collector)

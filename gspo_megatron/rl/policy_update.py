@@ -45,11 +45,15 @@ class PolicyUpdater:
         objective: Objective,
         section: ObjectiveSection,
         routing: RoutingSection | None = None,
+        *,
+        recomputes: bool | None = None,
     ) -> None:
-        """The reference policy, if the objective needs one, is the policy as it is now."""
+        """The reference policy, if the objective needs one, is the policy as it is now.
+        `recomputes`: what old_logprobs = auto is resolved to; None: recompute."""
         self.policy, self.trainer, self.builder = policy, trainer, builder
         self.objective, self.section = objective, section
         self.device = builder.device
+        self.recomputes = section.old_logprobs != "rollout" if recomputes is None else recomputes
         self.reference = None
         if objective.needs_reference:
             self.reference = ReferencePolicy(policy, offload=section.reference_offload)
@@ -84,12 +88,11 @@ class PolicyUpdater:
         everything = list(chain.from_iterable(mini_batches))
         covers_first = self.penalizes_rewards or self.replay.records_all
         wanted = everything if covers_first else everything[len(mini_batches[0]) :]
-        recomputes = self.section.old_logprobs == "recompute"
-        if recomputes or self.replay.records:
+        if self.recomputes or self.replay.records:
             with self.replay.old_pass(wanted):
                 self._record(wanted, "old_logprobs")
-        if not recomputes:
-            for micro_batch in everything:
+        if not self.recomputes:
+            for micro_batch in everything if self.section.old_logprobs == "rollout" else wanted:
                 micro_batch.old_logprobs = micro_batch.rollout_logprobs
         if self.reference is not None:
             with self.replay.reference_pass(everything), self.reference.in_place():

@@ -26,7 +26,14 @@ from gspo_megatron.checkpoint.optimizer import load_trainer_state
 from gspo_megatron.checkpoint.run_state import RunState, read_model
 from gspo_megatron.checkpoint.start import load_initial_weights
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
-from gspo_megatron.config import Config, Layout, apply_layout, check_config, resolve_parallel
+from gspo_megatron.config import (
+    Config,
+    Layout,
+    apply_layout,
+    check_config,
+    recomputes_old_logprobs,
+    resolve_parallel,
+)
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.models.build import Policy, build_policy
@@ -199,7 +206,15 @@ def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
         else:
             load_model(reference, policy)
     # its reference policy has the weights of this moment
-    updater = PolicyUpdater(policy, recorder, builder, objective, config.objective, config.routing)
+    updater = PolicyUpdater(
+        policy,
+        recorder,
+        builder,
+        objective,
+        config.objective,
+        config.routing,
+        recomputes=recomputes_old_logprobs(config),
+    )
     if checkpoint is not None:
         load_model(checkpoint, policy)
         hf = read_model(checkpoint)["hf"]

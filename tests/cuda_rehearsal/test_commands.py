@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from gspo_megatron.data.toy import write_toy_dataset
 from tests.cuda_rehearsal import runtime
 from tests.cuda_rehearsal.environment import rehearsal
 from tests.e2e.conftest import write_config
-from tests.programs import gspo
+from tests.programs import ROOT, gspo, run_program
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -54,3 +55,11 @@ def test_train_resume_evaluate_convert_and_verify(tmp_path: Path) -> None:
     errors = [float(text) for text in re.findall(r"error\S*=(\S+)", told.splitlines()[-1])]
     assert errors and max(errors) < 1e-4, told
     assert yaml.safe_load((run / "config.resolved.yaml").read_text())["training"]["steps"] == 3
+
+
+def test_tests_of_gpus_run() -> None:
+    """No other machine of the tests runs them; those that take seconds on host memory."""
+    chosen = "routes or not_rounded or fp32-torch_native"
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", chosen, "tests/gpu")
+    told = run_program(sys.executable, *words, environ=rehearsal(1), cwd=ROOT).stdout
+    assert "3 passed" in told, told

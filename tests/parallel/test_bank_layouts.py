@@ -118,8 +118,21 @@ def write_bank(folder: Path, has_turns: bool) -> None:
             }
             if has_turns:
                 columns["sampled"] = random.random(len(columns["versions"])) < 0.7
+                columns["in_response"] = in_two_branches(columns)
             file.append(Group(number, columns))
         file.close()
+
+
+def in_two_branches(columns: dict[str, np.ndarray]) -> np.ndarray:
+    """[tokens] bool: the first token of each response is a branch of its own, where the prompt has
+    a token for the second one."""
+    kinds = []
+    for prompt, length in zip(columns["prompt_lengths"], columns["response_lengths"], strict=True):
+        kind = np.arange(prompt + length) >= prompt
+        if prompt > 1 and length > 1:
+            kind[prompt - 1 : prompt + 1] = True, False
+        kinds.append(kind)
+    return np.concatenate(kinds)
 
 
 def response(random: np.random.Generator, prompt: int, oldest: int, newest: int) -> Response:

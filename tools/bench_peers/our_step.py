@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from limit import measure_limit
 from trl_step import RESPONSES_PER_STEP, ROUTER_AUX_LOSS_COEF, SHAPES, TOKENS_PER_STEP, WORKLOAD
 
 from gspo_megatron.cli.launch import launch
@@ -129,8 +130,9 @@ def measure(size: str, steps: int) -> dict[str, Any]:
     """Median seconds a step and its parts over `steps` steps after the warm-up."""
     warmup = WORKLOAD["warmup_steps"]
     with tempfile.TemporaryDirectory() as folder:
-        loop = build_loop(size, warmup + steps, folder)
+        loop = build_loop(size, warmup + steps + 1, folder)
         records = [loop.step(number + 1) for number in range(warmup + steps)][warmup:]
+        limit = measure_limit(loop, warmup + steps + 1)
 
     def median(key: str) -> float:
         return statistics.median(record[key] for record in records)
@@ -144,6 +146,7 @@ def measure(size: str, steps: int) -> dict[str, Any]:
         "ranks": world_size(),
         "tokens_per_second": round(TOKENS_PER_STEP / parts["step"], 1),
         "seconds": {name: round(value, 4) for name, value in parts.items()},
+        "limit": limit,
     }
 
 

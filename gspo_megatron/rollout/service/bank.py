@@ -27,7 +27,7 @@ from gspo_megatron.files import sync
 FOLDER = "rollouts"  # in the run folder
 SUFFIX = ".groups"
 
-_MAGIC = b"GSPO"
+_MAGIC = b"GSP2"  # the form of the columns: groups of another one are drawn again
 _HEADER = struct.Struct("<4sqQI")
 _REQUEST = -1  # in place of a group's number: the record of the request
 

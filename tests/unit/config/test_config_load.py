@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from gspo_megatron.config import Config, load_config, parse_config, to_yaml
+from gspo_megatron.config import (
+    Config,
+    load_config,
+    parse_config,
+    recomputes_old_logprobs,
+    to_yaml,
+)
 from gspo_megatron.config.load import load_any_config, stage_of
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.errors import ConfigError
@@ -36,7 +42,7 @@ def test_a_file_with_only_a_tokenizer_gets_all_defaults(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, MINIMAL))
     assert config.data.tokenizer == "letters.model"
     assert (config.model.preset, config.objective.name) == ("tiny", "gspo")
-    assert config.objective.old_logprobs == "recompute"
+    assert config.objective.old_logprobs == "auto" and recomputes_old_logprobs(config)  # bf16
     assert (config.rollout.group_size, config.rollout.prompts_per_step) == (8, 16)
     assert config.training.precision == "bf16"
     # so do sections whose keys are all commented out
@@ -390,3 +396,27 @@ def test_a_stage_that_is_said_is_what_the_file_is_read_as(tmp_path: Path) -> Non
     assert "rollout: unknown section" in text
     assert "training.epoch = 2: unknown key; did you mean epochs?" in text
     assert "optimizer.decay = 'wds': unknown value; did you mean wsd?" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "recomputes"),
+    [
+        ((), False),
+        (("training.precision=bf16",), True),
+        (("training.precision=fp64",), True),  # the engine's are fp32
+        (("rollout.engine=vllm",), True),
+        (("routing.replay=r3",), True),
+        (("routing.volatility=true",), True),
+        (("routing.rollout_noise=0.1",), True),
+        (("objective.correction=sequence_tis",), True),
+        (("model.megatron.moe_expert_capacity_factor=2.0",), True),
+        (("objective.old_logprobs=recompute",), True),
+        (("objective.old_logprobs=rollout", "rollout.engine=vllm"), False),
+    ],
+)
+def test_old_logprobs_are_computed_again_where_the_engines_may_differ(
+    tmp_path: Path, overrides: tuple[str, ...], recomputes: bool
+) -> None:
+    path = write(tmp_path, MINIMAL)
+    config = load_config(path, ("training.precision=fp32", *overrides))
+    assert recomputes_old_logprobs(config) == recomputes

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -241,6 +243,58 @@ def test_wrapped_collectives_take_what_the_native_ones_take() -> None:
         for splits in (None, [6]):
             assert wrapped(tensor, group, **{third: splits}) is tensor
             assert wrapped(tensor, group, splits) is tensor
+
+
+@needs_substitutions
+def test_the_second_sort_copies_only_what_it_moves() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    ours = token_dispatcher.sort_chunks_by_idxs
+    rows, probs, sizes = torch.randn(6, 3), torch.randn(6), torch.tensor([1, 0, 3, 2])
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        expected = ours.__wrapped__(rows, sizes, torch.tensor(order), probs=probs)
+        found = ours(rows, sizes, torch.tensor(order), probs=probs)
+        assert all(map(torch.equal, found, expected))
+        assert (found[0] is rows) == (order == sorted(order))
+        assert expected[0] is not rows
+
+
+@dataclass(frozen=True)
+class Group:
+    """Of processes, without the processes."""
+
+    ranks: int
+    number: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.number
+
+
+@needs_substitutions
+@pytest.mark.parametrize(("cp_size", "cp_rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("turned", "mscale"), [(16, 1.0), (16, 0.7), (8, 1.0)])
+def test_packed_sequences_turn_as_stock_turns_them(
+    cp_size: int, cp_rank: int, turned: int, mscale: float
+) -> None:
+    rope_utils = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    ours = rope_utils._apply_rotary_pos_emb_thd
+    group = Group(cp_size, cp_rank)
+    boundaries = torch.tensor([0, 8, 8, 28, 32], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(1)
+    angles = torch.randn(20, 1, 1, turned // 2, generator=generator).repeat(1, 1, 1, 2)
+    mixed = torch.randn(32 // cp_size, 3, 32, generator=generator)
+    states = mixed[..., 8:24].detach().requires_grad_()  # strided, as cut from a projection
+    weights = torch.randn(states.shape, generator=generator)
+    results = []
+    for turn in (ours.__wrapped__, ours, ours):  # the second time from the tables
+        out = turn(states, boundaries, angles, mscale=mscale, cp_group=group)
+        results.append((out, *torch.autograd.grad((out * weights).sum(), states)))
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], atol=1e-6, rtol=1e-6)
+    assert len(vars(boundaries).get("rotary_tables", {})) == (turned == 16)
 
 
 INERT = """

@@ -27,7 +27,7 @@ from tests.unit.models.one_rank import (
     tiny_config,
     tiny_policy,
 )
-from tests.unit.routing.steps import moe_policy, update, updater_for
+from tests.unit.routing.steps import a_step, moe_policy, update, updater_for
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -242,3 +242,25 @@ def test_the_rate_of_a_step_is_that_of_its_last_update() -> None:
     rates = [update(updater)["lr"] for _ in range(STEPS)]
     last = [rate_of(step * MINI_BATCHES + MINI_BATCHES - 1) for step in range(STEPS)]
     assert rates == pytest.approx(last, rel=1e-6)
+
+
+@pytest.mark.parametrize("source", ["recompute", "auto", "rollout"])
+def test_where_old_log_probs_come_from(source: str) -> None:
+    updater, step = updater_for(moe_policy(), {}, {"old_logprobs": source}), a_step()
+    updater.recomputes = source == "recompute"  # auto: the engine's are exact
+    mini_batches = updater.build_micro_batches(step.plans, step.sequences, step.index)
+    updater.compute_old_logprobs(mini_batches)
+    for number, batch in enumerate(mini_batches):
+        for each in batch:
+            old, drawn = each.old_logprobs, each.rollout_logprobs
+            if number == 0 and source != "rollout":
+                assert old is None  # those of the training pass itself
+            else:
+                assert torch.equal(old, drawn) == (source != "recompute")
+
+
+def test_adam_updates_all_parameters_by_one_operation(plain: Setting) -> None:
+    groups = plain.trainer.optimizer.param_groups
+    assert [group["fused"] for group in groups if group["params"]] == [True] * len(groups)
+    stock = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
+    assert not stock.param_groups[0]["fused"]  # else there is no need to ask for it

@@ -80,6 +80,15 @@ def test_groups_of_another_request_are_not_used(tmp_path: Path) -> None:
     assert file.finished == set() and read_groups(path, lambda _: True) == {}
 
 
+def test_groups_of_an_older_form_are_drawn_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.groups"
+    written(path, 0, 1)
+    path.write_bytes(path.read_bytes().replace(b"GSP2", b"GSPO"))  # without `in_response`
+    DrawFile(path, REQUEST).close()
+    written(path, 1)
+    assert_holds(path, 1)
+
+
 def test_only_needed_draws_are_kept(tmp_path: Path) -> None:
     for name in ("step_00000001_0", "step_00000002_0"):
         written(tmp_path / f"{name}.groups", 0)

@@ -1,0 +1,130 @@
+"""The matrix products of an RL step, and the seconds that they take alone on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operators that multiply matrices, by the place of an argument whose last dimension is summed over.
+# (In inference mode `linear` and the attention arrive whole.)
+PRODUCTS = {
+    "mm": 0,
+    "bmm": 0,
+    "linear": 0,
+    "matmul": 0,
+    "_grouped_mm": 0,
+    "addmm": 1,
+    "addmm_": 1,
+    "baddbmm": 1,
+}
+# Products of each: scores and their sum over values; in the backward pass two gradients of each,
+# and the scores once more.
+ATTENTION = {
+    "scaled_dot_product_attention": (2, 0),
+    "_scaled_dot_product_flash_attention_for_cpu": (2, 0),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1),
+}
+REPEATS = 5  # of each product alone, of which the fastest counts
+
+
+class Products(TorchDispatchMode):
+    """Counts the products by phase, operator and shapes while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "rollout"
+        self.counts: Counter[tuple[str, Any]] = Counter()  # of (phase, shapes)
+        self.examples: dict[Any, Callable[[], None]] = {}  # by shapes: one such product
+        self.flops: dict[Any, float] = {}
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        name = operator.__name__.split(".")[0]
+        if name in PRODUCTS or name in ATTENTION:
+            self._count(operator, name, args, kwargs or {}, result)
+        return result
+
+    @contextlib.contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
+
+    def _count(self, operator: Any, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        shapes = (operator, *((tuple(a.shape), a.stride()) for a in args if _is_matrix(a)))
+        self.counts[self.phase, shapes] += 1
+        if shapes not in self.examples:
+            self.flops[shapes] = _flops(name, args, out)
+            # Same shapes and strides in memory of their own. Small tensors are ends of runs.
+            copies = [_like(value) for value in args]
+            named = {key: _like(value) for key, value in kwargs.items()}
+            self.examples[shapes] = lambda: operator(*copies, **named)
+
+    def alone(self) -> dict[str, dict[str, float]]:
+        """GFLOP of each phase, and the seconds of its products without anything between them."""
+        with torch.inference_mode():
+            seconds = {shapes: _fastest(run) for shapes, run in self.examples.items()}
+        found: dict[str, dict[str, float]] = {}
+        for (phase, shapes), count in self.counts.items():
+            sums = found.setdefault(phase, {"gflop": 0.0, "alone": 0.0})
+            sums["gflop"] += count * self.flops[shapes] / 1e9
+            sums["alone"] += count * seconds[shapes]
+        return found
+
+
+def _is_matrix(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _like(value: Any) -> Any:
+    if not _is_matrix(value):
+        return value.clone() if isinstance(value, Tensor) else value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).normal_()
+
+
+def _flops(name: str, args: Any, out: Any) -> float:
+    """Two for each multiplication."""
+    if name in ATTENTION:
+        products, first = ATTENTION[name]
+        query, key = args[first], args[first + 1]
+        return 2.0 * products * query.numel() * key.shape[-2]
+    left = args[PRODUCTS[name]]
+    if name == "_grouped_mm" and left.dim() == args[1].dim() == 2:  # runs of what is summed over
+        return 2.0 * left.numel() * args[1].shape[-1]
+    return 2.0 * out.numel() * left.shape[-1]
+
+
+def _fastest(run: Callable[[], Any]) -> float:
+    best = float("inf")
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def measure_limit(loop: Any, step: int) -> dict[str, dict[str, float]]:
+    """Of one more step of the loop, which is not timed itself."""
+    products, updater = Products(), loop.updater
+
+    def within(phase: str, native: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with products.of(phase):
+                return native(*args)
+
+        return run
+
+    updater.compute_old_logprobs = within("logprob", updater.compute_old_logprobs)
+    updater.train = within("train", updater.train)
+    with products:
+        loop.step(step)
+    return products.alone()
