@@ -36,7 +36,11 @@ def gradient(ones: int, weight: str) -> float:
     score = ones - LENGTH * chance(NEW)
     log_ratio = ones * math.log(chance(NEW) / chance(OLD))
     log_ratio += (LENGTH - ones) * math.log((1 - chance(NEW)) / (1 - chance(OLD)))
-    weights = {"none": 1.0, "sequence": math.exp(log_ratio / LENGTH), "product": math.exp(log_ratio)}
+    weights = {
+        "none": 1.0,
+        "sequence": math.exp(log_ratio / LENGTH),
+        "product": math.exp(log_ratio),
+    }
     return weights[weight] * (ones / LENGTH - 0.5) * score
 
 
