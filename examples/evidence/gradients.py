@@ -399,9 +399,7 @@ def main() -> None:
     parser.add_argument("--mismatch", choices=("none", "router_noise"), default="none")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--batches", type=int, default=32, help="of 64 responses, for a gradient"
-    )
+    parser.add_argument("--batches", type=int, default=32, help="of 64 responses, for a gradient")
     parser.add_argument("--reference-batches", type=int, default=64)
     parser.add_argument("--updates", type=int, nargs="+", default=list(UPDATES))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
