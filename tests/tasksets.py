@@ -55,9 +55,9 @@ def sums_taskset(python: str, folder: Path) -> Path:
     place = folder / "my_sums"
     source = place / "my_sums" / "taskset.py"
     text = source.read_text()
-    open_load = text.index("raise NotImplementedError(\n")
+    open_load = text.index("raise NotImplementedError(\n")  # gaps that vf-init leaves to fill in
     text = text[:open_load] + _LOAD
-    open_reward = text.index("raise NotImplementedError(")
+    open_reward = text.index("raise NotImplementedError(")  # likewise
     after = text.index("\n", open_reward)
     text = text[:open_reward] + _REWARD.rstrip() + text[after:]
     fields = '"""One row\'s data. Add task-specific fields here, such as a reference answer."""\n'

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.is_relative_to(folder)]
     if ours and (reason := missing()):
         for item in ours:
-            item.add_marker(pytest.mark.skip(reason=reason))
+            item.add_marker(pytest.mark.skip(reason=reason))  # no compiler, or kernels of CUDA
 
 
 @pytest.fixture(scope="session")

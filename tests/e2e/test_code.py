@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.config import load_config
-from gspo_megatron.rewards import sandbox
 from gspo_megatron.rewards.registry import check_answers, get_reward
 from gspo_megatron.types import Prompt, Sample
 from tests.e2e.resuming import all_records
@@ -19,10 +18,6 @@ from tests.programs import ROOT, run_program
 
 EXAMPLE = ROOT / "examples" / "code"
 OPERATORS = {"add": "+", "subtract": "-", "multiply by": "*"}
-
-pytestmark = pytest.mark.skipif(
-    sandbox.find_bubblewrap() is None, reason="bubblewrap is not installed"
-)
 
 
 def example(folder: Path, *words: str, **environ: str) -> Path:

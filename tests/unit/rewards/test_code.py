@@ -24,10 +24,6 @@ from tests.unit.data.corpora import refusal
 
 LIMITS = Limits(seconds=5.0, memory_mb=256)
 
-needs_sandbox = pytest.mark.skipif(
-    sandbox.find_bubblewrap() is None, reason="bubblewrap is not installed"
-)
-
 
 def sample(program: str, answer: Any = None, prompt: str = "", **fields: Any) -> Sample:
     response = f"I would write\n```python\n{program}\n```\nDone."
@@ -89,7 +85,6 @@ ROWS = {
 PROMPT = "def four():\n    return 4\ndef twice(x):\n    '''Double a number.'''\n"
 
 
-@needs_sandbox
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_published_data_sets(name: str) -> None:
     right, fields = ROWS[name]
@@ -103,7 +98,6 @@ def test_rows_of_published_data_sets(name: str) -> None:
     )
 
 
-@needs_sandbox
 def test_a_checker_accepts_all_right_outputs() -> None:
     """The task: print a factor of the number. The tests' output is one of them."""
     checker = (
@@ -119,7 +113,6 @@ def test_a_checker_accepts_all_right_outputs() -> None:
     assert reason(sample("print(3)\nexit(1)", **row)) == "test 1: exit code 1"
 
 
-@needs_sandbox
 def test_tests_may_be_the_answer() -> None:
     tests = {"inputs": ["1"], "outputs": ["2"]}
     for answer in (tests, json.dumps(tests), {"test_list": ["assert twice(1) == 2"]}):
@@ -127,7 +120,6 @@ def test_tests_may_be_the_answer() -> None:
         assert reason(sample(program, answer)) == ""
 
 
-@needs_sandbox
 def test_the_score_is_all_or_a_share() -> None:
     row = {"input_output": {"inputs": ["1", "2", "3"], "outputs": ["2", "5", "6"]}}
     section = RewardSection(name="code", options={"seconds": 2.0}, workers=2)
@@ -145,7 +137,6 @@ def test_the_score_is_all_or_a_share() -> None:
     assert scores == {False: [0.0, 0.0], True: [pytest.approx(2 / 3), 0.0]}
 
 
-@needs_sandbox
 def test_failures_are_named() -> None:
     row = {"input_output": {"inputs": ["1"] * 9, "outputs": ["2"] * 9}}
     assert reason(sample("1 / 0", **row)) == "test 1: ZeroDivisionError: division by zero"
@@ -193,7 +184,6 @@ def test_outputs_are_compared_by_words(found: str, wanted: str, is_same: bool) -
     assert same_output(found, wanted) == is_same
 
 
-@needs_sandbox
 def test_rows_without_tests_are_refused_at_the_start() -> None:
     rows = [{"test_list": ["assert f(1)"]}, {}, {"inputs": ["1"]}, {"test": "x"}]
     prompts = [Prompt("p", None, f"rows:{n}", fields=row) for n, row in enumerate(rows)]

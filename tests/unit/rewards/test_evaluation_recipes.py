@@ -13,7 +13,6 @@ from gspo_megatron.config.load import parse_suites, suites_of_file
 from gspo_megatron.config.schema import SuiteSection, suite_key
 from gspo_megatron.data.formats import suite_fields
 from gspo_megatron.data.prompts import load_prompts
-from gspo_megatron.rewards import sandbox
 from gspo_megatron.rewards.registry import check_answers, suite_rewards
 from gspo_megatron.types import Prompt, Sample
 from tests.programs import ROOT, run_program
@@ -82,7 +81,6 @@ def test_rows_outside_of_every_window_and_without_dates_are_told(tmp_path: Path)
         load_prompts(path, fields)
 
 
-@pytest.mark.skipif(sandbox.find_bubblewrap() is None, reason="bubblewrap is not installed")
 def test_problems_of_codeforces_are_judged_by_their_checkers(tmp_path: Path) -> None:
     path, name = tmp_path / "problems.jsonl", "codeforces"
     run_program(
