@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 from gspo_megatron.errors import DataError, RewardError, RolloutError, UserError
@@ -96,6 +97,20 @@ class Handle:
             process.wait()
 
     def _start(self) -> None:
+        """Start it, once more for each time that it is killed before it has told its port."""
+        while not (line := self._first_line()):
+            assert self._process is not None
+            if self._process.wait() >= 0:  # by itself: it would end again
+                raise RolloutError(self._how_it_ended())
+            self._use_restart()
+        told = json.loads(line)
+        if "error" in told:
+            self.close()
+            raise RolloutError(told["error"])
+        self._url = f"http://127.0.0.1:{told['port']}"
+
+    def _first_line(self) -> str:
+        """What a new process tells: its port, or why it cannot start. Empty: it has ended."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "gspo_megatron.rollout.service.main"],
             stdin=subprocess.PIPE,
@@ -108,12 +123,16 @@ class Handle:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             json.dump(self._settings, pipe)
-        line = self._process.stdout.readline()
-        told = json.loads(line) if line else {"error": self._how_it_ended()}
-        if "error" in told:
-            self.close()
-            raise RolloutError(told["error"])
-        self._url = f"http://127.0.0.1:{told['port']}"
+        with self._process.stdout as pipe:
+            return pipe.readline()
+
+    def _use_restart(self) -> None:
+        """Raises RolloutError where none is left."""
+        how = self._how_it_ended()
+        if self._restarts_left == 0:
+            raise RolloutError(f"{how} once more than rollout.vllm.restarts allows")
+        self._restarts_left -= 1
+        print(f"{how}: starting it again", file=sys.stderr, flush=True)
 
     def _how_it_ended(self) -> str:
         assert self._process is not None
@@ -129,7 +148,7 @@ class Handle:
                 if has_died:  # it may die once more meanwhile
                     self._start_again()
                 return self._ask(verb, path, given)
-            except (OSError, urllib.error.URLError) as error:
+            except (OSError, HTTPException) as error:
                 if isinstance(error, urllib.error.HTTPError):
                     raise
                 assert self._process is not None
@@ -138,11 +157,7 @@ class Handle:
                 has_died = True
 
     def _start_again(self) -> None:
-        how = self._how_it_ended()
-        if self._restarts_left == 0:
-            raise RolloutError(f"{how} once more than rollout.vllm.restarts allows")
-        self._restarts_left -= 1
-        print(f"{how}: starting it again", file=sys.stderr, flush=True)
+        self._use_restart()
         self._start()
         if self._weights is not None:
             self._ask("POST", "/weights", self._weights)

@@ -1,0 +1,108 @@
+"""The service's process may be killed while it starts, like at any other moment."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gspo_megatron.config import parse_config
+from gspo_megatron.data.toy import write_toy_dataset
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service.handle import Handle
+
+_MAIN = "gspo_megatron.rollout.service.main"
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """Of a service that is told of no weights, so it starts no server."""
+    write_toy_dataset(folder / "toy", "mixed", train=4, test=2, seed=1)
+    config = parse_config(
+        {
+            "data": {
+                "tokenizer": str(folder / "toy" / "tokenizer.model"),
+                "prompts": str(folder / "toy" / "train.jsonl"),
+            },
+            "rollout": {"engine": "vllm", "vllm": {"servers": 1}},
+            "logging": {"dir": str(folder / "run")},
+        }
+    )
+    return {
+        "config": config.model_dump(mode="json"),
+        "facts": {
+            "vocab_size": 40,
+            "num_layers": 2,
+            "num_experts": 4,
+            "experts_per_token": 2,
+            "moe_layers": [0, 1],
+        },
+        "origin": "",
+        "dtype": "float32",
+        "devices": [],
+        "on_cpu": True,
+        "nodes": [],
+        "weights_folder": str(folder / "weights"),
+    }
+
+
+@contextmanager
+def killing(starts: int) -> Iterator[list[int]]:
+    """Kill so many new processes of the service at once; yields the ids of those killed."""
+    killed: list[int] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set() and len(killed) < starts:
+            for child in psutil.Process().children():
+                if child.pid not in killed and _is_service(child):
+                    child.kill()
+                    killed.append(child.pid)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        done.set()
+        thread.join()
+
+
+def _is_service(process: psutil.Process) -> bool:
+    try:
+        return _MAIN in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def test_a_service_killed_while_it_starts_is_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with killing(2) as killed:
+        handle = Handle(settings(tmp_path), restarts=3)
+    try:
+        assert len(killed) == 2
+        told = capfd.readouterr().err
+        assert told.count("the rollout service was killed by SIGKILL: starting it again") == 2
+        # later, and twice in a row
+        ended = pytest.raises(RolloutError, match="once more than rollout.vllm.restarts allows")
+        with killing(2) as killed, ended:
+            while True:
+                handle.forget(0)
+        assert len(killed) == 2
+    finally:
+        handle.close()
+
+
+def test_a_service_that_ends_by_itself_is_not_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RolloutError, match="the rollout service ended with 1"):
+        Handle({**settings(tmp_path), "config": None}, restarts=3)
+    assert "starting it again" not in capfd.readouterr().err
