@@ -21,8 +21,9 @@ from aiohttp import web
 
 from gspo_megatron.config.families import FAMILIES, PRESETS
 from gspo_megatron.config.model_shape import shape_of
-from gspo_megatron.rollout.service.client import ModelFacts
-from gspo_megatron.rollout.service.pool import Probe, Weights
+from gspo_megatron.rollout.service.proof import Probe
+from gspo_megatron.rollout.service.server import Weights
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import ModelFacts
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K, LENGTH = 50, 3, 8, 2, 64
 FACTS = ModelFacts(VOCABULARY, LAYERS, EXPERTS, TOP_K, (1, 2))  # layer 0 has no experts

@@ -21,15 +21,11 @@ from aiohttp import web
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import missing_rows
 from gspo_megatron.rollout.service.checks import Abilities, Needs
-from gspo_megatron.rollout.service.client import Client, Response, parse_response
-from gspo_megatron.rollout.service.pool import (
-    Pool,
-    PoolSettings,
-    Probe,
-    Server,
-    compare,
-    connected_session,
-)
+from gspo_megatron.rollout.service.client import Client, connected_session
+from gspo_megatron.rollout.service.pool import Pool
+from gspo_megatron.rollout.service.proof import Probe, compare
+from gspo_megatron.rollout.service.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response, parse_response
 from tests.unit.rollout.double import (
     EXPERTS,
     FACTS,
