@@ -107,6 +107,7 @@ class Double:
         self.sequences = 256  # that it works on at a time
         self.paths = set(_PATHS)  # of those that not every server answers
         self.url = ""
+        self.connections: list[Any] = []
         self.front_faults: dict[str, Fault] = {}  # of the middleware's own routes
 
     @contextlib.asynccontextmanager
@@ -121,10 +122,16 @@ class Double:
             ):
                 yield self
 
+    def hang_up(self) -> None:
+        """End the connections of the middleware's own routes, as a server does that is killed."""
+        for connection in self.connections:
+            connection.abort()
+
     def _counted(self, handler: Any) -> Any:
         async def handle(request: web.Request) -> web.StreamResponse:
             if request.path.startswith("/gspo/"):
                 self.calls[request.path] += 1
+                self.connections.append(request.transport)
                 if request.path in self.front_faults:
                     return await self.front_faults[request.path](request, {})
             return await handler(request)
