@@ -24,7 +24,7 @@ def handler_of(app: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse
             return {"type": "http.disconnect"}
 
         async def send(message: dict[str, Any]) -> None:
-            if left.is_set():
+            if left.is_set() or request.transport is None or request.transport.is_closing():
                 return
             if message["type"] == "http.response.start":
                 response.set_status(message["status"])

@@ -59,8 +59,9 @@ from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
     Answers,
     ModelFacts,
 )
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.asgi import handler_of  # noqa: E402 (it is beside this file, and no part of the package)
+from tools.asgi import handler_of
 
 _LONGEST, _VOCABULARY = 32_768, 40
 _BODIES = 128  # different responses
@@ -219,7 +220,7 @@ def measure(folder: Path, ports: list[int], arguments: argparse.Namespace) -> tu
         try:
             if arguments.profile:
                 profile.runcall(asyncio.run, run())
-                pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+                pstats.Stats(profile).sort_stats("tottime").print_stats(40)
             else:
                 asyncio.run(run())
         finally:

@@ -57,10 +57,10 @@ class Line(Generic[Chosen]):
             self.places -= turn.places
 
     def admit(self, choose: Callable[[int, float, int], tuple[Chosen, int] | None]) -> None:
-        """Let responses go while `choose` finds a server for them: it is given the version that
-        they need, a version whose servers it is to leave alone, because draws before them wait for
-        these, and how many they are. What it raises is raised where they wait. A draw whose version no
-        server has yet keeps no other one waiting."""
+        """Let responses go while `choose` finds a server for them. It is given the version that
+        they need; a version whose servers it is to leave alone, because draws before them wait for
+        these; and how many they are. What it raises is raised where they wait. A draw whose version
+        no server has yet keeps no other one waiting."""
         kept = math.inf
         for key in sorted(self._waiting):
             turns, version = self._waiting[key], key[1]
