@@ -54,7 +54,8 @@ from gspo_megatron.rollout import megatron
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.rows import Responses, Rows
 from gspo_megatron.rollout.service import process
-from gspo_megatron.rollout.service.client import Client, ModelFacts
+from gspo_megatron.rollout.service.client import Client
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import ModelFacts
 
 if TYPE_CHECKING:
     from gspo_megatron.models.build import Policy

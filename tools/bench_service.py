@@ -1,15 +1,20 @@
 """CPU time and memory of the rollout service beside simulated servers.
 
-    python tools/bench_service.py [--servers 64] [--groups 256] [--lengths 2000,6000] [--profile]
+    python tools/bench_service.py [--servers 64] [--groups 256] [--lengths 2000,6000] [--speed 0]
+                                  [--json] [--profile]
 
-The service is real: client, pool, draws, scoring, bank. The servers are one process that answers
-at once, each on a port of its own, with responses of log-normal lengths (median, 90th percentile;
-up to 32,768 tokens) in the form of vLLM's. So many responses are on their way as servers may have.
+The service is real: client, pool, draws, scoring, bank. The servers are one process, each on a port
+of its own: our middleware, as vLLM's servers load it, over an application that answers in vLLM's
+form, with responses of log-normal lengths (median, 90th percentile; up to 32,768 tokens). They
+answer at once, or as if a response had so many tokens a second (`--speed`); with `--json` without
+our middleware. So many responses are on their way as servers may have.
 Printed are the CPU seconds of a response, by thread; the last line has
 
-    responses_per_cpu_second   by the service's thread alone
+    responses_per_cpu_second   by the service's thread alone: requests, answers, draws
     core_percent               of a core that it needs for 1,000 responses/s
-    scoring_percent            the same of the thread that decodes, scores and writes
+    scoring_percent            the same of the main thread: it puts groups together, decodes them,
+                               calls the reward and writes the record
+    process_percent            the same of the whole process, with the kernel's work for it
     peak_mb                    largest memory of the process
 """
 
@@ -23,6 +28,7 @@ import multiprocessing
 import os
 import pstats
 import resource
+import sys
 import tempfile
 import threading
 import time
@@ -41,17 +47,21 @@ from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.service.checks import Needs
-from gspo_megatron.rollout.service.client import Client, ModelFacts
+from gspo_megatron.rollout.service.client import Client, connected_session
 from gspo_megatron.rollout.service.episodes import Draws, Scorers
 from gspo_megatron.rollout.service.main import collect_garbage_less_often
-from gspo_megatron.rollout.service.pool import (
-    Pool,
-    PoolSettings,
-    Probe,
-    Server,
-    Weights,
-    connected_session,
+from gspo_megatron.rollout.service.pool import Pool
+from gspo_megatron.rollout.service.proof import Probe
+from gspo_megatron.rollout.service.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
+    ABOUT,
+    GENERATE,
+    Answers,
+    ModelFacts,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.asgi import handler_of
 
 _LONGEST, _VOCABULARY = 32_768, 40
 _BODIES = 128  # different responses
@@ -82,14 +92,9 @@ def body(lengths: int, rng: np.random.Generator | None) -> bytes:
     return json.dumps(answer, separators=(",", ":")).encode()
 
 
-def serve(servers: int, median: float, ninetieth: float, told: Connection) -> None:
-    """All servers, until the process is ended. Tells their ports, and the mean length."""
-    rng = np.random.default_rng(0)
-    deviation = np.log(ninetieth / median) / _NINETIETH
-    lengths = np.exp(rng.normal(np.log(median), deviation, _BODIES))
-    lengths = np.clip(lengths, 1, _LONGEST).astype(int)
-    bodies, probe = [body(int(n), rng) for n in lengths], body(2, None)
-    paths = ("/inference/v1/generate", "/server_info", "/collective_rpc", "/update_weight_version")
+def simulated(bodies: list[bytes], lengths: list[int], probe: bytes, speed: float) -> Any:
+    """What a vLLM server answers, as an ASGI application."""
+    paths = (GENERATE, "/server_info", "/collective_rpc", "/update_weight_version")
     fixed: dict[str, Any] = {
         "/weight_info": {"weight_version": "0"},
         "/v1/models": {"data": [{"max_model_len": 2 * _LONGEST}]},
@@ -108,22 +113,43 @@ def serve(servers: int, median: float, ninetieth: float, told: Connection) -> No
         },
     }
 
-    async def answer(request: web.Request) -> web.Response:
-        if request.path != "/inference/v1/generate":
-            return web.json_response(fixed.get(request.path, {}))
-        given = await request.json()
-        seed = given["sampling_params"].get("seed")
-        content = probe if seed is None else bodies[seed % _BODIES]
-        return web.Response(body=content, content_type="application/json")
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        content, status = json.dumps(fixed.get(scope["path"], {})).encode(), 200
+        if scope["path"] == GENERATE:
+            seed = json.loads((await receive())["body"])["sampling_params"].get("seed")
+            content = probe if seed is None else bodies[seed % _BODIES]
+            if seed is not None and speed:
+                await asyncio.sleep(lengths[seed % _BODIES] / speed)
+        elif scope["path"] == ABOUT:
+            status = 404  # as a server without our middleware
+        await send({"type": "http.response.start", "status": status, "headers": ()})
+        await send({"type": "http.response.body", "body": content})
+
+    return app
+
+
+def serve(arguments: argparse.Namespace, told: Connection) -> None:
+    """All servers, until the process is ended. Tells their ports, and the mean length."""
+    rng = np.random.default_rng(0)
+    median, ninetieth = map(float, arguments.lengths.split(","))
+    deviation = np.log(ninetieth / median) / _NINETIETH
+    lengths = np.exp(rng.normal(np.log(median), deviation, _BODIES))
+    lengths = np.clip(lengths, 1, _LONGEST).astype(int).tolist()
+    bodies = [body(n, rng) for n in lengths]
 
     async def run() -> None:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", answer)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        for _ in range(servers):
+        ports = []
+        for _ in range(arguments.servers):
+            app = simulated(bodies, lengths, body(2, None), arguments.speed)
+            site = web.Application(client_max_size=1 << 30)
+            site.router.add_route(
+                "*", "/{path:.*}", handler_of(app if arguments.json else Answers(app))
+            )
+            runner = web.AppRunner(site, access_log=None, handler_cancellation=True)
+            await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-        told.send(([address[1] for address in runner.addresses], float(lengths.mean())))
+            ports.append(runner.addresses[0][1])
+        told.send((ports, float(np.mean(lengths))))
         await asyncio.Event().wait()
 
     asyncio.run(run())
@@ -194,7 +220,7 @@ def measure(folder: Path, ports: list[int], arguments: argparse.Namespace) -> tu
         try:
             if arguments.profile:
                 profile.runcall(asyncio.run, run())
-                pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+                pstats.Stats(profile).sort_stats("tottime").print_stats(40)
             else:
                 asyncio.run(run())
         finally:
@@ -214,33 +240,38 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=64)
     parser.add_argument("--groups", type=int, default=256, help=f"of {_PER_PROMPT} responses")
     parser.add_argument("--lengths", default="2000,6000", help="median,90th percentile")
+    parser.add_argument("--speed", type=float, default=0.0, help="tokens/s of a response")
+    parser.add_argument("--json", action="store_true", help="servers without our middleware")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
-    median, ninetieth = map(float, arguments.lengths.split(","))
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(arguments.servers, median, ninetieth, theirs), daemon=True
+        target=serve, args=(arguments, theirs), daemon=True
     )
     process.start()
     ports, mean = ours.recv()
     collect_garbage_less_often()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    before, process_seconds = used.ru_maxrss, used.ru_utime + used.ru_stime
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         start = time.perf_counter()
         service, scoring = measure(Path(folder), ports, arguments)
         wall = time.perf_counter() - start
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    process_seconds = used.ru_utime + used.ru_stime - process_seconds
     process.terminate()
     process.join()
     count = arguments.groups * _PER_PROMPT
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = used.ru_maxrss
     print(f"{count:,} responses of {mean:,.0f} tokens from {len(ports)} servers in {wall:.1f} s")
     each, scored = 1e3 * service / count, 1e3 * scoring / count
     print(f"CPU a response: {each:.2f} ms service, {scored:.2f} ms scoring")
     print(f"memory: {before / 1024:.0f} MB before, {peak / 1024:.0f} MB at most")
     print(
         f"responses_per_cpu_second={count / service:.1f} core_percent={1e5 * service / count:.1f} "
-        f"scoring_percent={1e5 * scoring / count:.1f} peak_mb={peak / 1024:.0f}"
+        f"scoring_percent={1e5 * scoring / count:.1f} "
+        f"process_percent={1e5 * process_seconds / count:.1f} peak_mb={peak / 1024:.0f}"
     )
 
 

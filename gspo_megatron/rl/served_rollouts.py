@@ -44,7 +44,7 @@ from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, read_groups
 from gspo_megatron.rollout.service.episodes import draw_to_json
 from gspo_megatron.rollout.service.handle import Handle
-from gspo_megatron.rollout.service.pool import Probe
+from gspo_megatron.rollout.service.proof import Probe
 from gspo_megatron.rollout.weight_stream import WeightStream, exhaust
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch

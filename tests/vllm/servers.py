@@ -108,9 +108,15 @@ class Server:
 
 
 def run_options(model: Path) -> dict[str, Any]:
-    """Of a server of a Hugging Face folder in fp32, as those that a run starts."""
+    """Of a server of a Hugging Face folder in fp32, as those that a run starts; without a token."""
     needed = needed_arguments(str(model), "float32", routes=True, on_cpu=True)
-    return {**needed, "served_model_name": MODEL, "max_model_len": 2048, "max_num_seqs": 64}
+    return {
+        **needed,
+        "served_model_name": MODEL,
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "middleware": "gspo_vllm_answers.Answers",
+    }
 
 
 @contextlib.contextmanager

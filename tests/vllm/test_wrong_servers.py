@@ -16,8 +16,7 @@ import pytest
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.service.checks import Needs, check_server, tokenized
-from gspo_megatron.rollout.service.client import Client
-from gspo_megatron.rollout.service.pool import connected_session
+from gspo_megatron.rollout.service.client import Client, connected_session
 from gspo_megatron.rollout.service.process import WORKER
 from tests.unit.data.corpora import make_tokenizer
 from tests.vllm.runs import make_run

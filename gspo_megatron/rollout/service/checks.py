@@ -67,6 +67,7 @@ class Abilities:
     workers: int = 0  # processes that hold its weights; 0: more than one engine
     counts_tokens: bool = False  # tells how many tokens each response under way has
     sequences: int = 0  # that it works on at a time; 0: it does not say
+    gives_parts: bool = False  # has our middleware: several responses for one request
 
     @property
     def can_stream(self) -> bool:
@@ -91,6 +92,7 @@ async def check_server(client: Client, needs: Needs, folder: str, *, seconds: fl
             layout.get("worker_extension_cls") == WORKER,
             layout["world_size"] if layout["data_parallel_size"] == 1 else 0,
             sequences=found.get("scheduler_config", {}).get("max_num_seqs", 0),
+            gives_parts=await client.gives_parts(seconds=seconds),
         )
         is_on_cpu = str(found["device_config"]["device"]) == "cpu"
         has_tokenizer = not found["model_config"]["skip_tokenizer_init"]

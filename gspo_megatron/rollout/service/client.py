@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Any
-from zipfile import BadZipFile
+from typing import Any, NoReturn
 
 import aiohttp
-import numpy as np
 from pydantic_core import from_json
+
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
+    ABOUT,
+    FIGURES,
+    FORM,
+    GENERATE,
+    LENGTH,
+    MALFORMED,
+    NOT_AS_VLLM,
+    PARTS,
+    TAKE_BACK,
+    Failure,
+    ModelFacts,
+    Response,
+    parse_metrics,
+    parse_response,
+    part_request,
+    unpack,
+)
 
 MODEL = "policy"  # the name under which started servers serve the model
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"  # of servers that the run has not started
@@ -28,13 +42,11 @@ KEEP = {"mode": "keep", "clear_cache": "false"}
 # They end before it, and the pause lasts as long.
 WAIT = {"mode": "wait", "clear_cache": "true"}
 
-# What reading an answer raises that is not as vLLM gives it. The last three are NumPy's for what is
-# no array.
-_MALFORMED = (LookupError, TypeError, ValueError, OverflowError, EOFError, MemoryError, BadZipFile)
-
 _FLIGHT = re.compile(r"[0-9a-f]{32}")  # in vLLM's name of a request
-
-_METRIC = re.compile(r"^vllm:(\w+?)(?:\{.*\})? ([-+.\deE]+)$", re.MULTILINE)
+_KEPT_SECONDS = 2.0  # for which a connection without a request is kept; vLLM closes it after 5
+_CONNECT_SECONDS = 30.0
+_NO_DEADLINE = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+_BUFFER = 1 << 22  # bytes of an answer that may wait: those of a part come at once
 
 
 class ServerGone(Exception):  # noqa: N818 (not the program's error: the request goes elsewhere)
@@ -45,39 +57,15 @@ class ServerRefused(Exception):  # noqa: N818 (the request is at fault, or the s
     """The server will not do that; asking again, or another one, is of no use."""
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """What responses must fit, as the trainer's model has it."""
-
-    vocab_size: int
-    num_layers: int
-    num_experts: int  # 0: a dense model
-    experts_per_token: int
-    moe_layers: tuple[int, ...]  # numbers of the layers with experts, from 0
-
-
-@dataclass(frozen=True)
-class Response:
-    """One response as a server drew it."""
-
-    token_ids: np.ndarray  # [tokens] int32, with the token that ended it
-    logprobs: np.ndarray  # [tokens] float32, at the sampling temperature
-    truncated: bool  # cut off by the limit of tokens
-    # [prompt + response tokens, layers, k] uint8 or int16, where asked for. All zeros: the server
-    # did not say, or said nonsense. The last token was never fed to the model.
-    routes: np.ndarray | None = None
-    # (name of the weights' version, tokens up to its last one), where the server tells it
-    spans: tuple[tuple[str, int], ...] | None = None
-    versions: np.ndarray | None = None  # [tokens] int32, of the weights that drew them
-
-
 class Client:
     """The HTTP calls of one server. Every call has a deadline, and raises ServerGone or
     ServerRefused."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, token: str | None = None) -> None:
         self.url, self._session = url.rstrip("/"), session
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = {"Content-Type": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
 
     async def generate(
         self,
@@ -85,7 +73,7 @@ class Client:
         sampling: Mapping[str, Any],
         facts: ModelFacts,
         *,
-        seconds: float,
+        seconds: float | None,
         routes: bool,
         name: str | None = None,
         salt: str | None = None,
@@ -96,9 +84,52 @@ class Client:
         given = {"token_ids": list(prompt), "sampling_params": {"logprobs": 0, **sampling}}
         given |= {} if name is None else {"request_id": name}
         given |= {} if salt is None else {"cache_salt": salt}
-        found = await self._call("POST", "/inference/v1/generate", given, seconds=seconds)
+        found = await self._call("POST", GENERATE, given, seconds=seconds)
         with malformed():
             return parse_response(found, len(prompt), facts, routes=routes)
+
+    async def generate_part(
+        self,
+        prompt: Sequence[int],
+        sampling: Mapping[str, Any],
+        names: Sequence[str],
+        seeds: Sequence[Sequence[int] | None],
+        facts: ModelFacts,
+        *,
+        routes: bool,
+        salt: str | None = None,
+    ) -> AsyncIterator[tuple[int, Response]]:
+        """Several responses to one prompt, as each ends, with its number in the part. Only of a
+        server with our middleware; there is no deadline. names, seeds: of each of them, the seeds
+        as numbers for `seed_of`; the other arguments are those of `generate`."""
+        body = part_request(prompt, sampling, names, seeds, facts, routes=routes, salt=salt)
+        async with self._asked("POST", PARTS, body, seconds=None) as answer:
+            if answer.status >= 400:
+                _fail(PARTS, answer.status, (await answer.read()).decode(errors="replace"))
+            while (record := await _record(answer.content)) is not None:
+                with malformed():
+                    outcomes = list(unpack(record, len(prompt), facts, routes=routes))
+                for number, outcome in outcomes:
+                    if isinstance(outcome, Failure):
+                        if not outcome.status:
+                            raise ServerGone(f"{NOT_AS_VLLM}: {outcome.text}")
+                        _fail(GENERATE, outcome.status, outcome.text)
+                    yield number, outcome
+
+    async def take_back(self, names: Sequence[str], *, seconds: float) -> set[str]:
+        """End those of these responses of parts that are still drawn. Returns the names of those
+        that have ended before: their answers are on their way."""
+        found = await self._call("POST", TAKE_BACK, {"names": list(names)}, seconds=seconds)
+        with malformed():
+            return set(found["ended"])
+
+    async def gives_parts(self, *, seconds: float) -> bool:
+        """Whether it has our middleware, in the form that this client speaks."""
+        try:
+            found = await self._call("GET", ABOUT, seconds=seconds)
+        except (ServerGone, ServerRefused):  # it knows no such route, and may say so as it likes
+            return False
+        return isinstance(found, dict) and found.get("form") == FORM
 
     async def load_weights(
         self,
@@ -163,10 +194,14 @@ class Client:
             return str(error)
         return None
 
-    async def figures(self, *, seconds: float) -> dict[str, float]:
-        """vLLM's own metrics, by name without the prefix."""
-        text = await self._call("GET", "/metrics", seconds=seconds, as_text=True)
-        return {name: float(value) for name, value in _METRIC.findall(text)}
+    async def figures(self, *, seconds: float, in_short: bool = False) -> dict[str, float]:
+        """vLLM's own metrics, by name without the prefix. in_short: the few that the pool looks at,
+        picked by our middleware: all of them are 1,000 lines."""
+        if in_short:
+            found = await self._call("GET", FIGURES, seconds=seconds)
+            with malformed():
+                return {name: float(value) for name, value in found.items()}
+        return parse_metrics(await self._call("GET", "/metrics", seconds=seconds, as_text=True))
 
     async def settings(self, *, seconds: float) -> dict[str, Any]:
         """The server's own configuration, and max_model_len of the model it serves."""
@@ -206,41 +241,83 @@ class Client:
         path: str,
         given: Any = None,
         *,
-        seconds: float,
+        seconds: float | None,
         query: Mapping[str, str] | None = None,
         as_text: bool = False,
     ) -> Any:
-        try:
-            async with self._session.request(
-                verb,
-                self.url + path,
-                json={} if given is None and verb == "POST" else given,
-                params=query,
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=seconds),
-            ) as answer:
-                content = await answer.read()
-                told = f"{path}: HTTP {answer.status}"
-                if answer.status >= 400:
-                    told += f": {' '.join(content.decode(errors='replace').split())[:300]}"
-                if answer.status >= 500 and path != "/collective_rpc":
-                    raise ServerGone(told)
-                if answer.status == 401:
-                    raise ServerRefused(
-                        f"{path}: it asks for another token: set {TOKEN_VARIABLE} to the one that "
-                        "it was started with"
-                    )
-                if answer.status >= 400:
-                    raise ServerRefused(told)
-                if as_text or not content:
-                    return content.decode(errors="replace")
+        body = None if verb == "GET" else json.dumps({} if given is None else given).encode()
+        async with self._asked(verb, path, body, seconds=seconds, query=query) as answer:
+            content = await answer.read()
+            if answer.status >= 400:
+                _fail(path, answer.status, content.decode(errors="replace"))
+            if as_text or not content:
+                return content.decode(errors="replace")
+            try:
                 return from_json(content)  # long responses: in a fifth of json's time
+            except ValueError as error:
+                raise ServerGone(f"{path}: the answer is not JSON: {error}") from error
+
+    @contextlib.asynccontextmanager
+    async def _asked(
+        self,
+        verb: str,
+        path: str,
+        body: bytes | None,
+        *,
+        seconds: float | None,
+        query: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer, of which the body is not yet here. What goes wrong with the connection, until
+        the end of the block, raises ServerGone."""
+        asked = {"data": body, "params": query, "headers": self._headers}
+        asked["timeout"] = _NO_DEADLINE if seconds is None else aiohttp.ClientTimeout(seconds)
+        try:
+            try:
+                answer = await self._session.request(verb, self.url + path, **asked)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if isinstance(error, aiohttp.ClientConnectorError):
+                    raise
+                # The server may have closed a connection that was idle, as this request was on its
+                # way. One that is away is not there for a new connection either.
+                answer = await self._session.request(verb, self.url + path, **asked)
+            async with answer:
+                yield answer
         except asyncio.TimeoutError:
-            raise ServerGone(f"{path}: no answer within {seconds:g} s") from None
+            limit = _CONNECT_SECONDS if seconds is None else seconds
+            raise ServerGone(f"{path}: no answer within {limit:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerGone(f"{path}: {error or type(error).__name__}") from error
-        except ValueError as error:
-            raise ServerGone(f"{path}: the answer is not JSON: {error}") from error
+
+
+def connected_session() -> aiohttp.ClientSession:
+    """For the clients of all servers; without a limit of its own on connections. A connection is
+    kept for less time than a server keeps it, so that hardly ever both use and close it at once."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS)
+    return aiohttp.ClientSession(connector=connector, read_bufsize=_BUFFER)
+
+
+def _fail(path: str, status: int, text: str) -> NoReturn:
+    """For an answer that is an error."""
+    told = f"{path}: HTTP {status}: {' '.join(text.split())[:300]}"
+    if status == 401:
+        raise ServerRefused(
+            f"{path}: it asks for another token: set {TOKEN_VARIABLE} to the one that it was "
+            "started with"
+        )
+    if status >= 500 and path != "/collective_rpc":
+        raise ServerGone(told)
+    raise ServerRefused(told)
+
+
+async def _record(content: aiohttp.StreamReader) -> bytes | None:
+    """The next record of a part; None: there is none."""
+    try:
+        (length,) = LENGTH.unpack(await content.readexactly(LENGTH.size))
+        return await content.readexactly(length)
+    except asyncio.IncompleteReadError as error:
+        if error.partial:
+            raise ServerGone(f"{PARTS}: the answer ends within a record") from error
+        return None
 
 
 @contextlib.contextmanager
@@ -248,58 +325,6 @@ def malformed() -> Iterator[None]:
     """An answer of another form than vLLM's."""
     try:
         yield
-    except _MALFORMED as error:
+    except MALFORMED as error:
         told = f"{type(error).__name__}: {error}"
-        raise ServerGone(f"an answer that is not as vLLM gives it: {told}") from error
-
-
-def parse_response(found: Any, prompt_tokens: int, facts: ModelFacts, *, routes: bool) -> Response:
-    """The first choice of an answer of /inference/v1/generate.
-
-    Raises one of _MALFORMED for an answer that is wrong or misses what is needed.
-    """
-    choice = found["choices"][0]
-    ids = np.array(choice["token_ids"], dtype=np.int32)
-    logprobs = np.array([t["logprob"] for t in choice["logprobs"]["content"]], dtype=np.float32)
-    if not len(ids) or len(ids) != len(logprobs):
-        raise ValueError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
-    if ids.min() < 0 or ids.max() >= facts.vocab_size:
-        raise ValueError(f"token ids from {ids.min()} to {ids.max()}, of {facts.vocab_size}")
-    if not (np.isfinite(logprobs).all() and (logprobs <= 0).all()):
-        raise ValueError("log-probs that are above 0 or not finite")
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise ValueError(f"finish_reason {choice['finish_reason']!r}")
-    table = None
-    if routes:
-        table = _parse_routes(choice["routed_experts"], prompt_tokens + len(ids), facts)
-    spans = choice.get("weight_versions")  # from vLLM 0.32 on
-    if spans is not None:
-        spans = tuple((str(each["version"]), int(each["end"])) for each in spans)
-        ends = [end for _, end in spans]
-        if ends != sorted(ends) or ends[-1] != len(ids):
-            raise ValueError(f"versions of the weights up to {ends}, of {len(ids)} tokens")
-    return Response(ids, logprobs, choice["finish_reason"] == "length", table, spans)
-
-
-def no_routes(tokens: int, facts: ModelFacts) -> np.ndarray:
-    """[tokens, layers, k] zeros, in the form of `Response.routes`."""
-    shape = (tokens, facts.num_layers, facts.experts_per_token)
-    return np.zeros(shape, np.uint8 if facts.num_experts <= 256 else np.int16)
-
-
-def _parse_routes(encoded: str, tokens: int, facts: ModelFacts) -> np.ndarray:
-    """[tokens, layers, k]: experts of prompt and response, the last token's void. Tokens whose
-    experts are not k different ones of the model, in any layer with experts, become zeros."""
-    content = base64.b64decode(encoded, validate=True)
-    given = np.load(io.BytesIO(content), allow_pickle=False)
-    shape = (tokens - 1, facts.num_layers, facts.experts_per_token)
-    if given.shape != shape or given.dtype.kind not in "iu":
-        raise ValueError(f"routed experts {list(given.shape)} {given.dtype}, expected {shape}")
-    given = given.astype(np.int64)
-    ordered = np.sort(given, axis=-1)
-    is_sound = (ordered[..., 1:] != ordered[..., :-1]).all(-1)
-    is_sound &= (ordered[..., 0] >= 0) & (ordered[..., -1] < facts.num_experts)
-    table = no_routes(tokens, facts)
-    rows = is_sound[:, list(facts.moe_layers)].all(-1)
-    table[:-1][rows] = given[rows]
-    return table
+        raise ServerGone(f"{NOT_AS_VLLM}: {told}") from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,8 +37,8 @@ from gspo_megatron.rewards.shaping import Shaping
 from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.service.bank import SUFFIX, DrawFile, Group
-from gspo_megatron.rollout.service.client import Response, no_routes
-from gspo_megatron.rollout.service.pool import Pool
+from gspo_megatron.rollout.service.pool import Pool, all_of
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response, no_routes
 from gspo_megatron.types import Prompt, Sample
 
 _T = TypeVar("_T")
@@ -80,28 +81,36 @@ class Scorers:
 
     async def score(
         self,
-        group: Group,
+        make: Callable[[], Group],
         prompt: Prompt,
         then: Callable[[Group], None],
         key: str,
         episodes: Sequence[Episode] = (),
     ) -> None:
-        """Add the group's rewards to its columns, and call `then` with it in the main thread. key:
-        of the prompt's file, which decides the reward; episodes: of the responses, where there are
-        several turns."""
+        """Make a group in the main thread, add the rewards to its columns there, and call `then`
+        with it. key: of the prompt's file, which decides the reward; episodes: of the responses,
+        where there are several turns."""
         scorer = self._of_suites.get(key, self._scorer)
         given = given_rewards(episodes, scorer.section)
-        samples = await self._in_main(lambda: self._samples(group, prompt))
-        if scorer.workers is not None:
-            found = await scorer.score_async(samples, given)
-        else:
-            found = await self._in_main(lambda: scorer.score(samples, given))
 
-        def finish() -> None:
+        def begin() -> tuple[Group, list[Sample]]:
+            group = make()
+            return group, self._samples(group, prompt)
+
+        def finish(group: Group, samples: Sequence[Sample], found: Any) -> None:
             self._add(group, samples, scorer.part_names or (), *found, scorer.take_seconds())
             then(group)
 
-        await self._in_main(finish)
+        def whole() -> None:
+            group, samples = begin()
+            finish(group, samples, scorer.score(samples, given))
+
+        if scorer.workers is None:
+            await self._in_main(whole)
+            return
+        group, samples = await self._in_main(begin)
+        found = await scorer.score_async(samples, given)
+        await self._in_main(lambda: finish(group, samples, found))
 
     async def close(self) -> None:
         """End the workers."""
@@ -111,16 +120,19 @@ class Scorers:
 
     async def _in_main(self, call: Callable[[], _T]) -> _T:
         """The call's result, from the main thread."""
-        future: Future[_T] = Future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[_T] = loop.create_future()
 
         def job() -> None:
             try:
-                future.set_result(call())
+                told = partial(_settle, future, call())
             except Exception as error:  # noqa: BLE001 (raised where it is awaited)
-                future.set_exception(error)
+                told = partial(_settle, future, None, error)
+            with contextlib.suppress(RuntimeError):  # the service has ended
+                loop.call_soon_threadsafe(told)
 
         self._jobs.put(job)
-        return await asyncio.shield(asyncio.wrap_future(future))
+        return await future
 
     def _samples(self, group: Group, prompt: Prompt) -> list[Sample]:
         columns = group.columns
@@ -153,6 +165,15 @@ class Scorers:
             "failed_calls": np.array(failed),
             "reward_seconds": np.array([seconds]),
         }
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None = None) -> None:
+    if future.done():  # nobody waits any more
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 class RunningDraw:
@@ -234,34 +255,28 @@ class Draws:
         draw = running.draw
         prompt = self.prompts[draw.key][draw.rows[number - draw.first]]
         samples = range(number * draw.per_prompt, (number + 1) * draw.per_prompt)
-        drawn = self._response if self.episodes is None else self._episode
-        calls = [asyncio.create_task(drawn(running, prompt, n)) for n in samples]
-        try:
-            responses = await asyncio.gather(*calls)
-        finally:
-            for call in calls:
-                call.cancel()
-        episodes = []
-        if self.episodes is not None:
-            episodes = responses
+        episodes: list[Episode] = []
+        if self.episodes is None:
+            limit = draw.sampling.max_tokens
+            responses = await self._turns(running, samples, Asked(prompt.token_ids, 0, limit))
+        else:
+            episodes = await all_of([self._episode(running, prompt, n) for n in samples])
             responses = [self._response_of(draw, episode) for episode in episodes]
-        columns = group_columns(prompt.token_ids, responses, number, samples)
-        if episodes:
-            columns |= episode_columns(episodes)
-        group, append = Group(number, columns), running.file.append
+
+        def make() -> Group:
+            columns = group_columns(prompt.token_ids, responses, number, samples)
+            responses.clear()  # all of it is in the columns
+            return Group(number, columns | (episode_columns(episodes) if episodes else {}))
+
         running.scoring += 1
         try:
-            await self.scorers.score(group, prompt, append, running.draw.key, episodes)
+            await self.scorers.score(make, prompt, running.file.append, draw.key, episodes)
         finally:
             running.scoring -= 1
 
-    async def _response(self, running: RunningDraw, prompt: Prompt, sample: int) -> Response:
-        limit = running.draw.sampling.max_tokens
-        return await self._turn(running, sample, Asked(prompt.token_ids, 0, limit))
-
     async def _episode(self, running: RunningDraw, prompt: Prompt, sample: int) -> Episode:
         async def write(asked: Asked) -> Written:
-            response = await self._turn(running, sample, asked)
+            [response] = await self._turns(running, [sample], asked)
             return Written(response.token_ids.tolist(), response.truncated, source=response)
 
         assert self.episodes is not None
@@ -283,22 +298,25 @@ class Draws:
             versions=np.full(1, draw.version, np.int32),
         )
 
-    async def _turn(self, running: RunningDraw, sample: int, asked: Asked) -> Response:
-        draw = running.draw
-        sampling = self._sampling(draw, sample, asked)
-        response = await self.pool.generate(asked.token_ids, sampling, draw.version, draw.name)
-        running.tokens += len(response.token_ids)
-        return response
+    async def _turns(
+        self, running: RunningDraw, samples: Sequence[int], asked: Asked
+    ) -> list[Response]:
+        """A turn of each of the samples. Its seed is that of the draw and its numbers."""
+        draw, turn = running.draw, (asked.turn,) if asked.turn else ()
+        seeds = [(draw.seed, sample, *turn) for sample in samples]
+        sampling = self._sampling(draw, asked)
+        responses = await self.pool.generate_all(
+            asked.token_ids, sampling, seeds, draw.version, draw.name
+        )
+        running.tokens += sum(len(each.token_ids) for each in responses)
+        return responses
 
-    def _sampling(self, draw: Draw, sample: int, asked: Asked) -> dict[str, Any]:
-        """vLLM's SamplingParams of a turn, whose seed is that of the draw and its numbers."""
+    def _sampling(self, draw: Draw, asked: Asked) -> dict[str, Any]:
+        """vLLM's SamplingParams of a turn, without the seed."""
         room = self.pool.settings.needs.max_model_len - len(asked.token_ids)
-        numbers = (draw.seed, sample, asked.turn) if asked.turn else (draw.seed, sample)
-        seed = np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]
         return {
             "temperature": draw.sampling.temperature,
             "max_tokens": min(asked.max_tokens, room),
-            "seed": int(seed >> np.uint64(1)),
             # of a suite: a step's are off, see config/rules.py
             "top_p": draw.sampling.top_p,
             "top_k": draw.sampling.top_k,

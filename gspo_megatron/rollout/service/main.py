@@ -33,16 +33,9 @@ from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.errors import UserError
 from gspo_megatron.rollout.service.bank import FOLDER, forget
 from gspo_megatron.rollout.service.checks import Needs, tokenized
-from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client, ModelFacts
+from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client, connected_session
 from gspo_megatron.rollout.service.episodes import Draws, Scorers, draw_from_json
-from gspo_megatron.rollout.service.pool import (
-    Pool,
-    PoolSettings,
-    Probe,
-    Server,
-    Weights,
-    connected_session,
-)
+from gspo_megatron.rollout.service.pool import Pool
 from gspo_megatron.rollout.service.process import (
     ServerProcess,
     common_environment,
@@ -50,8 +43,11 @@ from gspo_megatron.rollout.service.process import (
     needed_arguments,
     server_words,
 )
+from gspo_megatron.rollout.service.proof import Probe
 from gspo_megatron.rollout.service.remote import FOLDER as SERVERS
 from gspo_megatron.rollout.service.remote import Node, Nodes, RemoteProcess, server_log
+from gspo_megatron.rollout.service.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import ModelFacts
 
 LONGEST_WAIT = 5.0  # seconds for which a question of rank 0 may be held until there is news
 

@@ -1,12 +1,14 @@
-"""Which request goes next, how many a server has at a time, and how long it has any."""
+"""Which responses go next, how many a server has at a time, and how long it has any."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 MOST_REQUESTS = 512  # on their way to one server: its scheduler likes a queue
@@ -18,39 +20,78 @@ _FULL, _FILLING = 0.97, 0.85  # shares of the cache
 Chosen = TypeVar("Chosen")
 
 
+@dataclass(eq=False)
+class Turn(Generic[Chosen]):
+    """So many responses that wait for places. `granted` gets (server, places) of one or more
+    servers, for at least one and at most so many in all."""
+
+    key: tuple[str, int]
+    places: int
+    granted: asyncio.Future[list[tuple[Chosen, int]]]
+    is_waiting: bool = True
+
+
 class Line(Generic[Chosen]):
-    """Requests that wait for a server. Those of an earlier draw go first, in their order."""
+    """Responses that wait for a server. Those of an earlier draw go first, in their order."""
 
     def __init__(self) -> None:
         # by draw and the version of the weights that it needs
-        self._waiting: dict[tuple[str, int], deque[asyncio.Future[Chosen]]] = {}
+        self._waiting: dict[tuple[str, int], deque[Turn[Chosen]]] = {}
+        self.places = 0  # that are waited for
 
-    def join(self, draw: str, version: int) -> asyncio.Future[Chosen]:
-        """Draws go in the order of their names."""
-        turn: asyncio.Future[Chosen] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault((draw, version), deque()).append(turn)
+    def join(self, draw: str, version: int, places: int, *, first: bool = False) -> Turn[Chosen]:
+        """Draws go in the order of their names. first: of those of its draw."""
+        granted: asyncio.Future[list[tuple[Chosen, int]]]
+        granted = asyncio.get_running_loop().create_future()
+        turn = Turn((draw, version), places, granted)
+        turns = self._waiting.setdefault(turn.key, deque())
+        turns.appendleft(turn) if first else turns.append(turn)
+        self.places += places
         return turn
 
-    def admit(self, choose: Callable[[int], Chosen | None]) -> None:
-        """Let requests go while `choose`, of the version that they need, finds a server. What it
-        raises is raised where the requests wait. A draw whose version no server has yet keeps no
-        other one waiting."""
+    def leave(self, turn: Turn[Chosen]) -> None:
+        """It waits no more, if it still did."""
+        if turn.is_waiting:
+            turn.is_waiting = False
+            self._waiting[turn.key].remove(turn)
+            self.places -= turn.places
+
+    def admit(self, choose: Callable[[int, float, int], tuple[Chosen, int] | None]) -> None:
+        """Let responses go while `choose` finds a server for them. It is given the version that
+        they need; a version whose servers it is to leave alone, because draws before them wait for
+        these; and how many they are. What it raises is raised where they wait. A draw whose version
+        no server has yet keeps no other one waiting."""
+        kept = math.inf
         for key in sorted(self._waiting):
-            turns = self._waiting[key]
-            while turns:
-                if turns[0].done():  # cancelled
-                    turns.popleft()
-                    continue
-                try:
-                    chosen = choose(key[1])
-                except Exception as error:  # noqa: BLE001 (raised where it is awaited)
-                    turns.popleft().set_exception(error)
-                    continue
-                if chosen is None:
-                    break
-                turns.popleft().set_result(chosen)
-            if not turns:
+            turns, version = self._waiting[key], key[1]
+            while turns and self._grant(turns, partial(choose, version, kept)):
+                pass
+            if turns:
+                kept = min(kept, version)
+            else:
                 del self._waiting[key]
+
+    def _grant(
+        self, turns: deque[Turn[Chosen]], choose: Callable[[int], tuple[Chosen, int] | None]
+    ) -> bool:
+        """What there is for the first one; whether that was anything."""
+        turn, granted = turns[0], []
+        if turn.granted.done():  # cancelled
+            self.leave(turn)
+            return True
+        try:
+            left = turn.places
+            while left and (found := choose(left)) is not None:
+                granted.append(found)
+                left -= found[1]
+        except Exception as error:  # noqa: BLE001 (raised where it is awaited)
+            self.leave(turn)
+            turn.granted.set_exception(error)
+            return True
+        if granted:
+            self.leave(turn)
+            turn.granted.set_result(granted)
+        return bool(granted)
 
 
 class Window:

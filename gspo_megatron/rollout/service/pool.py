@@ -10,116 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import aiohttp
-import numpy as np
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.service.checks import Abilities, Needs, check_server
-from gspo_megatron.rollout.service.client import (
-    KEEP,
-    RECOMPUTE,
-    WAIT,
-    Client,
-    ModelFacts,
-    Response,
-    ServerGone,
-    ServerRefused,
+from gspo_megatron.rollout.service.checks import check_server
+from gspo_megatron.rollout.service.client import KEEP, RECOMPUTE, WAIT, ServerGone, ServerRefused
+from gspo_megatron.rollout.service.flight import split
+from gspo_megatron.rollout.service.pacing import MOST_REQUESTS, Line, Window
+from gspo_megatron.rollout.service.parts import Part, Seed, Wanted
+from gspo_megatron.rollout.service.proof import (
+    NOT_THE_WEIGHTS,
+    Probe,
+    compare,
+    describe_families,
+    suspect_families,
 )
-from gspo_megatron.rollout.service.flight import Flight, split, versions_of
-from gspo_megatron.rollout.service.pacing import MOST_REQUESTS, Clock, Line, Window
-from gspo_megatron.rollout.service.process import ServerProcess
-from gspo_megatron.rollout.service.proof import describe_families, suspect_families
-from gspo_megatron.rollout.service.remote import RemoteProcess
+from gspo_megatron.rollout.service.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response
 
 _LOOK_SECONDS = 1.0  # between two looks at a server
 _CALL_SECONDS = 10.0  # for calls that need no work of the engine
 _MOMENT = 0.3  # seconds: a process loses its connections before it has ended
-_OUTLIERS = 8  # one response in so many may differ
-_NOT_THE_WEIGHTS = "does not have the trainer's weights"
+_WORTH = 16  # a request is worth its price for a sixteenth of a server's places
 
-Process = ServerProcess | RemoteProcess
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What servers with the same weights as the trainer answer."""
-
-    prompts: list[list[int]]  # token ids
-    tokens: list[list[int]]  # of the greedy responses
-    logprobs: list[list[float]]  # of these tokens, at temperature 1
-    largest: float  # tolerance of a single log-prob
-    mean: float  # tolerance of the mean absolute difference of a response's
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A version of the policy's weights on its way to the servers."""
-
-    version: int  # steps that the policy has made
-    folder: str | None  # Hugging Face folder; None: not written until a server asks for it
-    probe: Probe | None = None  # None: the trainer still computes it
-    stream: Mapping[str, Any] | None = None  # WeightStream.plan: rank 0 sends them
-
-
-@dataclass(frozen=True)
-class PoolSettings:
-    """Of the run, for all servers."""
-
-    facts: ModelFacts
-    needs: Needs
-    restarts: int
-    update_seconds: float
-    silence_seconds: float
-    max_staleness: int = 0  # above 0, new weights come while responses are under way
-    keeps_kv: bool = False  # and these go on with what the old weights made of their tokens
-
-
-@dataclass(eq=False)
-class Server:
-    """One server, as the service sees it."""
-
-    name: str  # for messages and logs
-    client: Client
-    start: Callable[[str], Process] | None = None  # of a folder of weights; None: not ours
-    process: Process | None = None
-    version: int | None = None  # proven; None: it serves nothing
-    why_out: str | None = "has not started yet"
-    proven: int = -1  # the newest version that it had and proved
-    tells_versions: bool = False  # which weights drew which tokens
-    in_flight: set[Flight] = field(default_factory=set)
-    expected: int = 0  # requests that are about to be sent to it
-    window: Window = field(default_factory=Window)
-    busy: Clock = field(default_factory=Clock)  # with requests
-    working: Clock = field(default_factory=Clock)  # with requests or new weights
-    restarts: int = 0
-    abilities: Abilities = field(default_factory=Abilities)
-    receives: str | None = None  # while rank 0 sends it weights: their group's key
-    wants_folders: bool = False  # because rank 0 failed to send it weights
-    tokens: float = 0.0  # drawn so far, by its own count
-    kv_usage: float = 0.0  # share of its cache in use
-    heard: float = 0.0  # when it last answered or drew a token
-    load_seconds: float = 0.0  # of its newest weights: it stood still
-    proof_seconds: float = 0.0
-    tending: asyncio.Task[None] | None = None  # its start or restart
-
-    @property
-    def serves(self) -> bool:
-        return self.version is not None
-
-    @property
-    def load(self) -> int:
-        """Requests that it has, or gets in a moment."""
-        return len(self.in_flight) + self.expected
-
-    @property
-    def can_stream(self) -> bool:
-        return self.abilities.can_stream and not self.wants_folders
+_T = TypeVar("_T")
 
 
 class Pool:
@@ -132,6 +51,8 @@ class Pool:
         self.wants_folder = False  # a server starts again, and its weights are in no folder
         self.began = time.time()
         self._line: Line[Server] = Line()
+        self._admits_soon = False
+        self._level = 0  # responses of each server, once all that wait have gone
         self._changed = asyncio.Condition()  # a server has begun or ceased to serve
         self._watcher: asyncio.Task[None] | None = None
 
@@ -189,7 +110,7 @@ class Pool:
         """Something has changed. Whether a server may come back is known a moment later."""
         async with self._changed:
             self._changed.notify_all()
-        asyncio.get_running_loop().call_soon(self._admit)
+        self._admit_soon()
 
     async def _probe_of(self, version: int) -> Probe | None:
         """Of these weights; waits for it. None: there are newer ones by now."""
@@ -313,7 +234,13 @@ class Pool:
         elif server.tells_versions:
             counts = dict.fromkeys((each.name for each in flights), 0)  # the answer says them
         yield
-        split(flights, counts, version)
+        unknown = [f.name for f in flights if f.response is None and f.name not in counts]
+        ended: set[str] = set()
+        if unknown and server.abilities.gives_parts:
+            # else: no answer says which of them have ended, and all of them are taken back
+            with contextlib.suppress(ServerGone, ServerRefused):
+                ended = await server.client.take_back(unknown, seconds=seconds)
+        split(flights, counts, version, ended)
 
     async def _prove(self, server: Server, weights: Weights, *, at_start: bool = False) -> bool:
         """Let the server serve if it has these weights. False: there are newer ones, and nobody
@@ -344,7 +271,7 @@ class Pool:
         if server.abilities.is_extended and (at_start or problem is not None):
             suspects = await self._suspects(server, weights.folder)
             if suspects:
-                problem = f"{problem or _NOT_THE_WEIGHTS}; not as in the folder: {suspects}"
+                problem = f"{problem or NOT_THE_WEIGHTS}; not as in the folder: {suspects}"
             elif problem is not None:
                 problem += (
                     "; its tensors have the folder's sums, so suspect are the kernels' own copies "
@@ -391,76 +318,146 @@ class Pool:
         while it is drawn, from whichever server has the fewest requests. Those of a draw whose name
         sorts before others are sent first. Raises RolloutError where no server is left, or where
         all refuse the request."""
-        routes = self.settings.needs.with_routes and sampling["temperature"] > 0
-        while True:
-            server = await self._turn(draw, version)
-            if server.version is None or server.version < version:
-                continue  # it has ceased to serve in between
-            flight = Flight(server.version)
-            call = flight.call = asyncio.create_task(
-                server.client.generate(
-                    prompt,
-                    sampling,
-                    self.settings.facts,
-                    seconds=1e9,
-                    routes=routes,
-                    name=flight.name,
-                    salt=self._salt(server.version),
-                )
-            )
-            self._depart(server, flight)
-            try:
-                await asyncio.wait([call])
-                if not call.cancelled():  # by `_put_out`, or because it is taken back
-                    server.heard, response = time.monotonic(), call.result()
-                    if await self._has_proven(server, flight.version):
-                        return replace(response, versions=_versions(response, flight))
-            except ServerRefused as error:
-                raise RolloutError(f"{server.name} refuses a request: {error}") from error
-            except ServerGone as error:
-                await self._lose(server, str(error))
-            finally:
-                call.cancel()
-                self._arrive(server, flight)
-            self.resubmitted += not flight.is_taken_back
+        [response] = await self.generate_all(prompt, sampling, [None], version, draw)
+        return response
+
+    async def generate_all(
+        self,
+        prompt: Sequence[int],
+        sampling: Mapping[str, Any],
+        seeds: Sequence[Seed],
+        version: int,
+        draw: str = "",
+    ) -> list[Response]:
+        """The same, a response for each of the seeds."""
+        settings = self.settings
+        routes = settings.needs.with_routes and sampling["temperature"] > 0
+        wanted = Wanted(prompt, sampling, version, draw, routes, settings.facts)
+        return await self._drawn(wanted, seeds)
+
+    async def _drawn(
+        self, wanted: Wanted, seeds: Sequence[Seed], *, first: bool = False
+    ) -> list[Response]:
+        """Sent as places are found, in parts. first: before others of its draw."""
+        parts: list[Part] = []
+        rest = seeds
+        try:
+            for server, places in await self._turn(wanted, len(seeds), first=first):
+                parts.append(self._send(server, wanted, rest[:places]))
+                rest = rest[places:]
+            works = [self._whole(part) for part in parts]
+            if rest:
+                works.append(self._drawn(wanted, rest, first=True))
+            return list(itertools.chain(*await all_of(works)))
+        finally:
+            for part in parts:
+                part.leave()
+
+    def _send(self, server: Server, wanted: Wanted, seeds: Sequence[Seed]) -> Part:
+        def draw_again(seed: Seed) -> asyncio.Task[list[Response]]:
+            return asyncio.create_task(self._drawn(wanted, [seed], first=True))
+
+        wanted_here = replace(wanted, salt=self._salt(server.version))
+        return Part(server, wanted_here, seeds, draw_again, self._admit_soon)
+
+    async def _whole(self, part: Part) -> list[Response]:
+        """All responses of a part. Those that its server does not give are drawn again."""
+        server = part.server
+        await asyncio.wait([part.call])
+        try:
+            if not part.call.cancelled():  # by `_put_out`, or because all are taken back
+                part.call.result()
+        except ServerRefused as error:
+            raise RolloutError(f"{server.name} refuses a request: {error}") from error
+        except ServerGone as error:
+            await self._lose(server, str(error))
+        part.land()
+        await self._has_proven(server, part.newest())
+        missing, found = part.missing(), {}
+        self.resubmitted += len(missing)
+        if missing:
+            again = await self._drawn(part.wanted, [part.seeds[n] for n in missing], first=True)
+            found = dict(zip(missing, again, strict=True))
+        for number, task in part.again.items():
+            [found[number]] = await task
+        return [found.get(n) or each.response for n, each in enumerate(part.flights)]
 
     def _salt(self, version: int) -> str | None:
         """What a server remembers of prompts is forgotten with each version, unless responses
         under way hold on to it: then prompts of the next version are told apart."""
         return str(version) if self.settings.keeps_kv else None
 
-    async def _has_proven(self, server: Server, version: int) -> bool:
-        """Whether it proves these weights, or later ones; waits for that."""
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: server.proven >= version or server.why_out is not None
-            )
-        return server.proven >= version
+    async def _has_proven(self, server: Server, version: int) -> None:
+        """Wait until it has proven these weights, or later ones, or is out."""
+        if server.proven < version:
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda: server.proven >= version or server.why_out is not None
+                )
 
-    async def _turn(self, draw: str, version: int) -> Server:
-        """Wait in the line; the server that the request is to go to."""
-        turn = self._line.join(draw, version)
-        self._admit()
-        try:
-            return await turn
-        finally:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                turn.result().expected -= 1  # it is sent without a pause now, or never
+    async def _turn(self, wanted: Wanted, places: int, *, first: bool) -> list[tuple[Server, int]]:
+        """Wait in the line; which servers have room for how many of the responses. All of them
+        serve now: to be used at once."""
+        while True:
+            turn = self._line.join(wanted.draw, wanted.version, places, first=first)
+            self._admit_soon()
+            try:
+                granted = await turn.granted
+            finally:
+                self._line.leave(turn)
+                is_granted = turn.granted.done() and not turn.granted.cancelled()
+                if is_granted and turn.granted.exception() is None:
+                    for server, count in turn.granted.result():
+                        server.expected -= count  # it is sent without a pause now, or never
+            serving = [
+                (server, count)
+                for server, count in granted
+                # it may have ceased to serve in between
+                if server.version is not None and server.version >= wanted.version
+            ]
+            if serving:
+                return serving
+
+    def _admit_soon(self) -> None:
+        """Once for all that happens in this turn of the event loop."""
+        if self._line.places and not self._admits_soon:
+            self._admits_soon = True
+            asyncio.get_running_loop().call_soon(self._admit)
 
     def _admit(self) -> None:
         """Send what has room somewhere."""
-        self._line.admit(self._choose)
+        self._admits_soon = False
+        if self._line.places:
+            serving = [each for each in self.servers if each.version is not None]
+            loads = sum(each.load for each in serving) + self._line.places
+            self._level = -(-loads // max(1, len(serving)))
+            self._line.admit(self._choose)
 
-    def _choose(self, version: int) -> Server | None:
-        """The server with the fewest requests of those with room; None: wait for one."""
-        able = [s for s in self.servers if s.version is not None and s.version >= version]
-        if not able and not any(self._may_come_back(s) for s in self.servers):
-            raise RolloutError("no server is left:\n" + "\n".join(self.problems()))
-        free = [each for each in able if each.load < each.window.size]
-        chosen = min(free, key=lambda each: each.load, default=None)
-        if chosen is not None:
-            chosen.expected += 1
-        return chosen
+    def _choose(self, version: int, kept: float, wanted: int) -> tuple[Server, int] | None:
+        """The server with the fewest requests of those with room, and for how many of the responses
+        that are wanted; None: wait. A server takes its share of all that waits, and a part as a
+        whole or as large as to be worth a request. Servers of the version `kept` are left alone."""
+        chosen, chosen_load, is_any_able = None, 0, False
+        for server in self.servers:
+            if server.version is None or server.version < version:
+                continue
+            is_any_able = True
+            if server.version >= kept:
+                continue
+            load, size = server.load, server.window.size
+            few = min(wanted, max(1, size // _WORTH)) if server.abilities.gives_parts else 1
+            if load + few <= size and (chosen is None or load < chosen_load):
+                chosen, chosen_load = server, load
+        if chosen is None:
+            if not is_any_able and not any(self._may_come_back(each) for each in self.servers):
+                raise RolloutError("no server is left:\n" + "\n".join(self.problems()))
+            return None
+        places = 1
+        if chosen.abilities.gives_parts:
+            room = chosen.window.size - chosen_load
+            places = min(wanted, room, max(1, self._level - chosen_load))
+        chosen.expected += places
+        return chosen, places
 
     def _most(self, server: Server) -> int:
         """How many requests may be on their way to it. Where new weights come in between, none
@@ -468,18 +465,6 @@ class Pool:
         if not self.settings.max_staleness or not server.abilities.sequences:
             return MOST_REQUESTS
         return min(MOST_REQUESTS, max(1, server.abilities.sequences - 1))
-
-    @staticmethod
-    def _depart(server: Server, flight: Flight) -> None:
-        server.in_flight.add(flight)
-        server.busy.begin()
-        server.working.begin()
-
-    def _arrive(self, server: Server, flight: Flight) -> None:
-        server.in_flight.discard(flight)
-        server.busy.end()
-        server.working.end()
-        self._admit()
 
     @staticmethod
     def _may_come_back(server: Server) -> bool:
@@ -501,9 +486,9 @@ class Pool:
     async def _put_out(self, server: Server, why: str) -> None:
         """Send it nothing any more, and what it had to others."""
         server.version = server.receives = None
-        for flight in tuple(server.in_flight):
-            assert flight.call is not None
-            flight.call.cancel()
+        for call in {flight.call for flight in server.in_flight}:
+            assert call is not None
+            call.cancel()
         await asyncio.sleep(_MOMENT)
         server.why_out = (server.process and server.process.has_ended()) or why
         if server.process is not None:
@@ -526,7 +511,7 @@ class Pool:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             await asyncio.gather(*(self._look(each) for each in self.servers if each.serves))
-            self._admit()
+            self._admit_soon()
 
     async def _look(self, server: Server) -> None:
         ended = server.process and server.process.has_ended()
@@ -534,7 +519,9 @@ class Pool:
             await self._lose(server, ended)
             return
         with contextlib.suppress(ServerGone, ServerRefused):
-            found = await server.client.figures(seconds=_CALL_SECONDS)
+            found = await server.client.figures(
+                seconds=_CALL_SECONDS, in_short=server.abilities.gives_parts
+            )
             tokens = found.get("generation_tokens_total", 0.0)
             if tokens != server.tokens or not found.get("num_requests_running", 0.0):
                 server.heard = time.monotonic()
@@ -545,50 +532,20 @@ class Pool:
             await self._lose(server, f"has not answered or drawn a token for {silent:.0f} s")
 
 
-def _versions(response: Response, flight: Flight) -> np.ndarray:
-    """[tokens] int32: of the weights that drew them, from the server where it tells them."""
-    count = len(response.token_ids)
-    if response.spans is None:
-        return flight.versions(count)
-    # a server that has had no update has a word of its own for the weights that it started with
-    spans = [(int(n) if n.isdecimal() else flight.first_version, end) for n, end in response.spans]
-    return versions_of(spans, count)
-
-
 async def _after(before: asyncio.Task[None] | None, then: Coroutine[Any, Any, None]) -> None:
     if before is not None:
         await asyncio.wait([before])
     await then
 
 
-def compare(probe: Probe, responses: Sequence[Response]) -> str | None:
-    """How greedy responses differ from the trainer's, in words; None where they do not.
-
-    Greedy decoding takes the likeliest token, so the log-probs agree up to the first token that
-    differs, and there too: two tokens that are as likely as each other may be told apart by
-    rounding. So may two experts, which moves the log-probs of one response; wrong weights move
-    nearly all of them, and an old prefix cache those of all long prompts. So one in eight may
-    differ.
-    """
-    differences = []
-    for tokens, logprobs, response in zip(probe.tokens, probe.logprobs, responses, strict=True):
-        same = np.array(tokens) == response.token_ids
-        end = len(same) if same.all() else int(same.argmin()) + 1
-        differences.append(np.abs(np.array(logprobs) - response.logprobs)[:end])
-    largest = max(each.max() for each in differences)
-    wrong = sum(each.mean() > probe.mean for each in differences)
-    allowed = len(differences) // _OUTLIERS
-    if wrong <= allowed and largest <= probe.largest:
-        return None
-    return (
-        f"{_NOT_THE_WEIGHTS}: log-probs of {wrong} of {len(differences)} responses differ by more "
-        f"than {probe.mean:g} on average, the largest by {largest:.2g}; legal: {allowed}, and "
-        f"{probe.largest:g}"
-    )
-
-
-def connected_session() -> aiohttp.ClientSession:
-    """For the clients of all servers; without a limit of its own on connections. A request has a
-    connection of its own: vLLM closes one that was idle for 5 s, and a request that is sent at this
-    moment is lost as if the server had died."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+async def all_of(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Their results. Where one fails, or this is cancelled, the others are cancelled."""
+    works = list(works)
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

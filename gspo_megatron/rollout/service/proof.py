@@ -10,6 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response
 
 # [elements, sum, sum of squares] of each family of tensors: GspoWorker.weight_sums
 Sums = Mapping[str, Sequence[float]]
@@ -17,6 +22,45 @@ Sums = Mapping[str, Sequence[float]]
 _TOLERANCE = 1e-12  # of sums in float64: their order differs
 _PADDED = ("embedding", "output layer")  # vLLM adds rows of zeros
 _SHOWN = 6
+_OUTLIERS = 8  # one response in so many may differ
+NOT_THE_WEIGHTS = "does not have the trainer's weights"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What servers with the same weights as the trainer answer."""
+
+    prompts: list[list[int]]  # token ids
+    tokens: list[list[int]]  # of the greedy responses
+    logprobs: list[list[float]]  # of these tokens, at temperature 1
+    largest: float  # tolerance of a single log-prob
+    mean: float  # tolerance of the mean absolute difference of a response's
+
+
+def compare(probe: Probe, responses: Sequence[Response]) -> str | None:
+    """How greedy responses differ from the trainer's, in words; None where they do not.
+
+    Greedy decoding takes the likeliest token, so the log-probs agree up to the first token that
+    differs, and there too: two tokens that are as likely as each other may be told apart by
+    rounding. So may two experts, which moves the log-probs of one response; wrong weights move
+    nearly all of them, and an old prefix cache those of all long prompts. So one in eight may
+    differ.
+    """
+    differences = []
+    for tokens, logprobs, response in zip(probe.tokens, probe.logprobs, responses, strict=True):
+        same = np.array(tokens) == response.token_ids
+        end = len(same) if same.all() else int(same.argmin()) + 1
+        differences.append(np.abs(np.array(logprobs) - response.logprobs)[:end])
+    largest = max(each.max() for each in differences)
+    wrong = sum(each.mean() > probe.mean for each in differences)
+    allowed = len(differences) // _OUTLIERS
+    if wrong <= allowed and largest <= probe.largest:
+        return None
+    return (
+        f"{NOT_THE_WEIGHTS}: log-probs of {wrong} of {len(differences)} responses differ by more "
+        f"than {probe.mean:g} on average, the largest by {largest:.2g}; legal: {allowed}, and "
+        f"{probe.largest:g}"
+    )
 
 
 def suspect_families(workers: Sequence[Sums], folder: Sums) -> list[str]:

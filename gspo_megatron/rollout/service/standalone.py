@@ -14,8 +14,7 @@ from typing import Any
 from gspo_megatron.config.families import preset_of_folder
 from gspo_megatron.config.model_shape import shape_of
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client
-from gspo_megatron.rollout.service.pool import connected_session
+from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client, connected_session
 from gspo_megatron.rollout.service.process import (
     ServerProcess,
     common_environment,

@@ -3,8 +3,8 @@
 A server loads it with `--worker-extension-cls gspo_vllm_worker.GspoWorker` and `--middleware
 gspo_vllm_worker.TokenGuard`, and this folder is on its PYTHONPATH. The server has an environment of
 its own, without gspo_megatron and what that needs: so nothing here imports gspo_megatron. This
-folder is no package and holds nothing else, so that no other module of ours can hide one of the
-server's.
+folder is no package and holds nothing but modules named gspo_vllm_*, so that none of ours can hide
+one of the server's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gspo_vllm_answers import Answers
 from safetensors import safe_open
 
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"
@@ -203,10 +204,10 @@ def family_of(name: str) -> str:
 class TokenGuard:
     """Answers 401 to all who do not send the token in GSPO_SERVER_TOKEN, except for /health; to
     everybody where the variable is not set. The routes for new weights run code that they are told
-    to run."""
+    to run. Behind it are the routes of `Answers`, too."""
 
     def __init__(self, app: Any) -> None:
-        self._app = app
+        self._app = Answers(app)
         token = os.environ.get(TOKEN_VARIABLE)
         self._expected = f"Bearer {token}".encode() if token else None
 

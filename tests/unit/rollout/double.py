@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from aiohttp import web
+from aiohttp import ClientSession, TCPConnector, web
 
 from gspo_megatron.config.families import FAMILIES, PRESETS
 from gspo_megatron.config.model_shape import shape_of
-from gspo_megatron.rollout.service.client import ModelFacts
-from gspo_megatron.rollout.service.pool import Probe, Weights
+from gspo_megatron.rollout.service.proof import Probe
+from gspo_megatron.rollout.service.server import Weights
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Answers, ModelFacts
+from tools.asgi import handler_of
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K, LENGTH = 50, 3, 8, 2, 64
 FACTS = ModelFacts(VOCABULARY, LAYERS, EXPERTS, TOP_K, (1, 2))  # layer 0 has no experts
@@ -82,6 +84,8 @@ def _version(folder: str) -> str:
 class Double:
     """One server. faults: by path; they may change while it runs."""
 
+    gives_parts = False  # the real middleware is in front of it
+
     def __init__(self) -> None:
         self.faults: dict[str, Fault] = {}
         self.calls: Counter[str] = Counter()
@@ -103,20 +107,36 @@ class Double:
         self.sequences = 256  # that it works on at a time
         self.paths = set(_PATHS)  # of those that not every server answers
         self.url = ""
+        self.connections: list[Any] = []
+        self.front_faults: dict[str, Fault] = {}  # of the middleware's own routes
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[Double]:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
-            yield self
-        finally:
-            await runner.cleanup()
+        async with _site(self._handle) as self.url:
+            if not self.gives_parts:
+                yield self
+                return
+            async with (
+                ClientSession(connector=TCPConnector(limit=0, force_close=True)) as session,
+                _site(self._counted(handler_of(Answers(_forward(session, self.url))))) as self.url,
+            ):
+                yield self
+
+    def hang_up(self) -> None:
+        """End the connections of the middleware's own routes, as a server does that is killed."""
+        for connection in self.connections:
+            connection.abort()
+
+    def _counted(self, handler: Any) -> Any:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if request.path.startswith("/gspo/"):
+                self.calls[request.path] += 1
+                self.connections.append(request.transport)
+                if request.path in self.front_faults:
+                    return await self.front_faults[request.path](request, {})
+            return await handler(request)
+
+        return handle
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
@@ -178,6 +198,47 @@ class Double:
             "routed_experts": encoded(experts([*prompt, *tokens][:-1])),
         }
         return {"choices": [choice]}
+
+
+@contextlib.asynccontextmanager
+async def _site(handler: Any) -> AsyncIterator[str]:
+    """The url of a server."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def _forward(session: ClientSession, url: str) -> Any:
+    """An ASGI application that another server answers for; a client that leaves one leaves both."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"]
+
+        async def ask() -> None:
+            query = scope["query_string"].decode()
+            async with session.request(
+                scope["method"], f"{url}{scope['path']}?{query}", data=body
+            ) as answer:
+                content = await answer.read()
+                head = {"type": "http.response.start", "status": answer.status, "headers": ()}
+                await send(head)
+                await send({"type": "http.response.body", "body": content})
+
+        asking = asyncio.create_task(ask())
+        leaving = asyncio.create_task(receive())
+        await asyncio.wait([asking, leaving], return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if asking.done():
+            asking.result()
+        asking.cancel()
+
+    return app
 
 
 _PATHS = {"/inference/v1/generate", "/server_info", "/collective_rpc", "/update_weight_version"}

@@ -26,9 +26,10 @@ from gspo_megatron.rl.served_rollouts import origin_of_rollouts
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.service.bank import read_groups
 from gspo_megatron.rollout.service.checks import Needs
-from gspo_megatron.rollout.service.client import Client
+from gspo_megatron.rollout.service.client import Client, connected_session
 from gspo_megatron.rollout.service.episodes import Draws, Scorers
-from gspo_megatron.rollout.service.pool import Pool, PoolSettings, Server, connected_session
+from gspo_megatron.rollout.service.pool import Pool
+from gspo_megatron.rollout.service.server import PoolSettings, Server
 from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
 
 DRAW = Draw(

@@ -21,14 +21,15 @@ from aiohttp import web
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import missing_rows
 from gspo_megatron.rollout.service.checks import Abilities, Needs
-from gspo_megatron.rollout.service.client import Client, Response, parse_response
-from gspo_megatron.rollout.service.pool import (
-    Pool,
-    PoolSettings,
-    Probe,
-    Server,
-    compare,
-    connected_session,
+from gspo_megatron.rollout.service.client import Client, connected_session
+from gspo_megatron.rollout.service.pool import Pool
+from gspo_megatron.rollout.service.proof import Probe, compare
+from gspo_megatron.rollout.service.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
+    NOT_AS_VLLM,
+    PARTS,
+    Response,
+    parse_response,
 )
 from tests.unit.rollout.double import (
     EXPERTS,
@@ -56,6 +57,21 @@ from tests.unit.rollout.double import (
 GENERATE = "/inference/v1/generate"
 PROMPT = [5, 6, 7]
 SAMPLING = {"temperature": 1.0, "max_tokens": 6}
+
+
+@pytest.fixture(params=[False, True], ids=["json", "parts"])
+def gives_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether doubles have our middleware."""
+    monkeypatch.setattr(Double, "gives_parts", request.param)
+    return request.param
+
+
+async def draw(pool: Pool, version: int, count: int, at_once: bool) -> list[Response]:
+    """So many responses, one by one or as a group."""
+    if at_once:
+        return await pool.generate_all(PROMPT, SAMPLING, [(1, n) for n in range(count)], version)
+    calls = [pool.generate(PROMPT, SAMPLING, version) for _ in range(count)]
+    return list(await asyncio.gather(*calls))
 
 
 def pooled(
@@ -146,16 +162,20 @@ WRONG_ANSWERS: dict[str, tuple[Fault, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_ANSWERS)
-def test_a_wrong_answer_costs_the_server_and_no_response(tmp_path: Path, name: str) -> None:
+def test_a_wrong_answer_costs_the_server_and_no_response(
+    tmp_path: Path, name: str, gives_parts: bool
+) -> None:
     fault, why = WRONG_ANSWERS[name]
+    if gives_parts and "not JSON" in why:
+        why = NOT_AS_VLLM
 
     async def work(pool: Pool, doubles: list[Double]) -> None:
         await pool.update(weights(tmp_path, 0))
         doubles[0].faults[GENERATE] = fault
-        calls = [pool.generate(PROMPT, SAMPLING, 0) for _ in range(8)]
-        for each in await asyncio.gather(*calls):
+        for each in await draw(pool, 0, 8, gives_parts):
             assert_is_right(each, 0)
         assert pool.resubmitted == 4  # every other request was the first server's
+        assert doubles[1].calls[PARTS] == 2 * gives_parts  # its own part, and what was missing
         assert pool.servers[0].tending is not None
         await pool.servers[0].tending
         [problem] = pool.problems()
@@ -178,6 +198,7 @@ def test_a_wrong_answer_costs_the_server_and_no_response(tmp_path: Path, name: s
     ],
     ids=["zeros", "beyond", "negative", "twice"],
 )
+@pytest.mark.usefixtures("gives_parts")
 def test_useless_experts_of_a_token_are_missing_and_counted(
     tmp_path: Path, change: Callable[[np.ndarray], np.ndarray], rows: range | None
 ) -> None:
@@ -232,6 +253,7 @@ def test_an_update_ends_in_time(tmp_path: Path, path: str) -> None:
     pooled(work, update_seconds=3)
 
 
+@pytest.mark.usefixtures("gives_parts")
 def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_path: Path) -> None:
     async def work(pool: Pool, doubles: list[Double]) -> None:
         silent, slow = doubles
@@ -255,6 +277,7 @@ def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_pa
     pooled(work, silence_seconds=2)
 
 
+@pytest.mark.usefixtures("gives_parts")
 def test_the_end_names_every_server(tmp_path: Path) -> None:
     async def work(pool: Pool, doubles: list[Double]) -> None:
         await pool.update(weights(tmp_path, 0))
@@ -268,6 +291,7 @@ def test_the_end_names_every_server(tmp_path: Path) -> None:
     pooled(work)
 
 
+@pytest.mark.usefixtures("gives_parts")
 def test_a_request_that_is_refused_ends_the_run_in_one_line(tmp_path: Path) -> None:
     async def work(pool: Pool, doubles: list[Double]) -> None:
         await pool.update(weights(tmp_path, 0))

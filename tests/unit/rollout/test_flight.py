@@ -3,55 +3,44 @@ writes the version down with every token."""
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
 from gspo_megatron.rollout.service.flight import Flight, split, versions_of
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_token_has_the_version_of_its_draw(seed: int) -> None:
     draws = np.random.default_rng(seed)
-
-    async def simulate() -> None:
-        first = int(draws.integers(0, 5))
-        lengths = draws.integers(1, 40, 8).tolist()
-        flights = {Flight(first): length for length in lengths}
-        drawn: dict[Flight, list[int]] = {flight: [] for flight in flights}
-        for flight in flights:
-            flight.call = asyncio.create_task(asyncio.Event().wait())
-        for version in range(first, first + 6):
-            for flight, length in flights.items():
-                more = int(draws.integers(0, 15))
-                drawn[flight] += [version] * min(more, length - len(drawn[flight]))
-            # the server may still know those that have ended
-            counts = {each.name: len(tokens) for each, tokens in drawn.items()}
-            split(flights, counts, version + 1)
+    first = int(draws.integers(0, 5))
+    lengths = draws.integers(1, 40, 8).tolist()
+    flights = {Flight(first): length for length in lengths}
+    drawn: dict[Flight, list[int]] = {flight: [] for flight in flights}
+    for version in range(first, first + 6):
         for flight, length in flights.items():
-            drawn[flight] += [first + 6] * (length - len(drawn[flight]))
-            assert flight.versions(length).tolist() == drawn[flight]
-            assert flight.versions(length).dtype == np.int32
-            assert flight.first_version == first and not flight.is_taken_back
-            flight.call.cancel()
-
-    asyncio.run(simulate())
+            more = int(draws.integers(0, 15))
+            drawn[flight] += [version] * min(more, length - len(drawn[flight]))
+        # the server may still know those that have ended
+        counts = {each.name: len(tokens) for each, tokens in drawn.items()}
+        split(flights, counts, version + 1)
+    for flight, length in flights.items():
+        drawn[flight] += [first + 6] * (length - len(drawn[flight]))
+        assert flight.versions(length).tolist() == drawn[flight]
+        assert flight.versions(length).dtype == np.int32
+        assert flight.first_version == first and not flight.is_taken_back
 
 
 def test_a_request_that_has_no_token_is_taken_back_and_an_answer_stays_what_it_is() -> None:
-    async def work() -> None:
-        waits, answered = Flight(3), Flight(3)
-        waits.call = asyncio.create_task(asyncio.Event().wait())
-        answered.call = asyncio.create_task(asyncio.sleep(0))
-        await answered.call
-        split([waits, answered], {}, 4)
-        assert waits.is_taken_back and not answered.is_taken_back
-        with pytest.raises(asyncio.CancelledError):
-            await waits.call
-        assert answered.versions(3).tolist() == [3, 3, 3]
-
-    asyncio.run(work())
+    back: list[Flight] = []
+    waits, answered, ended = (Flight(3, when_taken_back=back.append) for _ in range(3))
+    answered.arrive(Response(np.arange(3), np.zeros(3), truncated=False))
+    split([waits, answered, ended], {}, 4, {ended.name})
+    assert back == [waits] and waits.is_taken_back
+    split([waits], {}, 5)
+    assert back == [waits]  # it is somebody else's by now
+    assert answered.versions(3).tolist() == answered.response.versions.tolist() == [3, 3, 3]
+    assert ended.versions(3).tolist() == [3, 3, 3]
 
 
 def test_spans_that_do_not_cover_a_response_are_refused() -> None:

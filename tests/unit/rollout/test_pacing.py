@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -12,15 +13,16 @@ from aiohttp import web
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import shares_of_work
 from gspo_megatron.rollout.service.checks import Needs
-from gspo_megatron.rollout.service.client import Client
+from gspo_megatron.rollout.service.client import Client, connected_session
 from gspo_megatron.rollout.service.pacing import Clock, Line, Window
-from gspo_megatron.rollout.service.pool import Pool, PoolSettings, Server, connected_session
+from gspo_megatron.rollout.service.pool import Pool
+from gspo_megatron.rollout.service.server import PoolSettings, Server
 from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
 
 
 def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
-    def choose(newest: int, free: list[int], wanted: int) -> int | None:
-        return free.pop() if wanted <= newest and free else None
+    def choose(newest: int, free: list[int], wanted: int, kept: float, _: int) -> Any:
+        return (free.pop(), 1) if wanted <= newest < kept and free else None
 
     async def run() -> list[str]:
         line: Line[int] = Line()
@@ -35,7 +37,7 @@ def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
         gone: list[str] = []
 
         async def go(name: str, version: int, number: int) -> None:
-            await line.join(name, version)
+            await line.join(name, version, 1).granted
             gone.append(f"{name} {number}")
 
         tasks = [asyncio.create_task(go(*each, number)) for number, each in enumerate(asked)]
@@ -45,6 +47,7 @@ def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
         for newest, room in ((1, 1), (2, 9), (3, 9)):  # of the only server
             line.admit(partial(choose, newest, [0] * room))
             await asyncio.sleep(0)
+        assert line.places == 0
         return gone
 
     assert asyncio.run(run()) == [
@@ -56,15 +59,52 @@ def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
     ]
 
 
+def test_a_part_gets_what_there_is_and_later_draws_leave_it_the_place_that_it_waits_for() -> None:
+    """Two servers with weights of version 1 and 2, and places that become free one after another; a
+    part goes with three or more."""
+    free = {"old": 0, "new": 0}
+    versions = {"old": 1, "new": 2}
+
+    def choose(version: int, kept: float, wanted: int) -> tuple[str, int] | None:
+        for name, places in free.items():
+            if version <= versions[name] < kept and places >= min(wanted, 3):
+                free[name] -= (count := min(places, wanted))
+                return name, count
+        return None
+
+    async def run() -> None:
+        line: Line[str] = Line()
+        part, single, older = (line.join(*a) for a in (("a", 2, 8), ("b", 2, 1), ("c", 1, 1)))
+        free.update(old=1, new=2)
+        line.admit(choose)
+        # the place of the new server is left to the part; the old one has not what that needs
+        assert (part.granted.done(), single.granted.done()) == (False, False)
+        assert older.granted.result() == [("old", 1)]
+        free.update(old=9, new=5)
+        line.admit(choose)
+        assert part.granted.result() == [("new", 5)] and not single.granted.done()
+        rest = line.join("a", 2, 3, first=True)
+        other = line.join("a", 2, 1)
+        free["new"] = 4
+        line.admit(choose)
+        assert rest.granted.result() == [("new", 3)] and other.granted.result() == [("new", 1)]
+        assert line.places == 1
+        line.leave(single)
+        line.leave(single)
+        assert line.places == 0
+
+    asyncio.run(run())
+
+
 def test_those_who_wait_learn_that_no_server_is_left() -> None:
-    def choose(_: int) -> int:
+    def choose(*_: Any) -> Any:
         raise RolloutError("no server is left")
 
-    async def run() -> list[BaseException | int]:
+    async def run() -> list[Any]:
         line: Line[int] = Line()
-        turns = [line.join("step_1", 0), line.join("step_2", 1)]
+        turns = [line.join("step_1", 0, 1), line.join("step_2", 1, 2)]
         line.admit(choose)
-        return await asyncio.gather(*turns, return_exceptions=True)
+        return await asyncio.gather(*(each.granted for each in turns), return_exceptions=True)
 
     assert [str(each) for each in asyncio.run(run())] == ["no server is left"] * 2
 

@@ -12,7 +12,16 @@ import pytest
 from aiohttp import web
 
 from tests.unit.rollout.double import Double, choice_with, plain, weights
-from tests.unit.rollout.test_faulty_servers import GENERATE, PROMPT, SAMPLING, Pool, pooled
+from tests.unit.rollout.test_faulty_servers import (  # noqa: F401 (gives_parts: a fixture)
+    GENERATE,
+    PROMPT,
+    SAMPLING,
+    Pool,
+    gives_parts,
+    pooled,
+)
+
+pytestmark = pytest.mark.usefixtures("gives_parts")
 
 
 class Held:

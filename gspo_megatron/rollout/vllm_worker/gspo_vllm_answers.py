@@ -1,0 +1,472 @@
+"""Responses in a compact form: what our middleware in a vLLM server answers, and our clients read.
+
+vLLM answers one request with one response, in JSON of 150 bytes a token. `Answers` takes a part of
+a group as one request, asks the server's own `/inference/v1/generate` for each of its responses,
+and sends these as safetensors of 8 bytes a token, each as soon as it has ended. So the JSON is
+parsed on the servers, and not all of it in the one process that talks to all of them.
+
+This file runs in servers, whose environment lacks gspo_megatron and what that needs. The rollout
+service imports it too: both sides read vLLM's JSON with the same lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import re
+import struct
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+from pydantic_core import from_json
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+GENERATE = "/inference/v1/generate"  # vLLM's
+PARTS = "/gspo/generate"
+TAKE_BACK = "/gspo/take_back"
+FIGURES = "/gspo/figures"
+ABOUT = "/gspo/about"
+FORM = 1  # of all of these: a client uses no other than its own
+
+# What reading an answer raises that is not as vLLM gives it. The last four are NumPy's and
+# safetensors' for what is no array.
+MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    EOFError,
+    MemoryError,
+    BadZipFile,
+    SafetensorError,
+)
+NOT_AS_VLLM = "an answer that is not as vLLM gives it"
+
+LENGTH = struct.Struct("<Q")  # before each record: its bytes
+_LINGER = 0.02  # seconds: responses that end within them go into one record
+_SHOWN = 300  # characters of an error
+_METRIC = re.compile(r"^vllm:(\w+?)(?:\{.*\})? ([-+.\deE]+)$", re.MULTILINE)
+# of vLLM's metrics, what the rollout service looks at
+_FIGURES = (
+    "generation_tokens_total",
+    "num_requests_running",
+    "kv_cache_usage_perc",
+    "num_preemptions_total",
+)
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What responses must fit, as the trainer's model has it."""
+
+    vocab_size: int
+    num_layers: int
+    num_experts: int  # 0: a dense model
+    experts_per_token: int
+    moe_layers: tuple[int, ...]  # numbers of the layers with experts, from 0
+
+
+@dataclass(eq=False)
+class Response:
+    """One response as a server drew it."""
+
+    token_ids: np.ndarray  # [tokens] int32, with the token that ended it
+    logprobs: np.ndarray  # [tokens] float32, at the sampling temperature
+    truncated: bool  # cut off by the limit of tokens
+    # [prompt + response tokens, layers, k] uint8 or int16, where asked for. All zeros: the server
+    # did not say, or said nonsense. The last token was never fed to the model.
+    routes: np.ndarray | None = None
+    # (name of the weights' version, tokens up to its last one), where the server tells it
+    spans: tuple[tuple[str, int], ...] | None = None
+    versions: np.ndarray | None = None  # [tokens] int32, of the weights that drew them
+
+
+class Failure(NamedTuple):
+    """Of one request among several."""
+
+    status: int  # of HTTP; 0: the answer could not be read
+    text: str
+
+
+def seed_of(numbers: Sequence[int]) -> int:
+    """A seed for vLLM: 63 bits, well mixed, of numbers that name the response in its run."""
+    state = np.random.SeedSequence(tuple(numbers)).generate_state(1, np.uint64)[0]
+    return int(state >> np.uint64(1))
+
+
+# vLLM's own form
+
+
+def parse_response(found: Any, prompt_tokens: int, facts: ModelFacts, *, routes: bool) -> Response:
+    """The first choice of an answer of /inference/v1/generate.
+
+    Raises one of MALFORMED for an answer that is wrong or misses what is needed.
+    """
+    choice = found["choices"][0]
+    ids = np.array(choice["token_ids"], dtype=np.int32)
+    logprobs = np.array([t["logprob"] for t in choice["logprobs"]["content"]], dtype=np.float32)
+    if not len(ids):
+        raise ValueError(f"0 tokens with {len(logprobs)} log-probs")
+    _check_tokens(ids, logprobs, facts)
+    if choice["finish_reason"] not in ("stop", "length"):
+        raise ValueError(f"finish_reason {choice['finish_reason']!r}")
+    table = None
+    if routes:
+        table = _parse_routes(choice["routed_experts"], prompt_tokens + len(ids), facts)
+    spans = choice.get("weight_versions")  # from vLLM 0.32 on
+    if spans is not None:
+        spans = _checked_spans(((each["version"], each["end"]) for each in spans), len(ids))
+    return Response(ids, logprobs, choice["finish_reason"] == "length", table, spans)
+
+
+def no_routes(tokens: int, facts: ModelFacts) -> np.ndarray:
+    """[tokens, layers, k] zeros, in the form of `Response.routes`."""
+    return np.zeros((tokens, facts.num_layers, facts.experts_per_token), _type_of_routes(facts))
+
+
+def _type_of_routes(facts: ModelFacts) -> type:
+    return np.uint8 if facts.num_experts <= 256 else np.int16
+
+
+def _check_tokens(ids: np.ndarray, logprobs: np.ndarray, facts: ModelFacts) -> None:
+    if len(ids) != len(logprobs):
+        raise ValueError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
+    least, most = ids.min(), ids.max()
+    if least < 0 or most >= facts.vocab_size:
+        raise ValueError(f"token ids from {least} to {most}, of {facts.vocab_size}")
+    if not (logprobs.min() > -np.inf and logprobs.max() <= 0):  # false with a NaN, too
+        raise ValueError("log-probs that are above 0 or not finite")
+
+
+def _checked_spans(given: Iterable[Sequence[Any]], tokens: int) -> tuple[tuple[str, int], ...]:
+    spans = tuple((str(version), int(end)) for version, end in given)
+    ends = [end for _, end in spans]
+    if ends != sorted(ends) or ends[-1] != tokens:
+        raise ValueError(f"versions of the weights up to {ends}, of {tokens} tokens")
+    return spans
+
+
+def _parse_routes(encoded: str, tokens: int, facts: ModelFacts) -> np.ndarray:
+    """[tokens, layers, k]: experts of prompt and response, the last token's void. Tokens whose
+    experts are not k different ones of the model, in any layer with experts, become zeros."""
+    content = base64.b64decode(encoded, validate=True)
+    given = np.load(io.BytesIO(content), allow_pickle=False)
+    shape = (tokens - 1, facts.num_layers, facts.experts_per_token)
+    if given.shape != shape or given.dtype.kind not in "iu":
+        raise ValueError(f"routed experts {list(given.shape)} {given.dtype}, expected {shape}")
+    given = given.astype(np.int64)
+    ordered = np.sort(given, axis=-1)
+    is_sound = (ordered[..., 1:] != ordered[..., :-1]).all(-1)
+    is_sound &= (ordered[..., 0] >= 0) & (ordered[..., -1] < facts.num_experts)
+    table = no_routes(tokens, facts)
+    rows = is_sound[:, list(facts.moe_layers)].all(-1)
+    table[:-1][rows] = given[rows]
+    return table
+
+
+# The compact form: records, each a length and safetensors
+
+
+def pack(outcomes: Sequence[tuple[int, Response | Failure]]) -> bytes:
+    """A record of what has ended: (its number in the part, what came of it)."""
+    good = [(n, each) for n, each in outcomes if isinstance(each, Response)]
+    bad = [(n, *each) for n, each in outcomes if isinstance(each, Failure)]
+    told = {"failures": bad, "spans": [each.spans for _, each in good]}
+    tensors = {"told": np.frombuffer(json.dumps(told).encode(), np.uint8)}
+    if good:
+        tensors |= {
+            "numbers": np.array([n for n, _ in good]),
+            "lengths": np.array([len(each.token_ids) for _, each in good]),
+            "truncated": np.array([each.truncated for _, each in good]),
+            "token_ids": np.concatenate([each.token_ids for _, each in good]),
+            "logprobs": np.concatenate([each.logprobs for _, each in good]),
+        }
+        if good[0][1].routes is not None:
+            tensors["routes"] = np.concatenate([each.routes for _, each in good])
+    content = save(tensors)
+    return LENGTH.pack(len(content)) + content
+
+
+def unpack(
+    content: bytes, prompt_tokens: int, facts: ModelFacts, *, routes: bool
+) -> Iterator[tuple[int, Response | Failure]]:
+    """The outcomes in a record, without its length. Raises one of MALFORMED."""
+    tensors = load(content)
+    told = json.loads(tensors["told"].tobytes())
+    for number, status, text in told["failures"]:
+        yield int(number), Failure(int(status), str(text))
+    if "numbers" not in tensors:
+        return
+    ids, logprobs, lengths = tensors["token_ids"], tensors["logprobs"], tensors["lengths"]
+    if (ids.dtype, logprobs.dtype) != (np.int32, np.float32) or ids.ndim != 1:
+        raise ValueError(f"tokens as {ids.dtype}, log-probs as {logprobs.dtype}")
+    if lengths.min() < 1 or lengths.sum() != len(ids):
+        raise ValueError(f"{len(ids)} tokens in responses of {lengths.tolist()}")
+    _check_tokens(ids, logprobs, facts)
+    table = tensors["routes"] if routes else None
+    if table is not None:
+        rows = len(ids) + prompt_tokens * len(lengths)
+        shape = (rows, facts.num_layers, facts.experts_per_token)
+        if table.shape != shape or table.dtype != _type_of_routes(facts):
+            raise ValueError(f"routed experts {list(table.shape)} {table.dtype}, expected {shape}")
+    columns = (tensors["numbers"].tolist(), lengths.tolist(), tensors["truncated"].tolist())
+    end = row = 0
+    for number, length, truncated, spans in zip(*columns, told["spans"], strict=True):
+        start, end = end, end + length
+        own = None
+        if table is not None:
+            own, row = table[row : row + prompt_tokens + length], row + prompt_tokens + length
+        told_spans = None if spans is None else _checked_spans(spans, length)
+        response = Response(ids[start:end], logprobs[start:end], truncated, own, told_spans)
+        yield number, response
+
+
+# The server's side
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A request for several responses to one prompt."""
+
+    token_ids: list[int]
+    sampling: dict[str, Any]  # vLLM's SamplingParams, but for the seeds
+    names: list[str]  # of the responses, for `take_back` and vLLM
+    seeds: list[list[int] | None]  # numbers for `seed_of`
+    salt: str | None
+    facts: ModelFacts
+    routes: bool
+
+    @classmethod
+    def read(cls, body: bytes) -> _Part:
+        given = from_json(body)
+        facts = ModelFacts(**{**given.pop("facts"), "moe_layers": tuple(given.pop("moe_layers"))})
+        part = cls(facts=facts, **given)
+        if not part.names or not len(set(part.names)) == len(part.names) == len(part.seeds):
+            raise ValueError(f"names {part.names} with {len(part.seeds)} seeds")
+        return part
+
+    def request(self, number: int) -> bytes:
+        """What vLLM is asked for one of them."""
+        sampling, seed = self.sampling, self.seeds[number]
+        if seed is not None:
+            sampling = {**sampling, "seed": seed_of(seed)}
+        given = {"token_ids": self.token_ids, "sampling_params": sampling}
+        given["request_id"] = self.names[number]
+        return json.dumps(given | ({} if self.salt is None else {"cache_salt": self.salt})).encode()
+
+
+@dataclass(eq=False)
+class _Member:
+    """A response of a part, as long as vLLM works on it."""
+
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # nobody wants it any more
+    has_ended: bool = False
+
+
+def part_request(
+    prompt: Sequence[int],
+    sampling: Mapping[str, Any],
+    names: Sequence[str],
+    seeds: Sequence[Sequence[int] | None],
+    facts: ModelFacts,
+    *,
+    routes: bool,
+    salt: str | None,
+) -> bytes:
+    """The client's request, as `_Part.read` reads it."""
+    given = {
+        "token_ids": prompt,
+        "sampling": {"logprobs": 0, **sampling},
+        "names": names,
+        "seeds": seeds,
+        "salt": salt,
+        "facts": {k: v for k, v in vars(facts).items() if k != "moe_layers"},
+        "moe_layers": facts.moe_layers,
+        "routes": routes,
+    }
+    return json.dumps(given).encode()
+
+
+class Answers:
+    """ASGI middleware with routes of ours beside those of vLLM:
+
+    GET /gspo/about: which form it speaks
+    POST /gspo/generate: a part of a group; answers with records as `pack` makes them
+    POST /gspo/take_back: ends those of these responses that are still drawn
+    GET /gspo/figures: the few of vLLM's metrics that the rollout service looks at
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._members: dict[str, _Member] = {}  # by name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path == PARTS:
+            await self._generate(scope, receive, send)
+        elif path == TAKE_BACK:
+            await _tell(send, self._take_back(from_json(await _body(receive))["names"]))
+        elif path == FIGURES:
+            await _tell(send, await self._figures(scope))
+        elif path == ABOUT:
+            await _tell(send, {"form": FORM})
+        else:
+            await self._app(scope, receive, send)
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            part = _Part.read(await _body(receive))
+        except MALFORMED as error:
+            await _tell(send, {"error": f"{type(error).__name__}: {error}"}, status=400)
+            return
+        members = {name: _Member() for name in part.names}
+        self._members |= members
+        ended: asyncio.Queue[tuple[int, Response | Failure | None]] = asyncio.Queue()
+        work = [
+            asyncio.create_task(self._draw(scope, part, number, member, ended))
+            for number, member in enumerate(members.values())
+        ]
+        work.append(asyncio.create_task(_until_gone(receive, members.values())))
+        try:
+            await _begin(send, 200, b"application/octet-stream")
+            left = len(members)
+            while left:
+                outcomes = [await ended.get()]
+                if ended.qsize() + 1 < left:
+                    await asyncio.sleep(_LINGER)
+                while not ended.empty():
+                    outcomes.append(ended.get_nowait())
+                left -= len(outcomes)
+                known = [(n, each) for n, each in outcomes if each is not None]
+                if known:
+                    record = pack(known)
+                    await send({"type": "http.response.body", "body": record, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            for name, member in members.items():
+                member.left.set()
+                self._members.pop(name, None)
+            work[-1].cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+
+    async def _draw(
+        self,
+        scope: Scope,
+        part: _Part,
+        number: int,
+        member: _Member,
+        ended: asyncio.Queue[tuple[int, Response | Failure | None]],
+    ) -> None:
+        """One response of a part; None in its place: nobody wants it any more."""
+        outcome: Response | Failure | None
+        try:
+            status, body = await self._ask(
+                scope, "POST", GENERATE, part.request(number), member.left
+            )
+            if status >= 400:
+                outcome = Failure(status, body.decode(errors="replace")[:_SHOWN])
+            else:
+                prompt_tokens = len(part.token_ids)
+                outcome = parse_response(
+                    from_json(body), prompt_tokens, part.facts, routes=part.routes
+                )
+        except MALFORMED as error:
+            outcome = Failure(0, f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 (vLLM's: as if it had answered 500)
+            outcome = Failure(500, f"{type(error).__name__}: {error}"[:_SHOWN])
+        member.has_ended = not member.left.is_set()
+        ended.put_nowait((number, outcome if member.has_ended else None))
+
+    def _take_back(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """Which of them have ended, so that their answers are on their way."""
+        ended = []
+        for name in names:
+            member = self._members.get(name)
+            if member is not None and member.has_ended:
+                ended.append(name)
+            elif member is not None:
+                member.left.set()
+        return {"ended": ended}
+
+    async def _figures(self, scope: Scope) -> dict[str, float]:
+        _, text = await self._ask(scope, "GET", "/metrics", b"", asyncio.Event())
+        return {k: v for k, v in parse_metrics(text.decode()).items() if k in _FIGURES}
+
+    async def _ask(
+        self, scope: Scope, verb: str, path: str, body: bytes, left: asyncio.Event
+    ) -> tuple[int, bytes]:
+        """The wrapped app's answer: status and body. With `left` the client closes the connection,
+        as far as the app can see."""
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        status, content = 0, bytearray()
+
+        async def receive() -> Message:
+            if messages:
+                return messages.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                content.extend(message.get("body", b""))
+
+        kept = [pair for pair in scope["headers"] if pair[0] in (b"authorization", b"host")]
+        kept += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        changes = {"method": verb, "path": path, "raw_path": path.encode(), "query_string": b""}
+        own = {"headers": kept, "state": dict(scope.get("state", {}))}
+        await self._app({**scope, **changes, **own}, receive, send)
+        return status, bytes(content)
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """vLLM's own metrics, by name without the prefix."""
+    return {name: float(value) for name, value in _METRIC.findall(text)}
+
+
+async def _until_gone(receive: Receive, members: Iterable[_Member]) -> None:
+    """The client of a part has left, and with it all of the part."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    for member in members:
+        member.left.set()
+
+
+async def _body(receive: Receive) -> bytes:
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _begin(send: Send, status: int, kind: bytes) -> None:
+    headers = [(b"content-type", kind)]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _tell(send: Send, told: Any, status: int = 200) -> None:
+    await _begin(send, status, b"application/json")
+    await send({"type": "http.response.body", "body": json.dumps(told).encode()})
