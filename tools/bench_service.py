@@ -5,9 +5,10 @@
 
 The service is real: client, pool, draws, scoring, bank. The servers are one process, each on a port
 of its own: our middleware, as vLLM's servers load it, over an application that answers in vLLM's
-form, with responses of log-normal lengths (median, 90th percentile; up to 32,768 tokens). They
-answer at once, or as if a response had so many tokens a second (`--speed`); with `--json` without
-our middleware. So many responses are on their way as servers may have.
+form, with responses of log-normal lengths (median, 90th percentile; up to 32,768 tokens). Real
+servers read vLLM's JSON side by side; here each of 128 different responses is read once, so that
+they keep up. They answer at once, or as if a response had so many tokens a second (`--speed`); with
+`--json` without our middleware. So many responses are on their way as servers may have.
 Printed are the CPU seconds of a response, by thread; the last line has
 
     responses_per_cpu_second   by the service's thread alone: requests, answers, draws
@@ -53,11 +54,13 @@ from gspo_megatron.rollout.service.main import collect_garbage_less_often
 from gspo_megatron.rollout.service.pool import Pool
 from gspo_megatron.rollout.service.proof import Probe
 from gspo_megatron.rollout.service.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm_worker import gspo_vllm_answers
 from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
     ABOUT,
     GENERATE,
     Answers,
     ModelFacts,
+    Response,
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -136,6 +139,16 @@ def serve(arguments: argparse.Namespace, told: Connection) -> None:
     lengths = np.exp(rng.normal(np.log(median), deviation, _BODIES))
     lengths = np.clip(lengths, 1, _LONGEST).astype(int).tolist()
     bodies = [body(n, rng) for n in lengths]
+
+    read, known = gspo_vllm_answers.read_answer, {}
+
+    def read_once(text: bytes, *arguments: Any, routes: bool) -> Response:
+        key = hash(text)
+        if key not in known:
+            known[key] = read(text, *arguments, routes=routes)
+        return known[key]
+
+    gspo_vllm_answers.read_answer = read_once
 
     async def run() -> None:
         ports = []

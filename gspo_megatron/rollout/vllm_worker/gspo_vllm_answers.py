@@ -147,6 +147,11 @@ def _type_of_routes(facts: ModelFacts) -> type:
     return np.uint8 if facts.num_experts <= 256 else np.int16
 
 
+def read_answer(body: bytes, prompt_tokens: int, facts: ModelFacts, *, routes: bool) -> Response:
+    """`parse_response` of an answer's text."""
+    return parse_response(from_json(body), prompt_tokens, facts, routes=routes)
+
+
 def _check_tokens(ids: np.ndarray, logprobs: np.ndarray, facts: ModelFacts) -> None:
     if len(ids) != len(logprobs):
         raise ValueError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
@@ -385,10 +390,7 @@ class Answers:
             if status >= 400:
                 outcome = Failure(status, body.decode(errors="replace")[:_SHOWN])
             else:
-                prompt_tokens = len(part.token_ids)
-                outcome = parse_response(
-                    from_json(body), prompt_tokens, part.facts, routes=part.routes
-                )
+                outcome = read_answer(body, len(part.token_ids), part.facts, routes=part.routes)
         except MALFORMED as error:
             outcome = Failure(0, f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 (vLLM's: as if it had answered 500)
