@@ -2,16 +2,18 @@
 
     python tools/bench_overhead.py [--ranks 1 4] [--sizes mid long] [--rounds 5]
 
-Both sides train the same model on the same sequences, packed into the same micro-batches, through
+All sides train the same model on the same sequences, packed into the same micro-batches, through
 Megatron-Core's schedule, DDP and distributed optimizer, with the same number of updates:
 
     ours   the update of a GSPO step: packing, log-prob head, objective, metrics; no Routing Replay
+    head   the loop of `bare` with our log-prob head, and the sum of log-probs as the loss: what
+           `ours` takes beyond it is the objective and its metrics
     bare   packing, GPTModel's own output layer and vocab-parallel cross entropy over the same
            response tokens, and the loss as pre-training scripts of Megatron-LM write it
 
-They share one policy, whose last layer is switched between the two, and take turns in one run. The
-ratios are medians over the rounds: by the clock, and by the processor time of all ranks, which can
-be trusted on a busy machine too and with more ranks than cores. The target is 1.05. Shapes and
+They share one policy, whose last layer is switched, and take turns in one run. The ratios are
+medians over the rounds: by the clock, and by the processor time of all ranks, which can be trusted
+on a busy machine too and with more ranks than cores. The target is 1.05 for ours / bare. Shapes and
 lengths are those of bench_peers/workload.py, one thread a rank.
 """
 
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from gspo_megatron.rl.loop import ReinforcementLoop
 
 WARMUP_ROUNDS = 1
+SIDES = ("ours", "head", "bare")
 
 
 def draw_batch(size: str) -> RolloutBatch:
@@ -82,6 +85,7 @@ class Step:
 
     def __init__(self, loop: ReinforcementLoop, size: str) -> None:
         self.loop, group = loop, data_parallel_group()
+        self.models = loop.run_components.policy.models
         batch = draw_batch(size)
         rewards = torch.linspace(0.0, 1.0, len(batch.sample_index), dtype=torch.float64)
         self.index = gather_index(batch, rewards, group)
@@ -94,26 +98,35 @@ class Step:
         self.advantages = loop.updater.objective.advantages.of_sequences(self.index.rewards, groups)
 
     def ours(self) -> None:
-        for model in self.loop.run_components.policy.models:
-            model.__class__, model.output_layer.__class__ = PolicyModel, HiddenStates
+        self._switch(PolicyModel, HiddenStates)
         update_policy(
             self.loop.updater, self.sequences, self.index, self.plan, self.advantages.clone()
         )
 
+    def head(self) -> None:
+        self._switch(PolicyModel, HiddenStates)
+        self._train(logprob_step)
+
     def bare(self) -> None:
+        self._switch(GPTModel, ColumnParallelLinear)
+        self._train(pretraining_step)
+
+    def _switch(self, model_class: type[GPTModel], layer_class: type[ColumnParallelLinear]) -> None:
+        """Both classes have the same parameters."""
+        for model in self.models:
+            model.__class__, model.output_layer.__class__ = model_class, layer_class
+
+    def _train(self, forward_step: Callable[..., Any]) -> None:
         """The train_step of a pre-training script, for each mini-batch."""
-        policy, trainer = self.loop.run_components.policy, self.loop.trainer
-        for model in policy.models:
-            model.__class__, model.output_layer.__class__ = GPTModel, ColumnParallelLinear
-        builder = self.loop.run_components.builder
-        for micro_batches in builder.build_step(self.plan, self.sequences, self.index):
-            for chunk in policy.chunks:
+        run, trainer = self.loop.run_components, self.loop.trainer
+        for micro_batches in run.builder.build_step(self.plan, self.sequences, self.index):
+            for chunk in run.policy.chunks:
                 chunk.zero_grad_buffer()
             trainer.optimizer.zero_grad()
             get_forward_backward_func()(
-                forward_step_func=pretraining_step,
+                forward_step_func=forward_step,
                 data_iterator=iter(micro_batches),
-                model=policy.chunks[0],
+                model=run.policy.chunks[0],
                 num_microbatches=len(micro_batches),
                 seq_length=max(each.packed.input_ids.shape[1] for each in micro_batches),
                 micro_batch_size=1,
@@ -137,14 +150,32 @@ def pretraining_step(
         tokens = loss_mask.sum().to(torch.int)
         return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
-    losses = model(
+    return run_model(model, micro_batch, labels), loss_function
+
+
+def logprob_step(
+    iterator: Iterator[MicroBatch], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The same loss by our log-prob head."""
+    micro_batch = next(iterator)
+
+    def loss_function(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss = -output[0].sum()
+        tokens = torch.tensor(len(output[0]), dtype=torch.int)
+        return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+    return run_model(model, micro_batch, micro_batch.head), loss_function
+
+
+def run_model(model: torch.nn.Module, micro_batch: MicroBatch, labels: Any) -> Tensor:
+    packed = micro_batch.packed
+    return model(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
         attention_mask=None,
         labels=labels,
         packed_seq_params=micro_batch.packed_seq_params,
     )
-    return losses, loss_function
 
 
 def measure(size: str, rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -152,7 +183,7 @@ def measure(size: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     ranks together by processor time."""
     torch.set_num_threads(1)
     found: dict[str, dict[str, list[float]]] = {
-        side: {"clock": [], "processor": []} for side in ("ours", "bare")
+        side: {"clock": [], "processor": []} for side in SIDES
     }
     with tempfile.TemporaryDirectory() as folder:
         step = Step(build_loop(size, WARMUP_ROUNDS + rounds, folder), size)
@@ -179,13 +210,13 @@ def compare(size: str, ranks: int, rounds: int) -> dict[str, float]:
     found = json.loads(done.stdout.splitlines()[-1])
     tokens, ratios = sum(WORKLOADS[size].lengths(1)), {}
     for kind, prefix in (("clock", ""), ("processor", "processor_")):
-        ours, bare = found["ours"][kind], found["bare"][kind]
-        each = [mine / other for mine, other in zip(ours, bare, strict=True)]
+        each = [a / b for a, b in zip(found["ours"][kind], found["bare"][kind], strict=True)]
         ratios[f"{prefix}{size}_{ranks}"] = statistics.median(each)
-        micro = [1e6 * statistics.median(seconds) / tokens for seconds in (ours, bare)]
+        micro = {side: 1e6 * statistics.median(found[side][kind]) / tokens for side in SIDES}
         print(
-            f"{size}, {ranks} rank(s), {kind:<9} us a token: ours {micro[0]:6.1f}, "
-            f"bare {micro[1]:6.1f}; ratios {' '.join(f'{ratio:.3f}' for ratio in each)}",
+            f"{size}, {ranks} rank(s), {kind:<9} us a token:",
+            *(f"{side} {spent:.1f}" for side, spent in micro.items()),
+            f"  ours / bare by round: {' '.join(f'{ratio:.3f}' for ratio in each)}",
             flush=True,
         )
     return ratios
