@@ -27,7 +27,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "tools" / "bench_peers"
-SIZES = {"small": 1.0, "mid": 1.0, "long": 0.3}  # share of the steps: one of `long` takes seconds
+SIZES = {
+    "small": 1.0,
+    "mid": 1.0,
+    "long": 0.1,
+}  # share of the steps: one of `long` takes many seconds
 
 
 def peer_python(environment: Path) -> Path:
@@ -112,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="turns of ours and TRL")
     parser.add_argument(
-        "--steps", type=int, default=10, help="RL steps measured in a turn; of long, 0.3 times this"
+        "--steps", type=int, default=10, help="RL steps measured in a turn; of long a tenth of it"
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument(

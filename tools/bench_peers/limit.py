@@ -88,7 +88,10 @@ def _is_matrix(value: Any) -> bool:
 def _like(value: Any) -> Any:
     if not _is_matrix(value):
         return value.clone() if isinstance(value, Tensor) else value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).normal_()
+    # a dimension with stride 0 is one element, seen several times
+    shape = [size if stride else 1 for size, stride in zip(value.shape, value.stride())]
+    memory = torch.empty_strided(shape, value.stride(), dtype=value.dtype)
+    return memory.normal_().expand(value.shape)
 
 
 def _flops(name: str, args: Any, out: Any) -> float:

@@ -44,7 +44,7 @@ class StepClock:
     """Wall-clock seconds of each RL step and of the parts of it that are timed by name."""
 
     def __init__(self) -> None:
-        self.boundaries: list[float] = []
+        self.boundaries: list[float] = []  # the start, and the end of each step
         self.parts: dict[str, list[float]] = {}
         self._current: dict[str, float] = {}
 
@@ -64,6 +64,10 @@ class StepClock:
 
         return wrapper
 
+    def begin(self) -> None:
+        """The first RL step begins."""
+        self.boundaries.append(time.perf_counter())
+
     def end_of_step(self) -> None:
         """Close the current RL step."""
         self.boundaries.append(time.perf_counter())
@@ -73,7 +77,7 @@ class StepClock:
 
     def steps(self, warmup_steps: int) -> list[float]:
         """Seconds of each step after the first `warmup_steps`."""
-        measured = itertools.pairwise(self.boundaries[warmup_steps - 1 :])
+        measured = itertools.pairwise(self.boundaries[warmup_steps:])
         return [end - start for start, end in measured]
 
     def summary(self, warmup_steps: int) -> dict[str, float]:
@@ -232,7 +236,10 @@ def build_trainer(
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    class StepEnd(TrainerCallback):
+    class StepTimes(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            clock.begin()
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step % work.mini_batches == 0:
                 clock.end_of_step()
@@ -249,7 +256,7 @@ def build_trainer(
         args=GRPOConfig(**training_arguments(output_dir, rl_steps, work, choices)),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=build_tokenizer(vocab_size, has_end=work.median is not None),
-        callbacks=[StepEnd()],
+        callbacks=[StepTimes()],
     )
     # stdout is only for the JSON line
     trainer.remove_callback(PrinterCallback)
@@ -297,7 +304,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=sorted(WORKLOADS), default="small")
     parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
-    parser.add_argument("--attention", choices=("eager", "sdpa"), default="eager")
+    parser.add_argument(
+        "--attention", choices=("eager", "sdpa"), help="eager up to 128 positions, else sdpa"
+    )
     parser.add_argument(
         "--experts", choices=("grouped_mm", "batched_mm", "eager"), default="grouped_mm"
     )
@@ -306,8 +315,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < 1:
         parser.error("--steps must be at least 1")
+    is_short = WORKLOADS[arguments.size].longest <= 128
     choices = Choices(
-        arguments.attention, arguments.experts, arguments.cache, arguments.continuous_batching
+        arguments.attention or ("eager" if is_short else "sdpa"),
+        arguments.experts,
+        arguments.cache,
+        arguments.continuous_batching,
     )
     print(json.dumps(run(arguments.size, arguments.steps, choices)))
 

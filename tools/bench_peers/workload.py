@@ -84,6 +84,6 @@ class Workload:
 WORKLOADS = {
     "small": Workload(prompts=16, group=8, longest=32),
     "mid": Workload(prompts=16, group=8, longest=32),
-    "long": Workload(prompts=8, group=8, longest=512, median=96.0, warmup_steps=1),
+    "long": Workload(prompts=8, group=8, longest=512, median=96.0, warmup_steps=0),
     "steady": Workload(prompts=4, group=8, longest=256, warmup_steps=0),  # of bench_steady.py
 }
