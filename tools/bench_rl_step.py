@@ -1,27 +1,37 @@
 """Tokens per second over the whole RL step, of this package and of TRL's GRPOTrainer.
 
-    python tools/bench_rl_step.py [--rounds 3] [--steps 10] [--sizes small mid]
+    python tools/bench_rl_step.py [--rounds 3] [--steps 10] [--sizes small mid long] [--busy]
 
-Both sides run the workload of bench_peers/trl_step.py on the same cores: a random Qwen3-MoE-shaped
-model, 128 responses of exactly 32 tokens, GSPO loss, old log-probs, 4 optimizer steps, 2 threads.
-They take turns, round after round, each in its own process. Each round has a ratio, and the share
-of our step that its matrix products take alone on this machine (the limit); the last line has the
-medians. TRL has its own environment, .venv-bench, made on first use from
+Both sides run the workloads of bench_peers/workload.py on the same cores: a random Qwen3-MoE-shaped
+model, GSPO loss, old log-probs, 4 optimizer steps, 2 threads. Sizes small and mid have 128
+responses of 32 tokens; long has 64 with log-normal lengths up to 512, a larger vocabulary and 64
+experts. The lengths are planned, the same for both. The sides take turns, round after round, each
+in its own process. Each round has a ratio, and the share of our step that its matrix products take
+alone on this machine (the limit); the last line has the medians. With --busy another program keeps
+one core busy all the time. TRL has its own environment, .venv-bench, made on first use from
 bench_peers/requirements.txt.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "tools" / "bench_peers"
+SIZES = {
+    "small": 1.0,
+    "mid": 1.0,
+    "long": 0.1,
+}  # share of the steps: one of `long` takes many seconds
 
 
 def peer_python(environment: Path) -> Path:
@@ -53,6 +63,21 @@ def measure(python: Path | str, script: str, size: str, steps: int) -> dict[str,
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+@contextlib.contextmanager
+def busy_core(*, wanted: bool) -> Iterator[None]:
+    """A loop that keeps the first core busy, with the priority of any other program."""
+    if not wanted:
+        yield
+        return
+    core = min(os.sched_getaffinity(0))
+    loop = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", loop]) as neighbour:
+        try:
+            yield
+        finally:
+            neighbour.kill()
+
+
 def print_limit(record: dict[str, Any]) -> float:
     """Print how much of each phase's time its matrix products take alone, on this machine and in
     this run. Returns the share of the step."""
@@ -69,7 +94,7 @@ def print_limit(record: dict[str, Any]) -> float:
 def compare(size: str, rounds: int, steps: int, trl: Path) -> tuple[float, float]:
     """Print every round and the parts of its steps. Returns the medians of our rate over TRL's, and
     of the share of our step that its matrix products take alone."""
-    ratios, limits = [], []
+    ratios, limits, steps = [], [], max(round(steps * SIZES[size]), 1)
     print(f"{size}: tokens/s over the whole RL step, {steps} steps a round")
     for number in range(1, rounds + 1):
         ours = measure(sys.executable, "our_step.py", size, steps)
@@ -90,14 +115,17 @@ def compare(size: str, rounds: int, steps: int, trl: Path) -> tuple[float, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="turns of ours and TRL")
-    parser.add_argument("--steps", type=int, default=10, help="RL steps measured in a turn")
-    parser.add_argument("--sizes", nargs="+", choices=("small", "mid"), default=["small", "mid"])
+    parser.add_argument(
+        "--steps", type=int, default=10, help="RL steps measured in a turn; of long a tenth of it"
+    )
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument(
         "--environment", type=Path, default=ROOT / ".venv-bench", help="where TRL is installed"
     )
     parser.add_argument(
         "--profile", action="store_true", help="print our operators and functions by time, and stop"
     )
+    parser.add_argument("--busy", action="store_true", help="keep one core busy meanwhile")
     arguments = parser.parse_args()
     if min(arguments.rounds, arguments.steps) < 1:
         parser.error("--rounds and --steps must be at least 1")
@@ -107,7 +135,8 @@ def main() -> None:
             subprocess.run([*command, "--steps", str(arguments.steps)], check=True)
         return
     trl = peer_python(arguments.environment)
-    found = {s: compare(s, arguments.rounds, arguments.steps, trl) for s in arguments.sizes}
+    with busy_core(wanted=arguments.busy):
+        found = {s: compare(s, arguments.rounds, arguments.steps, trl) for s in arguments.sizes}
     ratios = [f"ratio_{size}={ratio:.2f}" for size, (ratio, _) in found.items()]
     limits = [f"limit_{size}={limit:.2f}" for size, (_, limit) in found.items()]
     print(" ".join(ratios + limits))

@@ -26,7 +26,7 @@ from gspo_megatron.cli.failures import (
     is_lost_connection,
     parse_failure,
 )
-from gspo_megatron.cli.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
+from gspo_megatron.cli.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID, usable_cores
 from gspo_megatron.errors import UserError
 from gspo_megatron.interrupts import SAVES
 
@@ -84,10 +84,9 @@ def rank_environment(
 ) -> dict[str, str]:
     """The variables that make a process rank `number` of `world_size`, all on this machine. Threads
     and gloo's network interface are left as they are where `environ` sets them."""
-    on_linux = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // world_size)),  # else every rank takes all cores
+        # else every rank takes all cores
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // world_size)),
         # Gloo looks up the address of the host's name, which many laptops cannot resolve.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }

@@ -82,6 +82,8 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         return code
     if rank_of is None:
         os.environ[SAVES] = "1"
+        if ranks.usable_cores() < (os.cpu_count() or 1):  # as the launcher does for several ranks
+            os.environ.setdefault("OMP_NUM_THREADS", str(ranks.usable_cores()))
     try:
         return 0 if _train(stage, config, inputs, fresh) else STOPPED
     except KeyboardInterrupt:

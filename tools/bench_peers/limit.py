@@ -88,7 +88,10 @@ def _is_matrix(value: Any) -> bool:
 def _like(value: Any) -> Any:
     if not _is_matrix(value):
         return value.clone() if isinstance(value, Tensor) else value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).normal_()
+    # a dimension with stride 0 is one element, seen several times
+    shape = [size if stride else 1 for size, stride in zip(value.shape, value.stride())]
+    memory = torch.empty_strided(shape, value.stride(), dtype=value.dtype)
+    return memory.normal_().expand(value.shape)
 
 
 def _flops(name: str, args: Any, out: Any) -> float:
@@ -112,9 +115,9 @@ def _fastest(run: Callable[[], Any]) -> float:
     return best
 
 
-def measure_limit(loop: Any, step: int) -> dict[str, dict[str, float]]:
-    """Of one more step of the loop, which is not timed itself."""
-    products, updater = Products(), loop.updater
+def measure_limit(step: Callable[[], Any], updater: Any) -> dict[str, dict[str, float]]:
+    """Of one more step, which is not timed itself. updater: the PolicyUpdater that it uses."""
+    products = Products()
 
     def within(phase: str, native: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -126,5 +129,5 @@ def measure_limit(loop: Any, step: int) -> dict[str, dict[str, float]]:
     updater.compute_old_logprobs = within("logprob", updater.compute_old_logprobs)
     updater.train = within("train", updater.train)
     with products:
-        loop.step(step)
+        step()
     return products.alone()

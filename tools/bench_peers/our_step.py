@@ -1,9 +1,10 @@
 """Generated tokens per second of this package over whole RL steps: our side of the benchmark.
 
-The same shapes and workload as trl_step.py, on the same code path as `gspo-megatron train`: the
-package's launcher and its ReinforcementLoop. Each core of the workload has one data-parallel rank
-with one thread: with a second thread the operators of such a small model are only slower. Prints
-one JSON line; `--profile` prints the operators and functions of one rank by time instead.
+The shapes and workloads of workload.py, as for trl_step.py, on the code path of `gspo-megatron
+train`: the package's launcher and its ReinforcementLoop. Each core of the workload has one
+data-parallel rank with one thread: with a second thread the operators of such a small model are
+only slower. Prints one JSON line; `--profile` prints the operators and functions of one rank by
+time instead.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from limit import measure_limit
-from trl_step import RESPONSES_PER_STEP, ROUTER_AUX_LOSS_COEF, SHAPES, TOKENS_PER_STEP, WORKLOAD
+from workload import ROUTER_AUX_LOSS_COEF, SEED, SHAPES, THREADS, WORKLOADS, Workload
 
 from gspo_megatron.cli.launch import launch
 from gspo_megatron.cli.ranks import join_launcher
+from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
+from gspo_megatron.types import RolloutBatch
 
 
 class WordTokenizer:
@@ -56,20 +60,41 @@ class WordTokenizer:
 def even_share(sample: Any) -> float:
     """Reward: the share of even token ids, so that every group has a spread at no cost."""
     ids = sample.response.split()
-    assert len(ids) == WORKLOAD["response_tokens"], len(ids)
     return sum(int(word) % 2 == 0 for word in ids) / len(ids)
+
+
+class PlannedLengths:
+    """The engine, which is asked for responses of their planned lengths: as no token ends a
+    response, each has its limit. Limits are of prompts, so every response is a request of its own.
+    That costs us a prefill of the prompt for each, as in transformers."""
+
+    def __init__(self, engine: RolloutEngine, work: Workload) -> None:
+        self.engine, self.work = engine, work
+        self.step = 0  # number of the RL step
+        self.update_weights = engine.update_weights
+
+    def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
+        """See RolloutEngine.generate."""
+        group, samples = requests.responses_per_prompt, requests.sample_indices()
+        lengths = self.work.lengths(self.step)
+        prompts = [prompt for prompt in requests.prompts for _ in range(group)]
+        alone = Requests(prompts, samples, 1, [lengths[number] for number in samples])
+        batch = self.engine.generate(alone, sampling, seed)
+        assert batch.response_lengths.tolist() == alone.max_tokens, "other lengths"
+        return replace(batch, group_index=batch.group_index // group)
 
 
 def configuration(size: str, steps: int, folder: str) -> Any:
     """The run's Config: GSPO at the paper's clip range, fp32, no evaluation."""
     from gspo_megatron.config import parse_config
 
-    shape = SHAPES[size]
+    shape, work = SHAPES[size], WORKLOADS[size]
     return parse_config(
         {
             "model": {
                 "preset": "tiny",
                 "vocab_size": shape["vocab_size"],
+                "max_sequence_length": max(128, work.prompt_tokens + work.longest),
                 "megatron": {
                     "num_layers": shape["num_layers"],
                     "hidden_size": shape["hidden_size"],
@@ -85,13 +110,13 @@ def configuration(size: str, steps: int, folder: str) -> Any:
             "parallel": {"layout": f"dp={world_size()}"},
             "data": {"prompts": "made here", "tokenizer": "made here"},
             "rollout": {
-                "group_size": WORKLOAD["group_size"],
-                "prompts_per_step": WORKLOAD["prompts_per_step"],
-                "max_response_tokens": WORKLOAD["response_tokens"],
+                "group_size": work.group,
+                "prompts_per_step": work.prompts,
+                "max_response_tokens": work.longest,
             },
-            "objective": {"name": "gspo", "mini_batches": WORKLOAD["mini_batches"]},
+            "objective": {"name": "gspo", "mini_batches": work.mini_batches},
             "optimizer": {"learning_rate": 1e-6, "weight_decay": 0.1},
-            "training": {"steps": steps, "seed": WORKLOAD["seed"], "precision": "fp32"},
+            "training": {"steps": steps, "seed": SEED, "precision": "fp32"},
             "logging": {"dir": folder, "samples_per_step": 0},
         }
     )
@@ -99,8 +124,6 @@ def configuration(size: str, steps: int, folder: str) -> Any:
 
 def build_loop(size: str, steps: int, folder: str) -> Any:
     """The package's loop on random prompts."""
-    import torch
-
     from gspo_megatron.config import check_config
     from gspo_megatron.data.inputs import Inputs
     from gspo_megatron.objectives import build_objective
@@ -109,42 +132,54 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
     from gspo_megatron.rl.run import assemble
     from gspo_megatron.types import Prompt
 
-    torch.set_num_threads(1)
     config = configuration(size, steps, folder)
     check_config(config, world_size(), for_training=True)
     tokenizer = WordTokenizer(SHAPES[size]["vocab_size"])
-    generator = random.Random(WORKLOAD["seed"])
+    generator, work = random.Random(SEED), WORKLOADS[size]
     prompts = []
-    for number in range(WORKLOAD["prompts_per_step"] * steps):
-        ids = tuple(
-            generator.randrange(tokenizer.vocab_size) for _ in range(WORKLOAD["prompt_tokens"])
-        )
+    for number in range(work.prompts * steps):
+        ids = tuple(generator.randrange(tokenizer.vocab_size) for _ in range(work.prompt_tokens))
         prompts.append(Prompt(tokenizer.decode(ids), "", f"benchmark:{number}", token_ids=ids))
     inputs = Inputs(tokenizer, {"data.prompts": prompts})
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     job = assemble(config, inputs, Reward("even_share", even_share), objective)
+    if work.median is not None:
+        job.collector.engine = PlannedLengths(job.collector.engine, work)
     return ReinforcementLoop(job)
+
+
+def step(loop: Any, number: int) -> dict[str, float]:
+    """RL step `number` and its metrics."""
+    loop.collector.engine.step = number  # for PlannedLengths
+    return loop.step(number)
 
 
 def measure(size: str, steps: int) -> dict[str, Any]:
     """Median seconds a step and its parts over `steps` steps after the warm-up."""
-    warmup = WORKLOAD["warmup_steps"]
+    import torch
+
+    torch.set_num_threads(1)
+    work = WORKLOADS[size]
+    last = work.warmup_steps + steps
     with tempfile.TemporaryDirectory() as folder:
-        loop = build_loop(size, warmup + steps + 1, folder)
-        records = [loop.step(number + 1) for number in range(warmup + steps)][warmup:]
-        limit = measure_limit(loop, warmup + steps + 1)
-
-    def median(key: str) -> float:
-        return statistics.median(record[key] for record in records)
-
-    parts = {name: median(f"perf/{name}_seconds") for name in PARTS}
-    assert all(record["response/length_mean"] == WORKLOAD["response_tokens"] for record in records)
+        loop = build_loop(size, last + 1, folder)
+        records = [step(loop, number) for number in range(1, last + 1)][work.warmup_steps :]
+        limit = measure_limit(lambda: step(loop, last + 1), loop.updater)
+    for number, record in enumerate(records, work.warmup_steps + 1):
+        mean = sum(work.lengths(number)) / work.responses
+        assert abs(record["response/length_mean"] - mean) < 0.01, "other lengths"
+    parts = {
+        name: statistics.median(record[f"perf/{name}_seconds"] for record in records)
+        for name in PARTS
+    }
     return {
         "peer": "gspo-megatron",
         "size": size,
         "steps": steps,
         "ranks": world_size(),
-        "tokens_per_second": round(TOKENS_PER_STEP / parts["step"], 1),
+        "tokens_per_second": round(
+            work.rate([record["perf/step_seconds"] for record in records]), 1
+        ),
         "seconds": {name: round(value, 4) for name, value in parts.items()},
         "limit": limit,
     }
@@ -165,29 +200,30 @@ def profile(size: str, steps: int) -> None:
 
     import torch
 
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         loop = build_loop(size, 6 + 2 * steps, folder)
-        for number in range(3):
-            loop.step(number + 1)
+        for number in range(1, 4):
+            step(loop, number)
         with torch.profiler.profile() as operators:
-            for number in range(steps):
-                loop.step(number + 4)
+            for number in range(4, 4 + steps):
+                step(loop, number)
         functions = cProfile.Profile()
         functions.enable()
-        for number in range(steps):
-            loop.step(number + 4 + steps)
+        for number in range(4 + steps, 4 + 2 * steps):
+            step(loop, number)
         functions.disable()
-    print(f"{RESPONSES_PER_STEP} responses, {steps} steps, operators by own time:")
+    print(f"{WORKLOADS[size].responses} responses, {steps} steps, operators by own time:")
     print(operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
     pstats.Stats(functions).sort_stats("tottime").print_stats(35)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=sorted(SHAPES), default="small")
+    parser.add_argument("--size", choices=sorted(WORKLOADS), default="small")
     parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
     parser.add_argument("--profile", action="store_true", help="print operators by time")
-    parser.add_argument("--nproc", type=int, default=WORKLOAD["threads"], help="ranks")
+    parser.add_argument("--nproc", type=int, default=THREADS, help="ranks")
     arguments = parser.parse_args()
     if min(arguments.steps, arguments.nproc) < 1:
         parser.error("--steps and --nproc must be at least 1")

@@ -1,9 +1,9 @@
 """Generated tokens per second of TRL's GRPOTrainer over whole RL steps with the GSPO loss.
 
-The peer's side of the RL-step benchmark: a random Qwen3-MoE model, one rollout of 128 responses of
-exactly 32 tokens, old log-probabilities, 4 optimizer steps of 32 responses. It runs in its
-own environment (requirements.txt beside this file) and prints one JSON line on stdout. The module
-imports nothing heavy, so our_step.py can import SHAPES and WORKLOAD from it.
+The peer's side of the RL-step benchmark: a random Qwen3-MoE model, a rollout with the lengths that
+workload.py plans, old log-probabilities, 4 optimizer steps. It runs in its own environment
+(requirements.txt beside this file) and prints one JSON line on stdout. The defaults are the fastest
+configuration found; `--attention`, `--experts`, `--cache` and `--continuous-batching` try others.
 """
 
 from __future__ import annotations
@@ -17,60 +17,34 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from workload import ROUTER_AUX_LOSS_COEF, SEED, SHAPES, THREADS, WORKLOADS, Workload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
     from trl import GRPOTrainer
 
-SHAPES: dict[str, dict[str, int]] = {
-    "small": {
-        "num_layers": 4,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "head_dim": 16,
-        "moe_intermediate_size": 64,
-        "num_experts": 8,
-        "top_k": 2,
-        "vocab_size": 1024,
-    },
-    "mid": {
-        "num_layers": 8,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "head_dim": 16,
-        "moe_intermediate_size": 64,
-        "num_experts": 8,
-        "top_k": 2,
-        "vocab_size": 1024,
-    },
-}
 
-WORKLOAD: dict[str, int] = {
-    "prompts_per_step": 16,
-    "group_size": 8,
-    "prompt_tokens": 8,
-    "response_tokens": 32,
-    "mini_batches": 4,
-    "threads": 2,
-    "warmup_steps": 3,
-    "seed": 1,
-}
+NO_TOKEN = 2**31 - 1  # an id of no token
 
-# TRL would add the model config's own 1e-3; without it TRL is faster. Both sides must agree.
-ROUTER_AUX_LOSS_COEF = 0.0
 
-RESPONSES_PER_STEP = WORKLOAD["prompts_per_step"] * WORKLOAD["group_size"]
-TOKENS_PER_STEP = RESPONSES_PER_STEP * WORKLOAD["response_tokens"]
+@dataclass(frozen=True)
+class Choices:
+    """What a user of TRL may choose, and what may change its speed but not its results."""
+
+    attention: str  # of transformers: eager or sdpa
+    experts: str  # of transformers: grouped_mm, batched_mm or eager
+    cache: str | None  # of transformers' generate: None (it grows) or static
+    continuous_batching: bool
 
 
 class StepClock:
     """Wall-clock seconds of each RL step and of the parts of it that are timed by name."""
 
     def __init__(self) -> None:
-        self.boundaries: list[float] = []
+        self.boundaries: list[float] = []  # the start, and the end of each step
         self.parts: dict[str, list[float]] = {}
         self._current: dict[str, float] = {}
 
@@ -90,6 +64,10 @@ class StepClock:
 
         return wrapper
 
+    def begin(self) -> None:
+        """The first RL step begins."""
+        self.boundaries.append(time.perf_counter())
+
     def end_of_step(self) -> None:
         """Close the current RL step."""
         self.boundaries.append(time.perf_counter())
@@ -97,42 +75,47 @@ class StepClock:
             self.parts.setdefault(name, []).append(seconds)
         self._current.clear()
 
+    def steps(self, warmup_steps: int) -> list[float]:
+        """Seconds of each step after the first `warmup_steps`."""
+        measured = itertools.pairwise(self.boundaries[warmup_steps:])
+        return [end - start for start, end in measured]
+
     def summary(self, warmup_steps: int) -> dict[str, float]:
         """Median seconds over the steps after the first `warmup_steps`: step, parts and rest."""
-        measured = itertools.pairwise(self.boundaries[warmup_steps - 1 :])
-        step = statistics.median(end - start for start, end in measured)
+        step = statistics.median(self.steps(warmup_steps))
         parts = {
             name: statistics.median(seconds[warmup_steps:]) for name, seconds in self.parts.items()
         }
         return {"step": step, **parts, "train_and_other": step - sum(parts.values())}
 
 
-def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer of `vocab_size` words (w0, w1, …) with EOS and padding beyond them.
+def build_tokenizer(vocab_size: int, *, has_end: bool) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer of words w0, w1, … and one token for the end and for padding.
 
-    The model cannot emit an id beyond its vocabulary. So every response has its full length without
-    a logits processor, which would slow TRL's sampling down. All prompts have the same length, so
-    padding never reaches the embedding either.
+    Without `has_end` that token is beyond the model's vocabulary: the model cannot emit it, and
+    every response has its full length at no cost. With it, it is the vocabulary's last token (see
+    `plan_lengths`). All prompts have the same length, so they need no padding.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
 
-    words = [f"w{index}" for index in range(vocab_size)] + ["<eos>", "<pad>"]
+    words = [f"w{index}" for index in range(vocab_size - has_end)] + ["<end>"]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="w0", eos_token="<eos>", pad_token="<pad>"
+        tokenizer_object=tokenizer, unk_token="w0", eos_token="<end>", pad_token="<end>"
     )
 
 
-def build_model(shape: dict[str, int]) -> Qwen3MoeForCausalLM:
-    """A randomly initialised fp32 Qwen3-MoE of `shape`."""
+def build_model(size: str, choices: Choices) -> Qwen3MoeForCausalLM:
+    """A randomly initialised fp32 Qwen3-MoE."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    torch.manual_seed(WORKLOAD["seed"])
+    torch.manual_seed(SEED)
+    shape, work = SHAPES[size], WORKLOADS[size]
     config = Qwen3MoeConfig(
         vocab_size=shape["vocab_size"],
         hidden_size=shape["hidden_size"],
@@ -144,24 +127,73 @@ def build_model(shape: dict[str, int]) -> Qwen3MoeForCausalLM:
         num_experts=shape["num_experts"],
         num_experts_per_tok=shape["top_k"],
         norm_topk_prob=True,
-        max_position_embeddings=128,
-        # on CPU, at 40 positions, both are the fastest in transformers
-        attn_implementation="eager",
-        experts_implementation="grouped_mm",
+        max_position_embeddings=max(128, work.prompt_tokens + work.longest),
+        attn_implementation=choices.attention,
+        experts_implementation=choices.experts,
     )
     return Qwen3MoeForCausalLM(config)
 
 
-def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Reward: the share of even token ids, so that every group has a spread at no cost."""
-    lengths = {len(ids) for ids in completion_ids}
-    assert lengths == {WORKLOAD["response_tokens"]}, f"response lengths {sorted(lengths)}"
-    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+def even_share_of(work: Workload) -> Callable[..., list[float]]:
+    """Reward: the share of even token ids, so that every group has a spread at no cost. It checks
+    the lengths of the responses, too."""
+    steps = itertools.count(1)
+
+    def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        assert [len(ids) for ids in completion_ids] == work.lengths(next(steps)), "other lengths"
+        return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+    return even_share
 
 
-def training_arguments(output_dir: str, rl_steps: int) -> dict[str, Any]:
+def plan_lengths(trainer: GRPOTrainer, work: Workload, choices: Choices) -> None:
+    """Let the responses of each rollout have their planned lengths."""
+    import torch
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    model, end = trainer.model, trainer.processing_class.eos_token_id
+    steps = itertools.count(1)
+
+    class PlannedEnds(StoppingCriteria):
+        """Puts the end token where a response is to end, and another where one came by chance.
+        A few operations on one number a row: no cost beside a decoding step."""
+
+        eos_token_id = end  # transformers then pads the rows that have ended
+
+        def __init__(self) -> None:
+            self.lengths = torch.tensor(work.lengths(next(steps)))
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            position, last = input_ids.shape[1] - work.prompt_tokens, input_ids[:, -1]
+            last.masked_fill_(last == end, 0).masked_fill_(self.lengths == position, end)
+            return self.lengths <= position
+
+    def generate(*args: Any, native: Any = model.generate, **kwargs: Any) -> Any:
+        return native(*args, stopping_criteria=StoppingCriteriaList([PlannedEnds()]), **kwargs)
+
+    def generate_batch(prompts: Any, **kwargs: Any) -> Any:
+        """transformers' generate_batch, which has one limit for all requests."""
+        kwargs.pop("progress_bar")
+        lengths, found = work.lengths(next(steps)), {}
+        with model.continuous_batching_context_manager(**kwargs, block=True) as manager:
+            names = [
+                manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
+                for prompt, length in zip(prompts, lengths, strict=True)
+            ]
+            while len(found) < len(names):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    found[result.request_id] = result
+        return {name: found[name] for name in names}
+
+    model.generate, model.generate_batch = generate, generate_batch
+
+
+def training_arguments(
+    output_dir: str, rl_steps: int, work: Workload, choices: Choices
+) -> dict[str, Any]:
     """GRPOConfig arguments: the GSPO loss; everything that only costs time is off."""
-    mini_batches = WORKLOAD["mini_batches"]
+    end_is_drawn = {} if work.median is None else {"eos_token_id": NO_TOKEN}
     return {
         "output_dir": output_dir,
         "importance_sampling_level": "sequence",
@@ -169,13 +201,15 @@ def training_arguments(output_dir: str, rl_steps: int) -> dict[str, Any]:
         "beta": 0.0,
         "epsilon": 3e-4,
         "epsilon_high": 4e-4,
-        "num_generations": WORKLOAD["group_size"],
-        "per_device_train_batch_size": RESPONSES_PER_STEP // mini_batches,
+        "num_generations": work.group,
+        "per_device_train_batch_size": work.responses // work.mini_batches,
         "gradient_accumulation_steps": 1,
-        "steps_per_generation": mini_batches,
-        "max_steps": rl_steps * mini_batches,
-        "max_completion_length": WORKLOAD["response_tokens"],
-        "generation_kwargs": {"use_cache": True},
+        "steps_per_generation": work.mini_batches,
+        "max_steps": rl_steps * work.mini_batches,
+        "max_completion_length": work.longest,
+        "generation_kwargs": {"use_cache": True, **end_is_drawn},
+        "cache_implementation": choices.cache,
+        "use_transformers_continuous_batching": choices.continuous_batching,
         "router_aux_loss_coef": ROUTER_AUX_LOSS_COEF,
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",
@@ -189,40 +223,45 @@ def training_arguments(output_dir: str, rl_steps: int) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "seed": WORKLOAD["seed"],
+        "seed": SEED,
     }
 
 
-def build_trainer(size: str, rl_steps: int, output_dir: str, clock: StepClock) -> GRPOTrainer:
+def build_trainer(
+    size: str, rl_steps: int, output_dir: str, clock: StepClock, choices: Choices
+) -> GRPOTrainer:
     """TRL's trainer for `rl_steps` rollouts, with its generation and old log-probs timed."""
     import torch
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    class StepEnd(TrainerCallback):
+    class StepTimes(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            clock.begin()
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step % WORKLOAD["mini_batches"] == 0:
+            if state.global_step % work.mini_batches == 0:
                 clock.end_of_step()
 
-    shape = SHAPES[size]
-    generator = random.Random(WORKLOAD["seed"])
+    vocab_size, work = SHAPES[size]["vocab_size"], WORKLOADS[size]
+    generator = random.Random(SEED)
     prompts = [
-        " ".join(
-            f"w{generator.randrange(shape['vocab_size'])}" for _ in range(WORKLOAD["prompt_tokens"])
-        )
-        for _ in range(WORKLOAD["prompts_per_step"] * rl_steps)
+        " ".join(f"w{generator.randrange(vocab_size - 1)}" for _ in range(work.prompt_tokens))
+        for _ in range(work.prompts * rl_steps)
     ]
     trainer = GRPOTrainer(
-        model=build_model(shape),
-        reward_funcs=even_share,
-        args=GRPOConfig(**training_arguments(output_dir, rl_steps)),
+        model=build_model(size, choices),
+        reward_funcs=even_share_of(work),
+        args=GRPOConfig(**training_arguments(output_dir, rl_steps, work, choices)),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=build_tokenizer(shape["vocab_size"]),
-        callbacks=[StepEnd()],
+        processing_class=build_tokenizer(vocab_size, has_end=work.median is not None),
+        callbacks=[StepTimes()],
     )
     # stdout is only for the JSON line
     trainer.remove_callback(PrinterCallback)
+    if work.median is not None:
+        plan_lengths(trainer, work, choices)
     trainer._generate_single_turn = clock.timed("generation", trainer._generate_single_turn)
     # the loss calls this method, too; without gradients it computes the old log-probabilities
     trainer._get_per_token_logps_and_entropies = clock.timed(
@@ -233,24 +272,25 @@ def build_trainer(size: str, rl_steps: int, output_dir: str, clock: StepClock) -
     return trainer
 
 
-def run(size: str, steps: int) -> dict[str, Any]:
+def run(size: str, steps: int, choices: Choices) -> dict[str, Any]:
     """Measure `steps` RL steps of TRL at `size` after the warm-up; tokens/s and seconds a step."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     import transformers
     import trl
 
-    torch.set_num_threads(WORKLOAD["threads"])
-    clock = StepClock()
+    torch.set_num_threads(THREADS)
+    clock, work = StepClock(), WORKLOADS[size]
     with tempfile.TemporaryDirectory() as output_dir:
-        trainer = build_trainer(size, WORKLOAD["warmup_steps"] + steps, output_dir, clock)
+        trainer = build_trainer(size, work.warmup_steps + steps, output_dir, clock, choices)
         trainer.train()
-    seconds = clock.summary(WORKLOAD["warmup_steps"])
+    seconds = clock.summary(work.warmup_steps)
     return {
         "peer": "trl",
         "size": size,
         "steps": steps,
-        "tokens_per_second": round(TOKENS_PER_STEP / seconds["step"], 1),
+        "choices": vars(choices),
+        "tokens_per_second": round(work.rate(clock.steps(work.warmup_steps)), 1),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
         "versions": {
             "trl": trl.__version__,
@@ -262,12 +302,27 @@ def run(size: str, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=sorted(SHAPES), default="small")
+    parser.add_argument("--size", choices=sorted(WORKLOADS), default="small")
     parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
+    parser.add_argument(
+        "--attention", choices=("eager", "sdpa"), help="eager up to 128 positions, else sdpa"
+    )
+    parser.add_argument(
+        "--experts", choices=("grouped_mm", "batched_mm", "eager"), default="grouped_mm"
+    )
+    parser.add_argument("--cache", choices=("static",), help="of generate; it grows by default")
+    parser.add_argument("--continuous-batching", action="store_true")
     arguments = parser.parse_args()
     if arguments.steps < 1:
         parser.error("--steps must be at least 1")
-    print(json.dumps(run(arguments.size, arguments.steps)))
+    is_short = WORKLOADS[arguments.size].longest <= 128
+    choices = Choices(
+        arguments.attention or ("eager" if is_short else "sdpa"),
+        arguments.experts,
+        arguments.cache,
+        arguments.continuous_batching,
+    )
+    print(json.dumps(run(arguments.size, arguments.steps, choices)))
 
 
 if __name__ == "__main__":

@@ -407,6 +407,23 @@ def test_products_in_strips_are_those_of_the_whole(strip_bytes, monkeypatch):
         assert largest.elements == 3 * 200 < weight.numel()
 
 
+def test_products_of_bf16_leave_those_of_float32_precise():
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(2, 64, 512, generator=generator)
+    exact = left.double() @ right.double().t()
+    errors = []
+    for _ in range(2):
+        errors.append(float((torch.mm(left, right.t()).double() - exact).abs().max()))
+        multiply(left.bfloat16(), right.bfloat16(), torch.empty(64, 64))
+        assert settings.fp32_precision == before
+    assert max(errors) < 1e-4  # elements rounded to bf16 would give 0.1
+    with pytest.raises(RuntimeError):
+        multiply(left.bfloat16(), right.bfloat16()[:, :9], torch.empty(64, 64))
+    assert settings.fp32_precision == before
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_numbers_shapes_and_dtypes_are_the_same(dtype):
     # as in estimates of memory

@@ -1,0 +1,89 @@
+"""What both sides of the RL-step benchmark compute: shapes of the model, and the work of a step.
+
+Standard library only: our side and TRL's run in environments of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from dataclasses import dataclass
+
+SEED = 1
+THREADS = 2  # of a side: one process with two, or two ranks with one
+
+# TRL would add the model config's own 1e-3; without it TRL is faster. Both sides must agree.
+ROUTER_AUX_LOSS_COEF = 0.0
+
+SHAPES: dict[str, dict[str, int]] = {
+    "small": {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "top_k": 2,
+        "vocab_size": 1024,
+    },
+    "mid": {
+        "num_layers": 8,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "top_k": 2,
+        "vocab_size": 1024,
+    },
+}
+# All experts together, 100 MB, are far larger than the caches, as in a real model.
+SHAPES["long"] = SHAPES["mid"] | {"num_experts": 64, "top_k": 8, "vocab_size": 32_768}
+SHAPES["steady"] = SHAPES["small"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The responses of an RL step. With a `median` their lengths are log-normal."""
+
+    prompts: int  # a step
+    group: int  # responses to a prompt
+    longest: int  # tokens of a response; of every one unless there is a median
+    median: float | None = None
+    sigma: float = 1.0  # standard deviation of the logarithm of the length
+    prompt_tokens: int = 8
+    mini_batches: int = 4
+    warmup_steps: int = 3
+
+    @property
+    def responses(self) -> int:
+        return self.prompts * self.group
+
+    def lengths(self, step: int) -> list[int]:
+        """[responses]: tokens of each response of a step, prompt by prompt. Both sides force them:
+        otherwise one might draw shorter responses than the other."""
+        if self.median is None:
+            return [self.longest] * self.responses
+        source = random.Random(SEED * 1_000_003 + step)
+        drawn = (
+            source.lognormvariate(math.log(self.median), self.sigma) for _ in range(self.responses)
+        )
+        return [min(max(round(length), 1), self.longest) for length in drawn]
+
+    def rate(self, seconds: list[float]) -> float:
+        """Median tokens per second of the steps after the warm-up."""
+        first = self.warmup_steps + 1
+        return statistics.median(
+            sum(self.lengths(first + number)) / took for number, took in enumerate(seconds)
+        )
+
+
+WORKLOADS = {
+    "small": Workload(prompts=16, group=8, longest=32),
+    "mid": Workload(prompts=16, group=8, longest=32),
+    "long": Workload(prompts=8, group=8, longest=512, median=96.0, warmup_steps=0),
+    "steady": Workload(prompts=4, group=8, longest=256, warmup_steps=0),  # of bench_steady.py
+}
