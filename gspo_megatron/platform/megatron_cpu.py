@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from gspo_megatron.platform.shares import gathering, summing
+
 CPU = torch.device("cpu")
 
 # Factories that megatron.core calls with device='cuda' or torch.cuda.current_device().
@@ -163,8 +165,8 @@ def _adapt_megatron() -> None:
 
     token_dispatcher.sort_chunks_by_idxs = _unless_sorted(token_dispatcher.sort_chunks_by_idxs)
 
-    buffers.dist_all_gather_func = unless_alone(buffers.dist_all_gather_func)
-    buffers.dist_reduce_scatter_func = unless_alone(buffers.dist_reduce_scatter_func)
+    buffers.dist_all_gather_func = gathering(buffers.dist_all_gather_func)
+    buffers.dist_reduce_scatter_func = summing(buffers.dist_reduce_scatter_func)
 
     rope_utils._apply_rotary_pos_emb_thd = _turned_at_once(rope_utils._apply_rotary_pos_emb_thd)
 
@@ -172,23 +174,6 @@ def _adapt_megatron() -> None:
     mappings._reduce_scatter_along_first_dim = _uneven(
         mappings._reduce_scatter_along_first_dim, _reduce_scatter_uneven
     )
-
-
-def unless_alone(native: Any) -> Any:
-    """A gather, or sums of shares, of weights and gradients: a rank alone has at most to copy them.
-    Gloo would do so in a thread with an OpenMP team of its own, and with two teams libgomp puts the
-    threads of both to sleep between operations: all that follows takes up to twice as long."""
-
-    @functools.wraps(native)
-    def collective(output: torch.Tensor, input: torch.Tensor, **options: Any) -> Any:
-        group = options.get("group")
-        if group is None or group.size() > 1 or not output.is_cpu:
-            return native(output, input, **options)
-        if output.data_ptr() != input.data_ptr():
-            output.view(-1).copy_(input.view(-1))
-        return None
-
-    return collective
 
 
 def _unless_sorted(native: Any) -> Any:

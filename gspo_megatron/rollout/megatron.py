@@ -46,6 +46,10 @@ CHECK_INTERVAL = 4
 # share one forward pass.
 REFILL_SHARE = 1 / 16
 
+# Without others to start, rows that have ended are dropped once this share of the batch is left.
+# That copies the cache of the others, about as much as two passes read of it.
+KEEP_SHARE = 7 / 8
+
 
 class MegatronEngine:
     """The rollout engine `megatron`."""
@@ -250,7 +254,7 @@ class _Generation:
                 plan = self._plan()
                 if not plan.rows:
                     return
-                if 2 * plan.rows <= len(self.rows):
+                if plan.rows <= KEEP_SHARE * len(self.rows):
                     self.cache.keep(self.rows.keep(plan.rows))
                 self.long_rows = self.rows.longest(self.spans.long_rows)
                 hidden = self._fill(self._next(), plan)
