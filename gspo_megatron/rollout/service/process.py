@@ -21,7 +21,7 @@ from gspo_megatron.rollout.service.client import MODEL, TOKEN_VARIABLE
 
 WORKER_FOLDER = Path(__file__).resolve().parent.parent / "vllm_worker"
 WORKER = "gspo_vllm_worker.GspoWorker"
-LEADER_VARIABLE = "GSPO_SERVER_LEADS_SESSION"  # the worker's: it ends with the server
+STARTER_VARIABLE = "GSPO_SERVER_STARTER"  # for the server and its engine: they end with it
 GUARD = "gspo_vllm_worker.TokenGuard"
 END_SECONDS = 10.0  # from SIGTERM to SIGKILL
 _SHOWN_LINES = 3
@@ -58,7 +58,7 @@ class ServerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={**os.environ, **environ, LEADER_VARIABLE: "1"},
+                    env={**os.environ, **environ, STARTER_VARIABLE: str(os.getpid())},
                     start_new_session=True,  # its engine processes end with its group
                     preexec_fn=end_with_parent,
                 )

@@ -16,6 +16,7 @@ import re
 import select
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +28,9 @@ from gspo_vllm_answers import Answers
 from safetensors import safe_open
 
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"
-LEADER_VARIABLE = "GSPO_SERVER_LEADS_SESSION"  # set where the server's session has nobody else
+# The id of the process that started the server. Set where the server's session has nobody else.
+STARTER_VARIABLE = "GSPO_SERVER_STARTER"
+PATIENCE_SECONDS = 10.0  # for a server to end by itself
 
 _PART = 1 << 22  # elements that are summed at a time
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -173,20 +176,31 @@ def _sums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[float]]
     return found
 
 
-def _end_with_server() -> None:
-    """Kill the processes of a killed server. vLLM's engine does not notice, and whoever started the
-    server may have been killed at the same moment."""
-    server = os.getsid(0)
-    if not os.environ.get(LEADER_VARIABLE) or server == os.getpid():
+def _end_with_others() -> None:
+    """End with the server, and the server with whoever started it.
+
+    The engine of a killed server does not notice. The server is told by SIGTERM when its starter
+    dies, but may wait without end for requests that its engine, which ends first, never answers."""
+    if not (starter := os.environ.get(STARTER_VARIABLE)):
         return
+    server = os.getsid(0)
+    if server == os.getpid():
+        _kill_after(int(starter), PATIENCE_SECONDS)
+    else:
+        _kill_after(server, 0.0)
+
+
+def _kill_after(other: int, patience: float) -> None:
+    """Kill this process and its group when the process `other` has ended, so many seconds later."""
 
     def watch() -> None:
         try:
             ended = select.poll()
-            ended.register(os.pidfd_open(server), select.POLLIN)
+            ended.register(os.pidfd_open(other), select.POLLIN)
             ended.poll()
         except ProcessLookupError:  # it was killed while this process began
             pass
+        time.sleep(patience)
         os.killpg(0, signal.SIGKILL)
 
     if hasattr(os, "pidfd_open"):  # Linux
@@ -229,4 +243,4 @@ class TokenGuard:
         return hmac.compare_digest(given[0], self._expected)
 
 
-_end_with_server()
+_end_with_others()

@@ -39,6 +39,23 @@ with serve(*map(Path, sys.argv[1:]), {}):
     pass
 """
 
+# A server that waits without end for its engine's answer: SIGTERM does not end it.
+_STUCK = """
+import os, signal, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+import gspo_vllm_worker
+Path("started").write_text(str(os.getpid()))
+time.sleep(300)
+"""
+_STARTER = """
+import os, sys, time
+from gspo_megatron.rollout.service.process import WORKER_FOLDER, ServerProcess
+environ = {"PYTHONPATH": str(WORKER_FOLDER)}
+ServerProcess([sys.executable, "-c", sys.argv[1]], environ, None)
+time.sleep(300)
+"""
+
 
 @pytest.fixture
 def taken() -> Iterator[int]:
@@ -103,5 +120,21 @@ def test_a_server_that_tests_start_ends_with_them(tmp_path: Path) -> None:
         server.wait(10)
     finally:
         tests.kill()
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int(told.read_text()), signal.SIGKILL)
+
+
+def test_a_server_that_does_not_heed_its_starter_s_end_is_killed(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", _STARTER, _STUCK]
+    starter = subprocess.Popen(words, env=command_environment(), cwd=tmp_path)
+    told = tmp_path / "started"
+    try:
+        assert wait_until(lambda: told.exists() and told.read_text(), starter, seconds=60)
+        server = psutil.Process(int(told.read_text()))
+        starter.kill()
+        starter.wait()
+        server.wait(30)  # ten seconds of patience, and what a busy machine adds
+    finally:
+        starter.kill()
         with contextlib.suppress(OSError, ValueError):
             os.kill(int(told.read_text()), signal.SIGKILL)
