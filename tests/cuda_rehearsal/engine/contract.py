@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.cuda_rehearsal.engine.precision import region
+
 FILE = Path(__file__).with_name("contract.json")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -59,7 +61,10 @@ NAMES: dict[str, Any] = {
     "sum": sum,
     "max": max,
     "prod": math.prod,
+    "capability": lambda: torch.cuda.get_device_capability(),
+    "in_fp8": lambda: region.enabled,
     "is_int": _is_int,
+    "kind": lambda value: type(value).__name__,
     "ranks": _ranks,
     "sums_of": _sums_of,
     "torch": torch,
@@ -80,12 +85,12 @@ def contract_of(name: str, version: str) -> Callable[..., None]:
     ]
 
     def check(arguments: dict[str, Any], owner: Any = None) -> None:
-        names = {**NAMES, "self": owner, **arguments}
+        names = {**NAMES, "self": owner, **arguments, "__builtins__": {}}
         for code, when, demand in found:
-            if not eval(when, {"__builtins__": {}}, names):
+            if not eval(when, names):
                 continue
             try:
-                holds = eval(code, {"__builtins__": {}}, names)
+                holds = eval(code, names)
             except Exception as error:
                 holds, demand = False, demand | {"error": repr(error)}
             if not holds:

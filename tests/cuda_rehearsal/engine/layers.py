@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tests.cuda_rehearsal.engine.precision import (
     DelayedScaling,
-    FP8GlobalStateManager,
     Recipe,
     State,
     quantized,
     region,
+    update_scales,
 )
 
 
@@ -96,7 +96,7 @@ class _Product(torch.autograd.Function):
         if state is not None:
             region.states[False].add(state)
             if ctx.is_first:
-                FP8GlobalStateManager.reduce_and_update_fp8_tensors(False)
+                update_scales(False)
         flat = gradient.reshape(-1, gradient.shape[-1])
         of_weight = flat.t() @ inp.reshape(-1, inp.shape[-1])
         return gradient @ weight, of_weight, None, None

@@ -103,10 +103,15 @@ class FP8GlobalStateManager:
         return region.group
 
     @staticmethod
-    def reduce_and_update_fp8_tensors(forward: bool = True) -> None:
-        for state in list(region.states[forward]):
-            state.update(region.group)
-        region.states[forward].clear()
+    def reduce_and_update_fp8_tensors(forward: bool) -> None:
+        update_scales(forward)
+
+
+def update_scales(forward: bool) -> None:
+    """Of all modules that have computed in FP8 since the last time."""
+    for state in list(region.states[forward]):
+        state.update(region.group)
+    region.states[forward].clear()
 
 
 @contextlib.contextmanager
@@ -121,7 +126,7 @@ def fp8_autocast(enabled: bool, fp8_recipe: Any, fp8_group: Any) -> Iterator[Non
     finally:
         region.depth -= 1
         if enabled and region.depth == 0 and torch.is_grad_enabled() and not region.recomputing:
-            FP8GlobalStateManager.reduce_and_update_fp8_tensors(True)
+            update_scales(True)
         region.enabled, region.recipe = before[:2]
 
 
