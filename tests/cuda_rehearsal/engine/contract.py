@@ -91,7 +91,7 @@ def contract_of(name: str, version: str) -> Callable[..., None]:
                 continue
             try:
                 holds = eval(code, names)
-            except Exception as error:
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
                 holds, demand = False, demand | {"error": repr(error)}
             if not holds:
                 raise ContractError(_message(name, version, demand, arguments))

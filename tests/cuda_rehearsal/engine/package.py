@@ -68,7 +68,11 @@ def _wrap(path: str, text: str, implementation: type, member: str) -> None:
 
 
 def _call(
-    path: str, signature: inspect.Signature, function: Callable[..., Any], *, is_method: bool = False
+    path: str,
+    signature: inspect.Signature,
+    function: Callable[..., Any],
+    *,
+    is_method: bool = False,
 ) -> Callable[..., Any]:
     own = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in own.values())
@@ -92,7 +96,9 @@ def _call(
             first = [values.pop(n) for n in before]
             return function(*owner, *first, *plain, **more)
         values = values if takes_all else {n: v for n, v in values.items() if n in own}
-        return function(*owner, **values, **{n: v for n, v in more.items() if takes_all or n in own})
+        return function(
+            *owner, **values, **{n: v for n, v in more.items() if takes_all or n in own}
+        )
 
     parameters = [*own.values()][:1] if is_method else []
     call.__signature__ = signature.replace(  # type: ignore[attr-defined]

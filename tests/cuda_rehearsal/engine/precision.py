@@ -76,12 +76,14 @@ class State:
 class _Region:
     """Of the process: the innermost region, and the states that it has to update."""
 
-    enabled, recipe, group, depth, recomputing = False, None, None, 0, False
-    is_first_module = False
-    states: dict[bool, weakref.WeakSet[State]] = {
-        True: weakref.WeakSet(),
-        False: weakref.WeakSet(),
-    }
+    def __init__(self) -> None:
+        self.enabled = self.recomputing = self.is_first_module = False
+        self.recipe: Any = None
+        self.group: Any = None
+        self.depth = 0
+        self.states: dict[bool, weakref.WeakSet[State]] = {
+            forward: weakref.WeakSet() for forward in (True, False)
+        }
 
 
 region = _Region()

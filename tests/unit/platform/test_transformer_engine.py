@@ -6,20 +6,16 @@ The tables in `transformer_engine` are made by tools/te_signatures.py.
 from __future__ import annotations
 
 import ast
-import importlib.metadata
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
+from tests.cuda_rehearsal.engine.tables import SITE, Table, versions
 from tests.programs import ROOT
 from tools.te_calls import Found, check_calls, signature_of
 from tools.te_signatures import files_of
 
-TABLES = {path.stem: path for path in Path(__file__).with_name("transformer_engine").glob("*.json")}
-SITE = Path(str(importlib.metadata.distribution("megatron-core").locate_file("")))
 WRAPPERS = "megatron/core/extensions/transformer_engine.py"
 # Of the dispatcher moe_flex_dispatcher_backend = ncclep, which no run of ours has: 0.19.2 does not
 # pass `num_topk`, which 2.20.2 wants.
@@ -44,26 +40,6 @@ NEEDED = {
 }
 # Fields that TEDotProductAttention takes out, whatever the version of Transformer Engine.
 NOT_PASSED_ON = {"cp_group", "local_cp_size", "total_tokens", "seq_idx", "tokens_per_sample"}
-
-
-class Table:
-    def __init__(self, version: str) -> None:
-        content = json.loads(TABLES[version].read_text())
-        assert content["version"] == version
-        self._names = content["names"]
-
-    def __call__(self, path: str) -> str | None:
-        assert path in self._names, f"not in the table: make it again, for {path}"
-        return self._names[path]
-
-
-def versions() -> list[str]:
-    """Of the tables: what we install with this Megatron-Core, and later ones."""
-    found = importlib.metadata.version("megatron-core")
-    pins = (ROOT / "requirements" / f"gpu-megatron-{found}.txt").read_text().splitlines()
-    (pin,) = (line.partition("==")[2] for line in pins if line.startswith("transformer-engine=="))
-    assert pin in TABLES
-    return sorted(version for version in TABLES if Version(version) >= Version(pin))
 
 
 def check(root: Path, version: str) -> Found:
