@@ -13,16 +13,19 @@ import pytest
 from torch import Tensor
 
 from gspo_megatron.checkpoint.hf.weight_map import native_name
-from gspo_megatron.config import parse_config
+from gspo_megatron.config import Config, parse_config
 from gspo_megatron.config.precision import FP8
 from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.cuda_rehearsal.conftest import MakeConfig
 from tests.cuda_rehearsal.engine.package import ANYTHING
+from tests.cuda_rehearsal.engine.plants import PLANTS, refusals
 from tests.cuda_rehearsal.engine.tables import SITE, Table, versions
 from tests.cuda_rehearsal.engine.tasks import gpu_task, train_on_a_gpu, with_calls
+from tests.cuda_rehearsal.faults import Fault, with_fault
 from tests.cuda_rehearsal.host import Host
 from tests.gpu.test_precision import TOLERANCE, distance
+from tests.parallel.pool import RankError
 from tests.parallel.test_attention_kinds import update_from_folder
 from tests.parallel.updates import CUT, FP32_TOLERANCE
 from tests.programs import ROOT
@@ -155,7 +158,7 @@ class Engines:
     def __init__(self, models: Path) -> None:
         self._models = models
         self._hosts = {version: Host(version) for version in {PIN, LATEST}}
-        self._known: dict[tuple[str, str], tuple[Any, set[str]]] = {}
+        self._known: dict[tuple[str, str], StepResult] = {}
         self.called: dict[str, set[str]] = {version: set() for version in self._hosts}
 
     def run(self, version: str, ranks: int, task: Callable[..., Any], **arguments: Any) -> Any:
@@ -163,26 +166,35 @@ class Engines:
         self.called[version] |= set().union(*(names for _, names in answers))
         return answers[0][0]
 
+    def host(self, version: str) -> Host:
+        return self._hosts[version]
+
+    def arguments(
+        self, name: str, backend: str, precision: str | None = None
+    ) -> tuple[Config, dict[str, Any]]:
+        """Of update_from_folder."""
+        run = RUNS[name]
+        config = parse_config(
+            {
+                "model": {
+                    "hf_path": str(self._models / run.family),
+                    "backend": backend,
+                    # far from uniform, see ODD_MOE
+                    "megatron": {"init_method_std": 0.15, **run.megatron},
+                },
+                "parallel": {"layout": run.layout},
+                "data": {"tokenizer": "none"},
+                "training": {"precision": precision or run.precision, **run.training},
+            }
+        )
+        batch = synthetic_batch(config.objective, VOCABULARY)
+        return config, {"config": config, "vocab_size": VOCABULARY, "batch": batch, "cut": CUT}
+
     def update(self, name: str, backend: str) -> StepResult:
         if (name, backend) not in self._known:
-            run = RUNS[name]
-            config = parse_config(
-                {
-                    "model": {
-                        "hf_path": str(self._models / run.family),
-                        "backend": backend,
-                        # far from uniform, see ODD_MOE
-                        "megatron": {"init_method_std": 0.15, **run.megatron},
-                    },
-                    "parallel": {"layout": run.layout},
-                    "data": {"tokenizer": "none"},
-                    "training": {"precision": run.precision, **run.training},
-                }
-            )
-            batch = synthetic_batch(config.objective, VOCABULARY)
-            arguments = {"config": config, "vocab_size": VOCABULARY, "batch": batch, "cut": CUT}
-            ranks = config.world_size_hint()
-            found = self.run(run.version, ranks, update_from_folder, **arguments)
+            config, arguments = self.arguments(name, backend)
+            version, ranks = RUNS[name].version, config.world_size_hint()
+            found = self.run(version, ranks, update_from_folder, **arguments)
             self._known[name, backend] = found
         return self._known[name, backend]
 
@@ -263,6 +275,54 @@ def test_training_goes_on_by_another_layout(engines: Engines, make_config: MakeC
     steps = engines.run(PIN, 2, train_on_a_gpu, config=more)
     assert [step["step"] for step in steps[-3:]] == [1, 2, 3]
     assert all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in steps[-3:])
+
+
+@pytest.mark.parametrize("version", sorted({PIN, LATEST}))
+def test_each_mistake_is_refused_by_the_name_of_its_argument(
+    engines: Engines, version: str
+) -> None:
+    found = engines.run(version, 1, refusals)
+    assert found.keys() == PLANTS.keys()
+    for name, plant in PLANTS.items():
+        if plant.only in (None, version):
+            assert f": {plant.argument} is " in found[name], f"{name}: {found[name]!r}"
+            assert f"Transformer Engine {version} demands" in found[name]
+        else:
+            assert found[name] == "", name
+
+
+# In the package and in Megatron-Core, as a change of either may bring them.
+FAULTS = {
+    "cu_seqlens_q is a tensor": Fault(
+        "gspo_megatron.batching.packing:pack",
+        "boundaries=torch.tensor(boundaries, dtype=torch.int32)",
+        "boundaries=torch.tensor(boundaries, dtype=torch.int64)",
+    ),
+    "m_splits is a tensor": Fault(
+        "megatron.core.transformer.moe.experts:TEGroupedMLP.forward",
+        "tokens_per_expert = tokens_per_expert.tolist()",
+        "pass",
+    ),
+    "max_seqlen_kv is ": Fault(
+        "gspo_megatron.batching.micro_batches:MicroBatchBuilder.build",
+        "max_seqlen_kv=packed.longest",
+        "max_seqlen_kv=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_a_fault_in_the_stack_is_refused(engines: Engines, message: str) -> None:
+    config, arguments = engines.arguments("tp=2", ENGINE)
+    arguments |= {"fault": FAULTS[message], "task": update_from_folder}
+    with pytest.raises(RankError, match=message):
+        engines.host(PIN).run(config.world_size_hint(), with_fault, **arguments)
+
+
+def test_fp32_under_context_parallelism_is_refused_in_words(engines: Engines) -> None:
+    config, arguments = engines.arguments("cp=2", ENGINE, precision="fp32")
+    with pytest.raises(RankError, match=r"parallel.context_parallel_size = 2: attention of"):
+        engines.host(PIN).run(config.world_size_hint(), update_from_folder, **arguments)
 
 
 def test_all_calls_are_reached_but_the_listed(

@@ -24,7 +24,7 @@ from tests.cuda_rehearsal.engine.precision import (
 class TransformerEngineBaseModule(torch.nn.Module):
     """What its modules share: where FP8 keeps its scales, and the extra state of checkpoints."""
 
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.fp8 = self.fp8_calibration = self.primary_weights_in_fp8 = False
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}

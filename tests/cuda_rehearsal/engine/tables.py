@@ -55,4 +55,4 @@ def with_defaults(text: str) -> inspect.Signature:
     return signature_of(text, literal)
 
 
-__all__ = ["SITE", "Table", "Unknown", "versions", "with_defaults"]
+__all__ = ["SITE", "TABLES", "Table", "Unknown", "versions", "with_defaults"]
