@@ -4,7 +4,7 @@ what Transformer Engine refuses: they are the updates of the torch_native layers
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,12 @@ NOT_REACHED: dict[str, set[str]] = {
     },
     "weights that are stored in FP8": {
         "pytorch.float8_tensor.Float8Tensor.make_like",
+        "pytorch.fp8.fp8_model_init",
         "pytorch.fp8_model_init",
+        "pytorch.quantized_model_init",
         "pytorch.tensor.utils.cast_master_weights_to_fp8",
         "pytorch.tensor.utils.post_all_gather_processing",
+        "pytorch.tensor.utils.quantize_master_weights",
         "pytorch.tensor.utils.replace_raw_data",
     },
     "a context-parallel group for each micro-batch": {
@@ -118,15 +121,16 @@ NOT_REACHED: dict[str, set[str]] = {
     "use_te_activation_func and use_transformer_engine_op_fuser": {
         f"pytorch.ops.{name}"
         for name in (
-            *("AllReduce", "BasicLinear", "GEGLU", "GELU", "LayerNorm", "RMSNorm", "ReGLU", "ReLU"),
-            *("ReduceScatter", "Sequential", "SiLU", "SwiGLU"),
+            *("AllReduce", "BasicLinear", "GEGLU", "GELU", "GroupedLinear", "LayerNorm"),
+            *("MakeExtraOutput", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Sequential"),
+            *("ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSwiGLU", "SiLU", "SwiGLU"),
         )
     },
     "recompute_modules other than attention, in FP8": {
         "pytorch.distributed.activation_recompute_forward",
     },
     "CUDA graphs, and their generators of random numbers": {
-        "pytorch.distributed.CudaRNGStatesTracker.__init__",
+        "pytorch.distributed.CudaRNGStatesTracker",
         "pytorch.distributed.CudaRNGStatesTracker.add",
         "pytorch.distributed.CudaRNGStatesTracker.reset",
         "pytorch.distributed.CudaRNGStatesTracker.set_states",
@@ -143,6 +147,16 @@ NOT_REACHED: dict[str, set[str]] = {
         "pytorch.graph.set_capture_end",
         "pytorch.graph.set_capture_start",
         "pytorch.utils.make_weak_ref",
+    },
+    "moe_flex_dispatcher_backend = ncclep": {
+        f"pytorch.ep.{name}"
+        for name in (
+            *("EpBuffer", "ep_bootstrap", "ep_combine", "ep_dispatch", "ep_finalize"),
+            *("is_symm_backed", "symm_mem_alloc"),
+        )
+    },
+    "rows of experts that the permutation pads": {
+        "pytorch.permutation.moe_permute_and_pad_with_probs",
     },
     "an optimizer that the package does not have": {"pytorch.optimizers.FusedSGD"},
 }
@@ -291,17 +305,12 @@ def test_each_mistake_is_refused_by_the_name_of_its_argument(
             assert found[name] == "", name
 
 
-# In the package and in Megatron-Core, as a change of either may bring them.
+# In the package, as a change may bring them.
 FAULTS = {
     "cu_seqlens_q is a tensor": Fault(
         "gspo_megatron.batching.packing:pack",
         "boundaries=torch.tensor(boundaries, dtype=torch.int32)",
         "boundaries=torch.tensor(boundaries, dtype=torch.int64)",
-    ),
-    "m_splits is a tensor": Fault(
-        "megatron.core.transformer.moe.experts:TEGroupedMLP.forward",
-        "tokens_per_expert = tokens_per_expert.tolist()",
-        "pass",
     ),
     "max_seqlen_kv is ": Fault(
         "gspo_megatron.batching.micro_batches:MicroBatchBuilder.build",
@@ -325,20 +334,24 @@ def test_fp32_under_context_parallelism_is_refused_in_words(engines: Engines) ->
         engines.host(PIN).run(config.world_size_hint(), update_from_folder, **arguments)
 
 
-def test_all_calls_are_reached_but_the_listed(
-    engines: Engines, tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_all_calls_are_reached_but_the_listed(engines: Engines, make_config: MakeConfig) -> None:
     """Of those that the static check binds: what no run calls is named, with its reason."""
     for name in RUNS:
         engines.update(name, ENGINE)
     test_training_goes_on_by_another_layout(engines, make_config)
     for precision in FP8:
         test_fp8_is_near_fp32(engines, precision)
-    called = set().union(*engines.called.values())
+    called = set().union(*map(_plain, engines.called.values()))
+    listed = set().union(*NOT_REACHED.values())
+    assert not listed & called, listed & called
     for version in {PIN, LATEST}:
         table, bound = Table(version), set()
         for root in (SITE, ROOT):
             bound |= check_calls(root, files_of(root), version, table).names
-        own = {name for name in bound if table(name) != ANYTHING}  # the others are torch's
-        missed = {name.removeprefix("transformer_engine.") for name in own - called}
-        assert missed == set().union(*NOT_REACHED.values()), missed
+        missed = _plain(name for name in bound if table(name) != ANYTHING) - called
+        assert missed <= listed, missed - listed  # a version may have fewer calls than another
+
+
+def _plain(names: Iterable[str]) -> set[str]:
+    """A class and its __init__ are one."""
+    return {name.removeprefix("transformer_engine.").removesuffix(".__init__") for name in names}

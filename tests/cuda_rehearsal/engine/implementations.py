@@ -65,6 +65,8 @@ IMPLEMENTATIONS: dict[str, Any] = {
     "pytorch.cpu_offload.get_cpu_offload_context": recompute.get_cpu_offload_context,
     **_names(precision, "pytorch.fp8", "FP8GlobalStateManager", "fp8_autocast"),
     "pytorch.fp8_autocast": precision.fp8_autocast,
+    "pytorch.autocast": precision.autocast,
+    "pytorch.cpp_extensions.general_gemm": layers.general_gemm,
     **_names(
         precision,
         "common.recipe",

@@ -332,6 +332,20 @@ class Fp8Unpadding(Fp8Padding):
         return torch.cat([part[:rows] for part, rows in parts])
 
 
+def general_gemm(
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    out_dtype: torch.dtype | None,
+    layout: str,
+    bias: Tensor | None,
+) -> list[Tensor | None]:
+    """Of matrices by columns: "TN" is B times A transposed."""
+    left = B.t() if layout[1] == "T" else B
+    right = A.t() if layout[0] == "T" else A
+    out = left.float() @ right.float()
+    return [(out if bias is None else out + bias).to(out_dtype or A.dtype), None, None, None]
+
+
 def _all_gather(tensor: Tensor, group: Any) -> Tensor:
     whole = tensor.new_empty(len(tensor) * dist.get_world_size(group), *tensor.shape[1:])
     dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)

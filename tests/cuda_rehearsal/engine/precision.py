@@ -132,6 +132,13 @@ def fp8_autocast(enabled: bool, fp8_recipe: Any, fp8_group: Any) -> Iterator[Non
         region.enabled, region.recipe = before[:2]
 
 
+def autocast(
+    enabled: bool, recipe: Any, amax_reduction_group: Any
+) -> contextlib.AbstractContextManager[None]:
+    """The newer name."""
+    return fp8_autocast(enabled, recipe, amax_reduction_group)
+
+
 def quantized(tensor: Tensor, recipe: Any, state: State | None, index: int, largest: float) -> Any:
     """The tensor as FP8 would hold it, in its own dtype. `index`: of the module's tensors."""
     if state is not None:

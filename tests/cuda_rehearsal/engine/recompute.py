@@ -23,8 +23,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return function(*tensors, **kwargs)
         region.recomputing, before = True, region.recomputing
         try:
-            plain = getattr(fp8_autocast, "__wrapped__", fp8_autocast)
-            with plain(*kept):
+            with fp8_autocast(*kept):
                 return function(*tensors, **kwargs)
         finally:
             region.recomputing = before
