@@ -213,7 +213,10 @@ class Engines:
         return self._known[name, backend]
 
     def gpu_task(self, name: str, precision: str, **arguments: Any) -> Any:
-        arguments |= {"name": name, "folder": self._models / "hf", "precision": precision}
+        folder = self._models / "hf"
+        if not folder.exists():
+            self.run(LATEST, 1, gpu_task, name="make", folder=folder)
+        arguments |= {"name": name, "folder": folder, "precision": precision}
         return self.run(LATEST, 1, gpu_task, **arguments)
 
     def close(self) -> None:
@@ -249,7 +252,6 @@ def test_the_update_is_that_of_torch_native(engines: Engines, name: str) -> None
 @pytest.mark.parametrize("precision", FP8)
 def test_fp8_is_near_fp32(engines: Engines, precision: str) -> None:
     """Operands are rounded to FP8 as the recipe says, and scales follow its histories."""
-    engines.gpu_task("make", "fp32")
     expected = engines.gpu_task("step", "fp32", backend="torch_native")
     found = engines.gpu_task("step", precision, backend=ENGINE)
     error = distance(found["gradients"], expected["gradients"])
@@ -262,7 +264,6 @@ def test_fp8_is_near_fp32(engines: Engines, precision: str) -> None:
 def test_resuming_restores_what_fp8_scales_by(
     engines: Engines, tmp_path: Path, precision: str
 ) -> None:
-    engines.gpu_task("make", "fp32")
     checkpoint = str(tmp_path / "checkpoint")
     found = engines.gpu_task("resume", precision, backend=ENGINE, checkpoint=checkpoint)
     saved, loaded = found["saved scales"], found["loaded scales"]

@@ -35,29 +35,30 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
         assert not capturable and not master_weights, "the stand-in has neither"
 
-    @torch.no_grad()
     def step(self, closure: Any, grad_scaler: Any) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            if not group["params"]:
+        with torch.no_grad():
+            for group in self.param_groups:
+                if group["params"]:
+                    self._update(group)
+
+    def _update(self, group: dict[str, Any]) -> None:
+        group["step"] = group.get("step", 0) + 1
+        first, second = group["betas"]
+        corrections = (1 - first ** group["step"], 1 - second ** group["step"])
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+            if parameter.grad is None:
                 continue
-            group["step"] = group.get("step", 0) + 1
-            first, second = group["betas"]
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-                if parameter.grad is None:
-                    continue
-                gradient = parameter.grad.float()
-                mean, square = state["exp_avg"], state["exp_avg_sq"]
-                mean.lerp_(gradient, 1 - first)
-                square.lerp_(gradient.square(), 1 - second)
-                corrections = (1 - first ** group["step"], 1 - second ** group["step"])
-                update = mean / corrections[0]
-                update = update / ((square / corrections[1]).sqrt() + group["eps"])
-                update = update + group["weight_decay"] * parameter
-                parameter.sub_(group["lr"] * update)
+            gradient = parameter.grad.float()
+            mean, square = state["exp_avg"], state["exp_avg_sq"]
+            mean.lerp_(gradient, 1 - first)
+            square.lerp_(gradient.square(), 1 - second)
+            update = mean / corrections[0]
+            update = update / ((square / corrections[1]).sqrt() + group["eps"])
+            parameter.sub_(group["lr"] * (update + group["weight_decay"] * parameter))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
