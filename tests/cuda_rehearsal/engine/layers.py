@@ -77,7 +77,7 @@ class _Product(torch.autograd.Function):
         of_forward, ctx.largest = recipe.fp8_format.value
         state = states.get("scaling_fwd")
         if state is not None:
-            region.states[True].add(state)
+            region.states[True][state] = None
         ctx.is_first = region.is_first_module and not region.recomputing
         region.is_first_module = False
         inp = quantized(inp, recipe, state, 3 * gemm, of_forward)
@@ -94,7 +94,7 @@ class _Product(torch.autograd.Function):
         gradient = quantized(gradient, ctx.recipe, state, 2 * ctx.gemm, ctx.largest)
         region.recomputing = before
         if state is not None:
-            region.states[False].add(state)
+            region.states[False][state] = None
             if ctx.is_first:
                 update_scales(False)
         flat = gradient.reshape(-1, gradient.shape[-1])

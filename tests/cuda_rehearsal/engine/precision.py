@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,9 +80,8 @@ class _Region:
         self.recipe: Any = None
         self.group: Any = None
         self.depth = 0
-        self.states: dict[bool, weakref.WeakSet[State]] = {
-            forward: weakref.WeakSet() for forward in (True, False)
-        }
+        # in the order of the model, which is that of all ranks
+        self.states: dict[bool, dict[State, None]] = {True: {}, False: {}}
 
 
 region = _Region()
