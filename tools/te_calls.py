@@ -80,19 +80,22 @@ def check_calls(root: Path, files: Sequence[Path], version: str, look: Look) -> 
     return found
 
 
-def signature_of(text: str) -> inspect.Signature:
-    """Of "(parameters)" in Python's notation, without annotations."""
+def signature_of(
+    text: str, default: Callable[[ast.expr], Any] = lambda node: None
+) -> inspect.Signature:
+    """Of "(parameters)" in Python's notation, without annotations. `default`: of a node."""
     (function,) = ast.parse(f"def f{text}: pass").body
     assert isinstance(function, ast.FunctionDef)
     given, kinds = function.args, inspect.Parameter
     plain = [(a, kinds.POSITIONAL_ONLY) for a in given.posonlyargs]
     plain += [(a, kinds.POSITIONAL_OR_KEYWORD) for a in given.args]
-    defaults = [kinds.empty] * (len(plain) - len(given.defaults)) + [None] * len(given.defaults)
+    defaults = [kinds.empty] * (len(plain) - len(given.defaults))
+    defaults += [default(node) for node in given.defaults]
     found = [kinds(a.arg, kind, default=d) for (a, kind), d in zip(plain, defaults, strict=True)]
     if given.vararg:
         found.append(kinds(given.vararg.arg, kinds.VAR_POSITIONAL))
-    for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        value = kinds.empty if default is None else None
+    for a, node in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        value = kinds.empty if node is None else default(node)
         found.append(kinds(a.arg, kinds.KEYWORD_ONLY, default=value))
     if given.kwarg:
         found.append(kinds(given.kwarg.arg, kinds.VAR_KEYWORD))

@@ -111,6 +111,8 @@ def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) ->
             vp_stage=vp_stage,
         )
         _aux_losses_count_micro_batches(model)
+        _reduce_experts_over_their_replicas(model, megatron)
+        _count_copies_once(model)
         initialize_weights(model, megatron, vocab_size, config.training.seed)
         model.to(torch.cuda.current_device())
         wrapped = Float16Module(megatron, model) if megatron.bf16 else model
@@ -151,3 +153,26 @@ def _aux_losses_count_micro_batches(model: PolicyModel) -> None:
     for module in model.modules():
         if isinstance(module, Router):
             module.calculate_per_token_loss = False
+
+
+def _reduce_experts_over_their_replicas(model: PolicyModel, config: TransformerConfig) -> None:
+    """If EP or ETP differ from the dense layout, experts are replicated over other ranks than the
+    other weights; DDP reduces their gradients over the expert data-parallel group, by this mark.
+
+    Stock layers, and so Transformer Engine's, look at EP alone. At ep=1 with TP above ETP each TP
+    rank would keep the gradient of its own tokens.
+    """
+    tp, etp = config.tensor_model_parallel_size, config.expert_tensor_parallel_size
+    replicated_alike = config.expert_model_parallel_size == 1 and etp == tp
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = replicated_alike  # type: ignore[attr-defined]
+
+
+def _count_copies_once(model: PolicyModel) -> None:
+    """Transformer Engine marks the weight of every linear layer as a shard over TP, also where all
+    TP ranks hold it whole: the down projections of latent attention. The gradient norm would count
+    it on each of them, and clip too much."""
+    for module in model.modules():
+        if getattr(module, "parallel_mode", "") is None and hasattr(module, "weight"):
+            module.weight.tensor_model_parallel = False

@@ -46,13 +46,7 @@ class GroupedExperts(MegatronModule):
         self.weight1 = torch.nn.Parameter(torch.empty(shape, **kind))
         shape = (num_local_experts, config.hidden_size, ffn)
         self.weight2 = torch.nn.Parameter(torch.empty(shape, **kind))
-        # If EP or ETP differ from the dense layout, experts are replicated over fewer ranks than
-        # the other weights; DDP then reduces them over the expert data-parallel group.
-        replicated_alike = config.expert_model_parallel_size == 1 and (
-            etp == config.tensor_model_parallel_size
-        )
         for weight, dimension in ((self.weight1, 2), (self.weight2, 2)):
-            weight.allreduce = replicated_alike
             set_tensor_model_parallel_attributes(
                 tensor=weight, is_parallel=True, dim=dimension, stride=1
             )

@@ -128,7 +128,14 @@ def _check_attention(config: TransformerConfig, joint_qk_norm: bool, backend: st
             "parallel.sequence_parallel = false: latent attention with "
             f"tensor_model_parallel_size = {tp} needs it; legal: null or true"
         )
-    fused = config.multi_latent_attention and backend == "transformer_engine"
+    cp, is_engine = config.context_parallel_size, backend == "transformer_engine"
+    if is_engine and cp > 1 and not config.bf16:
+        raise UserError(
+            f"parallel.context_parallel_size = {cp}: attention of Transformer Engine has no fp32 "
+            "under context parallelism; legal: training.precision = bf16, or model.backend = "
+            "torch_native"
+        )
+    fused = config.multi_latent_attention and is_engine
     resolves = hasattr(MLASelfAttention, "_resolve_qk_norm_config")  # 0.19
     if fused and resolves and config.q_lora_rank is None:
         raise UserError(

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 
 from tests.cuda_rehearsal import build, runtime
+from tests.cuda_rehearsal.engine import package
 from tests.programs import ROOT
 
 
-def rehearsal(devices: int | None = None) -> dict[str, str]:
-    """devices: of the host; None: as many as the launch has ranks there."""
+def rehearsal(devices: int | None = None, engine: str | None = None) -> dict[str, str]:
+    """devices: of the host; None: as many as the launch has ranks there. engine: the version of
+    Transformer Engine that is stood in for; None: it is not installed."""
     paths = [str(build.FOLDER / "startup"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    if engine is not None:
+        paths.insert(0, str(build.FOLDER / "engine" / "site"))
     found = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         runtime.LIBRARY: str(build.library()),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",  # the tests hide GPUs, and so these
     }
+    found |= {} if engine is None else {package.VERSION: engine}
     return found | ({} if devices is None else {runtime.DEVICES: str(devices)})

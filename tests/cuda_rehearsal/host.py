@@ -23,7 +23,9 @@ DEVICES = 8
 class Host:
     """Runs functions on ranks, as Pool does. Started when first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str | None = None) -> None:
+        """engine: see `rehearsal`."""
+        self._engine = engine
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -62,7 +64,7 @@ class Host:
 
             from tests.cuda_rehearsal.environment import rehearsal
 
-            variables = command_environment() | rehearsal(DEVICES)  # may have to build the device
+            variables = command_environment() | rehearsal(DEVICES, self._engine)  # may build it
             self._connection, theirs = Pipe()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.cuda_rehearsal.host", str(theirs.fileno())],

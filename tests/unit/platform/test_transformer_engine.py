@@ -6,20 +6,21 @@ The tables in `transformer_engine` are made by tools/te_signatures.py.
 from __future__ import annotations
 
 import ast
-import importlib.metadata
+import inspect
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
+from tests.cuda_rehearsal.engine.contract import demands
+from tests.cuda_rehearsal.engine.implementations import IMPLEMENTATIONS
+from tests.cuda_rehearsal.engine.tables import SITE, TABLES, Table, versions
 from tests.programs import ROOT
 from tools.te_calls import Found, check_calls, signature_of
+from tools.te_contract import hash_of, misplaced
 from tools.te_signatures import files_of
 
-TABLES = {path.stem: path for path in Path(__file__).with_name("transformer_engine").glob("*.json")}
-SITE = Path(str(importlib.metadata.distribution("megatron-core").locate_file("")))
 WRAPPERS = "megatron/core/extensions/transformer_engine.py"
 # Of the dispatcher moe_flex_dispatcher_backend = ncclep, which no run of ours has: 0.19.2 does not
 # pass `num_topk`, which 2.20.2 wants.
@@ -44,26 +45,6 @@ NEEDED = {
 }
 # Fields that TEDotProductAttention takes out, whatever the version of Transformer Engine.
 NOT_PASSED_ON = {"cp_group", "local_cp_size", "total_tokens", "seq_idx", "tokens_per_sample"}
-
-
-class Table:
-    def __init__(self, version: str) -> None:
-        content = json.loads(TABLES[version].read_text())
-        assert content["version"] == version
-        self._names = content["names"]
-
-    def __call__(self, path: str) -> str | None:
-        assert path in self._names, f"not in the table: make it again, for {path}"
-        return self._names[path]
-
-
-def versions() -> list[str]:
-    """Of the tables: what we install with this Megatron-Core, and later ones."""
-    found = importlib.metadata.version("megatron-core")
-    pins = (ROOT / "requirements" / f"gpu-megatron-{found}.txt").read_text().splitlines()
-    (pin,) = (line.partition("==")[2] for line in pins if line.startswith("transformer-engine=="))
-    assert pin in TABLES
-    return sorted(version for version in TABLES if Version(version) >= Version(pin))
 
 
 def check(root: Path, version: str) -> Found:
@@ -127,3 +108,63 @@ def test_a_call_that_does_not_fit_is_found(
     found = check_calls(tmp_path, [path], version, lambda n: None if ".gone" in n else look(n))
     assert found.problems
     assert all(problem in each for each in found.problems), found.problems
+
+
+def test_the_contract_names_arguments_of_the_tables() -> None:
+    """A demand is about an argument that each of its versions has, or about the module itself."""
+    for name, found in demands().items():
+        for demand in found:
+            assert set(demand["where"]) <= set(TABLES)
+            for version in demand["where"]:
+                text = Table(version).names.get(f"transformer_engine.{name}", "value")
+                if text is not None and text.startswith("("):
+                    known = signature_of(text).parameters.keys() | {"self"}
+                    assert demand["argument"].partition(".")[0] in known, (name, demand)
+
+
+def own_parameters(path: str) -> set[str]:
+    """Of what stands in for this name of a table; none if nothing does."""
+    owner, _, member = path.removeprefix("transformer_engine.").rpartition(".")
+    if owner in IMPLEMENTATIONS:
+        function = vars(IMPLEMENTATIONS[owner]).get(member)
+    else:
+        function = IMPLEMENTATIONS.get(f"{owner}.{member}")
+        function = vars(function).get("__init__") if isinstance(function, type) else function
+    if function is None:
+        return set()
+    own = inspect.signature(getattr(function, "__func__", function)).parameters.values()
+    return {p.name for p in own if p.kind is not p.VAR_KEYWORD} - {"self"}
+
+
+@pytest.mark.parametrize("version", versions())
+def test_the_stand_in_has_no_parameter_that_the_table_lacks(version: str) -> None:
+    """Else it would compute with what no caller can give."""
+    compared = 0
+    for path, text in Table(version).names.items():
+        if text is not None and text.startswith("("):
+            known = signature_of(text).parameters
+            if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+                assert own_parameters(path) <= known.keys(), path
+                compared += bool(own_parameters(path))
+    assert compared > 20
+
+
+def test_a_place_that_has_moved_is_named(tmp_path: Path) -> None:
+    line = "    assert tokens.dtype == int32"
+    (tmp_path / "layer.py").write_text(f"def forward(tokens):\n\n{line}\n")
+    demand = {
+        "argument": "tokens",
+        "demand": "int32",
+        "where": {"1.0": f"layer.py:3 {hash_of(line)}"},
+    }
+    contract = tmp_path / "contract.json"
+    contract.write_text(json.dumps({"forward": [demand]}))
+    assert list(misplaced(contract, "1.0", [tmp_path])) == []
+    demand["where"] = {"1.0": f"layer.py:2 {hash_of(line)}"}
+    contract.write_text(json.dumps({"forward": [demand]}))
+    assert list(misplaced(contract, "1.0", [tmp_path])) == [
+        "forward: int32: layer.py:2, found at [3]"
+    ]
+    (tmp_path / "layer.py").write_text("")
+    [told] = misplaced(contract, "1.0", [tmp_path])
+    assert "found at none" in told

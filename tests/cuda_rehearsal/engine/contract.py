@@ -1,0 +1,115 @@
+"""What Transformer Engine demands of the arguments of a call, by `contract.json`.
+
+Each demand is an expression of Python over the call's arguments, `self` and the names below, and
+names the argument that it is about and where Transformer Engine's source demands it, by version. A
+version that is not named does not demand it. tools/te_contract.py checks the places.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.cuda_rehearsal.engine.precision import region
+
+FILE = Path(__file__).with_name("contract.json")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class ContractError(TypeError):
+    """Transformer Engine would refuse the call, or read wrong memory."""
+
+
+def _ranks(group: Any) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _is_int(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _sums_of(tensor: Tensor) -> bool:
+    """Whether it begins with 0 and never falls."""
+    values = tensor.tolist()
+    return values[0] == 0 and values == sorted(values)
+
+
+NAMES: dict[str, Any] = {
+    "Tensor": Tensor,
+    "FLOATS": _FLOATS,
+    "HALVES": (torch.float16, torch.bfloat16),
+    "all": all,
+    "any": any,
+    "isinstance": isinstance,
+    "int": int,
+    "len": len,
+    "list": list,
+    "tuple": tuple,
+    "sum": sum,
+    "max": max,
+    "prod": math.prod,
+    "capability": lambda: torch.cuda.get_device_capability(),
+    "in_fp8": lambda: region.enabled,
+    "is_int": _is_int,
+    "kind": lambda value: type(value).__name__,
+    "ranks": _ranks,
+    "sums_of": _sums_of,
+    "torch": torch,
+}
+
+
+@functools.cache
+def demands() -> dict[str, list[dict[str, Any]]]:
+    return json.loads(FILE.read_text())
+
+
+def contract_of(name: str, version: str) -> Callable[..., None]:
+    """check(arguments, self): raises ContractError where the version refuses them."""
+    found = [
+        (compile(d["demand"], name, "eval"), compile(d.get("when", "True"), name, "eval"), d)
+        for d in demands().get(name, ())
+        if version in d["where"]
+    ]
+
+    def check(arguments: dict[str, Any], owner: Any = None) -> None:
+        names = {**NAMES, "self": owner, **arguments, "__builtins__": {}}
+        for code, when, demand in found:
+            if not eval(when, names):
+                continue
+            try:
+                holds = eval(code, names)
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+                holds, demand = False, demand | {"error": repr(error)}
+            if not holds:
+                raise ContractError(_message(name, version, demand, arguments))
+
+    return check
+
+
+def _message(name: str, version: str, demand: dict[str, Any], arguments: dict[str, Any]) -> str:
+    argument, where = demand["argument"], demand["where"][version].rpartition(" ")[0]
+    given = _describe(arguments[argument]) if argument in arguments else demand.get("error", "")
+    return (
+        f"{name}: {argument} is {given}; Transformer Engine {version} demands "
+        f"{demand['demand']} ({where})"
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        gaps = "" if value.is_contiguous() else ", with gaps"
+        return f"a tensor {list(value.shape)} of {value.dtype} on {value.device}{gaps}"
+    return f"{value!r:.80}"

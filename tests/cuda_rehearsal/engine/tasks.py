@@ -1,0 +1,57 @@
+"""What ranks do with the stand-in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.models import transformer_config
+from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
+from tests.cuda_rehearsal.engine import package
+from tests.cuda_rehearsal.tasks import train
+from tests.gpu import one_step
+
+CAPABILITIES = {"mxfp8": (10, 0)}  # of the GPU that the device stands for; others: (9, 0)
+CUDA = (12, 9)  # that torch would be built for
+
+
+def with_calls(task: Callable[..., Any], **arguments: Any) -> tuple[Any, set[str]]:
+    """The task's result, and the names of Transformer Engine that it has called."""
+    package.reached.clear()
+    return task(**arguments), set(package.reached)
+
+
+@contextlib.contextmanager
+def _gpu_for(precision: str) -> Iterator[None]:
+    """The device stands for a GPU that can do the precision."""
+    capability = CAPABILITIES.get(precision, (9, 0))
+    with (
+        mock.patch.object(transformer_config, "built_for_cuda", return_value=CUDA),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+    ):
+        yield
+
+
+def train_on_a_gpu(config: Config) -> list[dict[str, float]]:
+    """See tasks.train."""
+    with _gpu_for(config.training.precision):
+        return train(config)
+
+
+def gpu_task(name: str, folder: Path, precision: str = "fp32", **arguments: Any) -> Any:
+    """A task of tests/gpu, on this rank's own group."""
+    alone = one_step.config_of("fp32", "torch_native")
+    set_up_model_parallel(resolve_parallel(alone, 1), seed=1)
+    if name != "make":
+        arguments["precision"] = precision
+    try:
+        with _gpu_for(precision):
+            return getattr(one_step, name)(folder, **arguments)
+    finally:
+        tear_down_model_parallel()
