@@ -1,14 +1,14 @@
 """CPU time and memory of the rollout service beside simulated servers.
 
-    python tools/bench_service.py [--servers 64] [--groups 256] [--lengths 2000,6000] [--speed 0]
-                                  [--json] [--profile]
+    python tools/bench_service.py [--servers 64] [--groups 256] [--draws 4] [--lengths 2000,6000]
+                                  [--speed 0] [--json] [--profile]
 
 The service is real: client, pool, draws, scoring, bank. The servers are one process, each on a port
 of its own: our middleware, as vLLM's servers load it, over an application that answers in vLLM's
 form, with responses of log-normal lengths (median, 90th percentile; up to 32,768 tokens). Real
 servers read vLLM's JSON side by side; here each of 128 different responses is read once, so that
 they keep up. They answer at once, or as if a response had so many tokens a second (`--speed`); with
-`--json` without our middleware. So many responses are on their way as servers may have.
+`--json` without our middleware. Of a draw, so many responses are on their way as servers may have.
 Printed are the CPU seconds of a response, by thread; the last line has
 
     responses_per_cpu_second   by the service's thread alone: requests, answers, draws
@@ -184,12 +184,12 @@ def write_config(folder: Path, groups: int) -> Path:
     return folder / "config.yaml"
 
 
-async def draw_all(pool: Pool, draws: Draws, groups: int) -> float:
+async def draw_all(pool: Pool, draws: Draws, step: int, groups: int) -> float:
     """Have a draw of so many prompts; the CPU seconds of this thread."""
     seconds = time.thread_time()
     running = draws.begin(
         Draw(
-            name="step_00000001_0",
+            name=f"step_{step:08d}_0",
             key="data.prompts",
             rows=list(range(groups)),
             first=0,
@@ -224,7 +224,8 @@ def measure(folder: Path, ports: list[int], arguments: argparse.Namespace) -> tu
             try:
                 await pool.update(Weights(0, str(folder), _PROBE))
                 draws = Draws(pool, scorers, inputs.files, {}, folder / "bank", "bench")
-                found.append(await draw_all(pool, draws, arguments.groups))
+                for step in range(1, arguments.draws + 1):
+                    found.append(await draw_all(pool, draws, step, arguments.groups))
             finally:
                 await pool.close()
 
@@ -245,13 +246,14 @@ def measure(folder: Path, ports: list[int], arguments: argparse.Namespace) -> tu
     scorers.work()
     scoring = time.thread_time() - seconds
     thread.join()
-    return found[0], scoring
+    return sum(found), scoring
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--servers", type=int, default=64)
     parser.add_argument("--groups", type=int, default=256, help=f"of {_PER_PROMPT} responses")
+    parser.add_argument("--draws", type=int, default=4, help="one after the other")
     parser.add_argument("--lengths", default="2000,6000", help="median,90th percentile")
     parser.add_argument("--speed", type=float, default=0.0, help="tokens/s of a response")
     parser.add_argument("--json", action="store_true", help="servers without our middleware")
@@ -275,7 +277,7 @@ def main() -> None:
     process_seconds = used.ru_utime + used.ru_stime - process_seconds
     process.terminate()
     process.join()
-    count = arguments.groups * _PER_PROMPT
+    count = arguments.draws * arguments.groups * _PER_PROMPT
     peak = used.ru_maxrss
     print(f"{count:,} responses of {mean:,.0f} tokens from {len(ports)} servers in {wall:.1f} s")
     each, scored = 1e3 * service / count, 1e3 * scoring / count
