@@ -261,7 +261,7 @@ def measure(setting: Setting, sizes: Sizes, updates: Sequence[int], path: Path) 
     """Add the lines of a setting that the file lacks."""
     keys = asdict(setting)
     there = {
-        line["updates"] for line in records.read(path) if keys.items() <= line["setting"].items()
+        line["updates"] for line in records.read(path) if Setting(**line["setting"]) == setting
     }
     missing = set(updates) - there
     if not missing:

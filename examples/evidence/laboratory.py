@@ -49,6 +49,8 @@ class Setting:
     mismatch: str = "none"  # what the engine that samples does otherwise: one of MISMATCHES
     learning_rate: float = 1e-3
     experts: int = 32
+    layers: int = 2
+    head_channels: int = 16
 
 
 @dataclass
@@ -78,10 +80,8 @@ class Laboratory:
         set_up_model_parallel(parallel, setting.seed)
         self.policy: Policy = build_policy(config, parallel, VOCABULARY)
         self.layers = attach_hooks(self.policy.models)
-        rate = setting.learning_rate
-        self.trainer: Trainer = build_trainer(
-            self.policy, config.optimizer, Schedule(rate, rate, 0, 1, "constant")
-        )
+        self.config = config
+        self.start_training(setting.learning_rate)
         self.builder = MicroBatchBuilder(self.policy, PAD, temperature=1.0)
         noise = ROUTER_NOISE if setting.mismatch == "router_noise" else 0.0
         # VOCABULARY is never drawn, so all responses have their full length
@@ -95,6 +95,22 @@ class Laboratory:
         self._draws = 0
         while float(self.draw(exactly=True).rewards.mean()) < WARM_UP:
             self.imitate()
+
+    def start_training(self, rate: float, weights: Sequence[Tensor] | None = None) -> None:
+        """A new optimizer; from these weights, if there are any."""
+        if weights is not None:
+            self._set(weights)
+        schedule = Schedule(rate, rate, 0, 1, "constant")
+        self.trainer: Trainer = build_trainer(self.policy, self.config.optimizer, schedule)
+
+    def weights(self) -> list[Tensor]:
+        """A copy."""
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def _set(self, weights: Sequence[Tensor]) -> None:
+        for parameter, weight in zip(self.parameters, weights, strict=True):
+            parameter.copy_(weight)
 
     def _seed(self) -> int:
         self._draws += 1
@@ -208,17 +224,13 @@ class Laboratory:
 
     @contextlib.contextmanager
     def _moved(self, by: Tensor) -> Iterator[None]:
-        kept = [p.detach().clone() for p in self.parameters]
-        parts = by.split([p.numel() for p in self.parameters])
-        with torch.no_grad():
-            for parameter, part in zip(self.parameters, parts, strict=True):
-                parameter.add_(part.view_as(parameter))
+        kept = self.weights()
+        parts = by.split([weight.numel() for weight in kept])
+        self._set([weight + part.view_as(weight) for weight, part in zip(kept, parts, strict=True)])
         try:
             yield
         finally:
-            with torch.no_grad():
-                for parameter, value in zip(self.parameters, kept, strict=True):
-                    parameter.copy_(value)
+            self._set(kept)
 
     def gradient(self, batch: Batch, coefficients: Tensor, routes: str | None = None) -> Tensor:
         """The mean over responses of sum_t c_t grad log pi_t, [parameters] float32."""
@@ -275,7 +287,7 @@ def others_mean(values: Tensor) -> Tensor:
 
 
 def configuration(setting: Setting) -> Config:
-    """Two layers; a token takes 4 of the experts."""
+    """A token takes 4 of the experts."""
     return parse_config(
         {
             "model": {
@@ -283,7 +295,8 @@ def configuration(setting: Setting) -> Config:
                 "vocab_size": VOCABULARY,
                 "max_sequence_length": PROMPT_TOKENS + setting.length,
                 "megatron": {
-                    "num_layers": 2,
+                    "num_layers": setting.layers,
+                    "kv_channels": setting.head_channels,
                     "num_moe_experts": setting.experts,
                     "moe_router_topk": 4,
                     "moe_ffn_hidden_size": 32,
