@@ -131,7 +131,7 @@ class Laboratory:
             with torch.autocast("cpu", torch.bfloat16, enabled=low):
                 drawn = self.engine.generate(requests, sampling, seed=seed)
         tokens = drawn.tokens.view(RESPONSES, -1)
-        batch = self._batch(tokens, drawn.rollout_logprobs.view(RESPONSES, -1))
+        batch = self.batch_of(tokens, drawn.rollout_logprobs.view(RESPONSES, -1))
         # the last token was never fed to the engine: the trainer's router chooses for it
         known = torch.ones(tokens.shape, dtype=torch.bool)
         known[:, -1] = False
@@ -143,10 +143,11 @@ class Laboratory:
         """One supervised update on responses that are right."""
         generator = torch.Generator().manual_seed(self._seed())
         tokens = right_sequences(RESPONSES, self.setting.length, generator)
-        batch = self._batch(tokens, torch.zeros(RESPONSES, self.setting.length))
+        batch = self.batch_of(tokens, torch.zeros(RESPONSES, self.setting.length))
         self.update(batch, torch.full_like(batch.rollout, 1 / self.setting.length))
 
-    def _batch(self, tokens: Tensor, rollout: Tensor) -> Batch:
+    def batch_of(self, tokens: Tensor, rollout: Tensor) -> Batch:
+        """tokens [responses, prompt and response tokens]; rollout [responses, length]."""
         length = self.setting.length
         offsets = [length * n for n in range(RESPONSES)]
         micro_batch = self.builder.build(
