@@ -291,6 +291,7 @@ def measure(setting: Setting, sizes: Sizes, updates: Sequence[int], path: Path) 
             "mismatch": mismatch,
             **measure_updates(laboratory, kept, sizes, deviation),
             "seconds": time.monotonic() - start,
+            "processor_seconds": time.process_time(),
         }
         records.add(path, record)
         print(f"{keys}, {number} updates: {time.monotonic() - start:.0f} s", flush=True)

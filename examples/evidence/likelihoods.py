@@ -91,6 +91,7 @@ def measure(python: str, dtype: str, seed: int, path: Path) -> None:
         "k3": float((np.exp(delta) - 1 - delta).mean()),
         "lengths": {str(length): figures(delta[:, :length]) for length in LENGTHS},
         "seconds": time.monotonic() - start,
+        "processor_seconds": time.process_time(),
     }
     records.add(path, record)
     print(f"{dtype}, seed {seed}: {time.monotonic() - start:.0f} s", flush=True)

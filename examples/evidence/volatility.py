@@ -69,6 +69,7 @@ def measure(experts: int, seed: int, rates: Sequence[float], path: Path) -> None
             "changed_experts": changed,  # by updates, of each layer
             "kl": kl,
             "seconds": time.monotonic() - start,
+            "processor_seconds": time.process_time(),
         }
         records.add(path, record)
         print(f"{asdict(setting)}: {time.monotonic() - start:.0f} s", flush=True)
