@@ -5,7 +5,8 @@ gradient's step along D is t = <grad J, D>, the slope of the reward. An objectiv
 batch has a random step p = <g, D> there. Both are means over independent groups of responses, and
 of each group its mean is all that is needed. With B groups in a batch:
 
-    projection  E p / t: 1 is an unbiased step; below, it is too short; -1 would go downhill
+    plain       E p / t, from the sample's mean alone
+    projection  the same: 1 is an unbiased step; below, it is too short; -1 goes downhill
     noise       Var p / t^2, of one batch
     signal      (E p)^2 / Var p, the signal-to-noise ratio of one batch
 
@@ -13,6 +14,11 @@ and, paired response by response with a base objective, which all are compared w
 
     difference    projection minus the base's
     signal_ratio  signal over the base's
+
+One objective, `unbiased`, is known to have E u = t: importance weights of whole responses. What a
+sample's mean of u has too much, the means of the others have too much as well, as far as they are
+correlated: E p is estimated as mean p - b (mean u - t), with b = Cov(p, u) / Var u. This control
+variate changes no expectation and takes away most of the noise, while u's own weights are tame.
 
 Intervals are percentiles of a bootstrap over groups; the groups of the objectives, which they have
 in common, are resampled for all of them together, and those of t apart.
@@ -28,11 +34,11 @@ import numpy as np
 RESAMPLES = 1000
 LEVEL = 0.95  # of the intervals
 GROUPS = 8  # in the batch whose noise is reported
-FIGURES = ("projection", "noise", "signal", "difference", "signal_ratio")
+FIGURES = ("plain", "projection", "noise", "signal", "difference", "signal_ratio")
 
 
 def figures(
-    own: Mapping[str, np.ndarray], true: np.ndarray, base: str, seed: int = 0
+    own: Mapping[str, np.ndarray], true: np.ndarray, *, base: str, unbiased: str, seed: int = 0
 ) -> dict[str, dict[str, list[float]]]:
     """own: of each objective, the groups' mean steps [groups], of the same responses; true: the
     same of the policy gradient, of other groups. Each figure comes as [value, low, high]."""
@@ -45,17 +51,21 @@ def figures(
     weights = np.vstack([np.ones(count), counts]) / count  # the first row is the sample itself
     of_true = np.vstack([np.ones(len(true)), others]) / len(true) @ true  # [1 + resamples]
 
-    mean = weights @ steps.T  # [1 + resamples, objectives]
-    variance = np.maximum(weights @ (steps**2).T - mean**2, 0.0) * count / (count - 1) / GROUPS
     t = of_true[:, None]
-    reference = names.index(base)
+    mean = weights @ steps.T  # [1 + resamples, objectives]
+    variance = weights @ (steps**2).T - mean**2
+    known, reference = names.index(unbiased), names.index(base)
+    covariance = weights @ (steps * steps[known]).T - mean * mean[:, [known]]
     with np.errstate(divide="ignore", invalid="ignore"):
-        signal = np.where(variance > 0, mean**2 / variance, np.nan)
+        expected = mean - covariance / variance[:, [known]] * (mean[:, [known]] - t)
+        of_batch = np.maximum(variance, 0.0) * count / (count - 1) / GROUPS
+        signal = np.where(of_batch > 0, expected**2 / of_batch, np.nan)
         found = {
-            "projection": mean / t,
-            "noise": variance / t**2,
+            "plain": mean / t,
+            "projection": expected / t,
+            "noise": of_batch / t**2,
             "signal": signal,
-            "difference": (mean - mean[:, [reference]]) / t,
+            "difference": (expected - expected[:, [reference]]) / t,
             "signal_ratio": signal / signal[:, [reference]],
         }
     return {

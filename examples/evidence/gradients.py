@@ -212,7 +212,12 @@ def measure_updates(
             ]
             cosines = [float(direction @ g) / max(float(g.norm()), 1e-30) for g in whole]
             extra[name]["cosine"] = mean_interval(np.array(cosines) / aligned)
-    measured = figures({name: value.numpy() for name, value in own.items()}, true.numpy(), BASE)
+    measured = figures(
+        {name: value.numpy() for name, value in own.items()},
+        true.numpy(),
+        base=BASE,
+        unbiased=UNBIASED,
+    )
     log_ratios = {"": now["now"] - old["off"], "r2_": now["r2"] - old["off"]}
     return {
         "reward": float(torch.stack([batch.rewards for batch in fresh]).mean()),
