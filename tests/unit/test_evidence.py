@@ -16,8 +16,7 @@ import torch
 
 from gspo_megatron.platform.groups import stop_processes
 
-EVIDENCE = Path(__file__).parents[2] / "examples" / "evidence"
-sys.path.insert(0, str(EVIDENCE))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "evidence"))
 
 import draw
 import estimators
@@ -192,13 +191,12 @@ def test_slopes_are_the_gradients_step(small: Laboratory) -> None:
     small.remember(batches)
     small.record_routes(batches, "now")
     direction = uphill(small)
-    coefficients = torch.randn(2, RESPONSES, 2, dtype=torch.float64)
     slopes = small.slopes(batches, "now", direction)
-    for batch, c, slope in zip(batches, coefficients, slopes, strict=True):
+    for batch, slope in zip(batches, slopes, strict=True):
+        c = slope.sign()  # so that the terms do not cancel
         whole = small.gradient(batch, c, "now")
-        assert float((c * slope).sum(1).mean()) == pytest.approx(
-            float(whole @ direction), rel=2e-3, abs=1e-5
-        )
+        # a central difference of 0.02 in fp32 log-probs
+        assert float((c * slope).sum(1).mean()) == pytest.approx(float(whole @ direction), rel=2e-3)
         torch.testing.assert_close(small.gradient(batch, c), whole)  # natural routes: the same
 
 
@@ -288,13 +286,7 @@ def test_the_text_quotes_numbers_of_the_tables() -> None:
     page = draw.PAGE.read_text(encoding="utf-8")
     tables = "\n".join(itertools.chain.from_iterable(draw.all_tables().values()))
     known = set(re.findall(r"\d+(?:\.\d+)?", tables))
-    text = re.sub(
-        r"<!-- table .*?<!-- end -->|```.*?```|`[^`]*`|\([^)]*arXiv[^)]*\)",
-        "",
-        page,
-        flags=re.DOTALL,
-    )
-    text = text.partition("<!-- quoted numbers -->")[2].partition("<!-- end of quotes -->")[0]
+    text = page.partition("<!-- quotes -->")[2].partition("<!-- end of quotes -->")[0]
     quoted = re.findall(r"(?<![\w.])\d+\.\d+|\d+(?=%)", text)
     assert len(quoted) > 10
     assert not [number for number in quoted if number not in known]
@@ -318,7 +310,7 @@ def test_a_table_has_the_numbers_of_its_lines() -> None:
         for shares in ([0.1, 0.2], [0.3, 0.4])
     ]
     assert draw.volatility_table(lines)[2:] == [
-        "| 8 | 0.001 | 2 | 25.0 [15.0, 35.0] | 20.0 · 30.0 | 25 | 25 |"
+        "| 8 | 0.001 | 2 | 15.0 · 35.0 | 20.0 · 30.0 | 25 | 25 |"
     ]
 
 
