@@ -203,9 +203,7 @@ def draw_ratios(lines: Sequence[Record]) -> Figure:
     left.set(
         xscale="log", yscale="log", xlabel="tokens of a response", title="Spread of log-ratios"
     )
-    left.set_ylabel(
-        "■ token w, ● sequence s; —: sd of log w / √L\n- -: with the measured correlation"
-    )
+    left.set_ylabel("■ token, ● sequence; lines: theory")
     right.set(xscale="log", xlabel="tokens of a response", title="Effective sample share")
     right.set_ylabel("■ token  ● sequence  ▲ product")
     left.legend(loc="lower left")
@@ -329,7 +327,7 @@ def draw_likelihoods(lines: Sequence[Record]) -> Figure:
         right.plot(x, theory, "-", color=colour, lw=1)
     left.axhline(PAPER_CLIP, color=MUTED, lw=0.8, ls="--")
     left.set(xscale="log", yscale="log", title="Spread of log s before any update")
-    left.set_ylabel("dots: measured; line: sd of log w / √L\ndashes: the paper's clip range")
+    left.set_ylabel("sd; line: sd of log w / √L; - -: clip")
     right.set(
         xscale="log", title="Outside the paper's range, %", ylabel="line: normal, independent"
     )
