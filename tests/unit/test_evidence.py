@@ -287,9 +287,46 @@ def test_the_text_quotes_numbers_of_the_tables() -> None:
     tables = "\n".join(itertools.chain.from_iterable(draw.all_tables().values()))
     known = set(re.findall(r"\d+(?:\.\d+)?", tables))
     text = page.partition("<!-- quotes -->")[2].partition("<!-- end of quotes -->")[0]
+    text = re.sub(r"`[^`]*`", "", text)  # settings
     quoted = re.findall(r"(?<![\w.])\d+\.\d+|\d+(?=%)", text)
     assert len(quoted) > 10
     assert not [number for number in quoted if number not in known]
+
+
+def test_the_answers_quote_their_own_figures() -> None:
+    """Not only some number of some table: these, of these lines."""
+    lines = records.read(records.RESULTS / "gradients.jsonl")
+
+    def of(arm: str, figure: str, length: int, updates: int) -> str:
+        here = draw.select(lines, "none", length, updates)
+        return f"{draw.of_arm(here, arm, figure)[0]:.2f}"
+
+    def cut(arm: str) -> str:
+        return draw.percent(draw.clipped(draw.select(lines, "none", 128, 1), arm))
+
+    ratios = {
+        k: [of("grpo unclipped", "signal_ratio", n, k) for n in (8, 32, 128)] for k in (4, 16)
+    }
+    (engine,) = (
+        each["lengths"]
+        for each in records.read(records.RESULTS / "likelihoods.jsonl")
+        if each["dtype"] == "bfloat16"
+    )
+    outside = [f"{100 * engine[n]['outside_paper'][0]:.0f}%" for n in ("8", "256")]
+    steps = of("grpo", "projection", 128, 1), of("grpo", "projection", 32, 16)
+    gspo = [of("gspo ±0.1/√L", "projection", *at) for at in ((128, 1), (32, 16))]
+    page = " ".join(draw.PAGE.read_text(encoding="utf-8").split())
+    for quote in (
+        "{}, {} and {} of the signal-to-noise".format(*ratios[16]),
+        "after 4 updates it is {}, {} and {},".format(*ratios[4]),
+        f"leaves {steps[0]} of the step",
+        f"the step is {steps[1]}:",
+        "does the same: {} and {}.".format(*gspo),
+        "{} of 8-token and {} of 256-token responses".format(*outside),
+        f"{cut('gspo ±0.1/√L')} against {cut('grpo')}, with 128 tokens after one update",
+        f"it cuts {cut('grpo')} of the tokens",
+    ):
+        assert quote in page, quote
 
 
 def test_every_figure_is_drawn_from_the_kept_lines(tmp_path: Path) -> None:
