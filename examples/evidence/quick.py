@@ -2,8 +2,8 @@
 
     python examples/evidence/quick.py [--without-vllm]
 
-Exit code 1 if a figure lies outside of its kept interval. The responses are drawn by the kept line's
-random numbers, those of the true gradient by others.
+Exit code 1 if a figure lies outside of its kept interval. The responses are drawn by the kept
+line's random numbers, those of the true gradient by others.
 """
 
 from __future__ import annotations
