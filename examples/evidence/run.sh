@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All measurements of docs/evidence.md, then its figures and tables.
-#   bash examples/evidence/run.sh           # what the kept lines lack: all of it takes 40 minutes of one core
+#   bash examples/evidence/run.sh           # what the kept lines lack; all of it: 45 minutes of one idle core
 #   bash examples/evidence/run.sh --quick   # one point of each figure again, against its kept interval
 # Every result is a line in results/. What has its line is not measured again, so the script goes on
 # after an interruption; to measure all anew, move results/*.jsonl away. WITHOUT_VLLM=1 leaves out what
