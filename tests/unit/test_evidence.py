@@ -297,15 +297,17 @@ def test_the_answers_quote_their_own_figures() -> None:
     """Not only some number of some table: these, of these lines."""
     lines = records.read(records.RESULTS / "gradients.jsonl")
 
-    def of(arm: str, figure: str, length: int, updates: int) -> str:
-        here = draw.select(lines, "none", length, updates)
+    def of(arm: str, figure: str, length: int, updates: int, engine: str = "none") -> str:
+        here = draw.select(lines, engine, length, updates)
         return f"{draw.of_arm(here, arm, figure)[0]:.2f}"
 
-    def cut(arm: str) -> str:
-        return draw.percent(draw.clipped(draw.select(lines, "none", 128, 1), arm))
+    def cut(arm: str, updates: int = 1) -> str:
+        return draw.percent(draw.clipped(draw.select(lines, "none", 128, updates), arm))
 
     ratios = {
-        k: [of("grpo unclipped", "signal_ratio", n, k) for n in (8, 32, 128)] for k in (4, 16)
+        (engine, k): [of("grpo unclipped", "signal_ratio", n, k, engine) for n in (8, 32, 128)]
+        for engine in ("none", "router_noise")
+        for k in (4, 16)
     }
     (engine,) = (
         each["lengths"]
@@ -313,18 +315,22 @@ def test_the_answers_quote_their_own_figures() -> None:
         if each["dtype"] == "bfloat16"
     )
     outside = [f"{100 * engine[n]['outside_paper'][0]:.0f}%" for n in ("8", "256")]
-    steps = of("grpo", "projection", 128, 1), of("grpo", "projection", 32, 16)
-    gspo = [of("gspo ±0.1/√L", "projection", *at) for at in ((128, 1), (32, 16))]
+    grpo = [of("grpo", "projection", *at) for at in ((128, 4), (32, 16), (128, 1))]
+    noisy = of("grpo", "projection", 128, 1, "router_noise")
+    gspo = [of("gspo ±0.1/√L", "projection", *at) for at in ((128, 4), (32, 16))]
     page = " ".join(draw.PAGE.read_text(encoding="utf-8").split())
     for quote in (
-        "{}, {} and {} of the signal-to-noise".format(*ratios[16]),
-        "after 4 updates it is {}, {} and {},".format(*ratios[4]),
-        f"leaves {steps[0]} of the step",
-        f"the step is {steps[1]}:",
-        "does the same: {} and {}.".format(*gspo),
+        "{}, {} and {} of the signal-to-noise".format(*ratios["none", 16]),
+        "({}, {} and {} with router noise). After".format(*ratios["router_noise", 16]),
+        "After 4 updates it is {}, {} and {},".format(*ratios["none", 4]),
+        "({}, {} and {} with router noise). Token".format(*ratios["router_noise", 4]),
+        f"leaves {grpo[0]} of the step",
+        f"±0.1/√L leaves {gspo[0]}.",
+        f"the steps are {grpo[1]} and {gspo[1]}:",
+        f"GRPO's is {grpo[2]}, but {noisy} in the run",
         "{} of 8-token and {} of 256-token responses".format(*outside),
         f"{cut('gspo ±0.1/√L')} against {cut('grpo')}, with 128 tokens after one update",
-        f"it cuts {cut('grpo')} of the tokens",
+        f"it cuts {cut('grpo', 4)} of the tokens",
     ):
         assert quote in page, quote
 
