@@ -1,116 +1,91 @@
-"""How good is a gradient? Bias, noise and direction of a random gradient, from samples of it.
+"""How good is a gradient? Bias and noise of its step along the policy gradient, from samples.
 
-An objective's gradient on one batch, g, is a random vector. It is compared with the policy gradient
-r on fresh samples of the present policy, which is unbiased. Only inner products of the samples are
-needed. Squares of means are estimated without the bias of a plain square: two different batches are
-independent, so the mean of <g_a, g_b> over a != b is <E g, E g>.
+Let D be a fixed direction of length 1 (here: an estimate of the policy gradient). The policy
+gradient's step along D is t = <grad J, D>, the slope of the reward. An objective's gradient on a
+batch has a random step p = <g, D> there. Both are means over independent groups of responses, and
+of each group its mean is all that is needed. With B groups in a batch:
 
-The bias alone is measured against another gradient u on the same batches: importance weights of
-whole responses, the product of their tokens' ratios, make it unbiased. What g and u have in common
-cancels in their difference, so a small bias is seen through a large noise.
+    plain       E p / t, from the sample's mean alone
+    projection  the same: 1 is an unbiased step; below, it is too short; -1 goes downhill
+    noise       Var p / t^2, of one batch
+    signal      (E p)^2 / Var p, the signal-to-noise ratio of one batch
 
-All figures are free of units: lengths are in |E r|, the length of the true gradient.
+and, paired response by response with a base objective, which all are compared with:
+
+    difference    projection minus the base's
+    signal_ratio  signal over the base's
+
+One objective, `unbiased`, is known to have E u = t: importance weights of whole responses. What a
+sample's mean of u has too much, the means of the others have too much as well, as far as they are
+correlated: E p is estimated as mean p - b (mean u - t), with b = Cov(p, u) / Var u. This control
+variate changes no expectation and takes away most of the noise, while u's own weights are tame.
+
+Intervals are percentiles of a bootstrap over groups; the groups of the objectives, which they have
+in common, are resampled for all of them together, and those of t apart.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 RESAMPLES = 1000
 LEVEL = 0.95  # of the intervals
+GROUPS = 8  # in the batch whose noise is reported
+FIGURES = ("plain", "projection", "noise", "signal", "difference", "signal_ratio")
 
 
-@dataclass(frozen=True)
-class Products:
-    """Inner products of an objective's gradients with each other and with the reference's.
+def figures(
+    own: Mapping[str, np.ndarray], true: np.ndarray, *, base: str, unbiased: str, seed: int = 0
+) -> dict[str, dict[str, list[float]]]:
+    """own: of each objective, the groups' mean steps [groups], of the same responses; true: the
+    same of the policy gradient, of other groups. Each figure comes as [value, low, high]."""
+    rng = np.random.default_rng(seed)
+    names = list(own)
+    steps = np.stack([own[name] for name in names])  # [objectives, groups]
+    count = steps.shape[1]
+    counts = rng.multinomial(count, np.full(count, 1 / count), RESAMPLES)
+    others = rng.multinomial(len(true), np.full(len(true), 1 / len(true)), RESAMPLES)
+    weights = np.vstack([np.ones(count), counts]) / count  # the first row is the sample itself
+    of_true = np.vstack([np.ones(len(true)), others]) / len(true) @ true  # [1 + resamples]
 
-    All arrays are float64.
-    """
-
-    own: np.ndarray  # [batches, batches], <g_a, g_b>
-    difference: np.ndarray  # [batches, batches], <g_a - u_a, g_b - u_b>
-    cross: np.ndarray  # [batches, reference batches], <g_a, r_m>
-    reference: np.ndarray  # [reference batches, reference batches], <r_m, r_n>
-
-    def resampled(self, rng: np.random.Generator) -> Products:
-        """Batches drawn with replacement, as the bootstrap wants them."""
-        ours = rng.integers(0, len(self.own), len(self.own))
-        theirs = rng.integers(0, len(self.reference), len(self.reference))
-        return Resampled(
-            self.own[np.ix_(ours, ours)],
-            self.difference[np.ix_(ours, ours)],
-            self.cross[np.ix_(ours, theirs)],
-            self.reference[np.ix_(theirs, theirs)],
-            ours[:, None] != ours,
-            theirs[:, None] != theirs,
-        )
-
-    @property
-    def different(self) -> tuple[np.ndarray, np.ndarray]:
-        """Which pairs are of two batches: of the objective's, and of the reference's."""
-        return tuple(~np.eye(len(matrix), dtype=bool) for matrix in (self.own, self.reference))
-
-
-@dataclass(frozen=True)
-class Resampled(Products):
-    """A batch that was drawn twice makes no pair with itself."""
-
-    own_pairs: np.ndarray
-    reference_pairs: np.ndarray
-
-    @property
-    def different(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.own_pairs, self.reference_pairs
-
-
-def quality(products: Products) -> dict[str, float]:
-    """Figures of one objective. With G = E g and R = E r:
-
-    projection  <G, R> / |R|^2: 1 is a step of full length; below: clipped, or pointing elsewhere
-    bias        |G - E u| / |R|
-    direction   the cosine between G and R: what is left after any number of batches
-    noise       trace(Cov g) / |R|^2, of one batch
-    signal      |G|^2 / trace(Cov g), signal-to-noise ratio of one batch
-    cosine      mean of the cosine between one batch's g and R
-    """
-    ours, theirs = products.different
-    squared = products.own[ours].mean()  # |G|^2
-    true = products.reference[theirs].mean()  # |R|^2
-    inner = products.cross.mean()  # <G, R>
-    trace = products.own.diagonal().mean() - squared
-    lengths = np.sqrt(products.own.diagonal())
-    if true <= 0:
-        return dict.fromkeys(FIGURES, float("nan"))  # all noise: nothing to compare with
-    # an objective that clips everything has no gradient, and no direction
-    cosines = np.divide(
-        products.cross.mean(1), lengths, out=np.zeros_like(lengths), where=lengths > 0
-    )
+    t = of_true[:, None]
+    mean = weights @ steps.T  # [1 + resamples, objectives]
+    variance = weights @ (steps**2).T - mean**2
+    known, reference = names.index(unbiased), names.index(base)
+    covariance = weights @ (steps * steps[known]).T - mean * mean[:, [known]]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        expected = mean - covariance / variance[:, [known]] * (mean[:, [known]] - t)
+        of_batch = np.maximum(variance, 0.0) * count / (count - 1) / GROUPS
+        signal = np.where(of_batch > 0, expected**2 / of_batch, np.nan)
+        found = {
+            "plain": mean / t,
+            "projection": expected / t,
+            "noise": of_batch / t**2,
+            "signal": signal,
+            "difference": (expected - expected[:, [reference]]) / t,
+            "signal_ratio": signal / signal[:, [reference]],
+        }
     return {
-        "projection": inner / true,
-        "bias": np.sqrt(max(products.difference[ours].mean(), 0.0) / true),
-        "direction": inner / np.sqrt(squared * true) if squared > 0 else float("nan"),
-        "noise": trace / true,
-        "signal": max(squared, 0.0) / trace if trace > 0 else float("nan"),
-        "cosine": cosines.mean() / np.sqrt(true),
+        name: {figure: with_interval(found[figure][:, place]) for figure in FIGURES}
+        for place, name in enumerate(names)
     }
 
 
-FIGURES = ("projection", "bias", "direction", "noise", "signal", "cosine")
-
-
-def with_intervals(products: Products, seed: int = 0) -> dict[str, list[float]]:
-    """Each figure as [value, low, high]: the bootstrap's percentiles over batches."""
-    rng, value = np.random.default_rng(seed), quality(products)
-    drawn = [quality(products.resampled(rng)) for _ in range(RESAMPLES)]
+def with_interval(values: np.ndarray) -> list[float]:
+    """[value, low, high] of the sample's value and the resamples' [1 + resamples]."""
     tails = [100 * (1 - LEVEL) / 2, 100 * (1 + LEVEL) / 2]
-    found = {}
-    for name in FIGURES:
-        low, high = np.nanpercentile([each[name] for each in drawn], tails)
-        found[name] = [float(value[name]), float(low), float(high)]
-    return found
+    low, high = np.nanpercentile(values[1:], tails) if np.isfinite(values).any() else (np.nan,) * 2
+    return [float(values[0]), float(low), float(high)]
+
+
+def mean_interval(values: np.ndarray, seed: int = 0) -> list[float]:
+    """[mean, low, high] of independent values, by the bootstrap."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.choice(values, (RESAMPLES, len(values))).mean(1)
+    return with_interval(np.concatenate([[values.mean()], drawn]))
 
 
 def ratio_figures(log_ratios: np.ndarray) -> dict[str, Any]:
@@ -125,15 +100,16 @@ def ratio_figures(log_ratios: np.ndarray) -> dict[str, Any]:
     correlation = 0.0
     if length > 1 and deviation > 0:
         correlation = ((of_means / deviation) ** 2 * length - 1) / (length - 1)
-    products = log_ratios.sum(1)
     return {
+        "kl": float(-log_ratios.mean()),
         "token_deviation": float(deviation),
         "sequence_deviation": float(of_means),
         "correlation": float(correlation),
         "independent_deviation": float(deviation / np.sqrt(length)),
+        "product_deviation": float(of_means * length),
         "token_sample_share": effective_share(log_ratios.ravel()),
         "sequence_sample_share": effective_share(means),
-        "product_sample_share": effective_share(products),
+        "product_sample_share": effective_share(log_ratios.sum(1)),
     }
 
 

@@ -1,19 +1,31 @@
-"""examples/evidence: its estimators against gradients whose bias and noise are known by hand."""
+"""examples/evidence: its estimators against gradients whose bias and noise are known by hand, its
+laboratory against enumeration, and the page against the kept lines."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+
+from gspo_megatron.platform.groups import stop_processes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "evidence"))
 
+import draw
 import estimators
-from estimators import Products, effective_share, quality, ratio_figures, with_intervals
+import gradients
+import laboratory
+import quick
+import records
+from estimators import GROUPS, effective_share, figures, mean_interval, ratio_figures
+from laboratory import GROUP, PROMPT_TOKENS, RESPONSES, VOCABULARY, Laboratory, Setting
 
 # A policy of two tokens: pi(1) = sigmoid(theta). A response has LENGTH of them, independent; its
 # reward is the share of ones. It was sampled at OLD and is trained at NEW.
@@ -51,85 +63,91 @@ def moments(theta: float, weight: str) -> tuple[float, float]:
     return mean, square - mean**2
 
 
-def drawn(theta: float, weight: str, batches: int, size: int, seed: int) -> np.ndarray:
-    """[batches, 1] mean gradients of `size` responses each."""
+def drawn(theta: float, weights: tuple[str, ...], groups: int, size: int, seed: int) -> np.ndarray:
+    """[weights, groups]: the mean gradients of groups of `size` responses, the same for each."""
     rng = np.random.default_rng(seed)
-    ones = rng.binomial(LENGTH, chance(theta), (batches, size))
-    table = np.array([gradient(n, weight) for n in range(LENGTH + 1)])
-    return table[ones].mean(1, keepdims=True)
+    ones = rng.binomial(LENGTH, chance(theta), (groups, size))
+    tables = [[gradient(n, weight) for n in range(LENGTH + 1)] for weight in weights]
+    return np.array(tables)[:, ones].mean(2)
 
 
-def products(own: np.ndarray, unbiased: np.ndarray, reference: np.ndarray) -> Products:
-    difference = own - unbiased
-    return Products(
-        own @ own.T, difference @ difference.T, own @ reference.T, reference @ reference.T
-    )
+WEIGHTS = ("none", "sequence", "product")
 
 
-@pytest.mark.parametrize("weight", ["none", "sequence", "product"])
+def measured(groups: int, size: int, seed: int) -> dict[str, dict[str, list[float]]]:
+    own = dict(zip(WEIGHTS, drawn(OLD, WEIGHTS, groups, size, 2 * seed), strict=True))
+    (true,) = drawn(NEW, ("none",), 2 * groups, size, 2 * seed + 1)
+    return figures(own, true, base="sequence", unbiased="product", seed=seed)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
 def test_bias_and_noise_are_those_computed_by_hand(weight: str) -> None:
-    size, batches = 20, 4000
-    found = quality(
-        products(
-            drawn(OLD, weight, batches, size, seed=1),
-            drawn(OLD, "product", batches, size, seed=1),  # the same responses
-            drawn(NEW, "none", batches, size, seed=2),
-        )
-    )
-    (mean, variance), (true, _) = moments(OLD, weight), moments(NEW, "none")
+    size, groups = 8, 10_000
+    found = {name: values[0] for name, values in measured(groups, size, 1)[weight].items()}
+    (mean, variance), (true, true_variance) = moments(OLD, weight), moments(NEW, "none")
     if weight == "product":  # the one that is unbiased
         assert mean == pytest.approx(true, rel=1e-12)
-    # Standard errors: of a mean sqrt(variance / 80,000), of |R| the same.
-    error = 4 * math.sqrt((variance + moments(NEW, "none")[1]) / (size * batches)) / true
-    assert found["projection"] == pytest.approx(mean / true, abs=error)
-    assert found["bias"] == pytest.approx(abs(mean - true) / true, abs=3 * error)
-    assert found["noise"] == pytest.approx(variance / size / true**2, rel=0.1)
-    assert found["signal"] == pytest.approx(mean**2 / (variance / size), rel=0.15)
-    assert found["direction"] == pytest.approx(1.0, abs=0.02)  # one parameter, the same sign
+        assert found["projection"] == pytest.approx(1.0, abs=1e-9)
+    # standard errors of the means over all responses, relative to the true gradient
+    error = math.sqrt((variance + true_variance / 2) / (size * groups)) / true
+    assert found["plain"] == pytest.approx(mean / true, abs=4 * error)
+    assert found["projection"] == pytest.approx(mean / true, abs=4 * error)
+    of_batch = variance / (size * GROUPS)
+    assert found["noise"] == pytest.approx(of_batch / true**2, rel=0.1)
+    assert found["signal"] == pytest.approx(mean**2 / of_batch, rel=0.15)
+    base, base_variance = moments(OLD, "sequence")
+    assert found["difference"] == pytest.approx((mean - base) / true, abs=4 * error)
+    expected = mean**2 / variance / (base**2 / base_variance)
+    assert found["signal_ratio"] == pytest.approx(expected, rel=0.1)
+
+
+def test_the_control_variate_takes_away_noise() -> None:
+    expected = moments(OLD, "sequence")[0] / moments(NEW, "none")[0]
+    found = [measured(100, 8, seed)["sequence"] for seed in range(40)]
+    plain, controlled = (
+        np.array([each[name][0] - expected for each in found]) for name in ("plain", "projection")
+    )
+    # the truth of 200 groups has its own noise, which no control variate removes
+    assert controlled.std() < 0.8 * plain.std()
+    assert abs(controlled.mean()) < 4 * controlled.std() / math.sqrt(len(found))
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimators, "RESAMPLES", 100)
+    monkeypatch.setattr(estimators, "RESAMPLES", 200)
     mean, variance = moments(OLD, "sequence")
-    true, held = moments(NEW, "none")[0], {"projection": 0, "noise": 0, "bias": 0}
+    true, size = moments(NEW, "none")[0], 8
     expected = {
+        "plain": mean / true,
         "projection": mean / true,
-        "noise": variance / 50 / true**2,
-        "bias": abs(mean - true) / true,
+        "noise": variance / size / GROUPS / true**2,
+        "difference": 0.0,
     }
+    held = dict.fromkeys(expected, 0)
     for seed in range(100):
-        own, unbiased = (
-            drawn(OLD, weight, 24, 50, seed=2 * seed) for weight in ("sequence", "product")
-        )
-        reference = drawn(NEW, "none", 48, 50, seed=2 * seed + 1)
-        found = with_intervals(products(own, unbiased, reference), seed)
+        found = measured(100, size, seed)["sequence"]
         for name in held:
             value, low, high = found[name]
             assert low <= value <= high
             held[name] += low <= expected[name] <= high
-    # 95 of 100 in the limit of many batches, 85 to 99 of 100 for 24 of them; the seeds are fixed
-    assert all(80 <= count <= 100 for count in held.values()), held
+    # 95 of 100 in the limit of many groups; the seeds are fixed
+    assert held.pop("difference") == 100  # it is the base
+    assert all(85 <= count <= 100 for count in held.values()), held
 
 
-def test_directions_in_many_dimensions() -> None:
-    rng = np.random.default_rng(0)
-    true, mean = np.array([1.0, 0, 0, 0, 0]), np.array([0.6, 0.8, 0, 0, 0])
-    own = mean + rng.normal(0, 0.5, (3000, 5))
-    reference = true + rng.normal(0, 0.5, (3000, 5))
-    found = quality(products(own, true + own - mean, reference))  # the same noise as `own`
-    assert found["projection"] == pytest.approx(0.6, abs=0.05)
-    assert found["direction"] == pytest.approx(0.6, abs=0.05)
-    assert found["bias"] == pytest.approx(math.sqrt(0.4**2 + 0.8**2), abs=0.03)
-    assert found["noise"] == pytest.approx(5 * 0.25, rel=0.05)
+def test_an_objective_that_clips_everything_has_no_signal() -> None:
+    own = dict(zip(WEIGHTS, drawn(OLD, WEIGHTS, 50, 8, 1), strict=True))
+    own["nothing"] = np.zeros(50)
+    (true,) = drawn(NEW, ("none",), 50, 8, 2)
+    found = figures(own, true, base="sequence", unbiased="product")["nothing"]
+    assert found["projection"] == [0, 0, 0] and found["noise"] == [0, 0, 0]
+    assert math.isnan(found["signal"][0])
 
 
-def test_a_gradient_that_is_all_clipped_has_no_direction() -> None:
-    rng = np.random.default_rng(0)
-    nothing, whole = np.zeros((4, 3)), np.ones((4, 3))
-    found = quality(products(nothing, whole, whole + 0.01 * rng.normal(size=(4, 3))))
-    assert found["projection"] == 0 and found["cosine"] == 0 and found["noise"] == 0
-    assert found["bias"] == pytest.approx(1.0, abs=0.05)
-    assert math.isnan(found["direction"]) and math.isnan(found["signal"])
+def test_intervals_of_a_mean() -> None:
+    values = np.random.default_rng(0).normal(3.0, 2.0, 400)
+    mean, low, high = mean_interval(values)
+    assert mean == pytest.approx(values.mean())
+    assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
 
 
 def test_log_ratios_follow_the_formula_of_correlated_terms() -> None:
@@ -150,3 +168,210 @@ def test_effective_sample_sizes() -> None:
     assert effective_share(np.log([1.0, 1.0, 1.0, 1.0])) == pytest.approx(1.0)
     assert effective_share(np.log([3.0, 1.0])) == pytest.approx(16 / 20)
     assert effective_share(np.array([1000.0, 0.0])) == pytest.approx(0.5)
+
+
+# --- the laboratory -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Laboratory]:
+    """Responses of two tokens."""
+    found = Laboratory(Setting(2, seed=1))
+    yield found
+    stop_processes()
+
+
+def uphill(small: Laboratory) -> torch.Tensor:
+    """The direction of an estimate of the policy gradient, as in gradients.py."""
+    return gradients.policy_gradient(small, count=2, scale=1.0)[0]
+
+
+def test_slopes_are_the_gradients_step(small: Laboratory) -> None:
+    batches = [small.draw() for _ in range(2)]
+    small.remember(batches)
+    small.record_routes(batches, "now")
+    direction = uphill(small)
+    slopes = small.slopes(batches, "now", direction)
+    for batch, slope in zip(batches, slopes, strict=True):
+        c = slope.sign()  # so that the terms do not cancel
+        whole = small.gradient(batch, c, "now")
+        # a central difference of 0.02 in fp32 log-probs
+        assert float((c * slope).sum(1).mean()) == pytest.approx(float(whole @ direction), rel=2e-3)
+        torch.testing.assert_close(small.gradient(batch, c), whole)  # natural routes: the same
+
+
+def test_the_policy_gradient_is_the_slope_of_the_mean_reward(small: Laboratory) -> None:
+    """All responses of two tokens to one prompt, enumerated, against samples with the credits."""
+    before = 7  # the last token of the prompt decides what is right first
+    prompt = torch.full((RESPONSES, PROMPT_TOKENS), before)
+    generator = torch.Generator().manual_seed(3)
+    direction = uphill(small)
+    size = 0.003 / float(direction.norm())
+
+    def mean_reward() -> float:
+        """J of the present weights: every first token with its chance of a right second one."""
+        first = torch.arange(VOCABULARY)
+        grid = torch.stack([first.repeat(2), torch.zeros(RESPONSES, dtype=torch.long)], dim=1)
+        wide, weights = small.widened(
+            small.batch_of(torch.cat([prompt, grid], 1), torch.zeros(RESPONSES, 2))
+        )
+        logprobs = small.logprobs([wide], "now")[0].double().view(RESPONSES, 2, -1)
+        chances = (2 * weights.view_as(logprobs)[..., 1:]).sum(-1)  # [responses, 2]
+        reach = logprobs[:VOCABULARY, 0, 0].exp()
+        assert float(reach.sum()) == pytest.approx(1.0, abs=1e-5)
+        return float((chances[0, 0] + (reach * chances[:VOCABULARY, 1]).sum()) / 2)
+
+    sides = []
+    for sign in (1, -1):
+        with small._moved(sign * size * direction):
+            sides.append(mean_reward())
+    exact = (sides[0] - sides[1]) / (2 * size)
+
+    grid = torch.arange(VOCABULARY).repeat(2)
+    probe = torch.cat([prompt, torch.stack([grid, grid], 1)], 1)
+    batch = small.batch_of(probe, torch.zeros(RESPONSES, 2))
+    small.record_routes([batch], "now")
+    reach = small.logprobs([batch], "now")[0, :VOCABULARY, 0].double().exp()
+    steps = []
+    for _ in range(30):
+        first = torch.multinomial(reach, RESPONSES, replacement=True, generator=generator)
+        tokens = torch.cat([prompt, torch.stack([first, first], 1)], 1)  # the last is not used
+        wide, weights = small.widened(small.batch_of(tokens, torch.zeros(RESPONSES, 2)))
+        slopes = small.slopes([wide], "now", direction)[0]
+        steps.append(float((slopes * weights).sum(1).mean()))
+    error = np.std(steps) / math.sqrt(len(steps))
+    assert np.mean(steps) == pytest.approx(exact, abs=4 * error + 0.02 * abs(exact))
+    assert abs(exact) > 6 * error  # the test can fail
+
+
+def test_coefficients_are_those_of_the_papers(small: Laboratory) -> None:
+    rng = torch.Generator().manual_seed(2)
+    now, old = (-1.5 + 0.3 * torch.randn(4, 2, generator=rng) for _ in range(2))
+    advantages = torch.tensor([1.0, -0.5, 2.0, -1.0])
+    arms = gradients.arms_of("none", 2)
+    log_w = (now - old).double()
+    weights = {
+        "gspo unclipped": log_w.mean(1, keepdim=True).exp().expand(4, 2),
+        "grpo unclipped": log_w.exp(),
+        "product unclipped": log_w.sum(1, keepdim=True).exp().expand(4, 2),
+    }
+    for name, weight in weights.items():
+        objective = gradients.objective_of(arms[name].section, 2)
+        found, cut = gradients.coefficients(objective, now, old, old, advantages)
+        wanted = weight * advantages[:, None].double() / 2
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        assert cut == 0
+
+
+def test_a_response_is_compared_with_the_others_of_its_group() -> None:
+    values = torch.arange(2.0 * RESPONSES, dtype=torch.float64).view(2, RESPONSES)
+    others = laboratory.others_mean(values)
+    assert float(others[1, 3]) == pytest.approx(float(values[1, [0, 1, 2, 4, 5, 6, 7]].mean()))
+    assert float(others[0, 9]) == pytest.approx(float(values[0, [8, *range(10, 16)]].mean()))
+    assert GROUP == 8
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def test_the_pages_tables_are_those_of_the_kept_lines() -> None:
+    page = draw.PAGE.read_text(encoding="utf-8")
+    tables = draw.all_tables()
+    for name in tables:
+        assert f"<!-- table {name} -->" in page
+    assert draw.filled(page, tables) == page, "run examples/evidence/draw.py"
+
+
+def test_the_text_quotes_numbers_of_the_tables() -> None:
+    page = draw.PAGE.read_text(encoding="utf-8")
+    tables = "\n".join(itertools.chain.from_iterable(draw.all_tables().values()))
+    known = set(re.findall(r"\d+(?:\.\d+)?", tables))
+    text = page.partition("<!-- quotes -->")[2].partition("<!-- end of quotes -->")[0]
+    text = re.sub(r"`[^`]*`", "", text)  # settings
+    quoted = re.findall(r"(?<![\w.])\d+\.\d+|\d+(?=%)", text)
+    assert len(quoted) > 10
+    assert not [number for number in quoted if number not in known]
+
+
+def test_the_answers_quote_their_own_figures() -> None:
+    """Not only some number of some table: these, of these lines."""
+    lines = records.read(records.RESULTS / "gradients.jsonl")
+
+    def of(arm: str, figure: str, length: int, updates: int, engine: str = "none") -> str:
+        here = draw.select(lines, engine, length, updates)
+        return f"{draw.of_arm(here, arm, figure)[0]:.2f}"
+
+    def cut(arm: str, updates: int = 1) -> str:
+        return draw.percent(draw.clipped(draw.select(lines, "none", 128, updates), arm))
+
+    ratios = {
+        (engine, k): [of("grpo unclipped", "signal_ratio", n, k, engine) for n in (8, 32, 128)]
+        for engine in ("none", "router_noise")
+        for k in (4, 16)
+    }
+    (engine,) = (
+        each["lengths"]
+        for each in records.read(records.RESULTS / "likelihoods.jsonl")
+        if each["dtype"] == "bfloat16"
+    )
+    outside = [f"{100 * engine[n]['outside_paper'][0]:.0f}%" for n in ("8", "256")]
+    grpo = [of("grpo", "projection", *at) for at in ((128, 4), (32, 16), (128, 1))]
+    noisy = of("grpo", "projection", 128, 1, "router_noise")
+    gspo = [of("gspo ±0.1/√L", "projection", *at) for at in ((128, 4), (32, 16))]
+    page = " ".join(draw.PAGE.read_text(encoding="utf-8").split())
+    for quote in (
+        "{}, {} and {} of the signal-to-noise".format(*ratios["none", 16]),
+        "({}, {} and {} with router noise). After".format(*ratios["router_noise", 16]),
+        "After 4 updates it is {}, {} and {},".format(*ratios["none", 4]),
+        "({}, {} and {} with router noise). Token".format(*ratios["router_noise", 4]),
+        f"leaves {grpo[0]} of the step",
+        f"±0.1/√L leaves {gspo[0]}.",
+        f"the steps are {grpo[1]} and {gspo[1]}:",
+        f"GRPO's is {grpo[2]}, but {noisy} in the run",
+        "{} of 8-token and {} of 256-token responses".format(*outside),
+        f"{cut('gspo ±0.1/√L')} against {cut('grpo')}, with 128 tokens after one update",
+        f"it cuts {cut('grpo', 4)} of the tokens",
+    ):
+        assert quote in page, quote
+
+
+def test_every_figure_is_drawn_from_the_kept_lines(tmp_path: Path) -> None:
+    draw.draw_all(tmp_path)
+    for name in draw.FIGURES:
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+        kept = draw.PICTURES / f"{name}.png"
+        assert 5_000 < kept.stat().st_size < 150_000
+        assert f"(evidence/{name}.png)" in draw.PAGE.read_text(encoding="utf-8")
+
+
+def test_a_table_has_the_numbers_of_its_lines() -> None:
+    lines = [
+        {
+            "setting": {"experts": 8, "learning_rate": 0.001},
+            "changed_experts": {"1": shares, "4": shares, "16": shares},
+        }
+        for shares in ([0.1, 0.2], [0.3, 0.4])
+    ]
+    assert draw.volatility_table(lines)[2:] == [
+        "| 8 | 0.001 | 2 | 15.0 · 35.0 | 20.0 · 30.0 | 25 | 25 |"
+    ]
+
+
+def test_the_kept_lines_say_how_they_were_made() -> None:
+    for name in ("gradients", "likelihoods", "volatility"):
+        lines = records.read(records.RESULTS / f"{name}.jsonl")
+        assert lines
+        for line in lines:
+            assert line["setting"]["seed"] > 0 and line["seconds"] > 0 and line["code"]
+
+
+def test_quick_finds_what_lies_outside(capsys: pytest.CaptureFixture[str]) -> None:
+    line = records.read(records.RESULTS / "volatility.jsonl")[0]
+    assert quick.outside("volatility", line, line) == 0
+    moved = {**line, "changed_experts": {"1": [s + 0.05 for s in line["changed_experts"]["1"]]}}
+    assert quick.outside("volatility", moved, line) == len(line["changed_experts"]["1"])
+    assert "OUTSIDE" in capsys.readouterr().out
+    for name in ("gradients", "likelihoods", "volatility"):
+        first = records.read(records.RESULTS / f"{name}.jsonl")[0]
+        assert quick.kept_line(name, first) == first
+        assert quick.outside(name, first, first) == 0

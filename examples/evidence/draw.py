@@ -1,0 +1,474 @@
+"""The figures and tables of docs/evidence.md from the kept JSON lines.
+
+    python examples/evidence/draw.py           # draws docs/evidence/*.png, fills in the tables
+    python examples/evidence/draw.py --check   # exit code 1 if the page has other tables
+
+A table stands in the page between <!-- table NAME --> and <!-- end -->. A figure of several seeds
+has their mean as its value, and the lowest and highest bound of their intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import records
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy.stats import norm
+
+from gspo_megatron.observe.plots import MUTED, PALETTE, STYLE
+
+Record = Mapping[str, Any]
+PAGE = records.HERE.parents[1] / "docs" / "evidence.md"
+PICTURES = PAGE.with_suffix("")
+
+UNCLIPPED = ("gspo unclipped", "grpo unclipped", "product unclipped")
+CLIPPED = ("gspo ±0.1/√L", "grpo", "gspo", "gmpo")
+COLOURS = dict(zip((*UNCLIPPED, *CLIPPED), PALETTE, strict=False))
+PAPER_CLIP = 3.5e-4  # half of GSPO's range of 3e-4 below and 4e-4 above
+
+
+def interval(values: Sequence[Sequence[float]]) -> list[float]:
+    """[value, low, high] of several seeds' ones."""
+    table = np.array(values, dtype=float)
+    return [float(table[:, 0].mean()), float(table[:, 1].min()), float(table[:, 2].max())]
+
+
+def text(value: Sequence[float], digits: int = 2) -> str:
+    """As it stands in a table."""
+    middle, low, high = (f"{each:.{digits}f}" for each in value)
+    return f"{middle} [{low}, {high}]"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.2g}%" if 100 * value < 10 else f"{100 * value:.0f}%"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def select(lines: Sequence[Record], mismatch: str, length: int, updates: int) -> list[Record]:
+    """One line a seed."""
+    return [
+        line
+        for line in lines
+        if (line["setting"]["mismatch"], line["setting"]["length"], line["updates"])
+        == (mismatch, length, updates)
+    ]
+
+
+def places(lines: Sequence[Record], mismatch: str) -> list[tuple[int, int]]:
+    """(length, updates) that were measured, in order."""
+    found = {
+        (line["setting"]["length"], line["updates"])
+        for line in lines
+        if line["setting"]["mismatch"] == mismatch
+    }
+    return sorted(found)
+
+
+def of_arm(lines: Sequence[Record], arm: str, figure: str) -> list[float]:
+    if (arm, figure) == ("product unclipped", "projection"):
+        figure = "plain"  # the control variate makes it 1
+    return interval([line["arms"][arm][figure] for line in lines])
+
+
+def clipped(lines: Sequence[Record], arm: str) -> float:
+    return float(np.mean([line["arms"][arm]["clipped_tokens"] for line in lines]))
+
+
+def ratio(lines: Sequence[Record], figure: str) -> float:
+    return float(np.mean([line["ratios"][figure] for line in lines]))
+
+
+def ratio_table(lines: Sequence[Record]) -> list[str]:
+    rows = []
+    for length, updates in places(lines, "none"):
+        here = select(lines, "none", length, updates)
+        rows.append(
+            [
+                *(str(length), str(updates), str(len(here))),
+                f"{ratio(here, 'token_deviation'):.3f}",
+                f"{ratio(here, 'sequence_deviation'):.4f}",
+                f"{ratio(here, 'independent_deviation'):.4f}",
+                f"{ratio(here, 'correlation'):.4f}",
+                *(
+                    percent(ratio(here, f"{level}_sample_share"))
+                    for level in ("token", "sequence", "product")
+                ),
+            ]
+        )
+    header = ["tokens", "updates", "seeds", "sd of log w", "sd of log s", "sd of log w / √L"]
+    header += ["correlation", "share, token", "share, sequence", "share, product"]
+    return table(header, rows)
+
+
+def arms_table(lines: Sequence[Record], figure: str, arms: Sequence[str]) -> list[str]:
+    rows = []
+    for length, updates in places(lines, "none"):
+        here = select(lines, "none", length, updates)
+        row = [str(length), str(updates)]
+        for arm in arms:
+            if figure == "clipped_tokens":
+                row.append(percent(clipped(here, arm)))
+            elif figure in here[0]["arms"][arm]:
+                row.append(text(of_arm(here, arm, figure)))
+            else:
+                row.append("")
+        rows.append(row)
+    return table(["tokens", "updates", *arms], rows)
+
+
+def replay_table(lines: Sequence[Record]) -> list[str]:
+    """The token ratios' own step and noise, with and without replay."""
+    rows = []
+    for mismatch in ("none", "bf16", "router_noise"):
+        for length, updates in places(lines, mismatch):
+            if updates not in (1, 4, 16):
+                continue
+            here = select(lines, mismatch, length, updates)
+            row = [mismatch, str(length), str(updates)]
+            row.append(percent(np.mean([line["changed_experts"] for line in here])))
+            row += [
+                f"{ratio(here, 'token_deviation'):.3f}",
+                f"{ratio(here, 'r2_token_deviation'):.3f}",
+            ]
+            for base in ("grpo unclipped", "gspo unclipped"):
+                for suffix in ("", " + r2", " + r3"):
+                    known = base + suffix in here[0]["arms"]
+                    row.append(text(of_arm(here, base + suffix, "signal_ratio")) if known else "")
+            rows.append(row)
+    header = ["engine", "tokens", "updates", "experts changed", "sd of log w", "with r2"]
+    header += ["grpo", "grpo + r2", "grpo + r3", "gspo", "gspo + r2", "gspo + r3"]
+    return table(header, rows)
+
+
+def old_policy_table(lines: Sequence[Record]) -> list[str]:
+    pairs = {
+        "gspo": ("gspo", "gspo, rollout"),
+        "gspo ±0.1/√L": ("gspo ±0.1/√L", "gspo ±0.1/√L, rollout", "gspo ±0.1/√L, sequence_tis"),
+        "grpo": ("grpo", "grpo, rollout", "grpo, token_tis", "grpo, icepop"),
+    }
+    rows = []
+    for mismatch in ("bf16", "router_noise"):
+        for length, updates in places(lines, mismatch):
+            here = select(lines, mismatch, length, updates)
+            if updates not in (1, 4):
+                continue
+            for name, arms in pairs.items():
+                cells = [text(of_arm(here, arm, "projection")) for arm in arms]
+                cells += [""] * (3 - len(cells))
+                share = f"{percent(clipped(here, arms[0]))}, {percent(clipped(here, arms[1]))}"
+                rows.append([mismatch, str(length), str(updates), name, *cells[:3], share])
+    header = ["engine", "tokens", "updates", "objective", "old: recomputed", "old: rollout"]
+    return table([*header, "recomputed, corrected", "clipped tokens: recomputed, rollout"], rows)
+
+
+def draw_ratios(lines: Sequence[Record]) -> Figure:
+    """Noise of ratios against the length, with what theory says."""
+    figure, (left, right) = panels(2)
+    lengths = sorted({length for length, _ in places(lines, "none")})
+    for colour, updates in zip(PALETTE, (1, 4, 16), strict=False):
+        found = [(length, select(lines, "none", length, updates)) for length in lengths]
+        found = [(length, here) for length, here in found if here]
+        if not found:
+            continue
+        x = [length for length, _ in found]
+        of = {
+            name: [ratio(here, name) for _, here in found]
+            for name in ("token_deviation", "sequence_deviation", "correlation")
+        }
+        left.plot(x, of["token_deviation"], "s:", color=colour, ms=4, lw=0.8)
+        left.plot(x, of["sequence_deviation"], "o", color=colour, label=f"{updates} updates")
+        dense = np.geomspace(min(x), max(x))
+        token = np.interp(np.log(dense), np.log(x), of["token_deviation"])
+        left.plot(dense, token / np.sqrt(dense), "-", color=colour, lw=1)
+        c = np.interp(np.log(dense), np.log(x), of["correlation"])
+        left.plot(dense, token * np.sqrt((1 + (dense - 1) * c) / dense), "--", color=colour, lw=0.8)
+        for style, level in (("s:", "token"), ("o-", "sequence"), ("^--", "product")):
+            shares = [ratio(here, f"{level}_sample_share") for _, here in found]
+            right.plot(x, shares, style, color=colour, ms=4, lw=1)
+    left.set(
+        xscale="log", yscale="log", xlabel="tokens of a response", title="Spread of log-ratios"
+    )
+    left.set_ylabel("■ token, ● sequence; lines: theory")
+    right.set(xscale="log", xlabel="tokens of a response", title="Effective sample share")
+    right.set_ylabel("■ token  ● sequence  ▲ product")
+    left.legend(loc="lower left")
+    for axes in (left, right):
+        axes.set_xticks(lengths, [str(length) for length in lengths])
+        axes.minorticks_off()
+    return figure
+
+
+def draw_gradients(lines: Sequence[Record]) -> Figure:
+    """Step along the policy gradient, and signal against that of gspo unclipped, by updates."""
+    lengths = sorted({length for length, _ in places(lines, "none")})
+    figure, axes = panels(len(lengths), rows=2)
+    axes = np.array(axes).reshape(2, len(lengths))
+    for column, length in enumerate(lengths):
+        ks = [k for at, k in places(lines, "none") if at == length]
+        for arm in (*UNCLIPPED, *CLIPPED[:3]):
+            cells = [select(lines, "none", length, k) for k in ks]
+            for row, name in enumerate(("projection", "signal_ratio")):
+                values = np.array([of_arm(here, arm, name) for here in cells])
+                style = "-" if arm in UNCLIPPED else "--"
+                errors = np.abs(values[:, 1:] - values[:, :1]).T
+                axes[row, column].errorbar(
+                    ks, values[:, 0], errors, fmt="o" + style, ms=3, lw=1.2, elinewidth=0.7,
+                    color=COLOURS[arm], label=arm,
+                )  # fmt: skip
+        top, bottom = axes[0, column], axes[1, column]
+        top.set(title=f"{length} tokens", xscale="log", ylim=(-1.5, 2))
+        top.axhline(1, color=MUTED, lw=0.8)
+        bottom.set(xscale="log", yscale="log", ylim=(1e-3, 10), xlabel="updates")
+        for each in (top, bottom):
+            each.set_xticks(ks, [str(k) for k in ks])
+            each.minorticks_off()
+    axes[0, 0].set_ylabel("step along the policy gradient\n(1: unbiased)")
+    axes[1, 0].set_ylabel("signal-to-noise\nover gspo unclipped's")
+    axes[1, -1].legend(fontsize=6)
+    return figure
+
+
+def draw_replay(lines: Sequence[Record]) -> Figure:
+    """Signal with and without replay, by engine mismatch."""
+    shown = [m for m in ("none", "bf16", "router_noise") if places(lines, m)]
+    figure, axes = panels(len(shown))
+    for each, mismatch in zip(np.atleast_1d(axes), shown, strict=True):
+        cells = [place for place in places(lines, mismatch) if place[1] in (1, 4, 16)]
+        for shift, suffix in zip((-0.2, 0, 0.2), ("", " + r2", " + r3"), strict=True):
+            for marker, base in zip("os", ("grpo unclipped", "gspo unclipped"), strict=True):
+                at, values = [], []
+                for place, (length, updates) in enumerate(cells):
+                    here = select(lines, mismatch, length, updates)
+                    if base + suffix in here[0]["arms"]:
+                        at.append(place + shift)
+                        values.append(of_arm(here, base + suffix, "projection"))
+                if values:
+                    value = np.array(values)
+                    errors = np.abs(value[:, 1:] - value[:, :1]).T
+                    each.errorbar(
+                        at, value[:, 0], errors, fmt=marker, ms=4, lw=0.8,
+                        color=PALETTE[("", " + r2", " + r3").index(suffix)],
+                        mfc="white" if marker == "s" else None, label=base.split()[0] + suffix,
+                    )  # fmt: skip
+        each.axhline(1, color=MUTED, lw=0.8)
+        each.set_xticks(range(len(cells)), [f"{length}\nk={k}" for length, k in cells], fontsize=6)
+        each.set(title=f"engine: {mismatch}", xlabel="tokens, updates", ylim=(-0.5, 2.5))
+    np.atleast_1d(axes)[0].set_ylabel("step along the policy gradient")
+    np.atleast_1d(axes)[-1].legend(fontsize=6)
+    return figure
+
+
+# --- an engine's likelihoods ----------------------------------------------------------------------
+
+
+def expected_outside(deviation: float, length: int) -> float:
+    """The share of sequences outside of the paper's range if tokens were independent and normal."""
+    return float(2 * norm.sf(PAPER_CLIP / (deviation / math.sqrt(length))))
+
+
+def engine_rows(lines: Sequence[Record]) -> list[tuple[str, int, list[Record]]]:
+    """(dtype, length, what was measured by each seed)."""
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        here = [line for line in lines if line["dtype"] == dtype]
+        for length in map(int, here[0]["lengths"]) if here else ():
+            found.append((dtype, length, [line["lengths"][str(length)] for line in here]))
+    return found
+
+
+def likelihood_table(lines: Sequence[Record]) -> list[str]:
+    rows = []
+    for dtype, length, here in engine_rows(lines):
+        deviation = np.mean([each["ratios"]["token_deviation"] for each in here])
+        rows.append(
+            [
+                *(dtype, str(length), str(len(here)), f"{deviation:.2g}"),
+                f"{interval([each['sequence_abs'] for each in here])[0]:.2g}",
+                text([100 * x for x in interval([each["outside_paper"] for each in here])], 0),
+                f"{100 * expected_outside(deviation, length):.0f}",
+                text([100 * x for x in interval([each["outside_scaled"] for each in here])], 0),
+            ]
+        )
+    header = ["vLLM", "tokens", "seeds", "sd of token differences", "mean of abs(log s)"]
+    header += ["outside the paper's range, %", "if independent, %", "outside ±0.1/√L, %"]
+    return table(header, rows)
+
+
+def draw_likelihoods(lines: Sequence[Record]) -> Figure:
+    figure, (left, right) = panels(2)
+    for colour, dtype in zip(PALETTE, ("bfloat16", "float32"), strict=False):
+        found = [row for row in engine_rows(lines) if row[0] == dtype]
+        if not found:
+            continue
+        x = [length for _, length, _ in found]
+        spread = [np.mean([each["ratios"]["sequence_deviation"] for each in h]) for *_, h in found]
+        token = [np.mean([each["ratios"]["token_deviation"] for each in h]) for *_, h in found]
+        left.plot(x, spread, "o", color=colour, label=f"vLLM in {dtype}")
+        left.plot(x, np.array(token) / np.sqrt(x), "-", color=colour, lw=1)
+        value = 100 * np.array([interval([e["outside_paper"] for e in h]) for *_, h in found])
+        errors = np.abs(value[:, 1:] - value[:, :1]).T
+        right.errorbar(x, value[:, 0], errors, fmt="o", color=colour, ms=4)
+        theory = [100 * expected_outside(d, length) for d, length in zip(token, x, strict=True)]
+        right.plot(x, theory, "-", color=colour, lw=1)
+    left.axhline(PAPER_CLIP, color=MUTED, lw=0.8, ls="--")
+    left.set(xscale="log", yscale="log", title="Spread of log s before any update")
+    left.set_ylabel("sd; line: sd of log w / √L; - -: clip")
+    right.set(
+        xscale="log", title="Outside the paper's range, %", ylabel="line: normal, independent"
+    )
+    left.legend()
+    for axes in (left, right):
+        axes.set_xlabel("tokens of a response")
+        axes.set_xticks([8, 32, 128, 256], ["8", "32", "128", "256"])
+        axes.minorticks_off()
+    return figure
+
+
+# --- volatility -----------------------------------------------------------------------------------
+
+
+def changed(lines: Sequence[Record], experts: int, rate: float, updates: int) -> np.ndarray:
+    """[seeds, layers], the share of experts that changed."""
+    return np.array(
+        [
+            line["changed_experts"][str(updates)]
+            for line in lines
+            if (line["setting"]["experts"], line["setting"]["learning_rate"]) == (experts, rate)
+        ]
+    )
+
+
+def grid(lines: Sequence[Record]) -> list[tuple[int, float]]:
+    """(experts, learning rate) that were measured."""
+    pairs = {(line["setting"]["experts"], line["setting"]["learning_rate"]) for line in lines}
+    return sorted(pairs)
+
+
+def volatility_table(lines: Sequence[Record]) -> list[str]:
+    rows = []
+    for experts, rate in grid(lines):
+        once = changed(lines, experts, rate, 1)
+        seeds = once.mean(1)
+        rows.append(
+            [
+                *(str(experts), f"{rate:g}", str(len(once))),
+                " · ".join(f"{100 * seed:.1f}" for seed in seeds),
+                " · ".join(f"{100 * layer:.1f}" for layer in once.mean(0)),
+                *(f"{100 * changed(lines, experts, rate, k).mean():.0f}" for k in (4, 16)),
+            ]
+        )
+    header = ["experts", "learning rate", "seeds", "after 1 update, %, by seed", "by layer, 1 to 4"]
+    return table([*header, "after 4, %", "after 16, %"], rows)
+
+
+def draw_volatility(lines: Sequence[Record]) -> Figure:
+    figure, (left, right) = panels(2)
+    for colour, experts in zip(PALETTE, sorted({e for e, _ in grid(lines)}), strict=False):
+        rates = [rate for e, rate in grid(lines) if e == experts]
+        seeds = [100 * changed(lines, experts, rate, 1).mean(1) for rate in rates]
+        values = np.array([[s.mean(), s.mean() - s.min(), s.max() - s.mean()] for s in seeds])
+        left.errorbar(
+            rates, values[:, 0], values[:, 1:].T, fmt="o-", color=colour, ms=4,
+            label=f"{experts} experts",
+        )  # fmt: skip
+        if 1e-3 in rates:
+            layers = 100 * changed(lines, experts, 1e-3, 1).mean(0)
+            right.plot(range(1, 1 + len(layers)), layers, "o-", color=colour, ms=4)
+    for axes in (left, right):
+        axes.axhline(10, color=MUTED, lw=0.8, ls="--")
+        axes.set_ylim(bottom=0)
+    left.set(xscale="log", xlabel="learning rate", title="Experts changed by one update, %")
+    left.set_ylabel("dashes: the paper's 10%")
+    left.legend()
+    right.set(xlabel="layer", title="By layer, learning rate 1e-3", xticks=range(1, 5))
+    return figure
+
+
+# --- all together ---------------------------------------------------------------------------------
+
+
+def panels(columns: int, rows: int = 1) -> tuple[Figure, Any]:
+    """A figure of so many plots."""
+    figure = Figure(figsize=(3.1 * max(columns, 2), 2.7 * rows), layout="constrained")
+    axes: Axes | np.ndarray = figure.subplots(rows, columns)
+    return figure, axes
+
+
+def all_tables() -> dict[str, list[str]]:
+    """The lines of each table, by its name in the page."""
+    gradients, engine, moved = (
+        records.read(records.RESULTS / f"{name}.jsonl")
+        for name in ("gradients", "likelihoods", "volatility")
+    )
+    return {
+        "ratios": ratio_table(gradients),
+        "projection, unclipped": arms_table(gradients, "projection", UNCLIPPED),
+        "signal, unclipped": arms_table(gradients, "signal_ratio", UNCLIPPED[1:]),
+        "cosine": arms_table(gradients, "cosine", (*UNCLIPPED, *CLIPPED[:3])),
+        "projection, clipped": arms_table(gradients, "projection", CLIPPED),
+        "clipped": arms_table(gradients, "clipped_tokens", CLIPPED),
+        "replay": replay_table(gradients),
+        "old policy": old_policy_table(gradients),
+        "likelihoods": likelihood_table(engine),
+        "volatility": volatility_table(moved),
+    }
+
+
+FIGURES: dict[str, tuple[str, Callable[[Sequence[Record]], Figure]]] = {
+    "ratios": ("gradients", draw_ratios),
+    "gradients": ("gradients", draw_gradients),
+    "replay": ("gradients", draw_replay),
+    "likelihoods": ("likelihoods", draw_likelihoods),
+    "volatility": ("volatility", draw_volatility),
+}
+
+
+def draw_all(folder: Path) -> None:
+    """Write every figure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(STYLE):
+        for name, (results, draw) in FIGURES.items():
+            lines = records.read(records.RESULTS / f"{results}.jsonl")
+            draw(lines).savefig(folder / f"{name}.png", dpi=95)
+
+
+def filled(page: str, tables: Mapping[str, Sequence[str]]) -> str:
+    """The page with its tables replaced."""
+
+    def replace(match: re.Match[str]) -> str:
+        lines = tables[match[1]]
+        return f"<!-- table {match[1]} -->\n\n" + "\n".join(lines) + "\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table ([^>]+?) -->.*?<!-- end -->", replace, page, flags=re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, compare the tables")
+    arguments = parser.parse_args()
+    page = PAGE.read_text(encoding="utf-8")
+    wanted = filled(page, all_tables())
+    if arguments.check:
+        return int(wanted != page)
+    draw_all(PICTURES)
+    PAGE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

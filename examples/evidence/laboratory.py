@@ -1,0 +1,316 @@
+"""One small MoE, and what the measurements do with it: draw, update, take log-probs and slopes.
+
+The task: a response token is right if its sum with the token before it is a multiple of 3. The
+reward is the share of right tokens, so a response may have any length. The chance that the next
+token is right is known: the sum of the probabilities of all right tokens. So the policy gradient
+can be estimated with far less noise than any objective has (`Laboratory.widened`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.batching.micro_batches import (
+    MicroBatch,
+    MicroBatchBuilder,
+    forward_backward,
+    response_logprobs,
+)
+from gspo_megatron.config import Config, parse_config, resolve_parallel
+from gspo_megatron.models.build import Policy, build_policy
+from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
+from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.platform.groups import set_up_model_parallel, start_processes
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.routing.hooks import attach_hooks
+from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
+
+VOCABULARY, PAD = 32, 0
+PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 4
+RESPONSES = PROMPTS * GROUP  # of a batch
+WARM_UP = 0.6  # of the reward: supervised updates reach it before anything is measured
+ROUTER_NOISE = 0.1  # std on the routers' scores of an engine with router noise
+STEP = 0.02  # rms change of a token's log-prob, to either side, that a slope is taken over
+MISMATCHES = ("none", "bf16", "router_noise")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What differs between laboratories."""
+
+    length: int  # tokens of every response
+    seed: int
+    mismatch: str = "none"  # what the engine that samples does otherwise: one of MISMATCHES
+    learning_rate: float = 1e-3
+    experts: int = 32
+    layers: int = 2
+    head_channels: int = 16
+
+
+@dataclass
+class Batch:
+    """Sixty-four responses. Tensors of tokens are [responses, length]."""
+
+    micro_batch: MicroBatch
+    tokens: Tensor  # [responses, prompt and response tokens] int64
+    rollout: Tensor  # log-probs by the engine
+    routes: dict[str, RouteTable] = field(default_factory=dict)  # r2: the trainer's; r3: engine's
+    old: dict[str, Tensor] = field(default_factory=dict)  # log-probs by the trainer; r3: replayed
+
+    @property
+    def rewards(self) -> Tensor:
+        """[responses] float64, the share of right tokens."""
+        return right_tokens(self.tokens).mean(1)
+
+
+class Laboratory:
+    """A policy that has been warmed up."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        config = configuration(setting)
+        ranks = start_processes()
+        parallel = resolve_parallel(config, ranks.world_size)
+        set_up_model_parallel(parallel, setting.seed)
+        self.policy: Policy = build_policy(config, parallel, VOCABULARY)
+        self.layers = attach_hooks(self.policy.models)
+        self.config = config
+        self.start_training(setting.learning_rate)
+        self.builder = MicroBatchBuilder(self.policy, PAD, temperature=1.0)
+        noise = ROUTER_NOISE if setting.mismatch == "router_noise" else 0.0
+        # VOCABULARY is never drawn, so all responses have their full length
+        self.engine, self.exact_engine = (
+            MegatronEngine(
+                self.policy, pad_id=PAD, eos_id=VOCABULARY, record_routes=True, router_noise=std
+            )
+            for std in (noise, 0.0)
+        )
+        self.parameters = [p for model in self.policy.models for p in model.parameters()]
+        self._draws = 0
+        while float(self.draw(exactly=True).rewards.mean()) < WARM_UP:
+            self.imitate()
+
+    def start_training(self, rate: float, weights: Sequence[Tensor] | None = None) -> None:
+        """A new optimizer; from these weights, if there are any."""
+        if weights is not None:
+            self._set(weights)
+        schedule = Schedule(rate, rate, 0, 1, "constant")
+        self.trainer: Trainer = build_trainer(self.policy, self.config.optimizer, schedule)
+
+    def weights(self) -> list[Tensor]:
+        """A copy."""
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def _set(self, weights: Sequence[Tensor]) -> None:
+        for parameter, weight in zip(self.parameters, weights, strict=True):
+            parameter.copy_(weight)
+
+    def _seed(self) -> int:
+        self._draws += 1
+        return (self.setting.seed << 20) + self._draws
+
+    def draw(self, *, exactly: bool = False) -> Batch:
+        """A new batch of the present policy; `exactly`: by an engine without mismatch."""
+        seed = self._seed()
+        generator = torch.Generator().manual_seed(seed)
+        shape = (PROMPTS, PROMPT_TOKENS)
+        prompts = torch.randint(1, VOCABULARY, shape, generator=generator).tolist()
+        requests = Requests(prompts, group_index=range(PROMPTS), responses_per_prompt=GROUP)
+        sampling = Sampling(self.setting.length)
+        if exactly:
+            drawn = self.exact_engine.generate(requests, sampling, seed=seed)
+        else:
+            low = self.setting.mismatch == "bf16"
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                drawn = self.engine.generate(requests, sampling, seed=seed)
+        tokens = drawn.tokens.view(RESPONSES, -1)
+        batch = self.batch_of(tokens, drawn.rollout_logprobs.view(RESPONSES, -1))
+        # the last token was never fed to the engine: the trainer's router chooses for it
+        known = torch.ones(tokens.shape, dtype=torch.bool)
+        known[:, -1] = False
+        experts = drawn.routes.permute(1, 0, 2).contiguous()
+        batch.routes["r3"] = RouteTable(tuple(self.layers), experts, known.flatten())
+        return batch
+
+    def imitate(self) -> None:
+        """One supervised update on responses that are right."""
+        generator = torch.Generator().manual_seed(self._seed())
+        tokens = right_sequences(RESPONSES, self.setting.length, generator)
+        batch = self.batch_of(tokens, torch.zeros(RESPONSES, self.setting.length))
+        self.update(batch, torch.full_like(batch.rollout, 1 / self.setting.length))
+
+    def batch_of(self, tokens: Tensor, rollout: Tensor) -> Batch:
+        """tokens [responses, prompt and response tokens]; rollout [responses, length]."""
+        length = self.setting.length
+        offsets = [length * n for n in range(RESPONSES)]
+        micro_batch = self.builder.build(
+            range(RESPONSES), list(tokens), [length] * RESPONSES, offsets
+        )
+        return Batch(micro_batch, tokens, rollout)
+
+    def widened(self, batch: Batch) -> tuple[Batch, Tensor]:
+        """The batch with the log-probs of more tokens: of each response token itself, and of all
+        that would have been right in its place. Returns too with which coefficients c, [responses,
+        length * columns] float64, the mean of sum c grad log pi is the gradient of the mean reward.
+
+        The chance p_t that the next token is right is differentiated itself. Beyond it a token is
+        credited with the chances of the later tokens, less those of the others in its group.
+        """
+        length = self.setting.length
+        before = batch.tokens[:, PROMPT_TOKENS - 1 : -1, None]
+        right = -before % 3 + torch.arange(0, VOCABULARY, 3)  # [responses, length, right tokens]
+        exists = right < VOCABULARY
+        head = batch.micro_batch.head
+        targets = torch.cat(
+            [head.targets[:, None], right.clamp(max=VOCABULARY - 1).flatten(0, 1)], 1
+        )
+        rows = head.rows.repeat_interleave(targets.shape[1])
+        micro_batch = replace(batch.micro_batch, head=HeadInputs(rows, targets.flatten()))
+        wide = Batch(micro_batch, batch.tokens, batch.rollout)
+        self.record_routes([wide], "now")
+        logprobs = self.logprobs([wide], "now")[0].double().view(RESPONSES, length, -1)
+        chances = logprobs[..., 1:].exp() * exists
+        p = chances.sum(-1)
+        later = p.flip(1).cumsum(1).flip(1) - p
+        credit = later - others_mean(later[None])[0]
+        return wide, torch.cat([credit[..., None], chances], dim=-1).flatten(1) / length
+
+    def remember(self, batches: Sequence[Batch]) -> None:
+        """Old log-probs and routes of the present policy."""
+        self.record_routes(batches, "r2")
+        for name, routes in (("off", "r2"), ("r3", "r3")):
+            for batch, old in zip(batches, self.logprobs(batches, routes), strict=True):
+                batch.old[name] = old
+
+    def record_routes(self, batches: Sequence[Batch], name: str) -> None:
+        """Keep the present experts of the batches' tokens under a name."""
+        recordings = [Recording(num_layers=len(self.layers)) for _ in batches]
+        for batch, recording in zip(batches, recordings, strict=True):
+            batch.micro_batch.routes = recording
+        response_logprobs(self.policy, [batch.micro_batch for batch in batches])
+        for batch, recording in zip(batches, recordings, strict=True):
+            batch.micro_batch.routes, batch.routes[name] = None, recording.table()
+
+    def logprobs(self, batches: Sequence[Batch], routes: str) -> Tensor:
+        """[batches, responses, length] float32, with the experts of this name."""
+        with replayed(batches, routes):
+            found = response_logprobs(self.policy, [batch.micro_batch for batch in batches])
+        return torch.stack([logprobs.view(RESPONSES, -1) for logprobs, _ in found])
+
+    def slopes(self, batches: Sequence[Batch], routes: str, direction: Tensor) -> Tensor:
+        """The derivatives of all log-probs along a direction [parameters], with fixed experts:
+        [batches, responses, length] float64, by a central difference."""
+        size = 1e-3 / direction.norm()
+        for _ in range(2):  # a first guess, then the wanted step
+            with replayed(batches[:1], routes):
+                found = self._difference(batches[:1], routes, direction, size)
+            size *= STEP / (found.square().mean().sqrt() * size)
+        return self._difference(batches, routes, direction, size)
+
+    def _difference(
+        self, batches: Sequence[Batch], routes: str, direction: Tensor, size: Tensor
+    ) -> Tensor:
+        sides = []
+        for sign in (1, -1):
+            with self._moved(sign * size * direction):
+                sides.append(self.logprobs(batches, routes).double())
+        return (sides[0] - sides[1]) / (2 * float(size))
+
+    @contextlib.contextmanager
+    def _moved(self, by: Tensor) -> Iterator[None]:
+        kept = self.weights()
+        parts = by.split([weight.numel() for weight in kept])
+        self._set([weight + part.view_as(weight) for weight, part in zip(kept, parts, strict=True)])
+        try:
+            yield
+        finally:
+            self._set(kept)
+
+    def gradient(self, batch: Batch, coefficients: Tensor, routes: str | None = None) -> Tensor:
+        """The mean over responses of sum_t c_t grad log pi_t, [parameters] float32."""
+        weights = coefficients.flatten() / RESPONSES
+
+        def loss(_: MicroBatch, logprobs: Tensor, __: Tensor) -> tuple[Tensor, None]:
+            return -(weights.to(logprobs.dtype) * logprobs).sum(), None
+
+        with replayed([batch], routes):
+            zero_gradients(self.policy.chunks, self.trainer.optimizer)
+            forward_backward(self.policy, [batch.micro_batch], loss, 1)
+        return torch.cat([-p.main_grad.flatten() for p in self.parameters])
+
+    def update(self, batch: Batch, coefficients: Tensor) -> None:
+        """One optimizer step along the gradient."""
+        self.gradient(batch, coefficients)
+        self.trainer.update()
+
+
+@contextlib.contextmanager
+def replayed(batches: Sequence[Batch], routes: str | None) -> Iterator[None]:
+    """Passes inside use the experts of this name; None: each router chooses."""
+    for batch in batches:
+        table = None if routes is None else Replaying(batch.routes[routes])
+        batch.micro_batch.routes = table
+    try:
+        yield
+    finally:
+        for batch in batches:
+            batch.micro_batch.routes = None
+
+
+def right_tokens(tokens: Tensor) -> Tensor:
+    """[sequences, response tokens] float64 of [sequences, prompt and response tokens]."""
+    response, before = tokens[:, PROMPT_TOKENS:], tokens[:, PROMPT_TOKENS - 1 : -1]
+    return ((response + before) % 3 == 0).double()
+
+
+def right_sequences(count: int, length: int, generator: torch.Generator) -> Tensor:
+    """[count, prompt and response tokens]: random ones that earn the whole reward."""
+    tokens = torch.randint(1, VOCABULARY, (count, PROMPT_TOKENS + length), generator=generator)
+    for place in range(PROMPT_TOKENS, tokens.shape[1]):
+        tokens[:, place] -= (tokens[:, place] + tokens[:, place - 1]) % 3
+        # 0 is for padding, and what is below it: three higher are right as well
+        tokens[:, place] += 3 * (tokens[:, place] < 1)
+    return tokens
+
+
+def others_mean(values: Tensor) -> Tensor:
+    """Of each response the mean of the others in its group. values [batches, responses, ...]."""
+    grouped = values.unflatten(1, (PROMPTS, GROUP))
+    means = (grouped.sum(2, keepdim=True) - grouped) / (GROUP - 1)
+    return means.flatten(1, 2)
+
+
+def configuration(setting: Setting) -> Config:
+    """A token takes 4 of the experts."""
+    return parse_config(
+        {
+            "model": {
+                "preset": "tiny",
+                "vocab_size": VOCABULARY,
+                "max_sequence_length": PROMPT_TOKENS + setting.length,
+                "megatron": {
+                    "num_layers": setting.layers,
+                    "kv_channels": setting.head_channels,
+                    "num_moe_experts": setting.experts,
+                    "moe_router_topk": 4,
+                    "moe_ffn_hidden_size": 32,
+                    "moe_aux_loss_coeff": 0.0,
+                },
+            },
+            "data": {"tokenizer": "none"},
+            "rollout": {
+                "group_size": GROUP,
+                "prompts_per_step": PROMPTS,
+                "max_response_tokens": setting.length,
+            },
+            "optimizer": {"learning_rate": setting.learning_rate},
+            "training": {"precision": "fp32"},
+        }
+    )

