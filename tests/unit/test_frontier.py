@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "evidence"))
 
 import long_addition
+from frontier_figure import Cell, cell_table, edge, edge_table
 from frontier_rule import (
     LAST,
     all_seeds,
@@ -19,10 +20,13 @@ from frontier_rule import (
     last_good_checkpoint,
     lowest,
     outcome,
+    read,
 )
 from long_addition import NUMBERS, careless_row, right_steps, row
 
 from gspo_megatron.types import Sample
+
+EVIDENCE = Path(long_addition.__file__).parent
 
 
 def curve(*parts: tuple[float, int]) -> list[float]:
@@ -70,14 +74,14 @@ def test_lowest_is_the_lowest_mean_of_five_steps() -> None:
 @pytest.mark.parametrize("count", [1, 2, 7, 11])
 def test_bisection_finds_every_edge_with_few_questions(count: int) -> None:
     values = [2.0**n for n in range(count)]
-    for edge in range(count + 1):  # how many values hold
+    for number in range(count + 1):  # how many values hold
         asked: list[float] = []
 
-        def holds(value: float, edge: int = edge, asked: list[float] = asked) -> bool:
+        def holds(value: float, number: int = number, asked: list[float] = asked) -> bool:
             asked.append(value)
-            return value in values[:edge]
+            return value in values[:number]
 
-        assert largest_that_holds(values, holds) == (values[edge - 1] if edge else None)
+        assert largest_that_holds(values, holds) == (values[number - 1] if number else None)
         assert len(asked) <= count.bit_length()
         assert len(set(asked)) == len(asked)
 
@@ -135,3 +139,32 @@ def test_careless_answers_have_the_stated_share_of_mistakes() -> None:
     share = sum(graded(r["answer"], r["prompt"]) for r in rows) / len(rows)
     # 8,400 numbers: a standard error of 0.005
     assert share == pytest.approx(1 - long_addition.MISTAKES, abs=0.02)
+
+
+def cell(value: float, outcomes: str) -> Cell:
+    """With a run for each letter: c(onverged), s(tuck), x (collapsed)."""
+    named = {"c": "converged", "s": "stuck", "x": "collapsed"}
+    return Cell(value, [{"outcome": named[letter]} for letter in outcomes])
+
+
+def test_an_edge_needs_all_seeds_and_no_failure_below_it() -> None:
+    row = [cell(1, "c"), cell(2, "ccccc"), cell(3, "cc"), cell(4, "cs"), cell(5, "ccccc")]
+    good, bad = edge(row, "converged")
+    assert good is row[1]  # one run is no edge, and above the failure nothing counts
+    assert bad is row[3]
+    assert edge(row, "not collapsed") == (row[4], None)
+    assert edge([cell(1, "x")], "not collapsed")[0] is None
+
+
+def test_quoted_tables_are_those_of_the_kept_lines() -> None:
+    text = (EVIDENCE / "frontier.md").read_text(encoding="utf-8").splitlines()
+    records = read(EVIDENCE / "results" / "frontier.jsonl")
+    tables = [*edge_table(records), *cell_table(records)]
+    assert [line for line in tables if line not in text] == []
+    assert [line for line in text if line.startswith("|") and line not in tables] == []
+
+
+def test_kept_outcomes_follow_from_the_kept_rewards() -> None:
+    for line in read(EVIDENCE / "results" / "frontier.jsonl"):
+        assert line["outcome"] == outcome(line["rewards"], line["rewards"][0]), line
+        assert (line["heals"] is not None) == (line["outcome"] == "collapsed"), line
