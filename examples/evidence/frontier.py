@@ -95,6 +95,16 @@ ARMS = {
     "gspo+r3": [*GSPO, R3],
     "grpo+r3": [*GRPO, R3],
     "gspo_token": GSPO_TOKEN,
+    # Controls: is it the ratio of sequences, or how much is cut off?
+    "grpo, tight clip": [
+        "objective.name=grpo",
+        "objective.clip_low=0.02",
+        "objective.clip_high=0.02",
+    ],
+    "gspo, no clip": [
+        *("objective.name=gspo", "objective.allow_wide_clip=true"),
+        *("objective.clip_low=0.9", "objective.clip_high=9"),
+    ],
 }
 
 QUICK: Record = {"axis": "learning rate", "arm": "grpo", "value": 2.3e-3, "seed": 1}
@@ -296,6 +306,14 @@ def explore(laboratory: Laboratory, axes: Sequence[str], arms: Sequence[str]) ->
                 laboratory.record(axis, arm, value, seed)
 
 
+def fill(laboratory: Laboratory, axis: str, arms: Sequence[str], values: Sequence[float]) -> None:
+    """All seeds of some cells of the map."""
+    for seed in range(1, SEEDS + 1):
+        for value in values:
+            for arm in arms:
+                laboratory.record(axis, arm, value, seed)
+
+
 def quick(laboratory: Laboratory) -> bool:
     """Make one run again; returns whether its outcome is that of the kept line."""
     kept = next(r for r in read(RESULTS) if QUICK.items() <= r.items())
@@ -312,6 +330,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="repeat one run, and compare")
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--values", nargs="+", type=float, help="all seeds with these values only")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--scratch", type=Path, default=RUNS / "scratch", help="of the runs' files")
     arguments = parser.parse_args()
@@ -320,7 +339,11 @@ def main() -> int:
     laboratory = Laboratory(arguments.results, arguments.scratch)
     if arguments.quick:
         return 0 if quick(laboratory) else 1
-    explore(laboratory, arguments.axes, arguments.arms)
+    if arguments.values:
+        for axis in arguments.axes:
+            fill(laboratory, axis, arguments.arms, arguments.values)
+    else:
+        explore(laboratory, arguments.axes, arguments.arms)
     return 0
 
 

@@ -15,14 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 from frontier_rule import LAST, SEEDS, Record, interval, mean, read
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy import stats
 
 from gspo_megatron.observe.plots import INK, MUTED, PALETTE, STYLE, save_figure
 
 OUTCOMES = {"converged": "#2a9d77", "stuck": "#e9c46a", "collapsed": "#c2415c"}
+# The first arm of each is compared with the second.
+CONTRASTS = (
+    ("gspo", "grpo"),
+    *((f"{arm}+{replay}", arm) for arm in ("gspo", "grpo") for replay in ("r2", "r3")),
+)
 PASSES = {
     "converged": lambda line: line["outcome"] == "converged",
     "not collapsed": lambda line: line["outcome"] != "collapsed",
@@ -50,8 +55,9 @@ class Cell:
         return mean([line[key] for line in self.lines])
 
     @property
-    def end(self) -> float:
-        return mean([mean(line["rewards"][-LAST:]) for line in self.lines])
+    def ends(self) -> list[float]:
+        """The reward at the end of each run."""
+        return [mean(line["rewards"][-LAST:]) for line in self.lines]
 
 
 def cells(records: Iterable[Record], axis: str, arm: str) -> list[Cell]:
@@ -128,12 +134,6 @@ def draw_sizes(axes: Axes, records: Sequence[Record], axis: str) -> None:
     axes.legend(fontsize=7)
 
 
-def curves(records: Sequence[Record], axis: str, arms: Sequence[str], value: float) -> np.ndarray:
-    """The rewards of the arms' runs with one value, [arms, seeds, steps]."""
-    runs = [next(c.lines for c in cells(records, axis, arm) if c.value == value) for arm in arms]
-    return np.array([[line["rewards"] for line in lines[:SEEDS]] for lines in runs])
-
-
 def edge_table(records: Sequence[Record]) -> list[str]:
     """Markdown: of every arm the edges, in units of the axis and of the steps' size."""
     rows = [
@@ -171,10 +171,29 @@ def cell_table(records: Sequence[Record]) -> list[str]:
                     *(axis, f"{cell.value:g}", arm, f"{hits}/{count}"),
                     f"{math.floor(100 * low)}–{math.ceil(100 * high)}%",
                     *(str(cell.count("stuck")), str(cell.count("collapsed"))),
-                    *(f"{cell.end:.2f}", f"{cell.average('update_change'):.3g}"),
+                    *(f"{mean(cell.ends):.2f}", f"{cell.average('update_change'):.3g}"),
                     f"{100 * cell.average('clipped_tokens'):.2g}%",
                 ]
                 rows.append(f"| {' | '.join(columns)} |")
+    return rows
+
+
+def contrast_table(records: Sequence[Record]) -> list[str]:
+    """Markdown: how much higher one arm ends than another at the same value, where both have all
+    seeds; with Welch's 95% interval."""
+    rows = ["| axis | value | higher by | reward at the end |", "| --- | --- | --- | --- |"]
+    for axis in names(records, "axis"):
+        for left, right in CONTRASTS:
+            mine = {cell.value: cell for cell in cells(records, axis, left)}
+            for cell in cells(records, axis, right):
+                other = mine.get(cell.value)
+                if other is None or min(len(other.lines), len(cell.lines)) < SEEDS:
+                    continue
+                found = stats.ttest_ind(other.ends, cell.ends, equal_var=False)
+                low, high = found.confidence_interval()
+                gap = mean(other.ends) - mean(cell.ends)
+                text = f"{gap:+.2f} ({low:+.2f} to {high:+.2f})"
+                rows.append(f"| {axis} | {cell.value:g} | {left} over {right} | {text} |")
     return rows
 
 
@@ -185,7 +204,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("frontier.png"))
     arguments = parser.parse_args()
     records = read(arguments.results)
-    print(*edge_table(records), "", *cell_table(records), sep="\n")
+    tables = (edge_table, contrast_table, cell_table)
+    print(*("\n".join(table(records)) for table in tables), sep="\n\n")
     seconds = sum(line["seconds"] for line in records)
     print(f"\n{len(records)} runs, {seconds / 60:.0f} minutes of processor time")
     draw(records, arguments.output)

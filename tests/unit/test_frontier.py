@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "evidence"))
 
 import long_addition
-from frontier_figure import Cell, cell_table, edge, edge_table
+from frontier_figure import Cell, cell_table, contrast_table, edge, edge_table
 from frontier_rule import (
     LAST,
     all_seeds,
@@ -159,7 +159,7 @@ def test_an_edge_needs_all_seeds_and_no_failure_below_it() -> None:
 def test_quoted_tables_are_those_of_the_kept_lines() -> None:
     text = (EVIDENCE / "frontier.md").read_text(encoding="utf-8").splitlines()
     records = read(EVIDENCE / "results" / "frontier.jsonl")
-    tables = [*edge_table(records), *cell_table(records)]
+    tables = [*edge_table(records), *contrast_table(records), *cell_table(records)]
     assert [line for line in tables if line not in text] == []
     assert [line for line in text if line.startswith("|") and line not in tables] == []
 
