@@ -197,6 +197,14 @@ def contrast_table(records: Sequence[Record]) -> list[str]:
     return rows
 
 
+# By the name that a page has in <!-- table NAME -->.
+TABLES = {
+    "frontier_edges": edge_table,
+    "frontier_contrasts": contrast_table,
+    "frontier_cells": cell_table,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     results = Path(__file__).parent / "results" / "frontier.jsonl"
@@ -204,8 +212,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("frontier.png"))
     arguments = parser.parse_args()
     records = read(arguments.results)
-    tables = (edge_table, contrast_table, cell_table)
-    print(*("\n".join(table(records)) for table in tables), sep="\n\n")
+    print(*("\n".join(table(records)) for table in TABLES.values()), sep="\n\n")
     seconds = sum(line["seconds"] for line in records)
     print(f"\n{len(records)} runs, {seconds / 60:.0f} minutes of processor time")
     draw(records, arguments.output)

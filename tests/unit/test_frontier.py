@@ -10,8 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "evidence"))
 
+import frontier
 import long_addition
-from frontier_figure import Cell, cell_table, contrast_table, edge, edge_table
+from frontier_figure import TABLES, Cell, draw, edge
 from frontier_rule import (
     LAST,
     all_seeds,
@@ -157,14 +158,49 @@ def test_an_edge_needs_all_seeds_and_no_failure_below_it() -> None:
 
 
 def test_quoted_tables_are_those_of_the_kept_lines() -> None:
-    text = (EVIDENCE / "frontier.md").read_text(encoding="utf-8").splitlines()
+    text = (EVIDENCE / "frontier.md").read_text(encoding="utf-8")
     records = read(EVIDENCE / "results" / "frontier.jsonl")
-    tables = [*edge_table(records), *contrast_table(records), *cell_table(records)]
-    assert [line for line in tables if line not in text] == []
-    assert [line for line in text if line.startswith("|") and line not in tables] == []
+    for name, table in TABLES.items():
+        quoted = text.partition(f"<!-- table {name} -->")[2].partition("<!-- end -->")[0]
+        assert quoted.split("\n") == ["", *table(records), ""], name
+
+
+def test_the_map_is_drawn_from_the_kept_lines(tmp_path: Path) -> None:
+    records = read(EVIDENCE / "results" / "frontier.jsonl")
+    assert draw(records, tmp_path / "frontier.png").stat().st_size > 20_000
 
 
 def test_kept_outcomes_follow_from_the_kept_rewards() -> None:
     for line in read(EVIDENCE / "results" / "frontier.jsonl"):
         assert line["outcome"] == outcome(line["rewards"], line["rewards"][0]), line
         assert (line["heals"] is not None) == (line["outcome"] == "collapsed"), line
+
+
+@pytest.mark.parametrize("arm", ["gspo+r3", "grpo+r2"])
+def test_a_run_measures_what_one_update_changes(
+    arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small change is proportional to the learning rate, as each weight moves by as much. Tokens
+    take all 8 experts here: otherwise some would change them, and log-probs would jump."""
+    monkeypatch.setattr(frontier, "STEPS", 1)
+    long_addition.make_data(tmp_path)
+    laboratory = frontier.Laboratory(tmp_path / "results.jsonl", tmp_path / "scratch")
+    own = [
+        *("model.checkpoint_path=null", "model.preset=tiny", "model.megatron={moe_router_topk: 8}"),
+        *(f"data.prompts={tmp_path}/train.jsonl", f"data.eval_prompts={tmp_path}/test.jsonl"),
+        f"data.tokenizer={tmp_path}/tokenizer.model",
+        *("rollout.prompts_per_step=2", "rollout.max_response_tokens=8"),
+        *("objective.mini_batches=2", "training.evaluation_prompts=1"),
+        "reward.import_path=long_addition:right_steps",
+    ]
+    reached = []
+    for rate in (1e-5, 2e-5):
+        overrides = [*own, *frontier.ARMS[arm], f"optimizer.learning_rate={rate}"]
+        monkeypatch.setattr(long_addition, "right_steps", lambda sample: len(set(sample.response)))
+        reached.append(laboratory.train(overrides, seed=1))
+    first, second = (line["update_change"] for line in reached)
+    assert second == pytest.approx(2 * first, rel=0.02)
+    assert reached[1]["update_k3"] == pytest.approx(4 * reached[0]["update_k3"], rel=0.05)
+    # k3 is half of the mean square, which is at least the square of the mean
+    assert 2 * reached[0]["update_k3"] > first**2 > 0
+    assert len(reached[0]["rewards"]) == 1
