@@ -131,7 +131,7 @@ AXES = {
     ),
     "mini-batches": Axis(
         "objective.mini_batches",
-        (2, 4, 8, 16, 32, 64, 128),
+        (4, 8, 16, 32, 64),
         ("gspo", "grpo"),
         ["optimizer.learning_rate=2.8e-4"],
     ),
