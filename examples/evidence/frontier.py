@@ -107,7 +107,7 @@ ARMS = {
     ],
 }
 
-QUICK: Record = {"axis": "learning rate", "arm": "grpo", "value": 2.3e-3, "seed": 1}
+QUICK: Record = {"axis": "learning rate", "arm": "grpo", "value": 1.6e-3, "seed": 1}
 RATES = (1e-4, 1.4e-4, 2e-4, 2.8e-4, 4e-4, 5.7e-4, 8e-4, 1.1e-3, 1.6e-3, 2.3e-3, 3.2e-3)
 EXACT, NOISY = ("gspo", "grpo", "gspo+r2", "grpo+r2", "gspo_token"), tuple(ARMS)[:6]
 
