@@ -83,7 +83,7 @@ def draw(records: Sequence[Record], path: Path) -> Path:
     """The picture of all axes."""
     axes_names = names(records, "axis")
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11.5, 0.6 + 2.9 * len(axes_names)), layout="constrained")
+        figure = Figure(figsize=(10.5, 0.6 + 2.3 * len(axes_names)), layout="constrained")
         grid = figure.subplots(len(axes_names), 2, width_ratios=(3, 2), squeeze=False)
         for (left, right), axis in zip(grid, axes_names, strict=True):
             draw_map(left, records, axis)
