@@ -1,0 +1,351 @@
+"""How far can each objective be driven before it no longer converges?
+
+    python examples/evidence/frontier.py            # all runs that are not in the results yet
+    python examples/evidence/frontier.py --quick    # one run again: is its outcome the kept one?
+
+Each run is `gspo-megatron train` on frontier.yaml, with the objective and Routing Replay of an arm,
+and one value of an axis: the learning rate, or the number of mini-batches. For every arm the
+largest value with which all seeds converge is found by bisection (frontier_rule.py has the rules),
+and so is the largest with which none collapses. Then the values beside the two get the seeds that
+bisection left out. One line a run is added to the results; runs with a line are not repeated.
+
+The start model is made first, if it is not there: it learns to add, and then to be careless
+(long_addition.py).
+
+GSPO's clip range was set before these runs, in a trial with one seed: 0.01 to both sides cut off 3%
+of the tokens in the first five steps at a learning rate of 1e-4, 19% at 4e-4 and 31% at 1e-3. The
+paper reports 15%; its range of 3e-4 is for much longer responses. GRPO has the paper's range, which
+cut off 0.2% to 4%.
+
+Arms are compared at equal learning rates, and at equal steps. Adam makes steps of much the same
+length of different gradients, but not of the same effect. So each line has `update_change`: the
+mean absolute change of a token's log-prob by one update, on responses that the update did not see,
+with live routers, over the first updates of the first five steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from frontier_rule import (
+    CHECKPOINTS_EVERY,
+    SEEDS,
+    STEPS,
+    Record,
+    all_seeds,
+    largest_that_holds,
+    last_good_checkpoint,
+    lowest,
+    mean,
+    outcome,
+    read,
+)
+from long_addition import make_data
+
+from gspo_megatron.batching.micro_batches import MicroBatch, response_logprobs
+from gspo_megatron.checkpoint.start import open_session
+from gspo_megatron.config import Config, check_config, load
+from gspo_megatron.data.inputs import read_inputs
+from gspo_megatron.environments.registry import tools_of
+from gspo_megatron.objectives import build_objective
+from gspo_megatron.observe.environment import describe_environment
+from gspo_megatron.observe.metrics_files import RL
+from gspo_megatron.rewards.registry import get_reward
+from gspo_megatron.rl.loop import ReinforcementLoop
+from gspo_megatron.rl.policy_update import PolicyUpdater
+from gspo_megatron.rl.run import assemble
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "frontier.jsonl"
+RUNS = Path("runs/frontier")
+FIRST_STEPS = 5  # whose clipping and updates are measured
+
+# After frontier_start.yaml: what the start model learns last.
+CARELESS = (
+    f"data.examples={RUNS}/data/careless.jsonl",
+    f"data.eval_examples={RUNS}/data/careless.jsonl",
+    f"model.checkpoint_path={RUNS}/adds",
+    "model.preset=null",
+    "optimizer.learning_rate=1e-3",
+    "training.steps=400",
+    "checkpoint.interval=400",
+    f"logging.dir={RUNS}/start",
+)
+
+GSPO = ["objective.name=gspo", "objective.clip_low=0.01", "objective.clip_high=0.01"]
+GSPO_TOKEN = ["objective.name=gspo_token", *GSPO[1:]]
+GRPO = ["objective.name=grpo", "objective.clip_low=0.2", "objective.clip_high=0.27"]
+R2, R3 = "routing.replay=r2", "routing.replay=r3"
+ARMS = {
+    "gspo": GSPO,
+    "grpo": GRPO,
+    "gspo+r2": [*GSPO, R2],
+    "grpo+r2": [*GRPO, R2],
+    "gspo+r3": [*GSPO, R3],
+    "grpo+r3": [*GRPO, R3],
+    "gspo_token": GSPO_TOKEN,
+    # Controls: is it the ratio of sequences, or how much is cut off?
+    "grpo, tight clip": [
+        "objective.name=grpo",
+        "objective.clip_low=0.02",
+        "objective.clip_high=0.02",
+    ],
+    "gspo, no clip": [
+        *("objective.name=gspo", "objective.allow_wide_clip=true"),
+        *("objective.clip_low=0.9", "objective.clip_high=9"),
+    ],
+}
+
+QUICK: Record = {"axis": "learning rate", "arm": "grpo", "value": 1.6e-3, "seed": 1}
+RATES = (1e-4, 1.4e-4, 2e-4, 2.8e-4, 4e-4, 5.7e-4, 8e-4, 1.1e-3, 1.6e-3, 2.3e-3, 3.2e-3)
+EXACT, NOISY = ("gspo", "grpo", "gspo+r2", "grpo+r2", "gspo_token"), tuple(ARMS)[:6]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is varied, and what is fixed meanwhile."""
+
+    key: str
+    values: Sequence[float]
+    arms: Sequence[str]
+    fixed: Sequence[str] = ()
+
+
+AXES = {
+    # The engine is the trained model itself, in fp32: r3 replays what r2 does, and is left out.
+    "learning rate": Axis("optimizer.learning_rate", RATES, EXACT),
+    # The engine's experts differ from the trainer's.
+    "learning rate, noisy routers": Axis(
+        "optimizer.learning_rate", RATES, NOISY, ["routing.rollout_noise=0.3"]
+    ),
+    "mini-batches": Axis(
+        "objective.mini_batches",
+        (4, 8, 16, 32, 64),
+        ("gspo", "grpo"),
+        ["optimizer.learning_rate=2.8e-4"],
+    ),
+}
+
+
+@dataclass
+class Probe:
+    """Measures how much one update changes log-probs: those of the second mini-batch, by the update
+    on the first. It stands before the updater's own methods."""
+
+    updater: PolicyUpdater
+    changes: list[float] = field(default_factory=list)  # mean |d log p|, of each step
+    divergences: list[float] = field(default_factory=list)  # mean k3, likewise
+
+    def __post_init__(self) -> None:
+        self._build, self._train = self.updater.build_micro_batches, self.updater.train
+        self.updater.build_micro_batches, self.updater.train = self._remember, self._watch
+
+    def _remember(self, *arguments: Any) -> list[list[MicroBatch]]:
+        mini_batches = self._build(*arguments)
+        self._second = mini_batches[1]
+        self._before: torch.Tensor | None = None
+        return mini_batches
+
+    def _watch(self, *arguments: Any) -> None:
+        if len(self.changes) < FIRST_STEPS and self._before is None:
+            self._before = self._logprobs()
+            self._train(*arguments)
+            change = self._logprobs() - self._before
+            self.changes.append(float(change.abs().mean()))
+            self.divergences.append(float((change.exp() - 1 - change).mean()))
+        else:
+            self._train(*arguments)
+
+    def _logprobs(self) -> torch.Tensor:
+        found = response_logprobs(self.updater.policy, self._second)
+        return torch.cat([logprobs for logprobs, _ in found]).double()
+
+
+class Laboratory:
+    """Runs, one after the other in this process, with their files below `scratch`."""
+
+    def __init__(self, results: Path, scratch: Path) -> None:
+        self.results, self.scratch = results, scratch
+        self.versions = versions()
+
+    def record(self, axis: str, arm: str, value: float, seed: int) -> Record:
+        """The line of a run: from the results, or of a new run that is added to them."""
+        place = {"axis": axis, "arm": arm, "value": value, "seed": seed}
+        for line in read(self.results):
+            if place.items() <= line.items():
+                return line
+        line = place | self.measure(axis, arm, value, seed)
+        with self.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        told = f"{line['rewards'][0]:.2f} -> {line['rewards'][-1]:.2f}, {line['seconds']:.0f} s"
+        print(f"{axis} {value:g}, {arm}, seed {seed}: {line['outcome']} ({told})", flush=True)
+        return line
+
+    def measure(self, axis: str, arm: str, value: float, seed: int) -> Record:
+        """A run, and where it collapses one more from a checkpoint of it."""
+        number = int(value) if axis == "mini-batches" else value
+        overrides = [*ARMS[arm], *AXES[axis].fixed, f"{AXES[axis].key}={number}"]
+        begin = time.process_time()
+        run = self.train(overrides, seed)
+        start = run["rewards"][0]
+        run |= {
+            "outcome": outcome(run["rewards"], start),
+            "lowest": round(lowest(run["rewards"]), 4),
+            "heals": None,
+        }
+        if run["outcome"] == "collapsed":
+            step = last_good_checkpoint(run["rewards"], start)
+            saved = self.scratch / "run" / "checkpoints" / f"rl_{step:08d}"
+            again = self.scratch / "earlier"
+            shutil.rmtree(again, ignore_errors=True)
+            weights = []
+            if step:
+                saved.rename(again)
+                weights.append(f"model.checkpoint_path={again}")
+            second = self.train([*overrides, *weights], seed + 1000)["rewards"]
+            ends = outcome(second, start)
+            run["heals"] = {"from_step": step, "outcome": ends, "rewards": second}
+        run["seconds"] = round(time.process_time() - begin, 1)
+        return run | {"overrides": overrides, **self.versions}
+
+    def train(self, overrides: Sequence[str], seed: int) -> Record:
+        """What one run shows."""
+        folder = self.scratch / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        own = [f"training.steps={STEPS}", f"training.seed={seed}", f"logging.dir={folder}"]
+        own.append(f"checkpoint.interval={CHECKPOINTS_EVERY}")
+        config = load.load_config(HERE / "frontier.yaml", [*own, *overrides], Config)
+        check_config(config, 1, for_training=True)
+        inputs, wanted = read_inputs(config, tools_of(config)), config.reward
+        reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
+        objective = build_objective(config.objective, config.rollout.max_response_tokens)
+        metrics = []
+        with open_session(config, fresh=True) as session:
+            session.begin()
+            run = assemble(config, inputs, reward, objective, session.start, session.stop)
+            with closing(run.logger), closing(run.collector), closing(run.checkpoints):
+                loop = ReinforcementLoop(run)
+                probe = Probe(loop.updater)
+                loop.collector.take_weights(version=0)
+                for step in range(1, STEPS + 1):
+                    metrics.append(loop.step(step))
+                    run.checkpoints.end_of_step(
+                        RL, step, loop.trainer, loop.loader, metrics[-1], is_last=False
+                    )
+                held_out = loop.evaluate(STEPS)
+        first = metrics[:FIRST_STEPS]
+        return {
+            "rewards": [round(each["reward/mean"], 4) for each in metrics],
+            "held_out_reward": round(held_out["evaluation/reward"], 4),
+            "held_out_accuracy": round(held_out["evaluation/accuracy"], 4),
+            "update_change": significant(mean(probe.changes)),
+            "update_k3": significant(mean(probe.divergences)),
+            "step_k3": significant(mean([each["kl/k3"] for each in first])),
+            "clipped_tokens": significant(mean([each["clip/token/binding"] for each in first])),
+            "mismatch": significant(mean([each["mismatch/abs_mean"] for each in first])),
+            "entropy": [significant(metrics[at]["policy/entropy"]) for at in (0, -1)],
+            "grad_norm": significant(mean([each["grad_norm"] for each in first])),
+        }
+
+
+def significant(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def versions() -> Record:
+    """Of the code that runs."""
+    found = describe_environment()
+    packages = {name: found["versions"][name] for name in ("torch", "megatron-core")}
+    return {"commit": (found["git"] or {}).get("commit"), "versions": packages}
+
+
+def make_start() -> None:
+    """Data and start model, below runs/frontier, where they are not made yet."""
+    make_data(RUNS / "data")
+    sft = [sys.executable, "-m", "gspo_megatron", "sft", str(HERE / "frontier_start.yaml")]
+    # a stage that is finished ends at once
+    subprocess.run(sft, check=True, stdout=sys.stderr)
+    subprocess.run([*sft, *CARELESS], check=True, stdout=sys.stderr)
+
+
+def holds(ends: str, laboratory: Laboratory, axis: str, arm: str) -> Callable[[float], bool]:
+    """Whether a value of the axis holds: all seeds converge, or none has collapsed."""
+
+    def passes(value: float, seed: int) -> bool:
+        found = laboratory.record(axis, arm, value, seed)["outcome"]
+        return found == "converged" if ends == "converged" else found != "collapsed"
+
+    return lambda value: all_seeds(lambda seed: passes(value, seed))
+
+
+def explore(laboratory: Laboratory, axes: Sequence[str], arms: Sequence[str]) -> None:
+    """All runs that the map needs, the most important ones first."""
+    pairs = [(axis, arm) for axis in axes for arm in AXES[axis].arms if arm in arms]
+    edges: dict[tuple[str, str], set[float]] = {pair: set() for pair in pairs}
+    for ends in ("converged", "not collapsed"):
+        for axis, arm in pairs:
+            values = AXES[axis].values
+            largest = largest_that_holds(values, holds(ends, laboratory, axis, arm))
+            print(f"{axis}, {arm}: largest with all seeds {ends}: {largest}", flush=True)
+            at = -1 if largest is None else values.index(largest)
+            edges[axis, arm] |= set(values[max(at, 0) : at + 2])
+    for seed in range(1, SEEDS + 1):
+        for axis, arm in pairs:
+            for value in sorted(edges[axis, arm]):
+                laboratory.record(axis, arm, value, seed)
+
+
+def fill(laboratory: Laboratory, axis: str, arms: Sequence[str], values: Sequence[float]) -> None:
+    """All seeds of some cells of the map."""
+    for seed in range(1, SEEDS + 1):
+        for value in values:
+            for arm in arms:
+                laboratory.record(axis, arm, value, seed)
+
+
+def quick(laboratory: Laboratory) -> bool:
+    """Make one run again; returns whether its outcome is that of the kept line."""
+    kept = next(r for r in read(RESULTS) if QUICK.items() <= r.items())
+    again = laboratory.measure(**QUICK)
+    same = again["outcome"] == kept["outcome"]
+    change = f"{again['update_change']:.4g} (kept: {kept['update_change']:.4g})"
+    print(f"{QUICK}: {again['outcome']} (kept: {kept['outcome']}), update_change {change}")
+    print(f"processor seconds={again['seconds']:.0f} same_outcome={same}")
+    return same
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="repeat one run, and compare")
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--values", nargs="+", type=float, help="all seeds with these values only")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--scratch", type=Path, default=RUNS / "scratch", help="of the runs' files")
+    arguments = parser.parse_args()
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    make_start()
+    laboratory = Laboratory(arguments.results, arguments.scratch)
+    if arguments.quick:
+        return 0 if quick(laboratory) else 1
+    if arguments.values:
+        for axis in arguments.axes:
+            fill(laboratory, axis, arguments.arms, arguments.values)
+    else:
+        explore(laboratory, arguments.axes, arguments.arms)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""The map of frontier.py from its kept lines: a picture, and the tables that docs quote.
+
+    python examples/evidence/frontier_figure.py -o frontier.png    # prints the tables
+
+A cell of the map has a bar of its runs: converged, stuck and collapsed ones, and how many of how
+many have converged. On the right, the same runs by the size of their steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from frontier_rule import LAST, SEEDS, Record, interval, mean, read
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy import stats
+
+from gspo_megatron.observe.plots import INK, MUTED, PALETTE, STYLE, save_figure
+
+OUTCOMES = {"converged": "#2a9d77", "stuck": "#e9c46a", "collapsed": "#c2415c"}
+# The first arm of each is compared with the second.
+CONTRASTS = (
+    ("gspo", "grpo"),
+    *((f"{arm}+{replay}", arm) for arm in ("gspo", "grpo") for replay in ("r2", "r3")),
+)
+PASSES = {
+    "converged": lambda line: line["outcome"] == "converged",
+    "not collapsed": lambda line: line["outcome"] != "collapsed",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The runs of one arm with one value."""
+
+    value: float
+    lines: Sequence[Record]
+
+    def count(self, *outcomes: str) -> int:
+        return sum(line["outcome"] in outcomes for line in self.lines)
+
+    def holds(self, ends: str) -> bool | None:
+        """Whether all seeds pass; None: no seed has failed, but not all were run."""
+        passed = [PASSES[ends](line) for line in self.lines]
+        if not all(passed):
+            return False
+        return True if len(passed) >= SEEDS else None
+
+    def average(self, key: str) -> float:
+        return mean([line[key] for line in self.lines])
+
+    @property
+    def ends(self) -> list[float]:
+        """The reward at the end of each run."""
+        return [mean(line["rewards"][-LAST:]) for line in self.lines]
+
+
+def cells(records: Iterable[Record], axis: str, arm: str) -> list[Cell]:
+    """By rising value."""
+    lines = [line for line in records if (line["axis"], line["arm"]) == (axis, arm)]
+    values = sorted({line["value"] for line in lines})
+    return [Cell(value, [r for r in lines if r["value"] == value]) for value in values]
+
+
+def edge(row: Sequence[Cell], ends: str) -> tuple[Cell | None, Cell | None]:
+    """The largest value that holds, with no failure below it; and the smallest that fails."""
+    fails = next((cell for cell in row if cell.holds(ends) is False), None)
+    below = [c for c in row if c.holds(ends) and (fails is None or c.value < fails.value)]
+    return (below[-1] if below else None), fails
+
+
+def names(records: Iterable[Record], key: str) -> list[str]:
+    """In the order of their first line."""
+    return list(dict.fromkeys(line[key] for line in records))
+
+
+def draw(records: Sequence[Record], path: Path) -> Path:
+    """The picture of all axes."""
+    axes_names = names(records, "axis")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10.5, 0.6 + 2.3 * len(axes_names)), layout="constrained")
+        grid = figure.subplots(len(axes_names), 2, width_ratios=(3, 2), squeeze=False)
+        for (left, right), axis in zip(grid, axes_names, strict=True):
+            draw_map(left, records, axis)
+            draw_sizes(right, records, axis)
+        handles = [matplotlib.patches.Patch(color=c, label=name) for name, c in OUTCOMES.items()]
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+        return save_figure(figure, path)
+
+
+def draw_map(axes: Axes, records: Sequence[Record], axis: str) -> None:
+    lines = [line for line in records if line["axis"] == axis]
+    arms, values = names(lines, "arm"), sorted({line["value"] for line in lines})
+    for y, arm in enumerate(arms):
+        row = cells(lines, axis, arm)
+        for cell in row:
+            left = values.index(cell.value) - 0.45
+            for outcome, color in OUTCOMES.items():
+                width = 0.9 * cell.count(outcome) / len(cell.lines)
+                axes.barh(y, width, 0.8, left, color=color, alpha=0.85)
+                left += width
+            label = f"{cell.count('converged')}/{len(cell.lines)}"
+            x = values.index(cell.value)
+            axes.text(x, y, label, ha="center", va="center", color=INK, fontsize=8)
+        best, _ = edge(row, "converged")
+        if best is not None:
+            at = values.index(best.value) + 0.5
+            axes.plot([at, at], [y - 0.45, y + 0.45], color=INK, linewidth=2.5)
+    axes.set_xticks(range(len(values)), [f"{value:g}" for value in values])
+    axes.set_yticks(range(len(arms)), arms)
+    axes.set_xlim(-0.5, len(values) - 0.5)
+    axes.set_ylim(len(arms) - 0.5, -0.5)
+    axes.grid(False)
+    axes.set_title(axis)
+
+
+def draw_sizes(axes: Axes, records: Sequence[Record], axis: str) -> None:
+    lines = [line for line in records if line["axis"] == axis]
+    for arm, color in zip(names(lines, "arm"), PALETTE):
+        of_arm = [line for line in lines if line["arm"] == arm]
+        sizes = [line["update_change"] for line in of_arm]
+        ends = [mean(line["rewards"][-LAST:]) for line in of_arm]
+        hollow = {} if "grpo" in arm else {"facecolors": "none"}
+        axes.scatter(sizes, ends, s=16, linewidths=1, color=color, label=arm, **hollow)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("mean |change of a token's log-prob| by one update")
+    axes.set_title("reward at the end", color=MUTED)
+    axes.legend(fontsize=7)
+
+
+def edge_table(records: Sequence[Record]) -> list[str]:
+    """Markdown: of every arm the edges, in units of the axis and of the steps' size."""
+    rows = [
+        "| axis | arm | all converge | not all | step there | no collapse | one | heals |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for axis in names(records, "axis"):
+        lines = [line for line in records if line["axis"] == axis]
+        for arm in names(lines, "arm"):
+            row = cells(lines, axis, arm)
+            good, bad = edge(row, "converged")
+            safe, lost = edge(row, "not collapsed")
+            step = "" if good is None else f"{good.average('update_change'):.3g}"
+            texts = ["none" if c is None else f"{c.value:g}" for c in (good, bad, safe, lost)]
+            healed = [r["heals"] for cell in row for r in cell.lines if r["heals"]]
+            heals = f"{sum(h['outcome'] == 'converged' for h in healed)} of {len(healed)}"
+            columns = [axis, arm, *texts[:2], step, *texts[2:], heals]
+            rows.append(f"| {' | '.join(columns)} |")
+    return rows
+
+
+def cell_table(records: Sequence[Record]) -> list[str]:
+    """Markdown: every cell, with Clopper-Pearson intervals of the share that converges."""
+    rows = [
+        "| axis | value | arm | converged | interval | stuck | collapsed | end | step | clipped |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for axis in names(records, "axis"):
+        lines = [line for line in records if line["axis"] == axis]
+        for arm in names(lines, "arm"):
+            for cell in cells(lines, axis, arm):
+                hits, count = cell.count("converged"), len(cell.lines)
+                low, high = interval(hits, count)
+                columns = [
+                    *(axis, f"{cell.value:g}", arm, f"{hits}/{count}"),
+                    f"{math.floor(100 * low)}–{math.ceil(100 * high)}%",
+                    *(str(cell.count("stuck")), str(cell.count("collapsed"))),
+                    *(f"{mean(cell.ends):.2f}", f"{cell.average('update_change'):.3g}"),
+                    f"{100 * cell.average('clipped_tokens'):.2g}%",
+                ]
+                rows.append(f"| {' | '.join(columns)} |")
+    return rows
+
+
+def contrast_table(records: Sequence[Record]) -> list[str]:
+    """Markdown: how much higher one arm ends than another at the same value, where both have all
+    seeds; with Welch's 95% interval."""
+    rows = ["| axis | value | higher by | reward at the end |", "| --- | --- | --- | --- |"]
+    for axis in names(records, "axis"):
+        for left, right in CONTRASTS:
+            mine = {cell.value: cell for cell in cells(records, axis, left)}
+            for cell in cells(records, axis, right):
+                other = mine.get(cell.value)
+                if other is None or min(len(other.lines), len(cell.lines)) < SEEDS:
+                    continue
+                found = stats.ttest_ind(other.ends, cell.ends, equal_var=False)
+                low, high = found.confidence_interval()
+                gap = mean(other.ends) - mean(cell.ends)
+                text = f"{gap:+.2f} ({low:+.2f} to {high:+.2f})"
+                rows.append(f"| {axis} | {cell.value:g} | {left} over {right} | {text} |")
+    return rows
+
+
+# By the name that a page has in <!-- table NAME -->.
+TABLES = {
+    "frontier_edges": edge_table,
+    "frontier_contrasts": contrast_table,
+    "frontier_cells": cell_table,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    results = Path(__file__).parent / "results" / "frontier.jsonl"
+    parser.add_argument("--results", type=Path, default=results)
+    parser.add_argument("-o", "--output", type=Path, default=Path("frontier.png"))
+    arguments = parser.parse_args()
+    records = read(arguments.results)
+    print(*("\n".join(table(records)) for table in TABLES.values()), sep="\n\n")
+    seconds = sum(line["seconds"] for line in records)
+    print(f"\n{len(records)} runs, {seconds / 60:.0f} minutes of processor time")
+    draw(records, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

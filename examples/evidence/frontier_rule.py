@@ -1,0 +1,95 @@
+"""What the runs of frontier.py are judged by, fixed before the first of them: outcomes, bisection,
+intervals. Nothing here trains anything.
+
+The curve of a run is the mean reward of the responses drawn in each of its STEPS steps. Its start
+is the reward of step 1, whose responses come from the start model. Its end is the mean of the last
+LAST steps.
+
+    converged  the end is above the start by at least half of what the start lacks of 1
+    collapsed  the end is below half of the start
+    stuck      anything between
+
+A run that dips and climbs back is judged by its end. A value of a setting holds if the runs of all
+SEEDS seeds do; the seeds are run in turn, and the first that fails decides.
+
+A collapse heals if a run from an earlier checkpoint, with new prompts and samples and otherwise the
+same settings, converges, by the first run's start. The checkpoint is the newest one before which
+the mean reward of LAST steps was at least the start; if there is none, the start model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import beta
+
+STEPS, LAST, SEEDS = 40, 5, 5
+CHECKPOINTS_EVERY = 10
+
+Record = dict[str, Any]  # a line of the results
+
+
+def outcome(rewards: Sequence[float], start: float) -> str:
+    """Of a whole run: converged, collapsed or stuck."""
+    end = mean(rewards[-LAST:])
+    if end >= start + (1 - start) / 2:
+        return "converged"
+    return "collapsed" if end < start / 2 else "stuck"
+
+
+def last_good_checkpoint(rewards: Sequence[float], start: float) -> int:
+    """The step of the newest checkpoint before a collapse; 0: the start model."""
+    saved = range(CHECKPOINTS_EVERY, len(rewards), CHECKPOINTS_EVERY)
+    good = [step for step in saved if mean(rewards[step - LAST : step]) >= start]
+    return max(good, default=0)
+
+
+def lowest(rewards: Sequence[float]) -> float:
+    """The lowest mean of LAST consecutive steps: how deep a run dips."""
+    return min(mean(rewards[at : at + LAST]) for at in range(len(rewards) - LAST + 1))
+
+
+def largest_that_holds(values: Sequence[float], holds: Callable[[float], bool]) -> float | None:
+    """The largest of the rising `values` that holds, by bisection; None: not even the smallest.
+
+    That a value holds is taken to mean that the smaller ones do."""
+    good, bad = -1, len(values)  # indices that hold and that do not
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if holds(values[middle]):
+            good = middle
+        else:
+            bad = middle
+    return values[good] if good >= 0 else None
+
+
+def all_seeds(passes: Callable[[int], bool], seeds: int = SEEDS) -> bool:
+    """Whether the runs of all seeds pass; none is run after the first that does not."""
+    return all(passes(seed) for seed in range(1, seeds + 1))
+
+
+def interval(hits: int, count: int, level: float = 0.95) -> tuple[float, float]:
+    """Clopper and Pearson's for a share: at least `level` of such intervals hold the true one."""
+    tail = (1 - level) / 2
+    low = float(beta.ppf(tail, hits, count - hits + 1)) if hits else 0.0
+    high = float(beta.ppf(1 - tail, hits + 1, count - hits)) if hits < count else 1.0
+    return low, high
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def read(path: Path) -> list[Record]:
+    """The lines of a results file; none where there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def of_cell(records: Iterable[Record], axis: str, arm: str, value: float) -> list[Record]:
+    """The runs of one cell of the map."""
+    return [r for r in records if (r["axis"], r["arm"], r["value"]) == (axis, arm, value)]

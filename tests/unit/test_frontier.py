@@ -1,0 +1,206 @@
+"""examples/evidence: the rules that judge the runs of frontier.py, and its task."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "evidence"))
+
+import frontier
+import long_addition
+from frontier_figure import TABLES, Cell, draw, edge
+from frontier_rule import (
+    LAST,
+    all_seeds,
+    interval,
+    largest_that_holds,
+    last_good_checkpoint,
+    lowest,
+    outcome,
+    read,
+)
+from long_addition import NUMBERS, careless_row, right_steps, row
+
+from gspo_megatron.types import Sample
+
+EVIDENCE = Path(long_addition.__file__).parent
+
+
+def curve(*parts: tuple[float, int]) -> list[float]:
+    """Rewards: each value, so many times."""
+    return [value for value, count in parts for _ in range(count)]
+
+
+# By hand, with a start of 0.4: converged from 0.7 on, collapsed below 0.2.
+@pytest.mark.parametrize(
+    ("rewards", "ends"),
+    [
+        (curve((0.4, 10), (0.7, LAST)), "converged"),
+        (curve((0.4, 10), (0.69, LAST)), "stuck"),
+        (curve((0.4, 10), (0.2, LAST)), "stuck"),
+        (curve((0.4, 10), (0.19, LAST)), "collapsed"),
+        (curve((0.4, 5), (0.0, 20), (0.9, LAST)), "converged"),  # dips and climbs back
+        (curve((0.4, 5), (0.9, 20), (0.0, LAST)), "collapsed"),  # climbs and falls
+        (curve((0.9, 20), (0.0, 1), (0.9, LAST - 1)), "converged"),  # 0.72: a mean decides
+    ],
+)
+def test_the_end_of_a_run_decides_its_outcome(rewards: list[float], ends: str) -> None:
+    assert outcome(rewards, start=0.4) == ends
+
+
+def test_outcome_is_measured_from_the_start() -> None:
+    rewards = curve((0.61, 20))
+    assert outcome(rewards, start=0.2) == "converged"  # from 0.6 on
+    assert outcome(rewards, start=0.5) == "stuck"
+
+
+def test_a_collapse_is_resumed_from_the_newest_checkpoint_that_was_still_good() -> None:
+    # checkpoints at 10, 20 and 30; the mean of the five steps up to 20 is 0.4, up to 30 below it
+    assert last_good_checkpoint(curve((0.4, 25), (0.1, 15)), start=0.4) == 20
+    assert last_good_checkpoint(curve((0.4, 26), (0.39, 14)), start=0.4) == 20
+    assert last_good_checkpoint(curve((0.5, 30), (0.0, 10)), start=0.4) == 30
+    assert last_good_checkpoint(curve((0.3, 40)), start=0.4) == 0
+    # the state after the last step is the collapsed one, and is no checkpoint
+    assert last_good_checkpoint(curve((0.4, 40)), start=0.4) == 30
+
+
+def test_lowest_is_the_lowest_mean_of_five_steps() -> None:
+    assert lowest(curve((0.4, 6), (0.0, 3), (0.4, 6))) == pytest.approx(0.16)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 11])
+def test_bisection_finds_every_edge_with_few_questions(count: int) -> None:
+    values = [2.0**n for n in range(count)]
+    for number in range(count + 1):  # how many values hold
+        asked: list[float] = []
+
+        def holds(value: float, number: int = number, asked: list[float] = asked) -> bool:
+            asked.append(value)
+            return value in values[:number]
+
+        assert largest_that_holds(values, holds) == (values[number - 1] if number else None)
+        assert len(asked) <= count.bit_length()
+        assert len(set(asked)) == len(asked)
+
+
+def test_no_seed_is_run_after_the_first_that_fails() -> None:
+    asked: list[int] = []
+
+    def passes(seed: int) -> bool:
+        asked.append(seed)
+        return seed != 3
+
+    assert not all_seeds(passes)
+    assert asked == [1, 2, 3]
+    assert all_seeds(lambda seed: True)
+
+
+def test_intervals_are_those_of_clopper_and_pearson() -> None:
+    # closed forms where none or all hit: 1 - (alpha/2)^(1/n); and a value from their table
+    assert interval(5, 5) == pytest.approx((0.025**0.2, 1.0))
+    assert interval(0, 5) == pytest.approx((0.0, 1 - 0.025**0.2))
+    assert interval(1, 10) == pytest.approx((0.0025, 0.4450), abs=5e-5)
+
+
+def test_answers_of_the_task_are_sums() -> None:
+    made = row(15, 23)
+    assert made["prompt"] == "f-1MD="
+    numbers = [made["answer"][at : at + 3] for at in range(0, len(made["answer"]), 3)]
+    values = [10 * int(n[2]) + "abcdefghij".index(n[0]) for n in numbers]
+    assert values == [(15 + 23 * k) % 100 for k in range(1, NUMBERS + 1)]
+    # 5+3, 8+3 carries, 1+3, 4+3, 7+3 carries
+    assert [n[1] for n in numbers[:5]] == list("-+--+")
+
+
+def graded(response: str, prompt: str = "f-1MD=") -> float:
+    return right_steps(Sample(prompt=prompt, answer="", response=response, truncated=False))
+
+
+def test_reward_counts_the_numbers_that_follow_from_the_one_before() -> None:
+    right = row(15, 23)["answer"]
+    assert graded(right) == 1.0
+    assert graded("") == 0.0
+    assert graded(right[:30]) == pytest.approx(10 / NUMBERS)
+    assert graded(right + "a") == pytest.approx(NUMBERS / (NUMBERS + 1))
+    assert graded("9" + right[1:]) == pytest.approx((NUMBERS - 2) / NUMBERS)  # no number at all
+    # a wrong carry costs its own number only: the next needs units and tens
+    assert graded(right[:1] + "+" + right[2:]) == pytest.approx((NUMBERS - 1) / NUMBERS)
+    # one wrong sum costs one number, if the rest goes on from it
+    goes_on = "a-0" + row(0, 23)["answer"][: 3 * (NUMBERS - 1)]
+    assert graded(goes_on) == pytest.approx((NUMBERS - 1) / NUMBERS)
+
+
+def test_careless_answers_have_the_stated_share_of_mistakes() -> None:
+    source = random.Random(1)
+    rows = [careless_row(n % 100, 1 + n % 99, source) for n in range(400)]
+    share = sum(graded(r["answer"], r["prompt"]) for r in rows) / len(rows)
+    # 8,400 numbers: a standard error of 0.005
+    assert share == pytest.approx(1 - long_addition.MISTAKES, abs=0.02)
+
+
+def cell(value: float, outcomes: str) -> Cell:
+    """With a run for each letter: c(onverged), s(tuck), x (collapsed)."""
+    named = {"c": "converged", "s": "stuck", "x": "collapsed"}
+    return Cell(value, [{"outcome": named[letter]} for letter in outcomes])
+
+
+def test_an_edge_needs_all_seeds_and_no_failure_below_it() -> None:
+    row = [cell(1, "c"), cell(2, "ccccc"), cell(3, "cc"), cell(4, "cs"), cell(5, "ccccc")]
+    good, bad = edge(row, "converged")
+    assert good is row[1]  # one run is no edge, and above the failure nothing counts
+    assert bad is row[3]
+    assert edge(row, "not collapsed") == (row[4], None)
+    assert edge([cell(1, "x")], "not collapsed")[0] is None
+
+
+def test_quoted_tables_are_those_of_the_kept_lines() -> None:
+    text = (EVIDENCE / "frontier.md").read_text(encoding="utf-8")
+    records = read(EVIDENCE / "results" / "frontier.jsonl")
+    for name, table in TABLES.items():
+        quoted = text.partition(f"<!-- table {name} -->")[2].partition("<!-- end -->")[0]
+        assert quoted.split("\n") == ["", *table(records), ""], name
+
+
+def test_the_map_is_drawn_from_the_kept_lines(tmp_path: Path) -> None:
+    records = read(EVIDENCE / "results" / "frontier.jsonl")
+    assert draw(records, tmp_path / "frontier.png").stat().st_size > 20_000
+
+
+def test_kept_outcomes_follow_from_the_kept_rewards() -> None:
+    for line in read(EVIDENCE / "results" / "frontier.jsonl"):
+        assert line["outcome"] == outcome(line["rewards"], line["rewards"][0]), line
+        assert (line["heals"] is not None) == (line["outcome"] == "collapsed"), line
+
+
+@pytest.mark.parametrize("arm", ["gspo+r3", "grpo+r2"])
+def test_a_run_measures_what_one_update_changes(
+    arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small change is proportional to the learning rate, as each weight moves by as much. Tokens
+    take all 8 experts here: otherwise some would change them, and log-probs would jump."""
+    monkeypatch.setattr(frontier, "STEPS", 1)
+    long_addition.make_data(tmp_path)
+    laboratory = frontier.Laboratory(tmp_path / "results.jsonl", tmp_path / "scratch")
+    own = [
+        *("model.checkpoint_path=null", "model.preset=tiny", "model.megatron={moe_router_topk: 8}"),
+        *(f"data.prompts={tmp_path}/train.jsonl", f"data.eval_prompts={tmp_path}/test.jsonl"),
+        f"data.tokenizer={tmp_path}/tokenizer.model",
+        *("rollout.prompts_per_step=2", "rollout.max_response_tokens=8"),
+        *("objective.mini_batches=2", "training.evaluation_prompts=1"),
+        "reward.import_path=long_addition:right_steps",
+    ]
+    reached = []
+    for rate in (1e-5, 2e-5):
+        overrides = [*own, *frontier.ARMS[arm], f"optimizer.learning_rate={rate}"]
+        monkeypatch.setattr(long_addition, "right_steps", lambda sample: len(set(sample.response)))
+        reached.append(laboratory.train(overrides, seed=1))
+    first, second = (line["update_change"] for line in reached)
+    assert second == pytest.approx(2 * first, rel=0.02)
+    assert reached[1]["update_k3"] == pytest.approx(4 * reached[0]["update_k3"], rel=0.05)
+    # k3 is half of the mean square, which is at least the square of the mean
+    assert 2 * reached[0]["update_k3"] > first**2 > 0
+    assert len(reached[0]["rewards"]) == 1
