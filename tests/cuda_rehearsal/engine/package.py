@@ -87,8 +87,8 @@ def _call(
         owner, arguments = (given[:1], given[1:]) if is_method else ((), given)
         bound = signature.bind(*arguments, **keywords)
         bound.apply_defaults()
+        check(bound.arguments, *owner)
         values = {n: v for n, v in bound.arguments.items() if v is not Unknown}
-        check(values, *owner)
         plain = values.pop(stars[0], ()) if stars else ()
         more = values.pop(rest[0], {}) if rest else {}
         if stars:  # what comes before them has to come by position

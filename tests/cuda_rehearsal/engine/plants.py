@@ -262,7 +262,8 @@ PLANTS = {
         permute, "routing_map", lambda: on_device(6, 3, dtype=torch.bool).cpu()
     ),
     "probabilities of other experts": _of(permute, "probs", lambda: on_device(6, 2)),
-    "no rows": _of(permute, "num_out_tokens", lambda: 0, only="2.20.2"),
+    "no rows": _of(permute, "num_out_tokens", lambda: 0),
+    "fewer rows than routes": _of(permute, "num_out_tokens", lambda: 12),
     "a map in int64": _of(unpermute, "row_id_map", lambda: torch.Tensor.long),
     "another shape restored": _of(unpermute, "restore_shape", lambda: torch.Size([5, 32])),
     "sizes on the host": _of(sort_chunks, "split_sizes", lambda: indices(5, 7).cpu()),
