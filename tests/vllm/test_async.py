@@ -88,7 +88,7 @@ class Killer:
     def kill(self, victim: str) -> None:
         run = self.run
         groups = {"trainer": run.trainers, "service": run.services, "server": run.servers}
-        chosen = []
+        chosen, had_server = [], bool(run.servers())
         for name, find in groups.items():
             found = find()
             for each in found:
@@ -101,7 +101,9 @@ class Killer:
         if victim in ("trainer", "all"):
             self.process.communicate()
             wait_for(lambda: not any(map(is_alive, self.seen)), seconds=30)
-            if victim == "trainer":  # the service has ended by itself
+            # The service has ended by itself, unless it had only begun: then it had no server yet,
+            # and the next start clears its folder.
+            if victim == "trainer" and had_server:
                 assert not weights_folder(load_config(run.folder / "config.yaml")).exists()
             self.process = run.start()
 

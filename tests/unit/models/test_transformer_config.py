@@ -249,6 +249,8 @@ def test_attention_that_cannot_be_built_is_refused_by_name(
         "sequence_parallel": True,
         "layernorm_epsilon": 1e-6,
         "q_lora_rank": 8,
+        "context_parallel_size": 1,
+        "bf16": True,
     }
     config = SimpleNamespace(**values | changes)
     with pytest.raises(UserError) as error:
