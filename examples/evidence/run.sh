@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All measurements of docs/evidence.md, then its figures and tables.
-#   bash examples/evidence/run.sh           # what the kept lines lack; all of it: 45 minutes of one idle core
+# All measurements of docs/evidence.md and docs/stability_frontier.md, then their figures and tables.
+#   bash examples/evidence/run.sh           # what the kept lines lack; all of it: 2 hours of one idle core
 #   bash examples/evidence/run.sh --quick   # one point of each figure again, against its kept interval
 # Every result is a line in results/. What has its line is not measured again, so the script goes on
 # after an interruption; to measure all anew, move results/*.jsonl away. WITHOUT_VLLM=1 leaves out what
@@ -13,7 +13,7 @@ vllm=${WITHOUT_VLLM:+--without-vllm}
 if [ "${1:-}" = --quick ]; then
     status=0
     python "$here/quick.py" $vllm || status=1
-    [ ! -f "$here/frontier.py" ] || python "$here/frontier.py" --quick || status=1
+    python "$here/frontier.py" --quick || status=1
     exit $status
 fi
 run() { python "$here/$1.py" "${@:2}"; }
@@ -34,5 +34,6 @@ for mismatch in bf16 router_noise; do
     done
 done
 run gradients --length 512 --updates 1 4 16
-[ ! -f "$here/frontier.py" ] || run frontier
-python "$here/draw.py"
+run frontier
+run draw
+run frontier_figure -o "$here/../../docs/evidence/frontier.png" # prints the tables

@@ -158,7 +158,7 @@ def test_an_edge_needs_all_seeds_and_no_failure_below_it() -> None:
 
 
 def test_quoted_tables_are_those_of_the_kept_lines() -> None:
-    text = (EVIDENCE / "frontier.md").read_text(encoding="utf-8")
+    text = (EVIDENCE.parents[1] / "docs" / "stability_frontier.md").read_text(encoding="utf-8")
     records = read(EVIDENCE / "results" / "frontier.jsonl")
     for name, table in TABLES.items():
         quoted = text.partition(f"<!-- table {name} -->")[2].partition("<!-- end -->")[0]
