@@ -76,6 +76,10 @@ class _Region:
     """Of the process: the innermost region, and the states that it has to update."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """As a process begins: the groups and modules of an earlier task are gone."""
         self.enabled = self.recomputing = self.is_first_module = False
         self.recipe: Any = None
         self.group: Any = None

@@ -14,6 +14,7 @@ from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.models import transformer_config
 from gspo_megatron.platform.groups import set_up_model_parallel, tear_down_model_parallel
 from tests.cuda_rehearsal.engine import package
+from tests.cuda_rehearsal.engine.precision import region
 from tests.cuda_rehearsal.tasks import train
 from tests.gpu import one_step
 
@@ -24,6 +25,7 @@ CUDA = (12, 9)  # that torch would be built for
 def with_calls(task: Callable[..., Any], **arguments: Any) -> tuple[Any, set[str]]:
     """The task's result, and the names of Transformer Engine that it has called."""
     package.reached.clear()
+    region.reset()
     return task(**arguments), set(package.reached)
 
 
