@@ -8,11 +8,12 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
-vllm=${WITHOUT_VLLM:+--without-vllm}
+quick=()
+[ -z "${WITHOUT_VLLM:-}" ] || quick=(--without-vllm)
 
 if [ "${1:-}" = --quick ]; then
     status=0
-    python "$here/quick.py" $vllm || status=1
+    python "$here/quick.py" "${quick[@]}" || status=1
     python "$here/frontier.py" --quick || status=1
     exit $status
 fi
@@ -25,9 +26,9 @@ for seed in 1 2 3; do
     for experts in 8 32 128; do
         run volatility --experts $experts --seed $seed
     done
-    [ -n "$vllm" ] || run likelihoods --seed $seed
+    [ -n "${WITHOUT_VLLM:-}" ] || run likelihoods --seed $seed
 done
-[ -n "$vllm" ] || run likelihoods --dtype float32
+[ -n "${WITHOUT_VLLM:-}" ] || run likelihoods --dtype float32
 for mismatch in bf16 router_noise; do
     for length in 8 32 128; do
         run gradients --length $length --updates 1 4 16 --mismatch $mismatch

@@ -24,10 +24,18 @@ from frontier_rule import (
     read,
 )
 from long_addition import NUMBERS, careless_row, right_steps, row
+from megatron.core.transformer.moe import moe_utils
 
 from gspo_megatron.types import Sample
 
 EVIDENCE = Path(long_addition.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def no_losses_of_other_models() -> None:
+    """Megatron-Core keeps auxiliary losses by layer for the whole process, for the first model's."""
+    tracker = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", dict)
+    tracker().clear()
 
 
 def curve(*parts: tuple[float, int]) -> list[float]:
