@@ -33,7 +33,7 @@ EVIDENCE = Path(long_addition.__file__).parent
 
 @pytest.fixture(autouse=True)
 def no_losses_of_other_models() -> None:
-    """Megatron-Core keeps auxiliary losses by layer for the whole process, for the first model's."""
+    """Megatron-Core keeps auxiliary losses by layer for a whole process, for the first model."""
     tracker = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", dict)
     tracker().clear()
 
