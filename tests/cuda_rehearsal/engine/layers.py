@@ -51,6 +51,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         assert state is None or not state.numel()
 
     def backward_dw(self) -> None:
+        # only with Megatron-Core's delay_wgrad_compute, which no run of ours sets
         raise NotImplementedError("delay_wgrad_compute")
 
     def _add(
