@@ -39,6 +39,15 @@ class EpisodeError(UserError):
     """An environment raised, or did not keep to what an episode allows."""
 
 
+def error_of(kind: str, text: str) -> UserError:
+    """The UserError that another process has raised, by the name of its class and its message. A
+    class that is not of this module becomes a plain UserError."""
+    if kind == ConfigError.__name__:
+        return ConfigError(text.splitlines())
+    kinds = (DataError, RolloutError, RewardError, EpisodeError)
+    return {each.__name__: each for each in kinds}.get(kind, UserError)(text)
+
+
 @contextlib.contextmanager
 def gathered_in(problems: list[str]) -> Iterator[None]:
     """Add what is wrong inside to the list, line by line."""

@@ -9,18 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo_megatron.errors import UserError
+from gspo_megatron.errors import UserError, error_of
 
 T = TypeVar("T")
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0; every rank returns its result, or raises its UserError.
+    """Do `work` on rank 0; every rank returns its result, or raises its UserError, of the same class
+    on all ranks: they have to agree on what follows, such as saving the run.
 
     An OSError that names a file becomes a UserError, so that all ranks end with it. Any other error
     is raised on rank 0 alone, and the launcher ends the others, which wait here.
     """
-    outcome: list[Any] = [None, None]  # the result, and the text of the error
+    outcome: list[Any] = [None, None]  # the result; the class and the text of the error
     error: UserError | None = None
     if dist.get_rank() == 0:
         try:
@@ -31,11 +32,11 @@ def on_main(work: Callable[[], T]) -> T:
             if caught.filename is None:
                 raise
             error = UserError(f"{caught.filename}: {caught.strerror}")
-        outcome[1] = error and str(error)
+        outcome[1] = error and (type(error).__name__, str(error))
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
-        raise error or UserError(outcome[1])
+        raise error or error_of(*outcome[1])
     return outcome[0]
 
 

@@ -115,7 +115,7 @@ class ServedCollector(Collector):
             on_main(lambda: self._service().take_weights(weights))
         probe = dataclasses.asdict(self._probe())  # while the servers load
         on_main(lambda: self._service().offer(probe=probe))
-        arrived = self._wait(lambda: self._service().weights_status())
+        arrived = self._wait(self._weights_status)
         on_main(self._drop_older)
         wanted = self.config.rollout.vllm.weight_transport
         self.streams = arrived["can_stream"] and (
@@ -141,6 +141,11 @@ class ServedCollector(Collector):
         if drawn["routes"]:
             metrics["replay/missing_rows"] = drawn["missing_routes"] / drawn["routes"]
         return metrics
+
+    def _weights_status(self) -> dict[str, Any]:
+        """On rank 0. The service itself gives up in time: see rollout.vllm.update_seconds."""
+        heartbeat()
+        return self._service().weights_status()
 
     def _folder(self) -> Path:
         """Of the newest weights."""
@@ -193,8 +198,16 @@ class ServedCollector(Collector):
         if self.sender is None:
             exhaust(tensors)
         else:
-            self.sender.send(self.plan, self.receivers, tensors, self._service().receivers)
+            self.sender.send(self.plan, self.receivers, tensors, self._receivers)
         return sum(spec.nbytes for spec in specs.values())
+
+    def _receivers(self) -> list[str]:
+        """On rank 0, while the other ranks give their tensors. They learn at the next question to
+        the service that it is gone, all together."""
+        try:
+            return self._service().receivers()
+        except RolloutError:
+            return []
 
     def after_checkpoint(self, step: int) -> None:
         """See Collector: the draws of these steps may go."""
@@ -297,9 +310,10 @@ class ServedCollector(Collector):
             nonlocal before
             status = self._service().draw_status(draw.name)
             done, scoring = status["finished"], status["scoring"]
-            if (status["tokens"], done) != before:
+            moved = status["drawn"], status["tokens"], done
+            if moved != before:
                 heartbeat()
-            before = status["tokens"], done
+            before = moved
             scored = f", {scoring} being scored" if scoring else ""
             self.tell(f"groups {done}/{len(draw.rows)}{scored}")
             return status

@@ -114,7 +114,7 @@ def test_a_server_that_finds_too_little_memory_is_named(vllm_python: Path, tmp_p
 def test_a_run_without_a_server_left_is_saved_and_goes_on_from_there(
     vllm_python: Path, tmp_path: Path
 ) -> None:
-    """The last server dies while it loads the weights of step 2."""
+    """The last server dies while it loads the weights of step 2. Both ranks save the run."""
     run = make_run(
         tmp_path,
         vllm_python,
@@ -122,7 +122,7 @@ def test_a_run_without_a_server_left_is_saved_and_goes_on_from_there(
         training={"steps": 3, "precision": "fp32"},
         checkpoint={"interval": 10},
     )
-    process = run.start()
+    process = run.start("--nproc", "2")
     run.wait(
         process,
         (weights_folder(load_config(run.folder / "config.yaml")) / "version_00000002").exists,

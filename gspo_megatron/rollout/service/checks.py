@@ -101,7 +101,9 @@ async def check_server(client: Client, needs: Needs, folder: str, *, seconds: fl
         lacks += _differences(ours, await client.model(seconds=seconds))
         with contextlib.suppress(ServerRefused):  # an extension of an earlier version
             counts = await client.response_tokens(seconds=seconds)
-            abilities = replace(abilities, counts_tokens=counts is not None)
+            # of several engines only the first one answers
+            is_whole = layout["data_parallel_size"] == 1
+            abilities = replace(abilities, counts_tokens=is_whole and counts is not None)
     elif is_on_cpu and ours.num_moe_experts:
         lacks.append(f"keeps its first experts on a CPU: --worker-extension-cls {WORKER}")
     if needs.must_stream and not abilities.can_stream:

@@ -14,7 +14,7 @@ import urllib.request
 from http.client import HTTPException
 from typing import Any
 
-from gspo_megatron.errors import DataError, RewardError, RolloutError, UserError
+from gspo_megatron.errors import RolloutError, error_of
 from gspo_megatron.rollout.service.process import end_with_parent
 
 _END_SECONDS = 30.0  # the servers end within it
@@ -148,9 +148,10 @@ class Handle:
                 if has_died:  # it may die once more meanwhile
                     self._start_again()
                 return self._ask(verb, path, given)
+            except urllib.error.HTTPError as error:
+                # not an OSError that names a file: a defect, whose traceback the service has shown
+                raise RuntimeError(f"the rollout service: {verb} {path}: {error}") from error
             except (OSError, HTTPException) as error:
-                if isinstance(error, urllib.error.HTTPError):
-                    raise
                 assert self._process is not None
                 if self._process.poll() is None and "timed out" in str(error):
                     self._process.kill()  # it hangs
@@ -180,6 +181,5 @@ class Handle:
         self.wants_folder = status.get("wants_folder", False)
         error = status.get("error")
         if error is not None:
-            kinds = {each.__name__: each for each in (DataError, RewardError, RolloutError)}
-            raise kinds.get(error["kind"], UserError)(error["text"])
+            raise error_of(error["kind"], error["text"])
         return bool(status["done"])

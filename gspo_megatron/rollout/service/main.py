@@ -229,7 +229,9 @@ class Service:
         running = self.draws.running[request.match_info["name"]]
         assert running.task is not None
         await self._until_news(running.task)
-        return web.json_response({**running.status(), "wants_folder": self.pool.wants_folder})
+        drawn = sum(each.tokens for each in self.pool.servers)
+        more = {"drawn": drawn, "wants_folder": self.pool.wants_folder}
+        return web.json_response({**running.status(), **more})
 
     async def _until_news(self, task: asyncio.Task[Any]) -> None:
         """Wait for its end, for some seconds, or until rank 0 has to do something for a server."""
