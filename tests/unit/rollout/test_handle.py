@@ -100,6 +100,15 @@ def test_a_service_killed_while_it_starts_is_started_again(
         handle.close()
 
 
+def test_a_defect_of_the_service_is_no_mistake_of_the_user(tmp_path: Path) -> None:
+    handle = Handle(settings(tmp_path), restarts=0)
+    try:
+        with pytest.raises(RuntimeError, match=r"GET /draws/unknown: HTTP Error 500"):
+            handle.draw_status("unknown")
+    finally:
+        handle.close()
+
+
 def test_a_service_that_ends_by_itself_is_not_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,3 +172,16 @@ def test_new_weights_for_a_server_that_still_starts_with_others(tmp_path: Path) 
         assert (await pool.generate(PROMPT, SAMPLING, 1)).versions.tolist() == [1] * 6
 
     pooled(work, count=1)
+
+
+def test_of_several_engines_the_counts_of_the_first_are_not_taken_for_all(tmp_path: Path) -> None:
+    """vLLM's collective_rpc asks the first engine alone."""
+
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        for each in doubles:
+            each.counts = {}
+        doubles[1].layout["data_parallel_size"] = 2
+        await pool.update(weights(tmp_path, 0))
+        assert [each.abilities.counts_tokens for each in pool.servers] == [True, False]
+
+    pooled(work)
