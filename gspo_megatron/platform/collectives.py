@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0; every rank returns its result, or raises its UserError, of the same class
-    on all ranks: they have to agree on what follows, such as saving the run.
+    """Do `work` on rank 0; every rank returns its result, or raises its UserError. The class is the
+    same on all ranks: they have to agree on what follows, such as saving the run.
 
     An OSError that names a file becomes a UserError, so that all ranks end with it. Any other error
     is raised on rank 0 alone, and the launcher ends the others, which wait here.
