@@ -224,7 +224,7 @@ def _views(content: bytes) -> dict[str, np.ndarray]:
     """The tensors of safetensors, in place: its own `load` copies them."""
     start = LENGTH.size + int.from_bytes(content[: LENGTH.size], "little")
     tensors = {}
-    for name, about in json.loads(content[LENGTH.size : start]).items():
+    for name, about in dict(json.loads(content[LENGTH.size : start])).items():
         shape, (offset, _) = about["shape"], about["data_offsets"]
         flat = np.frombuffer(content, _TYPES[about["dtype"]], math.prod(shape), start + offset)
         tensors[name] = flat.reshape(shape)
