@@ -46,7 +46,7 @@ def test_a_part_is_the_responses_that_vllm_gives_one_by_one(vllm_server: Server)
                     PROMPT, SAMPLING, [f"{number:032x}"], [seed], FACTS, routes=True
                 )
                 async with aclosing(answers):
-                    parts += [response async for _, response in answers]
+                    parts += [each async for ended in answers for _, each in ended]
                 sampling = {**SAMPLING, "seed": seed_of(seed)}
                 singles.append(
                     await client.generate(PROMPT, sampling, FACTS, seconds=60, routes=True)

@@ -98,23 +98,26 @@ class Client:
         *,
         routes: bool,
         salt: str | None = None,
-    ) -> AsyncIterator[tuple[int, Response]]:
-        """Several responses to one prompt, as each ends, with its number in the part. Only of a
-        server with our middleware; there is no deadline. names, seeds: of each of them, the seeds
-        as numbers for `seed_of`; the other arguments are those of `generate`."""
+    ) -> AsyncIterator[list[tuple[int, Response]]]:
+        """Several responses to one prompt, as they end, with their numbers in the part: those that
+        have ended together at a time. Only of a server with our middleware; there is no deadline.
+        names, seeds: of each of them, the seeds as numbers for `seed_of`; the other arguments are
+        those of `generate`."""
         body = part_request(prompt, sampling, names, seeds, facts, routes=routes, salt=salt)
         async with self._asked("POST", PARTS, body, seconds=None) as answer:
             if answer.status >= 400:
                 _fail(PARTS, answer.status, (await answer.read()).decode(errors="replace"))
             while (record := await _record(answer.content)) is not None:
+                ended = []
                 with malformed():
-                    outcomes = list(unpack(record, len(prompt), facts, routes=routes))
-                for number, outcome in outcomes:
-                    if isinstance(outcome, Failure):
-                        if not outcome.status:
+                    for number, outcome in unpack(record, len(prompt), facts, routes=routes):
+                        if not isinstance(outcome, Failure):
+                            ended.append((number, outcome))
+                        elif outcome.status:
+                            _fail(GENERATE, outcome.status, outcome.text)
+                        else:
                             raise ServerGone(f"{NOT_AS_VLLM}: {outcome.text}")
-                        _fail(GENERATE, outcome.status, outcome.text)
-                    yield number, outcome
+                yield ended
 
     async def take_back(self, names: Sequence[str], *, seconds: float) -> set[str]:
         """End those of these responses of parts that are still drawn. Returns the names of those

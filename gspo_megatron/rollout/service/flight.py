@@ -36,8 +36,6 @@ class Flight:
 
     def versions(self, count: int) -> np.ndarray:
         """[count] int32: the version of the weights that drew each token of the response."""
-        if not self.spans:
-            return np.full(count, self.version, np.int32)
         return versions_of([*self.spans, (self.version, count)], count)
 
     def arrive(self, response: Response) -> None:
@@ -62,6 +60,8 @@ class Flight:
 def versions_of(spans: Iterable[tuple[int, int]], count: int) -> np.ndarray:
     """[count] int32 of spans (version, tokens up to its last one); ends beyond `count` mean it."""
     versions, ends = zip(*spans, strict=True)
+    if len(versions) == 1 and ends[0] >= count:  # as nearly always: one number for all tokens
+        return np.ndarray((count,), np.int32, np.array(versions, np.int32), strides=(0,))
     lengths = np.diff(np.minimum(ends, count), prepend=0)
     assert (lengths >= 0).all() and lengths.sum() == count, f"spans {versions} {ends} of {count}"
     return np.repeat(np.array(versions, dtype=np.int32), lengths)

@@ -126,13 +126,13 @@ class Clock:
     _since: float = 0.0
     _under_way: int = field(default=0)
 
-    def begin(self) -> None:
+    def begin(self, count: int = 1) -> None:
         if not self._under_way:
             self._since = self.now()
-        self._under_way += 1
+        self._under_way += count
 
-    def end(self) -> None:
-        self._under_way -= 1
+    def end(self, count: int = 1) -> None:
+        self._under_way -= count
         assert self._under_way >= 0, "more ends than beginnings"
         if not self._under_way:
             self._before += self.now() - self._since

@@ -48,7 +48,7 @@ class Part:
     wanted: Wanted
     seeds: Sequence[Seed]  # of each response
     draw_again: Callable[[Seed], asyncio.Task[list[Response]]]
-    when_one_ends: Callable[[], None]
+    when_some_end: Callable[[], None]
     flights: list[Flight] = field(default_factory=list)
     again: dict[int, asyncio.Task[list[Response]]] = field(default_factory=dict)  # by number
 
@@ -61,7 +61,7 @@ class Part:
             flight = Flight(self.server.version, name=f"{stem}{number:08x}", call=self.call)
             flight.when_taken_back = self._taken_back
             self.flights.append(flight)
-            self.server.depart(flight)
+        self.server.depart(self.flights)
 
     def leave(self) -> None:
         """Nobody waits for it any more."""
@@ -72,9 +72,8 @@ class Part:
 
     def land(self) -> None:
         """Its server has nothing of it any more."""
-        for flight in self.flights:
-            self.server.land(flight)
-        self.when_one_ends()
+        self.server.land(self.flights)
+        self.when_some_end()
 
     def missing(self) -> list[int]:
         """Numbers of those that have not arrived, or with weights that the server has not proven;
@@ -114,7 +113,7 @@ class Part:
                 name=name,
                 salt=wanted.salt,
             )
-            self._arrived(0, response)
+            self._arrived([(0, response)])
             return
         answers = client.generate_part(
             wanted.prompt,
@@ -126,27 +125,27 @@ class Part:
             salt=wanted.salt,
         )
         async with aclosing(answers):
-            async for number, response in answers:
-                self._arrived(number, response)
+            async for ended in answers:
+                self._arrived(ended)
                 if self.again and not self._is_under_way():
                     return  # it waits for no others: those that were taken back end with it
         if any(each.response is None and not each.is_taken_back for each in self.flights):
             raise ServerGone("an answer that lacks responses of a part")
 
-    def _arrived(self, number: int, response: Response) -> None:
-        if not 0 <= number < len(self.flights) or self.flights[number].response is not None:
-            raise ServerGone(f"an answer with a response {number} that nobody asked for")
-        flight = self.flights[number]
+    def _arrived(self, ended: Sequence[tuple[int, Response]]) -> None:
         self.server.heard = time.monotonic()
-        if not flight.is_taken_back:
-            flight.arrive(response)
-            self.server.land(flight)
-            self.when_one_ends()
+        for number, response in ended:
+            if not 0 <= number < len(self.flights) or self.flights[number].response is not None:
+                raise ServerGone(f"an answer with a response {number} that nobody asked for")
+            if not self.flights[number].is_taken_back:
+                self.flights[number].arrive(response)
+        self.server.land(self.flights[number] for number, _ in ended)
+        self.when_some_end()
 
     def _taken_back(self, flight: Flight) -> None:
         number = self.flights.index(flight)
         self.again[number] = self.draw_again(self.seeds[number])
-        self.server.land(flight)
+        self.server.land([flight])
         if not self._is_under_way():
             self.call.cancel()
 

@@ -442,11 +442,11 @@ class Pool:
             if server.version is None or server.version < version:
                 continue
             is_any_able = True
-            if server.version >= kept:
-                continue
             load, size = server.load, server.window.size
+            if server.version >= kept or (chosen is not None and load >= chosen_load):
+                continue
             few = min(wanted, max(1, size // _WORTH)) if server.abilities.gives_parts else 1
-            if load + few <= size and (chosen is None or load < chosen_load):
+            if load + few <= size:
                 chosen, chosen_load = server, load
         if chosen is None:
             if not is_any_able and not any(self._may_come_back(each) for each in self.servers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,14 +83,17 @@ class Server:
     def can_stream(self) -> bool:
         return self.abilities.can_stream and not self.wants_folders
 
-    def depart(self, flight: Flight) -> None:
-        self.in_flight.add(flight)
-        self.busy.begin()
-        self.working.begin()
+    def depart(self, flights: Collection[Flight]) -> None:
+        """At least one."""
+        self.in_flight.update(flights)
+        self.busy.begin(len(flights))
+        self.working.begin(len(flights))
 
-    def land(self, flight: Flight) -> None:
-        """It has ended, or this server has it no more."""
-        if flight in self.in_flight:
-            self.in_flight.remove(flight)
-            self.busy.end()
-            self.working.end()
+    def land(self, flights: Iterable[Flight]) -> None:
+        """They have ended, or this server has them no more. It may have some of them no more since
+        before."""
+        landed = self.in_flight.intersection(flights)
+        if landed:
+            self.in_flight -= landed
+            self.busy.end(len(landed))
+            self.working.end(len(landed))

@@ -119,6 +119,9 @@ def a_record(**changes: Any) -> bytes:
 WRONG_RECORDS = {
     "cut": a_record()[:-5],
     "nothing": b"",
+    "a list for a header": LENGTH.pack(2) + b"[]",
+    "no tensor": LENGTH.pack(10) + b'{"told":1}',
+    "tensors beyond the end": a_record().replace(b'"shape":[4]', b'"shape":[9]'),
     "no token ids": a_record(token_ids=None),
     "too few tokens": a_record(token_ids=np.array([1, 2, 3], np.int32)),
     "too long": a_record(lengths=np.array([2, 3])),
