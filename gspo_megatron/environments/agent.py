@@ -13,7 +13,7 @@ import json
 import os
 import shlex
 
-from gspo_megatron.environments.episode import Client, LimitReached, Trajectory
+from gspo_megatron.environments.episode import Client, LimitReached, Trajectory, within
 from gspo_megatron.environments.gateway import Gateway, new_key
 from gspo_megatron.environments.registry import register
 from gspo_megatron.errors import EpisodeError
@@ -25,8 +25,8 @@ _SHOWN_CHARACTERS = 500  # of what a failed program printed last
 
 @register("agent")
 class Agent:
-    """See above. `command`: of the program, as in a shell; `seconds`: an episode that takes longer
-    has failed."""
+    """See above. `command`: of the program, as in a shell; `seconds`: an episode that takes longer,
+    beside the time for the policy's turns, has failed."""
 
     def __init__(self, command: str, seconds: float = 600.0) -> None:
         self._command, self._seconds = shlex.split(command), seconds
@@ -38,7 +38,7 @@ class Agent:
         url, key = await self._gateway.url(), new_key()
         place = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
         with self._gateway.session(client, key) as session:
-            code, said = await self._run(task, place)
+            code, said = await self._run(client, task, place)
         session.check()
         if session.reward is None and session.is_over:
             raise LimitReached
@@ -48,7 +48,7 @@ class Agent:
 
     # The program
 
-    async def _run(self, task: Prompt, place: dict[str, str]) -> tuple[int, str]:
+    async def _run(self, client: Client, task: Prompt, place: dict[str, str]) -> tuple[int, str]:
         """Its exit code, and the last that it printed."""
         row = {**task.fields, "prompt": task.text, "answer": task.answer, "row_id": task.row_id}
         row["messages"] = list(task.messages)
@@ -66,9 +66,8 @@ class Agent:
         finally:
             os.close(lifeline)
         try:
-            said, _ = await asyncio.wait_for(
-                process.communicate(json.dumps(row).encode()), self._seconds
-            )
+            work = process.communicate(json.dumps(row).encode())
+            said, _ = await within(self._seconds, client, work)
         except asyncio.TimeoutError:
             raise EpisodeError(
                 f"the agent took longer than environment.options.seconds = {self._seconds:g}"

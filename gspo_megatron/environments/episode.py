@@ -19,7 +19,9 @@ of one branch, so that it is learnt from once.
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -108,6 +110,7 @@ class Branch:
     turns: range  # their numbers
 
 
+_T = TypeVar("_T")
 Rows = TypeVar("Rows", bound=Any)  # an array or tensor
 
 Write = Callable[[Asked], Awaitable[Written]]
@@ -127,7 +130,8 @@ class Client:
     turns: list[Written] = field(default_factory=list)
     inserted: list[tuple[int, ...]] = field(default_factory=list)  # before each turn
     is_cut: bool = False  # a limit ended it
-    _waits: bool = False
+    _asked: float | None = None  # since when the policy is asked for a turn
+    _waited: float = 0.0  # seconds for its earlier turns
 
     def __post_init__(self) -> None:
         self.prompts, self.messages = {0: self.task.token_ids}, list(self.task.messages)
@@ -147,6 +151,11 @@ class Client:
         return self.limits.turns - len(self.turns)
 
     @property
+    def seconds_waited(self) -> float:
+        """For the policy's turns so far, and for their turn on the servers."""
+        return self._waited + (0.0 if self._asked is None else time.monotonic() - self._asked)
+
+    @property
     def context(self) -> tuple[int, ...]:
         """The tokens that the branch has so far."""
         start = max(self.prompts)
@@ -158,7 +167,7 @@ class Client:
         """The next turn answers these messages, with `tools` for the chat template: before the
         first turn instead of the task's, later as a new branch. Raises EpisodeError for a first
         prompt that is too long."""
-        if self._waits:
+        if self._asked is not None:
             raise EpisodeError("begin was called before the last turn was there")
         self.messages, self.tools = list(messages), tools
         prompt = tuple(self._encoded(self._rendered(self.messages)))
@@ -182,7 +191,7 @@ class Client:
         Raises LimitReached where no turn or no token is left (an environment may let it pass: the
         episode ends there, as one that is cut off); EpisodeError where the arguments do not fit.
         """
-        if self._waits:
+        if self._asked is not None:
             raise EpisodeError("generate was called again before its last turn was there")
         conversation, number = [*self.messages, *messages], len(self.turns)
         prompt, between = self._next(conversation, messages, text)
@@ -191,11 +200,11 @@ class Client:
         if self.turns_left == 0 or room <= 0:
             self.is_cut = True
             raise LimitReached(f"{number} turns, {self._used} response tokens")
-        self._waits = True
+        self._asked = time.monotonic()
         try:
             written = await self.write(Asked(before, number, min(room, max_tokens or room)))
         finally:
-            self._waits = False
+            self._waited, self._asked = self.seconds_waited, None
         if prompt is not None:
             self.prompts[number] = prompt
         self.inserted.append(between)
@@ -405,6 +414,21 @@ class EpisodeRunner:
             client.inserted.append(())
             client.turns.append(Written((self.tokenizer.eos_id,), truncated=True))
         return Episode(client, given, error)
+
+
+async def within(seconds: float, client: Client, work: Awaitable[_T]) -> _T:
+    """The result of an environment's work on an episode. Raises TimeoutError once it has taken
+    longer, without the time for the policy's turns, which depends on the episodes beside it."""
+    task, start = asyncio.ensure_future(work), time.monotonic()
+    try:
+        while not task.done():
+            left = seconds - (time.monotonic() - start - client.seconds_waited)
+            if left <= 0:
+                raise asyncio.TimeoutError
+            await asyncio.wait([task], timeout=max(left, 0.1))
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def _named(error: Exception) -> str:

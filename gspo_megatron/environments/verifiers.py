@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.environments.episode import Client, Trajectory
+from gspo_megatron.environments.episode import Client, Trajectory, within
 from gspo_megatron.environments.gateway import Gateway, Session, new_key
 from gspo_megatron.errors import EpisodeError, RolloutError
 from gspo_megatron.keeper import kept
@@ -63,8 +63,9 @@ class _Process:
 
 
 class Verifiers:
-    """See above. `taskset_id`: as `vf-eval` takes it; `seconds`: an episode that takes longer has
-    failed; `options`: fields of verifiers' environment (`--env.*` of `vf-eval`)."""
+    """See above. `taskset_id`: as `vf-eval` takes it; `seconds`: an episode that takes longer,
+    beside the time for the policy's turns, has failed; `options`: fields of verifiers' environment
+    (`--env.*` of `vf-eval`)."""
 
     gives_rewards = True
 
@@ -86,7 +87,7 @@ class Verifiers:
             if self._process is None or self._process.reading.done():
                 self._process = await self._start(client.limits.turns)
         with self._session(client) as (key, session):
-            answer = await self._play(self._process, task.fields[TASK_FIELD], key)
+            answer = await self._play(self._process, client, task.fields[TASK_FIELD], key)
         session.check()
         if "error" in answer:
             raise EpisodeError(answer["error"])
@@ -114,13 +115,13 @@ class Verifiers:
             yield key, session
         self._free_keys.append(key)
 
-    async def _play(self, process: _Process, task: Any, key: str) -> dict[str, Any]:
+    async def _play(self, process: _Process, client: Client, task: Any, key: str) -> dict[str, Any]:
         number = next(self._numbers)
         answer = asyncio.get_running_loop().create_future()
         process.answers[number] = answer
         process.tell({"id": number, "key": key, "task": task})
         try:
-            return await asyncio.wait_for(answer, self._seconds)
+            return await within(self._seconds, client, answer)
         except asyncio.TimeoutError:
             raise EpisodeError(
                 f"it took longer than environment.options.seconds = {self._seconds:g}"

@@ -63,7 +63,11 @@ Play = Callable[..., tuple[Episode, list[Asked]]]
 @pytest.fixture
 def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
     def run(
-        program: str, turns: list[str], limits: Limits | None = None, **options: Any
+        program: str,
+        turns: list[str],
+        limits: Limits | None = None,
+        turn_seconds: float = 0.0,
+        **options: Any,
     ) -> tuple[Episode, list[Asked]]:
         path = tmp_path / "agent.py"
         path.write_text(HEAD + program)
@@ -71,6 +75,7 @@ def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
 
         async def write(wanted: Asked) -> Written:
             asked.append(wanted)
+            await asyncio.sleep(turn_seconds)
             ids = [*tokenizer.encode(turns[wanted.turn]), tokenizer.eos_id]
             return Written(ids[: wanted.max_tokens], len(ids) > wanted.max_tokens)
 
@@ -230,6 +235,16 @@ def test_what_a_program_does_wrong_is_named(play: Play, program: str, problem: s
         assert episode.given == "a"  # the scorer refuses it, and names the value
     else:
         assert problem in str(episode.error) and str(episode.error).endswith("; f:7")
+
+
+def test_the_policy_s_time_is_not_the_program_s(play: Play) -> None:
+    """A turn may wait for the responses of the step before."""
+    program = """
+first = chat([user])["choices"][0]["message"]
+chat([user, first, user])
+"""
+    episode, asked = play(program, ["a", "b"], turn_seconds=2.5, seconds=4.0)
+    assert episode.error is None and len(asked) == 2
 
 
 def test_nothing_of_a_program_that_hangs_is_left(play: Play, tmp_path: Path) -> None:
