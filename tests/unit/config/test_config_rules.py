@@ -57,7 +57,7 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
         (8, ["parallel.layout=tp=8"], "parallel.tensor_model_parallel_size = 8",
          "does not divide num_attention_heads = 4; legal: 1, 2, 4"),
         (1, ["rollout.engine=vllm", "rollout.vllm.servers=0",
-             "rollout.vllm.urls=[http://a:1,http://a:1/]"], "rollout.vllm.urls = [",
+             "rollout.vllm.urls=[http://a:1,http://a:1/]"], "rollout.vllm.urls = ['http://a:1', 'http://a:1/']",
          "http://a:1: given 2 times; legal: each server once"),
         (3, ["parallel.layout=tp=3", "model.megatron.num_attention_heads=6",
              "model.megatron.hidden_size=96"],
