@@ -32,7 +32,7 @@ from gspo_megatron.config.resume import decides_rollouts
 from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.environments.single_turn import SingleTurn
-from gspo_megatron.errors import DataError, RewardError, RolloutError
+from gspo_megatron.errors import RewardError, RolloutError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.observe.heartbeat import heartbeat
 from gspo_megatron.platform.collectives import on_main
@@ -324,22 +324,14 @@ class ServedCollector(Collector):
         return self.read_draw(draw)
 
     def read_draw(self, draw: Draw) -> Experience:
-        """This rank's share of a draw, in the order of the prompts. Raises DataError, on the ranks
-        whose share it is, where the bank was damaged meanwhile."""
+        """This rank's share of a draw, in the order of the prompts."""
         # All ranks read the first group: its columns tell those without a group of their own what
         # they lack.
         path = self.folder / f"{draw.name}{SUFFIX}"
         found = read_groups(path, lambda number: number == draw.first or self.is_mine(number))
-        numbers = range(draw.first, draw.first + len(draw.rows))
-        mine = [number for number in numbers if self.is_mine(number)]
-        lost = {draw.first, *mine} - found.keys()
-        if lost:
-            raise DataError(
-                f"{path}: groups {sorted(lost)} were damaged after they were written; start the "
-                "run again, which draws them again"
-            )
         first = found[draw.first]
-        columns = join_groups(first, [found[n] for n in mine])
+        numbers = range(draw.first, draw.first + len(draw.rows))
+        columns = join_groups(first, [found[n] for n in numbers if self.is_mine(n)])
         self._adopt_parts(json.loads(bytes(first["part_names"])))
         columns["tokens"] = columns["tokens"].astype(np.int64)
         routes = columns.pop("routes", None)

@@ -65,13 +65,7 @@ class DrawFile:
                     if end == 0 and (number, content) != (_REQUEST, wanted):
                         break
                     end = after
-                    if content is None:
-                        print(f"{path}: group {number} is damaged, and drawn again", flush=True)
-                    else:
-                        self.finished.add(number)
-                if end and _has_more(path, end):
-                    told = "damaged from there on: the groups behind it are drawn again"
-                    print(f"{path}, byte {end}: {told}", flush=True)
+                    self.finished.add(number)
             self.finished.discard(_REQUEST)
             self._file = path.open("r+b" if path.exists() else "w+b")
             self._file.truncate(end)
@@ -109,23 +103,18 @@ def read_groups(path: Path, wanted: Callable[[int], bool]) -> dict[int, dict[str
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def step_of(name: str) -> int:
-    """The step of a draw; names are KIND_STEP or KIND_STEP_NUMBER."""
-    return int(name.split("_")[1])
-
-
-def forget(folder: Path, step: int) -> None:
-    """Remove the files of the draws of this step and earlier ones."""
+def forget(folder: Path, is_needed: Callable[[str], bool]) -> None:
+    """Remove the files of draws that are not needed any more; `is_needed` is given their names."""
     for path in folder.glob(f"*{SUFFIX}"):
-        if step_of(path.name.removesuffix(SUFFIX)) <= step:
+        if not is_needed(path.name.removesuffix(SUFFIX)):
             path.unlink(missing_ok=True)
 
 
 def _records(
     path: Path, wanted: Callable[[int], bool] = lambda _: True
-) -> Iterator[tuple[int, bytes | None, int]]:
-    """Number, content and end of each record up to the first that is cut short or has a damaged
-    header. The content of one that is not wanted is empty, that of a damaged one is None."""
+) -> Iterator[tuple[int, bytes, int]]:
+    """Number, content and end of each whole record up to the first that is not whole; the content
+    of one that is not wanted is empty."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         while (record := _next_record(file, size, wanted)) is not None:
@@ -134,7 +123,7 @@ def _records(
 
 def _next_record(
     file: BinaryIO, size: int, wanted: Callable[[int], bool]
-) -> tuple[int, bytes | None, int] | None:
+) -> tuple[int, bytes, int] | None:
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
@@ -146,15 +135,7 @@ def _next_record(
         file.seek(end)
         return number, b"", end
     content = file.read(length)
-    return number, content if zlib.crc32(content) == checksum else None, end
-
-
-def _has_more(path: Path, end: int) -> bool:
-    """Whether something else than a record follows that a kill has cut short."""
-    with path.open("rb") as file:
-        file.seek(end)
-        header = file.read(_HEADER.size)
-    return len(header) == _HEADER.size and not header.startswith(_MAGIC)
+    return (number, content, end) if zlib.crc32(content) == checksum else None
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Any, NoReturn
 import aiohttp
 from pydantic_core import from_json
 
-from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
     ABOUT,
     FIGURES,
@@ -61,7 +59,7 @@ class ServerRefused(Exception):  # noqa: N818 (the request is at fault, or the s
 
 class Client:
     """The HTTP calls of one server. Every call has a deadline, and raises ServerGone or
-    ServerRefused; RolloutError where this machine allows no more connections."""
+    ServerRefused."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, token: str | None = None) -> None:
         self.url, self._session = url.rstrip("/"), session
@@ -291,10 +289,6 @@ class Client:
             limit = _CONNECT_SECONDS if seconds is None else seconds
             raise ServerGone(f"{path}: no answer within {limit:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):  # no server's fault
-                raise RolloutError(
-                    f"too many open files for requests to servers: {error}; raise `ulimit -n`"
-                ) from error
             raise ServerGone(f"{path}: {error or type(error).__name__}") from error
 
 

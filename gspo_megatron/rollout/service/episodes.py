@@ -24,7 +24,7 @@ from gspo_megatron.environments.episode import (
     joined_routes,
 )
 from gspo_megatron.environments.single_turn import SingleTurn
-from gspo_megatron.errors import RewardError, UserError
+from gspo_megatron.errors import UserError
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
 from gspo_megatron.rewards.scoring import (
     FailedCalls,
@@ -126,9 +126,6 @@ class Scorers:
         def job() -> None:
             try:
                 told = partial(_settle, future, call())
-            except SystemExit as error:  # would end the thread that scores for all
-                ended = RewardError(f"a reward function has called exit ({error.code})")
-                told = partial(_settle, future, None, ended)
             except Exception as error:  # noqa: BLE001 (raised where it is awaited)
                 told = partial(_settle, future, None, error)
             with contextlib.suppress(RuntimeError):  # the service has ended
@@ -190,17 +187,13 @@ class RunningDraw:
         self.task: asyncio.Task[None] | None = None
 
     def status(self) -> dict[str, Any]:
-        """For rank 0. Raises what ended the draw and is nobody's mistake but ours."""
-        error, done = self.error, self.task is not None and self.task.done()
-        if done and error is None and self.task.cancelled():
-            raise RuntimeError(f"{self.draw.name}: something has cancelled the draw")
-        if done and error is None:
-            self.task.result()
+        """For rank 0."""
+        error = self.error
         return {
             "finished": len(self.file.finished),
             "tokens": self.tokens,
             "scoring": self.scoring,
-            "done": done,
+            "done": self.task is not None and self.task.done(),
             "error": None if error is None else {"kind": type(error).__name__, "text": str(error)},
         }
 

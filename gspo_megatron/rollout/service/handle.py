@@ -15,7 +15,6 @@ from http.client import HTTPException
 from typing import Any
 
 from gspo_megatron.errors import RolloutError, error_of
-from gspo_megatron.rollout.service.bank import step_of
 from gspo_megatron.rollout.service.process import end_with_parent
 
 _END_SECONDS = 30.0  # the servers end within it
@@ -28,7 +27,7 @@ class Handle:
 
     def __init__(self, settings: dict[str, Any], restarts: int) -> None:
         """settings: JSON for the service; restarts: how often it may die."""
-        self._settings = {**settings, "token": secrets.token_urlsafe(32), "rank_0": os.getpid()}
+        self._settings = {**settings, "token": secrets.token_urlsafe(32)}
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
         self._draws: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name
@@ -75,9 +74,11 @@ class Handle:
 
     def forget(self, step: int) -> None:
         """Drop the draws of this step and earlier ones: they were trained on, and the run is
-        saved. Those of later steps stay, also from before a resume."""
-        self._draws = {name: draw for name, draw in self._draws.items() if step_of(name) > step}
-        self._call("POST", "/forget", {"step": step})
+        saved. Names of draws are KIND_STEP or KIND_STEP_NUMBER."""
+        self._draws = {
+            name: draw for name, draw in self._draws.items() if int(name.split("_")[1]) > step
+        }
+        self._call("POST", "/forget", {"needed": list(self._draws)})
 
     def figures(self) -> dict[str, float]:
         """Counters and gauges of the servers."""

@@ -12,7 +12,6 @@ import gc
 import hmac
 import json
 import os
-import resource
 import secrets
 import shutil
 import signal
@@ -32,7 +31,7 @@ from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
 from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.errors import UserError
-from gspo_megatron.rollout.service.bank import FOLDER, forget, step_of
+from gspo_megatron.rollout.service.bank import FOLDER, forget
 from gspo_megatron.rollout.service.checks import Needs, tokenized
 from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client, connected_session
 from gspo_megatron.rollout.service.episodes import Draws, Scorers, draw_from_json
@@ -92,9 +91,8 @@ class Service:
                 letters.cancel()
                 await asyncio.wait([letters])
                 await runner.cleanup()
-                # The folder may be one in memory. Rank 0 removes it, unless it has died.
-                if os.getppid() != self.settings["rank_0"]:
-                    shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
+                # rank 0 may have died, and the folder may be one in memory
+                shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
 
     def end(self) -> None:
         """From another thread."""
@@ -273,9 +271,9 @@ class Service:
 
     async def _forget(self, request: web.Request) -> web.Response:
         """Draws that no resumed run needs any more."""
-        step = (await request.json())["step"]
-        self.draws.running = {k: v for k, v in self.draws.running.items() if step_of(k) > step}
-        forget(self.folder, step)
+        needed = set((await request.json())["needed"])
+        self.draws.running = {k: v for k, v in self.draws.running.items() if k in needed}
+        forget(self.folder, lambda name: name in needed)
         return web.json_response({})
 
     async def _figures(self, _: web.Request) -> web.Response:
@@ -311,12 +309,6 @@ def collect_garbage_less_often() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
-def allow_many_connections() -> None:
-    """Each request to a server is a connection, and some systems allow 1,024 files unless asked."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def main() -> None:
     told = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what anything prints later is for people
@@ -333,7 +325,6 @@ def main() -> None:
         tell(error=str(error))
         return
     collect_garbage_less_often()
-    allow_many_connections()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.scorers.stop())
     failure: list[BaseException] = []
@@ -347,11 +338,9 @@ def main() -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    try:
-        service.scorers.work()
-    finally:
-        service.end()
-        thread.join()
+    service.scorers.work()
+    service.end()
+    thread.join()
     if failure:
         raise failure[0]
 

@@ -63,40 +63,13 @@ def test_a_record_that_was_cut_short_is_dropped_and_written_again(
     assert_holds(path, 0, 1)
 
 
-def damage(path: Path, place: int) -> None:
+def test_a_damaged_record_ends_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.groups"
+    first, _, _ = written(path, 0, 1, 2)
     content = bytearray(path.read_bytes())
-    content[place] ^= 1
+    content[first + 60] ^= 1
     path.write_bytes(content)
-
-
-def test_a_damaged_record_is_named_and_written_again_and_costs_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "a.groups"
-    first, _, _ = written(path, 0, 1, 2)
-    damage(path, first + 60)
-    assert_holds(path, 0, 2)
-    file = DrawFile(path, REQUEST)
-    assert file.finished == {0, 2}
-    assert capsys.readouterr().out == f"{path}: group 1 is damaged, and drawn again\n"
-    file.append(group(1))
-    file.close()
-    assert_holds(path, 0, 1, 2)
-    DrawFile(path, REQUEST).close()
-    assert_holds(path, 0, 1, 2)
-
-
-def test_what_is_behind_a_damaged_header_is_written_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "a.groups"
-    first, _, _ = written(path, 0, 1, 2)
-    damage(path, first)
     assert_holds(path, 0)
-    file = DrawFile(path, REQUEST)
-    assert file.finished == {0} and path.stat().st_size == first
-    assert capsys.readouterr().out.startswith(f"{path}, byte {first}: damaged from there on")
-    file.close()
 
 
 def test_groups_of_another_request_are_not_used(tmp_path: Path) -> None:
@@ -116,9 +89,8 @@ def test_groups_of_an_older_form_are_drawn_again(tmp_path: Path) -> None:
     assert_holds(path, 1)
 
 
-def test_draws_of_later_steps_are_kept(tmp_path: Path) -> None:
-    names = ("evaluation_00000002", "step_00000002_1", "evaluation_00000003", "step_00000003_0")
-    for name in names:
+def test_only_needed_draws_are_kept(tmp_path: Path) -> None:
+    for name in ("step_00000001_0", "step_00000002_0"):
         written(tmp_path / f"{name}.groups", 0)
-    forget(tmp_path, 2)
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.groups" for name in names[2:]}
+    forget(tmp_path, lambda name: name == "step_00000002_0")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002_0.groups"]
