@@ -41,7 +41,7 @@ from gspo_megatron.rewards.scoring import FailedCalls, describe
 from gspo_megatron.rl.rollouts import Collector, Experience, Scores
 from gspo_megatron.rollout.engine import Draw, Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
-from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, read_groups
+from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, forget, read_groups, step_of
 from gspo_megatron.rollout.service.episodes import draw_to_json
 from gspo_megatron.rollout.service.handle import Handle
 from gspo_megatron.rollout.service.proof import Probe
@@ -103,10 +103,10 @@ class ServedCollector(Collector):
         """See Collector. Raises RolloutError, on all ranks, where no server has proven them within
         rollout.vllm.update_seconds."""
         start = time.perf_counter()
+        self.version = version
         if not self.has_started:
             on_main(self._start)
             self.has_started = True
-        self.version = version
         weights = {"version": version, "folder": None, "probe": None, "stream": None}
         if self.streams:
             num_bytes = self._send(weights)
@@ -234,6 +234,9 @@ class ServedCollector(Collector):
         # what a killed start of this run has left: the lock of the run keeps others out
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        # What an earlier start of the run drew for later steps is trained on. But an evaluation of
+        # weights that are made anew measures these.
+        forget(self.folder, lambda name: name.startswith("step_") or step_of(name) <= self.version)
         self.handle = Handle(
             {
                 "config": self.config.model_dump(mode="json"),

@@ -103,6 +103,11 @@ def read_groups(path: Path, wanted: Callable[[int], bool]) -> dict[int, dict[str
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+def step_of(name: str) -> int:
+    """Of a draw: its name is KIND_STEP, KIND_STEP_NUMBER or KIND_STEP_SUITE."""
+    return int(name.split("_")[1])
+
+
 def forget(folder: Path, is_needed: Callable[[str], bool]) -> None:
     """Remove the files of draws that are not needed any more; `is_needed` is given their names."""
     for path in folder.glob(f"*{SUFFIX}"):

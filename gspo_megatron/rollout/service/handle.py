@@ -15,6 +15,7 @@ from http.client import HTTPException
 from typing import Any
 
 from gspo_megatron.errors import DataError, RewardError, RolloutError, UserError
+from gspo_megatron.rollout.service.bank import step_of
 from gspo_megatron.rollout.service.process import end_with_parent
 
 _END_SECONDS = 30.0  # the servers end within it
@@ -74,11 +75,9 @@ class Handle:
 
     def forget(self, step: int) -> None:
         """Drop the draws of this step and earlier ones: they were trained on, and the run is
-        saved. Names of draws are KIND_STEP or KIND_STEP_NUMBER."""
-        self._draws = {
-            name: draw for name, draw in self._draws.items() if int(name.split("_")[1]) > step
-        }
-        self._call("POST", "/forget", {"needed": list(self._draws)})
+        saved. Later ones stay, also those that an earlier start of the run drew."""
+        self._draws = {name: draw for name, draw in self._draws.items() if step_of(name) > step}
+        self._call("POST", "/forget", {"step": step})
 
     def figures(self) -> dict[str, float]:
         """Counters and gauges of the servers."""

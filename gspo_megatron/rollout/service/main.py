@@ -31,7 +31,7 @@ from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
 from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.errors import UserError
-from gspo_megatron.rollout.service.bank import FOLDER, forget
+from gspo_megatron.rollout.service.bank import FOLDER, forget, step_of
 from gspo_megatron.rollout.service.checks import Needs, tokenized
 from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client, connected_session
 from gspo_megatron.rollout.service.episodes import Draws, Scorers, draw_from_json
@@ -268,10 +268,11 @@ class Service:
         )
 
     async def _forget(self, request: web.Request) -> web.Response:
-        """Draws that no resumed run needs any more."""
-        needed = set((await request.json())["needed"])
-        self.draws.running = {k: v for k, v in self.draws.running.items() if k in needed}
-        forget(self.folder, lambda name: name in needed)
+        """Draws of this step and earlier ones: no resumed run needs them any more."""
+        step = (await request.json())["step"]
+        running = self.draws.running
+        self.draws.running = {k: v for k, v in running.items() if step_of(k) > step}
+        forget(self.folder, lambda name: step_of(name) > step)
         return web.json_response({})
 
     async def _figures(self, _: web.Request) -> web.Response:

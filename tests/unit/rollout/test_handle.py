@@ -106,3 +106,18 @@ def test_a_service_that_ends_by_itself_is_not_started_again(
     with pytest.raises(RolloutError, match="the rollout service ended with 1"):
         Handle({**settings(tmp_path), "config": None}, restarts=3)
     assert "starting it again" not in capfd.readouterr().err
+
+
+def test_what_an_earlier_start_drew_for_later_steps_is_not_forgotten(tmp_path: Path) -> None:
+    """It was killed at step 10, this start goes on from step 5, and has begun two draws so far."""
+    handle = Handle(settings(tmp_path), restarts=0)
+    try:
+        bank = tmp_path / "run" / "rollouts"
+        bank.mkdir(parents=True, exist_ok=True)
+        later = [f"step_{step:08d}_0" for step in range(6, 13)]
+        for name in (*later, "step_00000005_0", "step_00000005_1", "evaluation_00000005_near"):
+            (bank / f"{name}.groups").touch()
+        handle.forget(5)
+        assert sorted(path.stem for path in bank.glob("*.groups")) == later
+    finally:
+        handle.close()
