@@ -204,7 +204,6 @@ class ServedCollector(Collector):
         """See Collector: ends the service and its servers; on rank 0."""
         if self.handle is not None:
             self.handle.close()
-            shutil.rmtree(weights_folder(self.config), ignore_errors=True)
 
     def _service(self) -> Handle:
         assert self.handle is not None, "only rank 0 talks to the service"

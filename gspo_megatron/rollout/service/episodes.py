@@ -24,7 +24,7 @@ from gspo_megatron.environments.episode import (
     joined_routes,
 )
 from gspo_megatron.environments.single_turn import SingleTurn
-from gspo_megatron.errors import UserError
+from gspo_megatron.errors import RewardError, UserError
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
 from gspo_megatron.rewards.scoring import (
     FailedCalls,
@@ -128,6 +128,10 @@ class Scorers:
                 told = partial(_settle, future, call())
             except Exception as error:  # noqa: BLE001 (raised where it is awaited)
                 told = partial(_settle, future, None, error)
+            except BaseException as error:  # noqa: BLE001 (a reward may call sys.exit)
+                ended = RewardError(f"the reward function ended with {error!r}")
+                ended.__cause__ = error
+                told = partial(_settle, future, None, ended)
             with contextlib.suppress(RuntimeError):  # the service has ended
                 loop.call_soon_threadsafe(told)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from gspo_megatron.errors import DataError, RewardError, RolloutError, UserError
 from gspo_megatron.rollout.service.bank import step_of
 from gspo_megatron.rollout.service.process import end_with_parent
 
+END_SIGNAL = signal.SIGINT  # ends the service; SIGTERM is what schedulers send to all processes
 _END_SECONDS = 30.0  # the servers end within it
 _CALL_SECONDS = 60.0
 
@@ -28,13 +30,18 @@ class Handle:
 
     def __init__(self, settings: dict[str, Any], restarts: int) -> None:
         """settings: JSON for the service; restarts: how often it may die."""
-        self._settings = {**settings, "token": secrets.token_urlsafe(32)}
+        own = {"token": secrets.token_urlsafe(32), "starter": os.getpid()}
+        self._settings = {**settings, **own}
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
         self._draws: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name
         self.wants_folder = False  # a server waits for the newest weights' folder
         self._process: subprocess.Popen[str] | None = None
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
 
     def take_weights(self, weights: dict[str, Any]) -> dict[str, int]:
         """Begin to bring all servers to new weights: see `pool.Weights`. Returns to whom rank 0 has
@@ -84,16 +91,16 @@ class Handle:
         return self._call("GET", "/figures")
 
     def close(self) -> None:
-        """End the service and the servers that it started."""
+        """End the service and the servers that it started, and remove the weights."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.terminate()
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None:
+            process.send_signal(END_SIGNAL)
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self._settings["weights_folder"], ignore_errors=True)
 
     def _start(self) -> None:
         """Start it, once more for each time that it is killed before it has told its port."""

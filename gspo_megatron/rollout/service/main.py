@@ -35,6 +35,7 @@ from gspo_megatron.rollout.service.bank import FOLDER, forget, step_of
 from gspo_megatron.rollout.service.checks import Needs, tokenized
 from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client, connected_session
 from gspo_megatron.rollout.service.episodes import Draws, Scorers, draw_from_json
+from gspo_megatron.rollout.service.handle import END_SIGNAL
 from gspo_megatron.rollout.service.pool import Pool
 from gspo_megatron.rollout.service.process import (
     ServerProcess,
@@ -91,8 +92,11 @@ class Service:
                 letters.cancel()
                 await asyncio.wait([letters])
                 await runner.cleanup()
-                # rank 0 may have died, and the folder may be one in memory
-                shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
+                if not self.rank_0_lives():  # nobody else removes it, and it may be in memory
+                    shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
+
+    def rank_0_lives(self) -> bool:
+        return os.getppid() == self.settings["starter"]
 
     def end(self) -> None:
         """From another thread."""
@@ -324,8 +328,15 @@ def main() -> None:
         tell(error=str(error))
         return
     collect_garbage_less_often()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: service.scorers.stop())
+    signal.signal(END_SIGNAL, lambda *_: service.scorers.stop())
+
+    def at_sigterm(*_: object) -> None:
+        """From the system when rank 0 has died. From a scheduler, which sends it to all processes:
+        rank 0 still needs the service to end its step and save the run."""
+        if not service.rank_0_lives():
+            service.scorers.stop()
+
+    signal.signal(signal.SIGTERM, at_sigterm)
     failure: list[BaseException] = []
 
     def serve() -> None:
@@ -337,9 +348,11 @@ def main() -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    service.scorers.work()
-    service.end()
-    thread.join()
+    try:
+        service.scorers.work()
+    finally:
+        service.end()
+        thread.join()
     if failure:
         raise failure[0]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +19,19 @@ from gspo_megatron.config import parse_config
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.service.handle import Handle
+from tests.programs import command_environment, wait_until
 
 _MAIN = "gspo_megatron.rollout.service.main"
+_RANK_0 = """
+import sys, time
+from pathlib import Path
+from gspo_megatron.rollout.service.handle import Handle
+from tests.unit.rollout.test_handle import settings
+folder = Path(sys.argv[1])
+handle = Handle(settings(folder), restarts=0)
+(folder / "ready").touch()
+time.sleep(300)
+"""
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -98,6 +112,7 @@ def test_a_service_killed_while_it_starts_is_started_again(
         assert len(killed) == 2
     finally:
         handle.close()
+    assert not (tmp_path / "weights").exists()
 
 
 def test_a_service_that_ends_by_itself_is_not_started_again(
@@ -121,3 +136,28 @@ def test_what_an_earlier_start_drew_for_later_steps_is_not_forgotten(tmp_path: P
         assert sorted(path.stem for path in bank.glob("*.groups")) == later
     finally:
         handle.close()
+
+
+def services_of(pid: int) -> list[psutil.Process]:
+    return [each for each in psutil.Process(pid).children() if _is_service(each)]
+
+
+def test_sigterm_ends_the_service_only_with_rank_0(tmp_path: Path) -> None:
+    """A scheduler sends it to all processes, and rank 0 saves the run before it ends."""
+    weights = tmp_path / "weights" / "version_00000005"
+    weights.mkdir(parents=True)
+    words = [sys.executable, "-c", _RANK_0, str(tmp_path)]
+    rank_0 = subprocess.Popen(words, env=command_environment())
+    try:
+        assert wait_until((tmp_path / "ready").exists, rank_0, seconds=60)
+        [service] = services_of(rank_0.pid)
+        service.send_signal(signal.SIGTERM)
+        with pytest.raises(psutil.TimeoutExpired):
+            service.wait(3)
+        assert weights.exists()
+        rank_0.kill()
+        rank_0.wait()
+        service.wait(30)
+        assert not weights.parent.exists()
+    finally:
+        rank_0.kill()
