@@ -42,6 +42,7 @@ from gspo_megatron.rollout.service.process import (
     common_environment,
     cpu_environment,
     needed_arguments,
+    raise_open_files,
     server_words,
 )
 from gspo_megatron.rollout.service.proof import Probe
@@ -328,6 +329,7 @@ def main() -> None:
         tell(error=str(error))
         return
     collect_garbage_less_often()
+    raise_open_files()
     signal.signal(END_SIGNAL, lambda *_: service.scorers.stop())
 
     def at_sigterm(*_: object) -> None:

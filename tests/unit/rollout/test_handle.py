@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -161,3 +163,17 @@ def test_sigterm_ends_the_service_only_with_rank_0(tmp_path: Path) -> None:
         assert not weights.parent.exists()
     finally:
         rank_0.kill()
+
+
+def test_the_service_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        handle = Handle(settings(tmp_path), restarts=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        [service] = services_of(os.getpid())
+        assert service.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        handle.close()
