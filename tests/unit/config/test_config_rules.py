@@ -293,3 +293,9 @@ def test_servers_draw_one_step_ahead_unless_told_otherwise(
     overrides: list[str], staleness: int
 ) -> None:
     assert config_with(*overrides).rollout.staleness == staleness
+
+
+def test_each_running_server_is_named_once() -> None:
+    twice = ["rollout.engine=vllm", "rollout.vllm.urls=[http://A:1,http://a:1/,http://b:1]"]
+    [told] = [each for each in problems_of(1, *twice) if "urls" in each]
+    assert told.endswith("http://a:1 is there 2 times; legal: each server once"), told
