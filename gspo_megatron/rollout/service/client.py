@@ -59,7 +59,7 @@ class ServerRefused(Exception):  # noqa: N818 (the request is at fault, or the s
     """The server will not do that; asking again, or another one, is of no use."""
 
 
-class OutOfFiles(RolloutError):
+class OutOfFilesError(RolloutError):
     """This process, or its machine, has no file descriptor left. No server is to blame."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class OutOfFiles(RolloutError):
 
 class Client:
     """The HTTP calls of one server. Every call has a deadline, and raises ServerGone or
-    ServerRefused; or OutOfFiles."""
+    ServerRefused; or OutOfFilesError."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, token: str | None = None) -> None:
         self.url, self._session = url.rstrip("/"), session
@@ -299,7 +299,7 @@ class Client:
             raise ServerGone(f"{path}: no answer within {limit:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-                raise OutOfFiles from error
+                raise OutOfFilesError from error
             raise ServerGone(f"{path}: {error or type(error).__name__}") from error
 
 

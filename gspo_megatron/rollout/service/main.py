@@ -224,11 +224,7 @@ class Service:
 
     async def _begin_draw(self, request: web.Request) -> web.Response:
         draw = draw_from_json(await request.json())
-        try:
-            return web.json_response(self.draws.begin(draw).status())
-        except UserError as error:
-            told = {"kind": type(error).__name__, "text": str(error)}
-            return web.json_response({"done": True, "finished": 0, "error": told})
+        return web.json_response(self.draws.begin(draw).status())
 
     async def _draw_status(self, request: web.Request) -> web.Response:
         running = self.draws.running[request.match_info["name"]]

@@ -23,7 +23,7 @@ from gspo_megatron.rollout.service.client import (
     KEEP,
     RECOMPUTE,
     WAIT,
-    OutOfFiles,
+    OutOfFilesError,
     ServerGone,
     ServerRefused,
 )
@@ -166,7 +166,7 @@ class Pool:
             while not await self._prove(server, weights, at_start=True):
                 weights = await self._newest_in_a_folder()
                 await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
-        except OutOfFiles:
+        except OutOfFilesError:
             raise
         except (ServerGone, ServerRefused, RolloutError) as error:
             await self._put_out(server, str(error))
@@ -181,7 +181,7 @@ class Pool:
                 weights = await self._newest_in_a_folder()
                 await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
             await self._prove(server, weights)
-        except OutOfFiles:
+        except OutOfFilesError:
             raise
         except (ServerGone, ServerRefused, RolloutError) as error:
             await self._put_out(server, f"weights of version {weights.version}: {error}")
@@ -521,7 +521,7 @@ class Pool:
         """Look at every server again and again: a process that has ended, and silence."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            with contextlib.suppress(OutOfFiles):  # the requests of draws tell it
+            with contextlib.suppress(OutOfFilesError):  # the requests of draws tell it
                 await asyncio.gather(*(self._look(each) for each in self.servers if each.serves))
             self._admit_soon()
 

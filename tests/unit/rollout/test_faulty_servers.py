@@ -23,7 +23,7 @@ from aiohttp import web
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import missing_rows
 from gspo_megatron.rollout.service.checks import Abilities, Needs
-from gspo_megatron.rollout.service.client import Client, OutOfFiles, connected_session
+from gspo_megatron.rollout.service.client import Client, OutOfFilesError, connected_session
 from gspo_megatron.rollout.service.pool import Pool
 from gspo_megatron.rollout.service.proof import Probe, compare
 from gspo_megatron.rollout.service.server import PoolSettings, Server
@@ -469,7 +469,7 @@ def test_too_few_files_are_no_fault_of_a_server(tmp_path: Path) -> None:
         used = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
         try:
-            with pytest.raises(OutOfFiles, match="ulimit -n"):
+            with pytest.raises(OutOfFilesError, match="ulimit -n"):
                 await draw(pool, 0, 120, at_once=False)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
