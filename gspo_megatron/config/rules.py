@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,9 @@ def servers_fit(plan: Plan) -> Problems:
     for url in servers.urls:
         if not re.fullmatch(r"https?://[^/\s]+/?", url):
             yield "rollout.vllm.urls", f"{url}: legal: http://host:port"
+    for url, count in Counter(url.rstrip("/").lower() for url in servers.urls).items():
+        if count > 1:
+            yield "rollout.vllm.urls", f"{url} is there {count} times; legal: each server once"
     for name in ("tensor_parallel_size", "python", "options") if servers.urls else ():
         if getattr(servers, name) != fields[name].get_default(call_default_factory=True):
             yield f"rollout.vllm.{name}", "is for servers that the run starts; legal: leave it out"

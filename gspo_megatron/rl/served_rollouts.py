@@ -32,16 +32,16 @@ from gspo_megatron.config.resume import decides_rollouts
 from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.environments.single_turn import SingleTurn
-from gspo_megatron.errors import RewardError, RolloutError
+from gspo_megatron.errors import DataError, RewardError, RolloutError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.observe.heartbeat import heartbeat
-from gspo_megatron.platform.collectives import on_main
+from gspo_megatron.platform.collectives import any_rank, on_main
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls, describe
 from gspo_megatron.rl.rollouts import Collector, Experience, Scores
 from gspo_megatron.rollout.engine import Draw, Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
-from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, read_groups
+from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, forget, read_groups, step_of
 from gspo_megatron.rollout.service.episodes import draw_to_json
 from gspo_megatron.rollout.service.handle import Handle
 from gspo_megatron.rollout.service.proof import Probe
@@ -103,10 +103,10 @@ class ServedCollector(Collector):
         """See Collector. Raises RolloutError, on all ranks, where no server has proven them within
         rollout.vllm.update_seconds."""
         start = time.perf_counter()
+        self.version = version
         if not self.has_started:
             on_main(self._start)
             self.has_started = True
-        self.version = version
         weights = {"version": version, "folder": None, "probe": None, "stream": None}
         if self.streams:
             num_bytes = self._send(weights)
@@ -217,7 +217,6 @@ class ServedCollector(Collector):
         """See Collector: ends the service and its servers; on rank 0."""
         if self.handle is not None:
             self.handle.close()
-            shutil.rmtree(weights_folder(self.config), ignore_errors=True)
 
     def _service(self) -> Handle:
         assert self.handle is not None, "only rank 0 talks to the service"
@@ -247,6 +246,9 @@ class ServedCollector(Collector):
         # what a killed start of this run has left: the lock of the run keeps others out
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        # What an earlier start of the run drew for later steps is trained on. But an evaluation of
+        # weights that are made anew measures these.
+        forget(self.folder, lambda name: name.startswith("step_") or step_of(name) <= self.version)
         self.handle = Handle(
             {
                 "config": self.config.model_dump(mode="json"),
@@ -328,9 +330,9 @@ class ServedCollector(Collector):
         # All ranks read the first group: its columns tell those without a group of their own what
         # they lack.
         path = self.folder / f"{draw.name}{SUFFIX}"
-        found = read_groups(path, lambda number: number == draw.first or self.is_mine(number))
-        first = found[draw.first]
         numbers = range(draw.first, draw.first + len(draw.rows))
+        found = self._read(path, {n for n in numbers if n == draw.first or self.is_mine(n)})
+        first = found[draw.first]
         columns = join_groups(first, [found[n] for n in numbers if self.is_mine(n)])
         self._adopt_parts(json.loads(bytes(first["part_names"])))
         columns["tokens"] = columns["tokens"].astype(np.int64)
@@ -372,6 +374,21 @@ class ServedCollector(Collector):
             sampled,
             staleness if sampled is None else staleness[sampled],
         )
+
+    @staticmethod
+    def _read(path: Path, wanted: set[int]) -> dict[int, dict[str, np.ndarray]]:
+        """These groups. Raises DataError, on all ranks, where one does not find all of its own."""
+        found, told = {}, f"{path}: another rank cannot read its groups"
+        try:
+            found = read_groups(path, wanted.__contains__)
+        except DataError as error:
+            told = str(error)
+        else:
+            if missing := sorted(wanted - found.keys()):
+                told = f"{path}: damaged since it was written: groups {missing} are missing"
+        if any_rank([found.keys() != wanted])[0]:
+            raise DataError(told)
+        return found
 
     def _count_missing(self, routes: np.ndarray, num_sequences: int) -> None:
         """Tokens whose experts the servers did not report, of those that they should report."""

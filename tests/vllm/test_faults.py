@@ -62,8 +62,11 @@ def test_servers_and_service_that_die_or_hang_cost_no_response(
     assert not new_weights.parent.exists()
 
 
-def test_a_signal_to_all_processes_saves_the_run(vllm_python: Path, tmp_path: Path) -> None:
-    """As Slurm sends it before the end of a job."""
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_all_processes_saves_the_run(
+    vllm_python: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """As Slurm sends it before the end of a job, or as it preempts one. Servers end at SIGTERM."""
     run = make_run(
         tmp_path,
         vllm_python,
@@ -73,9 +76,12 @@ def test_a_signal_to_all_processes_saves_the_run(vllm_python: Path, tmp_path: Pa
     )
     process = run.start()
     run.wait(process, lambda: begun(run, 2))
-    for each in [*run.servers(), *run.services(), *run.trainers()]:
-        each.send_signal(signal.SIGUSR1)
+    told = [*run.servers(), *run.services(), *run.trainers()]
+    for each in told:
+        each.send_signal(number)
     assert "checkpoints/rl_0000000" in run.finish(process, 75)
+    wait_for(lambda: not any(map(is_alive, told)))
+    assert not weights_folder(load_config(run.folder / "config.yaml")).exists()
     run.finish(run.start())
     assert_trained_once(run, 5)
 

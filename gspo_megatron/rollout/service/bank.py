@@ -2,7 +2,7 @@
 
 A file holds one draw: a record that says what was asked for, then a record for each finished group,
 in the order in which they finished. A record is on the disk before anyone is told of it. After a
-kill the whole groups are used again, and a record that was cut short is dropped.
+kill the whole groups are used again, and a record that was cut short or is damaged is drawn again.
 
 A record is a header (magic, number of the group, bytes, CRC-32) and a safetensors file.
 """
@@ -14,7 +14,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -61,11 +61,16 @@ class DrawFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             end = 0
             if path.exists():
+                damaged = set()
                 for number, content, after in _records(path):
-                    if end == 0 and (number, content) != (_REQUEST, wanted):
+                    if content is None:
+                        damaged.add(number)
+                    elif end == 0 and (number, content) != (_REQUEST, wanted):
                         break
-                    end = after
-                    self.finished.add(number)
+                    else:
+                        end = after
+                        self.finished.add(number)
+                _tell_damaged(path, damaged - self.finished)
             self.finished.discard(_REQUEST)
             self._file = path.open("r+b" if path.exists() else "w+b")
             self._file.truncate(end)
@@ -103,6 +108,20 @@ def read_groups(path: Path, wanted: Callable[[int], bool]) -> dict[int, dict[str
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+def _tell_damaged(path: Path, numbers: Collection[int]) -> None:
+    """Of records that were written as a whole. One that a kill cut short is nothing special."""
+    if _REQUEST in numbers:
+        print(f"{path}: the record of its request is damaged: all of it is drawn again", flush=True)
+    elif numbers:
+        named = ", ".join(map(str, sorted(numbers)))
+        print(f"{path}: damaged: the groups {named} are drawn again", flush=True)
+
+
+def step_of(name: str) -> int:
+    """Of a draw: its name is KIND_STEP, KIND_STEP_NUMBER or KIND_STEP_SUITE."""
+    return int(name.split("_")[1])
+
+
 def forget(folder: Path, is_needed: Callable[[str], bool]) -> None:
     """Remove the files of draws that are not needed any more; `is_needed` is given their names."""
     for path in folder.glob(f"*{SUFFIX}"):
@@ -112,9 +131,9 @@ def forget(folder: Path, is_needed: Callable[[str], bool]) -> None:
 
 def _records(
     path: Path, wanted: Callable[[int], bool] = lambda _: True
-) -> Iterator[tuple[int, bytes, int]]:
-    """Number, content and end of each whole record up to the first that is not whole; the content
-    of one that is not wanted is empty."""
+) -> Iterator[tuple[int, bytes | None, int]]:
+    """Number, content and end of each record up to the first that was cut short or has no header;
+    the content of one that is not wanted is empty, and that of a damaged one None."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         while (record := _next_record(file, size, wanted)) is not None:
@@ -123,7 +142,7 @@ def _records(
 
 def _next_record(
     file: BinaryIO, size: int, wanted: Callable[[int], bool]
-) -> tuple[int, bytes, int] | None:
+) -> tuple[int, bytes | None, int] | None:
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
@@ -135,7 +154,7 @@ def _next_record(
         file.seek(end)
         return number, b"", end
     content = file.read(length)
-    return (number, content, end) if zlib.crc32(content) == checksum else None
+    return number, content if zlib.crc32(content) == checksum else None, end
 
 
 @contextlib.contextmanager

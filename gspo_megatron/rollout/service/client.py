@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 import aiohttp
 from pydantic_core import from_json
 
+from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
     ABOUT,
     FIGURES,
@@ -57,9 +59,19 @@ class ServerRefused(Exception):  # noqa: N818 (the request is at fault, or the s
     """The server will not do that; asking again, or another one, is of no use."""
 
 
+class OutOfFilesError(RolloutError):
+    """This process, or its machine, has no file descriptor left. No server is to blame."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the rollout service has no file descriptor left for another connection: raise the "
+            "hard limit (ulimit -n) where the run is started"
+        )
+
+
 class Client:
     """The HTTP calls of one server. Every call has a deadline, and raises ServerGone or
-    ServerRefused."""
+    ServerRefused; or OutOfFilesError."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, token: str | None = None) -> None:
         self.url, self._session = url.rstrip("/"), session
@@ -289,6 +301,8 @@ class Client:
             limit = _CONNECT_SECONDS if seconds is None else seconds
             raise ServerGone(f"{path}: no answer within {limit:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                raise OutOfFilesError from error
             raise ServerGone(f"{path}: {error or type(error).__name__}") from error
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import queue
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from gspo_megatron.environments.episode import (
     joined_routes,
 )
 from gspo_megatron.environments.single_turn import SingleTurn
-from gspo_megatron.errors import UserError
+from gspo_megatron.errors import RewardError, RolloutError, UserError
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
 from gspo_megatron.rewards.scoring import (
     FailedCalls,
@@ -128,6 +129,10 @@ class Scorers:
                 told = partial(_settle, future, call())
             except Exception as error:  # noqa: BLE001 (raised where it is awaited)
                 told = partial(_settle, future, None, error)
+            except BaseException as error:  # noqa: BLE001 (a reward may call sys.exit)
+                ended = RewardError(f"the reward function ended with {error!r}")
+                ended.__cause__ = error
+                told = partial(_settle, future, None, ended)
             with contextlib.suppress(RuntimeError):  # the service has ended
                 loop.call_soon_threadsafe(told)
 
@@ -179,8 +184,9 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None = 
 class RunningDraw:
     """A draw under way, or done."""
 
-    def __init__(self, draw: Draw, file: DrawFile) -> None:
-        self.draw, self.file = draw, file
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
+        self.file: DrawFile | None = None  # until it is read
         self.error: UserError | None = None
         self.tokens = 0  # of finished responses
         self.scoring = 0  # groups whose responses are there, and their rewards not
@@ -190,7 +196,7 @@ class RunningDraw:
         """For rank 0."""
         error = self.error
         return {
-            "finished": len(self.file.finished),
+            "finished": 0 if self.file is None else len(self.file.finished),
             "tokens": self.tokens,
             "scoring": self.scoring,
             "done": self.task is not None and self.task.done(),
@@ -220,14 +226,11 @@ class Draws:
         self.running: dict[str, RunningDraw] = {}
 
     def begin(self, draw: Draw) -> RunningDraw:
-        """Start a draw, or return the one that was started already. Raises DataError where the
-        bank cannot be written."""
+        """Start a draw, or return the one that was started already. Its error is a DataError where
+        the bank cannot be written."""
         running = self.running.get(draw.name)
         if running is None or running.draw != draw or running.error is not None:
-            if running is not None:
-                running.file.close()
-            request = {**draw_to_json(draw), "origin": self.origin}
-            running = RunningDraw(draw, DrawFile(self.path(draw.name), request))
+            running = RunningDraw(draw)
             self.running[draw.name] = running
             running.task = asyncio.create_task(self._run(running))
         return running
@@ -236,14 +239,26 @@ class Draws:
         return self.folder / f"{name}{SUFFIX}"
 
     async def _run(self, running: RunningDraw) -> None:
+        """Whatever ends it early is the draw's error: somebody waits for its end."""
+        try:
+            await self._draw(running)
+        except UserError as error:
+            running.error = error
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 (of the user's code, too)
+            traceback.print_exception(error)
+            told = f"draw {running.draw.name} was ended by {type(error).__name__}: {error}"
+            running.error = RolloutError(told)
+
+    async def _draw(self, running: RunningDraw) -> None:
         draw = running.draw
+        request = {**draw_to_json(draw), "origin": self.origin}
+        # it may be large, and is read as a whole
+        running.file = await asyncio.to_thread(DrawFile, self.path(draw.name), request)
         numbers = [draw.first + n for n in range(len(draw.rows))]
         missing = [number for number in numbers if number not in running.file.finished]
         groups = [asyncio.create_task(self._group(running, number)) for number in missing]
         try:
             await asyncio.gather(*groups)
-        except UserError as error:
-            running.error = error
         finally:
             for group in groups:
                 group.cancel()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from http.client import HTTPException
 from typing import Any
 
 from gspo_megatron.errors import RolloutError, error_of
+from gspo_megatron.rollout.service.bank import step_of
 from gspo_megatron.rollout.service.process import end_with_parent
 
+END_SIGNAL = signal.SIGINT  # ends the service; SIGTERM is what schedulers send to all processes
 _END_SECONDS = 30.0  # the servers end within it
 _CALL_SECONDS = 60.0
 
@@ -27,13 +30,18 @@ class Handle:
 
     def __init__(self, settings: dict[str, Any], restarts: int) -> None:
         """settings: JSON for the service; restarts: how often it may die."""
-        self._settings = {**settings, "token": secrets.token_urlsafe(32)}
+        own = {"token": secrets.token_urlsafe(32), "starter": os.getpid()}
+        self._settings = {**settings, **own}
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
         self._draws: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name
         self.wants_folder = False  # a server waits for the newest weights' folder
         self._process: subprocess.Popen[str] | None = None
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
 
     def take_weights(self, weights: dict[str, Any]) -> dict[str, int]:
         """Begin to bring all servers to new weights: see `pool.Weights`. Returns to whom rank 0 has
@@ -74,27 +82,25 @@ class Handle:
 
     def forget(self, step: int) -> None:
         """Drop the draws of this step and earlier ones: they were trained on, and the run is
-        saved. Names of draws are KIND_STEP or KIND_STEP_NUMBER."""
-        self._draws = {
-            name: draw for name, draw in self._draws.items() if int(name.split("_")[1]) > step
-        }
-        self._call("POST", "/forget", {"needed": list(self._draws)})
+        saved. Later ones stay, also those that an earlier start of the run drew."""
+        self._draws = {name: draw for name, draw in self._draws.items() if step_of(name) > step}
+        self._call("POST", "/forget", {"step": step})
 
     def figures(self) -> dict[str, float]:
         """Counters and gauges of the servers."""
         return self._call("GET", "/figures")
 
     def close(self) -> None:
-        """End the service and the servers that it started."""
+        """End the service and the servers that it started, and remove the weights."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.terminate()
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None:
+            process.send_signal(END_SIGNAL)
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self._settings["weights_folder"], ignore_errors=True)
 
     def _start(self) -> None:
         """Start it, once more for each time that it is killed before it has told its port."""

@@ -31,16 +31,18 @@ from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
 from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.errors import UserError
-from gspo_megatron.rollout.service.bank import FOLDER, forget
+from gspo_megatron.rollout.service.bank import FOLDER, forget, step_of
 from gspo_megatron.rollout.service.checks import Needs, tokenized
 from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client, connected_session
 from gspo_megatron.rollout.service.episodes import Draws, Scorers, draw_from_json
+from gspo_megatron.rollout.service.handle import END_SIGNAL
 from gspo_megatron.rollout.service.pool import Pool
 from gspo_megatron.rollout.service.process import (
     ServerProcess,
     common_environment,
     cpu_environment,
     needed_arguments,
+    raise_open_files,
     server_words,
 )
 from gspo_megatron.rollout.service.proof import Probe
@@ -91,8 +93,11 @@ class Service:
                 letters.cancel()
                 await asyncio.wait([letters])
                 await runner.cleanup()
-                # rank 0 may have died, and the folder may be one in memory
-                shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
+                if not self.rank_0_lives():  # nobody else removes it, and it may be in memory
+                    shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
+
+    def rank_0_lives(self) -> bool:
+        return os.getppid() == self.settings["starter"]
 
     def end(self) -> None:
         """From another thread."""
@@ -219,11 +224,7 @@ class Service:
 
     async def _begin_draw(self, request: web.Request) -> web.Response:
         draw = draw_from_json(await request.json())
-        try:
-            return web.json_response(self.draws.begin(draw).status())
-        except UserError as error:
-            told = {"kind": type(error).__name__, "text": str(error)}
-            return web.json_response({"done": True, "finished": 0, "error": told})
+        return web.json_response(self.draws.begin(draw).status())
 
     async def _draw_status(self, request: web.Request) -> web.Response:
         running = self.draws.running[request.match_info["name"]]
@@ -270,10 +271,11 @@ class Service:
         )
 
     async def _forget(self, request: web.Request) -> web.Response:
-        """Draws that no resumed run needs any more."""
-        needed = set((await request.json())["needed"])
-        self.draws.running = {k: v for k, v in self.draws.running.items() if k in needed}
-        forget(self.folder, lambda name: name in needed)
+        """Draws of this step and earlier ones: no resumed run needs them any more."""
+        step = (await request.json())["step"]
+        running = self.draws.running
+        self.draws.running = {k: v for k, v in running.items() if step_of(k) > step}
+        forget(self.folder, lambda name: step_of(name) > step)
         return web.json_response({})
 
     async def _figures(self, _: web.Request) -> web.Response:
@@ -325,8 +327,16 @@ def main() -> None:
         tell(error=str(error))
         return
     collect_garbage_less_often()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: service.scorers.stop())
+    raise_open_files()
+    signal.signal(END_SIGNAL, lambda *_: service.scorers.stop())
+
+    def at_sigterm(*_: object) -> None:
+        """From the system when rank 0 has died. From a scheduler, which sends it to all processes:
+        rank 0 still needs the service to end its step and save the run."""
+        if not service.rank_0_lives():
+            service.scorers.stop()
+
+    signal.signal(signal.SIGTERM, at_sigterm)
     failure: list[BaseException] = []
 
     def serve() -> None:
@@ -338,9 +348,11 @@ def main() -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    service.scorers.work()
-    service.end()
-    thread.join()
+    try:
+        service.scorers.work()
+    finally:
+        service.end()
+        thread.join()
     if failure:
         raise failure[0]
 

@@ -19,7 +19,14 @@ from typing import Any, TypeVar
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.service.checks import check_server
-from gspo_megatron.rollout.service.client import KEEP, RECOMPUTE, WAIT, ServerGone, ServerRefused
+from gspo_megatron.rollout.service.client import (
+    KEEP,
+    RECOMPUTE,
+    WAIT,
+    OutOfFilesError,
+    ServerGone,
+    ServerRefused,
+)
 from gspo_megatron.rollout.service.flight import split
 from gspo_megatron.rollout.service.pacing import MOST_REQUESTS, Line, Window
 from gspo_megatron.rollout.service.parts import Part, Seed, Wanted
@@ -159,6 +166,8 @@ class Pool:
             while not await self._prove(server, weights, at_start=True):
                 weights = await self._newest_in_a_folder()
                 await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
+        except OutOfFilesError:
+            raise
         except (ServerGone, ServerRefused, RolloutError) as error:
             await self._put_out(server, str(error))
 
@@ -172,6 +181,8 @@ class Pool:
                 weights = await self._newest_in_a_folder()
                 await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
             await self._prove(server, weights)
+        except OutOfFilesError:
+            raise
         except (ServerGone, ServerRefused, RolloutError) as error:
             await self._put_out(server, f"weights of version {weights.version}: {error}")
             await self._restart(server)
@@ -510,7 +521,8 @@ class Pool:
         """Look at every server again and again: a process that has ended, and silence."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            await asyncio.gather(*(self._look(each) for each in self.servers if each.serves))
+            with contextlib.suppress(OutOfFilesError):  # the requests of draws tell it
+                await asyncio.gather(*(self._look(each) for each in self.servers if each.serves))
             self._admit_soon()
 
     async def _look(self, server: Server) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -207,6 +208,13 @@ def hold_port(host: str, port: int) -> socket.socket:
         wrong = f"{error.strerror or error}; legal: an address of this machine, and a free port"
         raise RolloutError(f"a server cannot listen on {host}, port {port}: {wrong}") from error
     return held
+
+
+def raise_open_files() -> None:
+    """Let this process have as many files and connections as its hard limit allows. The usual soft
+    limit, 1,024, is less than the responses under way of a few servers."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def end_with_parent() -> None:

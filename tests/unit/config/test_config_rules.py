@@ -56,9 +56,6 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
          "that takes 4 ranks, not 8; legal: null"),
         (8, ["parallel.layout=tp=8"], "parallel.tensor_model_parallel_size = 8",
          "does not divide num_attention_heads = 4; legal: 1, 2, 4"),
-        (1, ["rollout.engine=vllm", "rollout.vllm.servers=0",
-             "rollout.vllm.urls=[http://a:1,http://a:1/]"], "rollout.vllm.urls = ['http://a:1', 'http://a:1/']",
-         "http://a:1: given 2 times; legal: each server once"),
         (3, ["parallel.layout=tp=3", "model.megatron.num_attention_heads=6",
              "model.megatron.hidden_size=96"],
          "parallel.tensor_model_parallel_size = 3",
@@ -296,3 +293,9 @@ def test_servers_draw_one_step_ahead_unless_told_otherwise(
     overrides: list[str], staleness: int
 ) -> None:
     assert config_with(*overrides).rollout.staleness == staleness
+
+
+def test_each_running_server_is_named_once() -> None:
+    twice = ["rollout.engine=vllm", "rollout.vllm.urls=[http://A:1,http://a:1/,http://b:1]"]
+    [told] = [each for each in problems_of(1, *twice) if "urls" in each]
+    assert told.endswith("http://a:1 is there 2 times; legal: each server once"), told

@@ -63,13 +63,23 @@ def test_a_record_that_was_cut_short_is_dropped_and_written_again(
     assert_holds(path, 0, 1)
 
 
-def test_a_damaged_record_ends_the_file(tmp_path: Path) -> None:
+def test_a_damaged_record_is_named_and_those_behind_it_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "a.groups"
     first, _, _ = written(path, 0, 1, 2)
     content = bytearray(path.read_bytes())
     content[first + 60] ^= 1
     path.write_bytes(content)
-    assert_holds(path, 0)
+    assert_holds(path, 0, 2)
+    file = DrawFile(path, REQUEST)
+    assert file.finished == {0, 2}
+    assert capsys.readouterr().out == f"{path}: damaged: the groups 1 are drawn again\n"
+    file.append(group(1))
+    file.close()
+    assert_holds(path, 0, 1, 2)
+    DrawFile(path, REQUEST).close()
+    assert capsys.readouterr().out == ""  # it is there by now
 
 
 def test_groups_of_another_request_are_not_used(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from gspo_megatron.config.load import load_config
 from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.toy import write_toy_dataset
+from gspo_megatron.environments.episode import EpisodeRunner, Limits
+from gspo_megatron.errors import RewardError
 from gspo_megatron.rl.served_rollouts import origin_of_rollouts
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.service.bank import read_groups
@@ -157,6 +159,52 @@ def test_groups_are_used_again_unless_the_reward_has_changed(
     (tmp_path / "bank_test_reward.py").write_text(_REWARD.format(value=0.5))
     assert drawn() == (6, {0.5})
     assert drawn("reward.scale=2.0")[0] == 6
+
+
+def test_a_reward_that_ends_the_program_is_a_mistake_of_the_reward(
+    configured: Callable[..., Config],
+) -> None:
+    config = configured()
+    scorers, told = Scorers(config, read_inputs(config)), []
+
+    def ask() -> None:
+        try:
+            asyncio.run(scorers._in_main(lambda: sys.exit(3)))
+        except RewardError as error:
+            told.append(str(error))
+        finally:
+            scorers.stop()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    scorers.work()
+    thread.join()
+    assert told == ["the reward function ended with SystemExit(3)"]
+
+
+def test_an_environment_that_cancels_itself_ends_the_draw_with_an_error(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    class Cancelling:
+        async def rollout(self, *_: Any) -> None:
+            raise asyncio.CancelledError
+
+    config = configured()
+    inputs = read_inputs(config)
+    runner = EpisodeRunner(Cancelling(), inputs.tokenizer, Limits(1, 4))
+    scorers = Scorers(config, inputs)
+
+    async def run() -> dict[str, Any]:
+        pool = Pool([], PoolSettings(FACTS, Needs(LENGTH, "float32", False), 0, 30, 30))
+        draws = Draws(pool, scorers, inputs.files, {}, tmp_path, "", runner)
+        running = draws.begin(DRAW)
+        assert running.task is not None
+        await asyncio.wait([running.task])
+        return running.status()
+
+    status = asyncio.run(run())
+    assert status["done"] and status["error"]["kind"] == "RolloutError"
+    assert "step_00000001_0 was ended by CancelledError" in status["error"]["text"]
 
 
 def test_what_decides_rollouts_is_told_apart(

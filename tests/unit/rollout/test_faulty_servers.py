@@ -7,7 +7,9 @@ import asyncio
 import base64
 import contextlib
 import math
+import os
 import re
+import resource
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -21,7 +23,7 @@ from aiohttp import web
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import missing_rows
 from gspo_megatron.rollout.service.checks import Abilities, Needs
-from gspo_megatron.rollout.service.client import Client, connected_session
+from gspo_megatron.rollout.service.client import Client, OutOfFilesError, connected_session
 from gspo_megatron.rollout.service.pool import Pool
 from gspo_megatron.rollout.service.proof import Probe, compare
 from gspo_megatron.rollout.service.server import PoolSettings, Server
@@ -454,3 +456,23 @@ def test_greedy_responses_are_compared_up_to_the_first_other_token() -> None:
             assert (told is None) == is_right
             if told is not None:
                 assert f"of {rows} responses differ by more than {average:g}" in told
+
+
+def test_too_few_files_are_no_fault_of_a_server(tmp_path: Path) -> None:
+    """The doubles are in this process, too, which takes no further connection either."""
+
+    async def work(pool: Pool, doubles: list[Double]) -> None:
+        await pool.update(weights(tmp_path, 0))
+        for each in doubles:
+            each.faults[GENERATE] = late(1.0)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
+        try:
+            with pytest.raises(OutOfFilesError, match="ulimit -n"):
+                await draw(pool, 0, 120, at_once=False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert not pool.problems() and all(each.serves for each in pool.servers)
+
+    pooled(work)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +21,19 @@ from gspo_megatron.config import parse_config
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.service.handle import Handle
+from tests.programs import command_environment, wait_until
 
 _MAIN = "gspo_megatron.rollout.service.main"
+_RANK_0 = """
+import sys, time
+from pathlib import Path
+from gspo_megatron.rollout.service.handle import Handle
+from tests.unit.rollout.test_handle import settings
+folder = Path(sys.argv[1])
+handle = Handle(settings(folder), restarts=0)
+(folder / "ready").touch()
+time.sleep(300)
+"""
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -98,6 +114,7 @@ def test_a_service_killed_while_it_starts_is_started_again(
         assert len(killed) == 2
     finally:
         handle.close()
+    assert not (tmp_path / "weights").exists()
 
 
 def test_a_defect_of_the_service_is_no_mistake_of_the_user(tmp_path: Path) -> None:
@@ -115,3 +132,57 @@ def test_a_service_that_ends_by_itself_is_not_started_again(
     with pytest.raises(RolloutError, match="the rollout service ended with 1"):
         Handle({**settings(tmp_path), "config": None}, restarts=3)
     assert "starting it again" not in capfd.readouterr().err
+
+
+def test_what_an_earlier_start_drew_for_later_steps_is_not_forgotten(tmp_path: Path) -> None:
+    """It was killed at step 10, this start goes on from step 5, and has begun two draws so far."""
+    handle = Handle(settings(tmp_path), restarts=0)
+    try:
+        bank = tmp_path / "run" / "rollouts"
+        bank.mkdir(parents=True, exist_ok=True)
+        later = [f"step_{step:08d}_0" for step in range(6, 13)]
+        for name in (*later, "step_00000005_0", "step_00000005_1", "evaluation_00000005_near"):
+            (bank / f"{name}.groups").touch()
+        handle.forget(5)
+        assert sorted(path.stem for path in bank.glob("*.groups")) == later
+    finally:
+        handle.close()
+
+
+def services_of(pid: int) -> list[psutil.Process]:
+    return [each for each in psutil.Process(pid).children() if _is_service(each)]
+
+
+def test_sigterm_ends_the_service_only_with_rank_0(tmp_path: Path) -> None:
+    """A scheduler sends it to all processes, and rank 0 saves the run before it ends."""
+    weights = tmp_path / "weights" / "version_00000005"
+    weights.mkdir(parents=True)
+    words = [sys.executable, "-c", _RANK_0, str(tmp_path)]
+    rank_0 = subprocess.Popen(words, env=command_environment())
+    try:
+        assert wait_until((tmp_path / "ready").exists, rank_0, seconds=60)
+        [service] = services_of(rank_0.pid)
+        service.send_signal(signal.SIGTERM)
+        with pytest.raises(psutil.TimeoutExpired):
+            service.wait(3)
+        assert weights.exists()
+        rank_0.kill()
+        rank_0.wait()
+        service.wait(30)
+        assert not weights.parent.exists()
+    finally:
+        rank_0.kill()
+
+
+def test_the_service_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        handle = Handle(settings(tmp_path), restarts=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        [service] = services_of(os.getpid())
+        assert service.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        handle.close()
