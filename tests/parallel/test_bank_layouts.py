@@ -22,6 +22,7 @@ from gspo_megatron.batching.micro_batches import MicroBatchBuilder
 from gspo_megatron.batching.plan import data_ranks
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config
+from gspo_megatron.errors import DataError
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import data_parallel_group, tear_down_model_parallel
@@ -221,3 +222,30 @@ def test_every_layout_computes_the_same_from_the_bank(
     else:
         assert last["learnt"] == tokens - last["old"]
     assert on_one[0][0]["grad_norm"] > 0
+
+
+def reading(path: Path) -> str:
+    """What a rank is told that reads the group of its own number."""
+    try:
+        ServedCollector._read(path, {dist.get_rank()})
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_that_is_damaged_after_it_was_written_is_told_on_all_ranks(
+    pool: Pool, tmp_path: Path
+) -> None:
+    path = tmp_path / f"step_00000001_0{SUFFIX}"
+    file = DrawFile(path, {})
+    for number in range(2):
+        file.append(Group(number, {"tokens": np.arange(9)}))
+    file.close()
+    assert pool.run(2, reading, path=path) == ["", ""]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert pool.run(2, reading, path=path) == [
+        f"{path}: another rank cannot read its groups",
+        f"{path}: damaged since it was written: groups [1] are missing",
+    ]
