@@ -134,7 +134,7 @@ def arms_table(lines: Sequence[Record], figure: str, arms: Sequence[str]) -> lis
 def replay_table(lines: Sequence[Record]) -> list[str]:
     """The token ratios' own step and noise, with and without replay."""
     rows = []
-    for mismatch in ("none", "bf16", "router_noise"):
+    for mismatch in records.MISMATCHES:
         for length, updates in places(lines, mismatch):
             if updates not in (1, 4, 16):
                 continue
@@ -162,7 +162,7 @@ def old_policy_table(lines: Sequence[Record]) -> list[str]:
         "grpo": ("grpo", "grpo, rollout", "grpo, token_tis", "grpo, icepop"),
     }
     rows = []
-    for mismatch in ("bf16", "router_noise"):
+    for mismatch in records.MISMATCHES[1:]:
         for length, updates in places(lines, mismatch):
             here = select(lines, mismatch, length, updates)
             if updates not in (1, 4):
@@ -245,7 +245,7 @@ def draw_gradients(lines: Sequence[Record]) -> Figure:
 
 def draw_replay(lines: Sequence[Record]) -> Figure:
     """Signal with and without replay, by engine mismatch."""
-    shown = [m for m in ("none", "bf16", "router_noise") if places(lines, m)]
+    shown = [m for m in records.MISMATCHES if places(lines, m)]
     figure, axes = panels(len(shown))
     for each, mismatch in zip(np.atleast_1d(axes), shown, strict=True):
         cells = [place for place in places(lines, mismatch) if place[1] in (1, 4, 16)]

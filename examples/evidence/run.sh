@@ -29,7 +29,7 @@ for seed in 1 2 3; do
     [ -n "${WITHOUT_VLLM:-}" ] || run likelihoods --seed $seed
 done
 [ -n "${WITHOUT_VLLM:-}" ] || run likelihoods --dtype float32
-for mismatch in bf16 router_noise; do
+for mismatch in bf16_vllm router_noise; do
     for length in 8 32 128; do
         run gradients --length $length --updates 1 4 16 --mismatch $mismatch
     done
