@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "frontier.jsonl"
 RUNS = Path("runs/frontier")
 FIRST_STEPS = 5  # whose clipping and updates are measured
+RUNS_OF_A_PROCESS = 50  # each leaves 48 threads of process groups behind
 
 # The start models: the usual one, and one with heads of 32 channels, the smallest that vLLM takes.
 STARTS = {"start": (), "start_for_vllm": ("model.megatron.kv_channels=32",)}
@@ -227,6 +229,7 @@ class Laboratory:
         self.results, self.scratch = results, scratch
         self.versions = versions()
         self.engines: dict[str, VllmProcess] = {}  # by their precision
+        self.count = 0  # of new lines
 
     def record(self, axis: str, arm: str, value: float, seed: int) -> Record:
         """The line of a run: from the results, or of a new run that is added to them."""
@@ -237,8 +240,12 @@ class Laboratory:
         line = place | self.measure(axis, arm, value, seed)
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        self.count += 1
         told = f"{line['rewards'][0]:.2f} -> {line['rewards'][-1]:.2f}, {line['seconds']:.0f} s"
         print(f"{axis} {value:g}, {arm}, seed {seed}: {line['outcome']} ({told})", flush=True)
+        if self.count == RUNS_OF_A_PROCESS:
+            self.close()
+            os.execv(sys.executable, sys.orig_argv)  # goes on with what has no line
         return line
 
     def measure(self, axis: str, arm: str, value: float, seed: int) -> Record:
