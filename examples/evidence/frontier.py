@@ -33,7 +33,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,9 +77,17 @@ FIRST_STEPS = 5  # whose clipping and updates are measured
 # Megatron-Core keeps the last graph of a pass, and with it a model and 48 threads of its groups.
 RUNS_OF_A_PROCESS = 50
 
-# The start models: the usual one, and one with heads of 32 channels, the smallest that vLLM takes.
-# That one learns faster, and too sure a model does not become careless in the 400 steps for it.
-STARTS = {"start": (), "start_for_vllm": ("model.megatron.kv_channels=32", "training.steps=600")}
+# After frontier_start.yaml: what the start model learns last.
+CARELESS = (
+    f"data.examples={RUNS}/data/careless.jsonl",
+    f"data.eval_examples={RUNS}/data/careless.jsonl",
+    f"model.checkpoint_path={RUNS}/adds",
+    "model.preset=null",
+    "optimizer.learning_rate=1e-3",
+    "training.steps=400",
+    "checkpoint.interval=400",
+    f"logging.dir={RUNS}/start",
+)
 
 GSPO = ["objective.name=gspo", "objective.clip_low=0.01", "objective.clip_high=0.01"]
 GSPO_TOKEN = ["objective.name=gspo_token", *GSPO[1:]]
@@ -142,7 +150,6 @@ class Axis:
 
 
 STALENESS = "staleness"  # in updates of steps: how old the weights are that a step's responses have
-FOR_VLLM = f"model.checkpoint_path={RUNS}/start_for_vllm"
 AXES = {
     # The engine is the trained model itself, in fp32: r3 replays what r2 does, and is left out.
     "learning rate": Axis("optimizer.learning_rate", RATES, (*EXACT, *CONTROLS)),
@@ -161,14 +168,7 @@ AXES = {
         STALENESS, (1, 2, 4, 8, 16), ("gspo", "grpo"), ["optimizer.learning_rate=4e-4", ROLLOUT]
     ),
     "old log-probs, vLLM in bf16": Axis(
-        "optimizer.learning_rate", (5.7e-4,), OLD, [FOR_VLLM], "bfloat16", bisects=False
-    ),
-    "old log-probs, exact engine": Axis(
-        "optimizer.learning_rate",
-        (5.7e-4,),
-        ("gspo: recompute", "grpo: recompute", "gspo 3e-4: recompute"),
-        [FOR_VLLM],
-        bisects=False,
+        "optimizer.learning_rate", (5.7e-4,), OLD, dtype="bfloat16", bisects=False
     ),
 }
 
@@ -350,21 +350,13 @@ def versions() -> Record:
     return {"commit": (found["git"] or {}).get("commit"), "versions": packages}
 
 
-def make_starts(names: Iterable[str]) -> None:
-    """Data and start models, below runs/frontier, where they are not made yet. A start model learns
-    to add, and then to be careless."""
+def make_start() -> None:
+    """Data and start model, below runs/frontier, where they are not made yet."""
     make_data(RUNS / "data")
     sft = [sys.executable, "-m", "gspo_megatron", "sft", str(HERE / "frontier_start.yaml")]
-    for name in names:
-        adds = RUNS / name.replace("start", "adds")
-        careless = (
-            *(f"data.{part}={RUNS}/data/careless.jsonl" for part in ("examples", "eval_examples")),
-            *(f"model.checkpoint_path={adds}", "model.preset=null", "optimizer.learning_rate=1e-3"),
-            *("training.steps=400", "checkpoint.interval=400", f"logging.dir={RUNS}/{name}"),
-        )
-        # a stage that is finished ends at once
-        for words in ((*STARTS[name], f"logging.dir={adds}"), careless):
-            subprocess.run([*sft, *words], check=True, stdout=sys.stderr)
+    # a stage that is finished ends at once
+    subprocess.run(sft, check=True, stdout=sys.stderr)
+    subprocess.run([*sft, *CARELESS], check=True, stdout=sys.stderr)
 
 
 def holds(ends: str, laboratory: Laboratory, axis: str, arm: str) -> Callable[[float], bool]:
@@ -431,8 +423,7 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, default=RUNS / "scratch", help="of the runs' files")
     arguments = parser.parse_args()
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    needed = {"start_for_vllm" if FOR_VLLM in AXES[a].fixed else "start" for a in arguments.axes}
-    make_starts(["start"] if arguments.quick else sorted(needed))
+    make_start()
     with closing(Laboratory(arguments.results, arguments.scratch)) as laboratory:
         if arguments.quick:
             return 0 if quick(laboratory) else 1

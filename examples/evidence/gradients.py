@@ -313,9 +313,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=records.RESULTS / "gradients.jsonl")
     parser.add_argument("--label", help="any word, to know the process by")
     arguments = parser.parse_args()
-    named = (arguments.length, arguments.seed, arguments.mismatch, arguments.learning_rate)
-    # vLLM's kernels begin at heads of 32 channels
-    setting = Setting(*named, head_channels=32 if arguments.mismatch == "bf16_vllm" else 16)
+    setting = Setting(arguments.length, arguments.seed, arguments.mismatch, arguments.learning_rate)
     torch.set_num_threads(1)
     try:
         measure(setting, SIZES[setting.length], arguments.updates, arguments.output)

@@ -51,7 +51,6 @@ class Setting:
     learning_rate: float = 1e-3
     experts: int = 32
     layers: int = 2
-    head_channels: int = 16
 
 
 @dataclass
@@ -309,7 +308,7 @@ def configuration(setting: Setting) -> Config:
                 "max_sequence_length": PROMPT_TOKENS + setting.length,
                 "megatron": {
                     "num_layers": setting.layers,
-                    "kv_channels": setting.head_channels,
+                    "kv_channels": 16,
                     "num_moe_experts": setting.experts,
                     "moe_router_topk": 4,
                     "moe_ffn_hidden_size": 32,

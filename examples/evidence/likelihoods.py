@@ -60,7 +60,7 @@ def by_vllm(laboratory: Laboratory, process: VllmProcess) -> tuple[torch.Tensor,
 
 def measure(python: str, dtype: str, seed: int, path: Path) -> None:
     """Add the line, if the file lacks it."""
-    setting = Setting(max(LENGTHS), seed, head_channels=32)
+    setting = Setting(max(LENGTHS), seed)
     for line in records.read(path):
         if Setting(**line["setting"]) == setting and line["dtype"] == dtype:
             return

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gspo_megatron.checkpoint.hf.export import export_hf
@@ -53,6 +54,7 @@ class VllmProcess:
         self.versions += 1
         weights = self.folder / f"version_{self.versions}"
         export_hf(policy, weights, dtype=torch.float32, durable=False)
+        widen_heads(weights)
         if self.process is None:
             self._start(weights)
         else:
@@ -141,6 +143,30 @@ class VllmEngine:
             ),
             routes=with_void_rows(found["routes"], found["lengths"] + prompt_lengths),
         )
+
+
+def widen_heads(folder: Path) -> None:
+    """Heads of 32 channels, where vLLM's kernels begin, that compute what those of 16 do.
+
+    A zero follows each channel. So each rotary angle stays with its pair: of 32 channels every
+    second has an angle of 16. RMSNorm over twice as many channels makes queries and keys larger by
+    sqrt(2) each, and the scores have a scale smaller by sqrt(2): the weights of q_norm make up.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    assert config["head_dim"] == 16
+    config["head_dim"] = 32
+    (folder / "config.json").write_text(json.dumps(config))
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            tensors[name] = torch.stack([tensor, tensor * 0], dim=1).flatten(0, 1)
+        elif name.endswith("o_proj.weight"):
+            tensors[name] = torch.stack([tensor, tensor * 0], dim=2).flatten(1, 2)
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            scale = 0.5**0.5 if "q_norm" in name else 1.0
+            tensors[name] = scale * tensor.repeat_interleave(2)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def seed_of(seed: int, sample: int) -> int:
