@@ -1,7 +1,7 @@
-"""The figures and tables of docs/evidence.md from the kept JSON lines.
+"""The figures and tables of docs/evidence.md and evidence_tables.md from the kept JSON lines.
 
     python examples/evidence/draw.py           # draws docs/evidence/*.png, fills in the tables
-    python examples/evidence/draw.py --check   # exit code 1 if the page has other tables
+    python examples/evidence/draw.py --check   # exit code 1 if the pages have other tables
 
 A table stands in the page between <!-- table NAME --> and <!-- end -->. A figure of several seeds
 has their mean as its value, and the lowest and highest bound of their intervals.
@@ -19,6 +19,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import records
+from frontier_figure import old_runs_table, replay_cost_table
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import norm
@@ -28,6 +29,7 @@ from gspo_megatron.observe.plots import MUTED, PALETTE, STYLE
 Record = Mapping[str, Any]
 PAGE = records.HERE.parents[1] / "docs" / "evidence.md"
 PICTURES = PAGE.with_suffix("")
+PAGES = (PAGE, PAGE.with_name("evidence_tables.md"))  # with tables
 
 UNCLIPPED = ("gspo unclipped", "grpo unclipped", "product unclipped")
 CLIPPED = ("gspo ±0.1/√L", "grpo", "gspo", "gmpo")
@@ -415,7 +417,10 @@ def all_tables() -> dict[str, list[str]]:
         records.read(records.RESULTS / f"{name}.jsonl")
         for name in ("gradients", "likelihoods", "volatility")
     )
+    runs = records.read(records.RESULTS / "frontier.jsonl")
     return {
+        "old policy runs": old_runs_table(runs),
+        "replay cost": replay_cost_table(runs),
         "ratios": ratio_table(gradients),
         "projection, unclipped": arms_table(gradients, "projection", UNCLIPPED),
         "signal, unclipped": arms_table(gradients, "signal_ratio", UNCLIPPED[1:]),
@@ -461,12 +466,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare the tables")
     arguments = parser.parse_args()
-    page = PAGE.read_text(encoding="utf-8")
-    wanted = filled(page, all_tables())
+    tables = all_tables()
+    pages = {path: path.read_text(encoding="utf-8") for path in PAGES}
+    wanted = {path: filled(page, tables) for path, page in pages.items()}
     if arguments.check:
-        return int(wanted != page)
+        return int(wanted != pages)
     draw_all(PICTURES)
-    PAGE.write_text(wanted, encoding="utf-8")
+    for path, page in wanted.items():
+        path.write_text(page, encoding="utf-8")
     return 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,9 @@ CONTRASTS = (
     ("gspo", "grpo"),
     *((f"{arm}+{replay}", arm) for arm in ("gspo", "grpo") for replay in ("r2", "r3")),
 )
+ARMS = ("gspo", "grpo")
+SAFE_RATE = 5.7e-4  # the largest with which all seeds of these converge
+OLD_AXIS = "old log-probs, vLLM in bf16"
 PASSES = {
     "converged": lambda line: line["outcome"] == "converged",
     "not collapsed": lambda line: line["outcome"] != "collapsed",
@@ -57,7 +60,7 @@ class Cell:
     @property
     def ends(self) -> list[float]:
         """The reward at the end of each run."""
-        return [mean(line["rewards"][-LAST:]) for line in self.lines]
+        return [end_of(line) for line in self.lines]
 
 
 def cells(records: Iterable[Record], axis: str, arm: str) -> list[Cell]:
@@ -124,7 +127,7 @@ def draw_sizes(axes: Axes, records: Sequence[Record], axis: str) -> None:
     for arm, color in zip(names(lines, "arm"), PALETTE):
         of_arm = [line for line in lines if line["arm"] == arm]
         sizes = [line["update_change"] for line in of_arm]
-        ends = [mean(line["rewards"][-LAST:]) for line in of_arm]
+        ends = [end_of(line) for line in of_arm]
         hollow = {} if "grpo" in arm else {"facecolors": "none"}
         axes.scatter(sizes, ends, s=16, linewidths=1, color=color, label=arm, **hollow)
     axes.set_xscale("log")
@@ -194,6 +197,77 @@ def contrast_table(records: Sequence[Record]) -> list[str]:
                 gap = mean(other.ends) - mean(cell.ends)
                 text = f"{gap:+.2f} ({low:+.2f} to {high:+.2f})"
                 rows.append(f"| {axis} | {cell.value:g} | {left} over {right} | {text} |")
+    return rows
+
+
+def paired(
+    left: Iterable[Record], right: Iterable[Record], figure: Callable[[Record], float]
+) -> tuple[int, float, float, float]:
+    """How much larger a figure is in runs than in those with the same value and seed: the number of
+    pairs, the mean of their differences, and Student's 95% interval."""
+    others = {(line["value"], line["seed"]): figure(line) for line in right}
+    both = [(figure(line), others.get((line["value"], line["seed"]))) for line in left]
+    gaps = [mine - other for mine, other in both if other is not None]
+    low, high = stats.ttest_1samp(gaps, 0.0).confidence_interval()
+    return len(gaps), mean(gaps), float(low), float(high)
+
+
+def end_of(line: Record) -> float:
+    """The reward at the end of a run."""
+    return mean(line["rewards"][-LAST:])
+
+
+def gap_text(found: tuple[int, float, float, float]) -> str:
+    _, gap, low, high = found
+    return f"{gap:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def replay_cost_table(records: Sequence[Record]) -> list[str]:
+    """Markdown: what replay changes where all seeds converge without it."""
+    rows = [
+        "| engine | with over without | rates | pairs | reward at the end | held-out accuracy |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    engines = {"exact": "learning rate", "noisy routers": "learning rate, noisy routers"}
+    for engine, axis in engines.items():
+        lines = [r for r in records if r["axis"] == axis and r["value"] <= SAFE_RATE]
+        for arm, replay in ((a, r) for a in ("gspo", "grpo") for r in ("r2", "r3")):
+            left = [line for line in lines if line["arm"] == f"{arm}+{replay}"]
+            right = [line for line in lines if line["arm"] == arm]
+            shared = {r["value"] for r in left} & {r["value"] for r in right}
+            if not shared:
+                continue
+            ends = paired(left, right, end_of)
+            accuracy = paired(left, right, lambda line: line["held_out_accuracy"])
+            rates = ", ".join(f"{value:g}" for value in sorted(shared))
+            columns = [engine, f"{arm}+{replay}, {arm}", rates, str(ends[0])]
+            rows.append(f"| {' | '.join([*columns, gap_text(ends), gap_text(accuracy)])} |")
+    return rows
+
+
+def old_runs_table(records: Sequence[Record]) -> list[str]:
+    """Markdown: runs on the likelihoods of a vLLM in bf16, by what the ratio is taken to; and those
+    of the exact engine at the same learning rate."""
+    rows = [
+        "| old log-probs | converged | end | held-out accuracy | clipped | end, over `recompute` |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    served = [line for line in records if line["axis"] == OLD_AXIS]
+    by_arm = {arm: [r for r in served if r["arm"] == arm] for arm in names(served, "arm")}
+    values = {line["value"] for line in served}
+    exact = [r for r in records if r["axis"] == "learning rate" and r["value"] in values]
+    by_arm |= {f"{arm}, exact engine": [r for r in exact if r["arm"] == arm] for arm in ARMS}
+    for arm in sorted(by_arm):
+        lines = by_arm[arm]
+        base = by_arm[arm.replace(", exact engine", "").partition(":")[0] + ": recompute"]
+        columns = [
+            *(arm, f"{sum(r['outcome'] == 'converged' for r in lines)}/{len(lines)}"),
+            f"{mean([end_of(line) for line in lines]):.2f}",
+            f"{100 * mean([line['held_out_accuracy'] for line in lines]):.0f}%",
+            f"{100 * mean([line['clipped_tokens'] for line in lines]):.2g}%",
+            "" if lines is base else gap_text(paired(lines, base, end_of)),
+        ]
+        rows.append(f"| {' | '.join(columns)} |")
     return rows
 
 
