@@ -1,4 +1,5 @@
-"""The figures and tables of docs/evidence.md and evidence_tables.md from the kept JSON lines.
+"""The figures and tables of docs/evidence.md, evidence_tables.md and stability_frontier.md from the
+kept JSON lines.
 
     python examples/evidence/draw.py           # draws docs/evidence/*.png, fills in the tables
     python examples/evidence/draw.py --check   # exit code 1 if the pages have other tables
@@ -16,20 +17,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import frontier_figure
 import matplotlib
 import numpy as np
 import records
-from frontier_figure import old_runs_table, replay_cost_table
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.stats import norm
+from scipy.stats import norm, t
 
 from gspo_megatron.observe.plots import MUTED, PALETTE, STYLE
 
 Record = Mapping[str, Any]
 PAGE = records.HERE.parents[1] / "docs" / "evidence.md"
 PICTURES = PAGE.with_suffix("")
-PAGES = (PAGE, PAGE.with_name("evidence_tables.md"))  # with tables
+# With tables:
+PAGES = (
+    PAGE,
+    *(PAGE.with_name(f"{name}.md") for name in ("evidence_tables", "stability_frontier")),
+)
 
 UNCLIPPED = ("gspo unclipped", "grpo unclipped", "product unclipped")
 CLIPPED = ("gspo ±0.1/√L", "grpo", "gspo", "gmpo")
@@ -79,6 +84,14 @@ def places(lines: Sequence[Record], mismatch: str) -> list[tuple[int, int]]:
         if line["setting"]["mismatch"] == mismatch
     }
     return sorted(found)
+
+
+def replicated(lines: Sequence[Record]) -> list[Record]:
+    """Those of lengths that were measured with several seeds."""
+    seeds: dict[int, set[int]] = {}
+    for line in lines:
+        seeds.setdefault(line["setting"]["length"], set()).add(line["setting"]["seed"])
+    return [line for line in lines if len(seeds[line["setting"]["length"]]) > 1]
 
 
 def of_arm(lines: Sequence[Record], arm: str, figure: str) -> list[float]:
@@ -131,6 +144,39 @@ def arms_table(lines: Sequence[Record], figure: str, arms: Sequence[str]) -> lis
                 row.append("")
         rows.append(row)
     return table(["tokens", "updates", *arms], rows)
+
+
+def by_seed(lines: Sequence[Record], length: int, arm: str, base: str) -> list[float]:
+    """Of each seed the logarithm of one arm's signal over another's, as the mean over engines and
+    over 1, 4 and 16 updates."""
+    gaps: dict[int, list[float]] = {}
+    for line in lines:
+        arms = line["arms"]
+        known = {arm, base} <= arms.keys() and line["updates"] in (1, 4, 16)
+        if known and line["setting"]["length"] == length:
+            gap = math.log(arms[arm]["signal_ratio"][0] / arms[base]["signal_ratio"][0])
+            gaps.setdefault(line["setting"]["seed"], []).append(gap)
+    return [float(np.mean(each)) for each in gaps.values()]
+
+
+def summary_table(lines: Sequence[Record]) -> list[str]:
+    """Signal-to-noise ratios of one arm over another's, with Student's interval over seeds."""
+    pairs = [("grpo", "gspo"), ("grpo + r2", "grpo"), ("gspo + r2", "gspo")]
+    pairs += [("grpo + r3", "grpo"), ("gspo + r3", "gspo")]
+    rows = []
+    for length in sorted({line["setting"]["length"] for line in replicated(lines)}):
+        found = [
+            by_seed(lines, length, *(name.replace("po", "po unclipped") for name in pair))
+            for pair in pairs
+        ]
+        rows.append([str(length), str(len(found[0])), *(text(exponentials(f)) for f in found)])
+    return table(["tokens", "seeds", *(f"{arm} over {base}" for arm, base in pairs)], rows)
+
+
+def exponentials(values: Sequence[float]) -> list[float]:
+    """exp of [mean, low, high], with Student's interval."""
+    half = t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
+    return [float(np.exp(np.mean(values) + shift)) for shift in (0.0, -half, half)]
 
 
 def replay_table(lines: Sequence[Record]) -> list[str]:
@@ -217,6 +263,7 @@ def draw_ratios(lines: Sequence[Record]) -> Figure:
 
 def draw_gradients(lines: Sequence[Record]) -> Figure:
     """Step along the policy gradient, and signal against that of gspo unclipped, by updates."""
+    lines = replicated(lines)
     lengths = sorted({length for length, _ in places(lines, "none")})
     figure, axes = panels(len(lengths), rows=2)
     axes = np.array(axes).reshape(2, len(lengths))
@@ -241,37 +288,32 @@ def draw_gradients(lines: Sequence[Record]) -> Figure:
             each.minorticks_off()
     axes[0, 0].set_ylabel("step along the policy gradient\n(1: unbiased)")
     axes[1, 0].set_ylabel("signal-to-noise\nover gspo unclipped's")
-    axes[1, -1].legend(fontsize=6)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=7)
     return figure
 
 
 def draw_replay(lines: Sequence[Record]) -> Figure:
-    """Signal with and without replay, by engine mismatch."""
-    shown = [m for m in records.MISMATCHES if places(lines, m)]
-    figure, axes = panels(len(shown))
-    for each, mismatch in zip(np.atleast_1d(axes), shown, strict=True):
-        cells = [place for place in places(lines, mismatch) if place[1] in (1, 4, 16)]
-        for shift, suffix in zip((-0.2, 0, 0.2), ("", " + r2", " + r3"), strict=True):
-            for marker, base in zip("os", ("grpo unclipped", "gspo unclipped"), strict=True):
-                at, values = [], []
-                for place, (length, updates) in enumerate(cells):
-                    here = select(lines, mismatch, length, updates)
-                    if base + suffix in here[0]["arms"]:
-                        at.append(place + shift)
-                        values.append(of_arm(here, base + suffix, "projection"))
-                if values:
-                    value = np.array(values)
-                    errors = np.abs(value[:, 1:] - value[:, :1]).T
-                    each.errorbar(
-                        at, value[:, 0], errors, fmt=marker, ms=4, lw=0.8,
-                        color=PALETTE[("", " + r2", " + r3").index(suffix)],
-                        mfc="white" if marker == "s" else None, label=base.split()[0] + suffix,
-                    )  # fmt: skip
+    """Signal with replay over that without, by the share of experts that have changed: a point for
+    each seed, engine, length and number of updates."""
+    figure, axes = panels(2)
+    for each, name in zip(axes, ("grpo", "gspo"), strict=True):
+        base = f"{name} unclipped"
+        for colour, suffix in zip(PALETTE, (" + r2", " + r3"), strict=False):
+            here = [line for line in replicated(lines) if base + suffix in line["arms"]]
+            x = [100 * float(np.mean(line["changed_experts"])) for line in here]
+            signals = [
+                [line["arms"][a]["signal"][0] for a in (base + suffix, base)] for line in here
+            ]
+            ratios = [with_replay / without for with_replay, without in signals]
+            each.scatter(x, ratios, s=12, color=colour, alpha=0.7, label=name + suffix)
         each.axhline(1, color=MUTED, lw=0.8)
-        each.set_xticks(range(len(cells)), [f"{length}\nk={k}" for length, k in cells], fontsize=6)
-        each.set(title=f"engine: {mismatch}", xlabel="tokens, updates", ylim=(-0.5, 2.5))
-    np.atleast_1d(axes)[0].set_ylabel("step along the policy gradient")
-    np.atleast_1d(axes)[-1].legend(fontsize=6)
+        each.set(title=name, xlabel="experts changed since sampling, %", yscale="log")
+        each.set_ylim(0.4, 2.5)
+        each.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
+        each.minorticks_off()
+        each.legend()
+    axes[0].set_ylabel("signal-to-noise\nwith replay over without")
     return figure
 
 
@@ -419,8 +461,10 @@ def all_tables() -> dict[str, list[str]]:
     )
     runs = records.read(records.RESULTS / "frontier.jsonl")
     return {
-        "old policy runs": old_runs_table(runs),
-        "replay cost": replay_cost_table(runs),
+        "old policy runs": frontier_figure.old_runs_table(runs),
+        "replay cost": frontier_figure.replay_cost_table(runs),
+        **{name: make(runs) for name, make in frontier_figure.TABLES.items()},
+        "summary": summary_table(gradients),
         "ratios": ratio_table(gradients),
         "projection, unclipped": arms_table(gradients, "projection", UNCLIPPED),
         "signal, unclipped": arms_table(gradients, "signal_ratio", UNCLIPPED[1:]),
@@ -447,9 +491,10 @@ def draw_all(folder: Path) -> None:
     """Write every figure."""
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
-        for name, (results, draw) in FIGURES.items():
+        for name, (results, make) in FIGURES.items():
             lines = records.read(records.RESULTS / f"{results}.jsonl")
-            draw(lines).savefig(folder / f"{name}.png", dpi=95)
+            make(lines).savefig(folder / f"{name}.png", dpi=95)
+    frontier_figure.draw(records.read(records.RESULTS / "frontier.jsonl"), folder / "frontier.png")
 
 
 def filled(page: str, tables: Mapping[str, Sequence[str]]) -> str:
