@@ -30,10 +30,9 @@ from gspo_megatron.observe.plots import MUTED, PALETTE, STYLE
 Record = Mapping[str, Any]
 PAGE = records.HERE.parents[1] / "docs" / "evidence.md"
 PICTURES = PAGE.with_suffix("")
-# With tables:
-PAGES = (
-    PAGE,
-    *(PAGE.with_name(f"{name}.md") for name in ("evidence_tables", "stability_frontier")),
+# With tables
+PAGES = tuple(
+    PAGE.with_name(f"{name}.md") for name in ("evidence", "evidence_tables", "stability_frontier")
 )
 
 UNCLIPPED = ("gspo unclipped", "grpo unclipped", "product unclipped")

@@ -82,9 +82,14 @@ def names(records: Iterable[Record], key: str) -> list[str]:
     return list(dict.fromkeys(line[key] for line in records))
 
 
+def mapped(records: Iterable[Record]) -> list[str]:
+    """The axes of the map; the other one has a single value, and a table of its own."""
+    return [axis for axis in names(records, "axis") if axis != OLD_AXIS]
+
+
 def draw(records: Sequence[Record], path: Path) -> Path:
     """The picture of all axes."""
-    axes_names = names(records, "axis")
+    axes_names = mapped(records)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.5, 0.6 + 2.3 * len(axes_names)), layout="constrained")
         grid = figure.subplots(len(axes_names), 2, width_ratios=(3, 2), squeeze=False)
@@ -143,7 +148,7 @@ def edge_table(records: Sequence[Record]) -> list[str]:
         "| axis | arm | all converge | not all | step there | no collapse | one | heals |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for axis in names(records, "axis"):
+    for axis in mapped(records):
         lines = [line for line in records if line["axis"] == axis]
         for arm in names(lines, "arm"):
             row = cells(lines, axis, arm)
@@ -164,7 +169,7 @@ def cell_table(records: Sequence[Record]) -> list[str]:
         "| axis | value | arm | converged | interval | stuck | collapsed | end | step | clipped |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for axis in names(records, "axis"):
+    for axis in mapped(records):
         lines = [line for line in records if line["axis"] == axis]
         for arm in names(lines, "arm"):
             for cell in cells(lines, axis, arm):
@@ -185,7 +190,7 @@ def contrast_table(records: Sequence[Record]) -> list[str]:
     """Markdown: how much higher one arm ends than another at the same value, where both have all
     seeds; with Welch's 95% interval."""
     rows = ["| axis | value | higher by | reward at the end |", "| --- | --- | --- | --- |"]
-    for axis in names(records, "axis"):
+    for axis in mapped(records):
         for left, right in CONTRASTS:
             mine = {cell.value: cell for cell in cells(records, axis, left)}
             for cell in cells(records, axis, right):
