@@ -135,7 +135,7 @@ def draw_sizes(axes: Axes, records: Sequence[Record], axis: str) -> None:
         ends = [end_of(line) for line in of_arm]
         hollow = {} if "grpo" in arm else {"facecolors": "none"}
         axes.scatter(sizes, ends, s=16, linewidths=1, color=color, label=arm, **hollow)
-    axes.set_xscale("log")
+    axes.set_xlim(left=0)
     axes.set_ylim(0, 1)
     axes.set_xlabel("mean |change of a token's log-prob| by one update")
     axes.set_title("reward at the end", color=MUTED)

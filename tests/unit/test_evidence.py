@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,11 +276,27 @@ def test_a_response_is_compared_with_the_others_of_its_group() -> None:
 
 
 def test_the_pages_tables_are_those_of_the_kept_lines() -> None:
-    page = draw.PAGE.read_text(encoding="utf-8")
     tables = draw.all_tables()
+    pages = [path.read_text(encoding="utf-8") for path in draw.PAGES]
     for name in tables:
-        assert f"<!-- table {name} -->" in page
-    assert draw.filled(page, tables) == page, "run examples/evidence/draw.py"
+        assert sum(f"<!-- table {name} -->" in page for page in pages) == 1, name
+    for page in pages:
+        assert draw.filled(page, tables) == page, "run examples/evidence/draw.py"
+
+
+def test_the_signals_of_a_seed_are_averaged_as_logarithms() -> None:
+    def line(seed: int, updates: int, signal: float, length: int = 8) -> dict[str, Any]:
+        arms = {"a": {"signal_ratio": [signal]}, "b": {"signal_ratio": [2.0]}}
+        return {"setting": {"seed": seed, "length": length}, "updates": updates, "arms": arms}
+
+    lines = [line(1, 1, 2.0), line(1, 4, 8.0), line(2, 16, 16.0)]
+    others = [line(1, 8, 100.0), line(1, 1, 100.0, length=32)]  # not asked for
+    found = draw.by_seed(lines + others, 8, "a", "b")
+    assert np.exp(found) == pytest.approx([2.0, 8.0])  # the root of 1 times 4; and 8
+    # by hand: the mean of log 2 and log 8, and Student's 12.706 for one degree of freedom
+    half = 12.706 * math.log(4) / 2
+    wanted = [4.0, 4 / math.exp(half), 4 * math.exp(half)]
+    assert draw.exponentials(found) == pytest.approx(wanted, rel=1e-3)
 
 
 def test_the_text_quotes_numbers_of_the_tables() -> None:
@@ -342,6 +359,7 @@ def test_every_figure_is_drawn_from_the_kept_lines(tmp_path: Path) -> None:
         kept = draw.PICTURES / f"{name}.png"
         assert 5_000 < kept.stat().st_size < 150_000
         assert f"(evidence/{name}.png)" in draw.PAGE.read_text(encoding="utf-8")
+    assert (tmp_path / "frontier.png").stat().st_size > 20_000
 
 
 def test_a_table_has_the_numbers_of_its_lines() -> None:
