@@ -409,14 +409,14 @@ def volatility_table(lines: Sequence[Record]) -> list[str]:
         seeds = once.mean(1)
         rows.append(
             [
-                *(str(experts), f"{rate:g}", str(len(once))),
+                *(str(experts), f"{rate:g}", str(len(once)), f"{100 * seeds.mean():.1f}"),
                 " · ".join(f"{100 * seed:.1f}" for seed in seeds),
                 " · ".join(f"{100 * layer:.1f}" for layer in once.mean(0)),
                 *(f"{100 * changed(lines, experts, rate, k).mean():.0f}" for k in (4, 16)),
             ]
         )
-    header = ["experts", "learning rate", "seeds", "after 1 update, %, by seed", "by layer, 1 to 4"]
-    return table([*header, "after 4, %", "after 16, %"], rows)
+    header = ["experts", "learning rate", "seeds", "after 1 update, %", "by seed"]
+    return table([*header, "by layer, 1 to 4", "after 4, %", "after 16, %"], rows)
 
 
 def draw_volatility(lines: Sequence[Record]) -> Figure:
