@@ -75,7 +75,7 @@ RESULTS = HERE / "results" / "frontier.jsonl"
 RUNS = Path("runs/frontier")
 FIRST_STEPS = 5  # whose clipping and updates are measured
 # Megatron-Core keeps the last graph of a pass, and with it a model and 48 threads of its groups.
-RUNS_OF_A_PROCESS = 50
+RUNS_OF_A_PROCESS = 8
 
 # After frontier_start.yaml: what the start model learns last.
 CARELESS = (

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "evidence"))
 
 import frontier
 import long_addition
-from frontier_figure import TABLES, Cell, draw, edge, paired
+from frontier_figure import TABLES, Cell, cells, draw, edge, paired
 from frontier_rule import (
     LAST,
     all_seeds,
@@ -29,6 +29,7 @@ from frontier_rule import (
 )
 from long_addition import NUMBERS, careless_row, right_steps, row
 from megatron.core.transformer.moe import moe_utils
+from scipy import stats
 from vllm_engine import joined, widen_heads, with_void_rows
 
 from gspo_megatron.types import Sample
@@ -245,6 +246,50 @@ def test_quoted_tables_are_those_of_the_kept_lines() -> None:
     for name, table in TABLES.items():
         quoted = text.partition(f"<!-- table {name} -->")[2].partition("<!-- end -->")[0]
         assert quoted.strip().split("\n") == table(records), name
+
+
+def test_the_answer_quotes_the_kept_lines() -> None:
+    text = (EVIDENCE.parents[1] / "docs" / "stability_frontier.md").read_text(encoding="utf-8")
+    answer = " ".join(text.partition("**Answer.**")[2].partition("![Map")[0].split())
+    records = read(EVIDENCE / "results" / "frontier.jsonl")
+
+    def row(axis: str, arm: str) -> list[Cell]:
+        return cells(records, axis, arm)
+
+    def largest(axis: str, arm: str) -> float:
+        found = edge(row(axis, arm), "converged")[0]
+        assert found is not None
+        return found.value
+
+    def counts(axis: str, arm: str, value: float, outcome: str = "converged") -> str:
+        (found,) = (cell for cell in row(axis, arm) if cell.value == value)
+        return f"{found.count(outcome)} of {len(found.lines)}"
+
+    rate, noisy = "learning rate", "learning rate, noisy routers"
+    exact = [(rate, arm) for arm in ("gspo", "grpo", "gspo+r2", "grpo+r2")]
+    assert {largest(*pair) for pair in exact} == {5.7e-4}
+    assert {largest(noisy, arm) for arm in ("gspo", "grpo", "gspo+r3", "grpo+r3")} == {5.7e-4}
+    assert largest(rate, "gspo, no clip") == 4e-4
+    assert "5.7e-4 for GSPO and for GRPO" in answer and "GSPO converges up to 4e-4 only" in answer
+    assert edge(row("staleness", "gspo"), "converged")[0].value == 2
+    for quote in (
+        f"({counts('mini-batches', 'grpo', 64)} seeds of GRPO and "
+        f"{counts('mini-batches', 'gspo', 64)} of GSPO converge with 64)",
+        f"4 steps old, {counts('staleness', 'grpo', 4)} seeds of GRPO and "
+        f"{counts('staleness', 'gspo', 4)} of GSPO converge",
+        f"({counts(rate, 'gspo, no clip', 5.7e-4)} seeds at 5.7e-4)",
+        f"at 5.7e-4 {counts(rate, 'grpo, tight clip', 5.7e-4)} seeds converge",
+    ):
+        assert quote in answer, quote
+    lost = [counts(rate, arm, 1.6e-3, "collapsed") for arm in ("grpo", "gspo")]
+    assert lost == ["5 of 5", "1 of 5"]
+    assert "all 5 seeds of GRPO collapse and 1 of 5 of GSPO" in answer
+    p = stats.fisher_exact([[5, 0], [1, 4]]).pvalue
+    assert f"p = {p:.3f}" in answer
+    for value in (1.1e-3, 1.6e-3):
+        ends = [next(c for c in row(rate, a) if c.value == value).ends for a in ("gspo", "grpo")]
+        assert f"{np.mean(ends[0]) - np.mean(ends[1]):.2f}" == "0.17"
+    assert "higher by 0.17 at 1.1e-3 and at 1.6e-3" in answer
 
 
 def test_the_map_is_drawn_from_the_kept_lines(tmp_path: Path) -> None:
