@@ -362,6 +362,7 @@ def test_the_answers_quote_their_own_figures() -> None:
         f"{of('gspo ±0.1/√L', 32, 16)}:",
         f"all {len(old)} runs",
         f"log-probs GSPO ends {shifts[0][0]:+.3f} and GRPO {shifts[1][0]:+.3f} from",
+        f"GRPO's allows a loss of {-shifts[1][1]:.3f}.",
         f"share of {draw.percent(draw.ratio(far, 'product_sample_share'))} for 128 tokens",
         f"({cut('gspo ±0.1/√L')} against {cut('grpo')}, with 128 tokens after one update)",
         f"({change(8, 1e-3)} of 8 experts at 0.001)",
