@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All measurements of docs/evidence.md and docs/stability_frontier.md, then their figures and tables.
-#   bash examples/evidence/run.sh           # what the kept lines lack; all of it: TIME_ALL
-#   bash examples/evidence/run.sh --quick   # one point of each figure again, against its kept interval
+#   bash examples/evidence/run.sh           # what the kept lines lack; all of it: 4 hours of one core
+#   bash examples/evidence/run.sh --quick   # one point of each figure again, against its kept interval:
+#                                           # 5 minutes of one core, a start model included
 # Every result is a line in results/. What has its line is not measured again, so the script goes on
 # after an interruption; to measure all anew, move results/*.jsonl away. WITHOUT_VLLM=1 leaves out what
 # needs vLLM (its environment, 2.4 GB, is made the first time).
