@@ -1,7 +1,8 @@
-"""The figures and tables of docs/evidence.md from the kept JSON lines.
+"""The figures and tables of docs/evidence.md, evidence_tables.md and stability_frontier.md from the
+kept JSON lines.
 
     python examples/evidence/draw.py           # draws docs/evidence/*.png, fills in the tables
-    python examples/evidence/draw.py --check   # exit code 1 if the page has other tables
+    python examples/evidence/draw.py --check   # exit code 1 if the pages have other tables
 
 A table stands in the page between <!-- table NAME --> and <!-- end -->. A figure of several seeds
 has their mean as its value, and the lowest and highest bound of their intervals.
@@ -16,18 +17,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import frontier_figure
 import matplotlib
 import numpy as np
 import records
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.stats import norm
+from scipy.stats import norm, t
 
 from gspo_megatron.observe.plots import MUTED, PALETTE, STYLE
 
 Record = Mapping[str, Any]
 PAGE = records.HERE.parents[1] / "docs" / "evidence.md"
 PICTURES = PAGE.with_suffix("")
+# With tables
+PAGES = tuple(
+    PAGE.with_name(f"{name}.md") for name in ("evidence", "evidence_tables", "stability_frontier")
+)
 
 UNCLIPPED = ("gspo unclipped", "grpo unclipped", "product unclipped")
 CLIPPED = ("gspo ±0.1/√L", "grpo", "gspo", "gmpo")
@@ -77,6 +83,14 @@ def places(lines: Sequence[Record], mismatch: str) -> list[tuple[int, int]]:
         if line["setting"]["mismatch"] == mismatch
     }
     return sorted(found)
+
+
+def replicated(lines: Sequence[Record]) -> list[Record]:
+    """Those of lengths that were measured with several seeds."""
+    seeds: dict[int, set[int]] = {}
+    for line in lines:
+        seeds.setdefault(line["setting"]["length"], set()).add(line["setting"]["seed"])
+    return [line for line in lines if len(seeds[line["setting"]["length"]]) > 1]
 
 
 def of_arm(lines: Sequence[Record], arm: str, figure: str) -> list[float]:
@@ -131,10 +145,43 @@ def arms_table(lines: Sequence[Record], figure: str, arms: Sequence[str]) -> lis
     return table(["tokens", "updates", *arms], rows)
 
 
+def by_seed(lines: Sequence[Record], length: int, arm: str, base: str) -> list[float]:
+    """Of each seed the logarithm of one arm's signal over another's, as the mean over engines and
+    over 1, 4 and 16 updates."""
+    gaps: dict[int, list[float]] = {}
+    for line in lines:
+        arms = line["arms"]
+        known = {arm, base} <= arms.keys() and line["updates"] in (1, 4, 16)
+        if known and line["setting"]["length"] == length:
+            gap = math.log(arms[arm]["signal_ratio"][0] / arms[base]["signal_ratio"][0])
+            gaps.setdefault(line["setting"]["seed"], []).append(gap)
+    return [float(np.mean(each)) for each in gaps.values()]
+
+
+def summary_table(lines: Sequence[Record]) -> list[str]:
+    """Signal-to-noise ratios of one arm over another's, with Student's interval over seeds."""
+    pairs = [("grpo", "gspo"), ("grpo + r2", "grpo"), ("gspo + r2", "gspo")]
+    pairs += [("grpo + r3", "grpo"), ("gspo + r3", "gspo")]
+    rows = []
+    for length in sorted({line["setting"]["length"] for line in replicated(lines)}):
+        found = [
+            by_seed(lines, length, *(name.replace("po", "po unclipped") for name in pair))
+            for pair in pairs
+        ]
+        rows.append([str(length), str(len(found[0])), *(text(exponentials(f)) for f in found)])
+    return table(["tokens", "seeds", *(f"{arm} over {base}" for arm, base in pairs)], rows)
+
+
+def exponentials(values: Sequence[float]) -> list[float]:
+    """exp of [mean, low, high], with Student's interval."""
+    half = t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
+    return [float(np.exp(np.mean(values) + shift)) for shift in (0.0, -half, half)]
+
+
 def replay_table(lines: Sequence[Record]) -> list[str]:
     """The token ratios' own step and noise, with and without replay."""
     rows = []
-    for mismatch in ("none", "bf16", "router_noise"):
+    for mismatch in records.MISMATCHES:
         for length, updates in places(lines, mismatch):
             if updates not in (1, 4, 16):
                 continue
@@ -162,7 +209,7 @@ def old_policy_table(lines: Sequence[Record]) -> list[str]:
         "grpo": ("grpo", "grpo, rollout", "grpo, token_tis", "grpo, icepop"),
     }
     rows = []
-    for mismatch in ("bf16", "router_noise"):
+    for mismatch in records.MISMATCHES[1:]:
         for length, updates in places(lines, mismatch):
             here = select(lines, mismatch, length, updates)
             if updates not in (1, 4):
@@ -215,6 +262,7 @@ def draw_ratios(lines: Sequence[Record]) -> Figure:
 
 def draw_gradients(lines: Sequence[Record]) -> Figure:
     """Step along the policy gradient, and signal against that of gspo unclipped, by updates."""
+    lines = replicated(lines)
     lengths = sorted({length for length, _ in places(lines, "none")})
     figure, axes = panels(len(lengths), rows=2)
     axes = np.array(axes).reshape(2, len(lengths))
@@ -239,37 +287,32 @@ def draw_gradients(lines: Sequence[Record]) -> Figure:
             each.minorticks_off()
     axes[0, 0].set_ylabel("step along the policy gradient\n(1: unbiased)")
     axes[1, 0].set_ylabel("signal-to-noise\nover gspo unclipped's")
-    axes[1, -1].legend(fontsize=6)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=7)
     return figure
 
 
 def draw_replay(lines: Sequence[Record]) -> Figure:
-    """Signal with and without replay, by engine mismatch."""
-    shown = [m for m in ("none", "bf16", "router_noise") if places(lines, m)]
-    figure, axes = panels(len(shown))
-    for each, mismatch in zip(np.atleast_1d(axes), shown, strict=True):
-        cells = [place for place in places(lines, mismatch) if place[1] in (1, 4, 16)]
-        for shift, suffix in zip((-0.2, 0, 0.2), ("", " + r2", " + r3"), strict=True):
-            for marker, base in zip("os", ("grpo unclipped", "gspo unclipped"), strict=True):
-                at, values = [], []
-                for place, (length, updates) in enumerate(cells):
-                    here = select(lines, mismatch, length, updates)
-                    if base + suffix in here[0]["arms"]:
-                        at.append(place + shift)
-                        values.append(of_arm(here, base + suffix, "projection"))
-                if values:
-                    value = np.array(values)
-                    errors = np.abs(value[:, 1:] - value[:, :1]).T
-                    each.errorbar(
-                        at, value[:, 0], errors, fmt=marker, ms=4, lw=0.8,
-                        color=PALETTE[("", " + r2", " + r3").index(suffix)],
-                        mfc="white" if marker == "s" else None, label=base.split()[0] + suffix,
-                    )  # fmt: skip
+    """Signal with replay over that without, by the share of experts that have changed: a point for
+    each seed, engine, length and number of updates."""
+    figure, axes = panels(2)
+    for each, name in zip(axes, ("grpo", "gspo"), strict=True):
+        base = f"{name} unclipped"
+        for colour, suffix in zip(PALETTE, (" + r2", " + r3"), strict=False):
+            here = [line for line in replicated(lines) if base + suffix in line["arms"]]
+            x = [100 * float(np.mean(line["changed_experts"])) for line in here]
+            signals = [
+                [line["arms"][a]["signal"][0] for a in (base + suffix, base)] for line in here
+            ]
+            ratios = [with_replay / without for with_replay, without in signals]
+            each.scatter(x, ratios, s=12, color=colour, alpha=0.7, label=name + suffix)
         each.axhline(1, color=MUTED, lw=0.8)
-        each.set_xticks(range(len(cells)), [f"{length}\nk={k}" for length, k in cells], fontsize=6)
-        each.set(title=f"engine: {mismatch}", xlabel="tokens, updates", ylim=(-0.5, 2.5))
-    np.atleast_1d(axes)[0].set_ylabel("step along the policy gradient")
-    np.atleast_1d(axes)[-1].legend(fontsize=6)
+        each.set(title=name, xlabel="experts changed since sampling, %", yscale="log")
+        each.set_ylim(0.4, 2.5)
+        each.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
+        each.minorticks_off()
+        each.legend()
+    axes[0].set_ylabel("signal-to-noise\nwith replay over without")
     return figure
 
 
@@ -366,14 +409,14 @@ def volatility_table(lines: Sequence[Record]) -> list[str]:
         seeds = once.mean(1)
         rows.append(
             [
-                *(str(experts), f"{rate:g}", str(len(once))),
+                *(str(experts), f"{rate:g}", str(len(once)), f"{100 * seeds.mean():.1f}"),
                 " · ".join(f"{100 * seed:.1f}" for seed in seeds),
                 " · ".join(f"{100 * layer:.1f}" for layer in once.mean(0)),
                 *(f"{100 * changed(lines, experts, rate, k).mean():.0f}" for k in (4, 16)),
             ]
         )
-    header = ["experts", "learning rate", "seeds", "after 1 update, %, by seed", "by layer, 1 to 4"]
-    return table([*header, "after 4, %", "after 16, %"], rows)
+    header = ["experts", "learning rate", "seeds", "after 1 update, %", "by seed"]
+    return table([*header, "by layer, 1 to 4", "after 4, %", "after 16, %"], rows)
 
 
 def draw_volatility(lines: Sequence[Record]) -> Figure:
@@ -415,7 +458,12 @@ def all_tables() -> dict[str, list[str]]:
         records.read(records.RESULTS / f"{name}.jsonl")
         for name in ("gradients", "likelihoods", "volatility")
     )
+    runs = records.read(records.RESULTS / "frontier.jsonl")
     return {
+        "old policy runs": frontier_figure.old_runs_table(runs),
+        "replay cost": frontier_figure.replay_cost_table(runs),
+        **{name: make(runs) for name, make in frontier_figure.TABLES.items()},
+        "summary": summary_table(gradients),
         "ratios": ratio_table(gradients),
         "projection, unclipped": arms_table(gradients, "projection", UNCLIPPED),
         "signal, unclipped": arms_table(gradients, "signal_ratio", UNCLIPPED[1:]),
@@ -442,9 +490,10 @@ def draw_all(folder: Path) -> None:
     """Write every figure."""
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
-        for name, (results, draw) in FIGURES.items():
+        for name, (results, make) in FIGURES.items():
             lines = records.read(records.RESULTS / f"{results}.jsonl")
-            draw(lines).savefig(folder / f"{name}.png", dpi=95)
+            make(lines).savefig(folder / f"{name}.png", dpi=95)
+    frontier_figure.draw(records.read(records.RESULTS / "frontier.jsonl"), folder / "frontier.png")
 
 
 def filled(page: str, tables: Mapping[str, Sequence[str]]) -> str:
@@ -461,12 +510,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare the tables")
     arguments = parser.parse_args()
-    page = PAGE.read_text(encoding="utf-8")
-    wanted = filled(page, all_tables())
+    tables = all_tables()
+    pages = {path: path.read_text(encoding="utf-8") for path in PAGES}
+    wanted = {path: filled(page, tables) for path, page in pages.items()}
     if arguments.check:
-        return int(wanted != page)
+        return int(wanted != pages)
     draw_all(PICTURES)
-    PAGE.write_text(wanted, encoding="utf-8")
+    for path, page in wanted.items():
+        path.write_text(page, encoding="utf-8")
     return 0
 
 

@@ -27,10 +27,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -52,6 +54,7 @@ from frontier_rule import (
     read,
 )
 from long_addition import make_data
+from vllm_engine import VllmEngine, VllmProcess, vllm_python
 
 from gspo_megatron.batching.micro_batches import MicroBatch, response_logprobs
 from gspo_megatron.checkpoint.start import open_session
@@ -64,12 +67,15 @@ from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.rewards.registry import get_reward
 from gspo_megatron.rl.loop import ReinforcementLoop
 from gspo_megatron.rl.policy_update import PolicyUpdater
+from gspo_megatron.rl.rollouts import Experience
 from gspo_megatron.rl.run import assemble
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "frontier.jsonl"
 RUNS = Path("runs/frontier")
 FIRST_STEPS = 5  # whose clipping and updates are measured
+# Megatron-Core keeps the last graph of a pass, and with it a model and 48 threads of its groups.
+RUNS_OF_A_PROCESS = 8
 
 # After frontier_start.yaml: what the start model learns last.
 CARELESS = (
@@ -86,7 +92,9 @@ CARELESS = (
 GSPO = ["objective.name=gspo", "objective.clip_low=0.01", "objective.clip_high=0.01"]
 GSPO_TOKEN = ["objective.name=gspo_token", *GSPO[1:]]
 GRPO = ["objective.name=grpo", "objective.clip_low=0.2", "objective.clip_high=0.27"]
+PAPER = ["objective.name=gspo", "objective.clip_low=3e-4", "objective.clip_high=4e-4"]
 R2, R3 = "routing.replay=r2", "routing.replay=r3"
+RECOMPUTE, ROLLOUT = "objective.old_logprobs=recompute", "objective.old_logprobs=rollout"
 ARMS = {
     "gspo": GSPO,
     "grpo": GRPO,
@@ -96,35 +104,55 @@ ARMS = {
     "grpo+r3": [*GRPO, R3],
     "gspo_token": GSPO_TOKEN,
     # Controls: is it the ratio of sequences, or how much is cut off?
-    "grpo, tight clip": [
-        "objective.name=grpo",
-        "objective.clip_low=0.02",
-        "objective.clip_high=0.02",
-    ],
+    "grpo, tight clip": ["objective.name=grpo", *GSPO[1:]],
     "gspo, no clip": [
         *("objective.name=gspo", "objective.allow_wide_clip=true"),
         *("objective.clip_low=0.9", "objective.clip_high=9"),
     ],
+    # What the ratio is taken to: the trainer's log-probs, corrected or not, or the engine's
+    "gspo: recompute": [*GSPO, RECOMPUTE],
+    "gspo: rollout": [*GSPO, ROLLOUT],
+    "gspo: sequence_tis": [*GSPO, RECOMPUTE, "objective.correction=sequence_tis"],
+    "gspo: sequence_mask": [*GSPO, RECOMPUTE, "objective.correction=sequence_mask"],
+    "grpo: recompute": [*GRPO, RECOMPUTE],
+    "grpo: rollout": [*GRPO, ROLLOUT],
+    "grpo: token_tis": [*GRPO, RECOMPUTE, "objective.correction=token_tis"],
+    "grpo: icepop": [*GRPO, RECOMPUTE, "objective.correction=icepop"],
+    "grpo: sequence_mask": [*GRPO, RECOMPUTE, "objective.correction=sequence_mask"],
+    # The paper's range, which is narrower here than the noise of bf16
+    "gspo 3e-4: recompute": [*PAPER, RECOMPUTE],
+    "gspo 3e-4: rollout": [*PAPER, ROLLOUT],
 }
 
 QUICK: Record = {"axis": "learning rate", "arm": "grpo", "value": 1.6e-3, "seed": 1}
 RATES = (1e-4, 1.4e-4, 2e-4, 2.8e-4, 4e-4, 5.7e-4, 8e-4, 1.1e-3, 1.6e-3, 2.3e-3, 3.2e-3)
 EXACT, NOISY = ("gspo", "grpo", "gspo+r2", "grpo+r2", "gspo_token"), tuple(ARMS)[:6]
+CONTROLS = ("gspo, no clip", "grpo, tight clip")
+OLD = tuple(arm for arm in ARMS if ": " in arm)
 
 
 @dataclass(frozen=True)
 class Axis:
     """What is varied, and what is fixed meanwhile."""
 
-    key: str
+    key: str  # of the configuration, or STALENESS
     values: Sequence[float]
     arms: Sequence[str]
     fixed: Sequence[str] = ()
+    dtype: str | None = None  # of a vLLM that draws; None: the trained model itself does
+    bisects: bool = True  # False: every arm is run with every value
+
+    def overrides(self, arm: str, value: float) -> list[str]:
+        """Of the configuration."""
+        number = value if self.key == "optimizer.learning_rate" else int(value)
+        varied = [] if self.key == STALENESS else [f"{self.key}={number}"]
+        return [*ARMS[arm], *self.fixed, *varied]
 
 
+STALENESS = "staleness"  # in updates of steps: how old the weights are that a step's responses have
 AXES = {
     # The engine is the trained model itself, in fp32: r3 replays what r2 does, and is left out.
-    "learning rate": Axis("optimizer.learning_rate", RATES, EXACT),
+    "learning rate": Axis("optimizer.learning_rate", RATES, (*EXACT, *CONTROLS)),
     # The engine's experts differ from the trainer's.
     "learning rate, noisy routers": Axis(
         "optimizer.learning_rate", RATES, NOISY, ["routing.rollout_noise=0.3"]
@@ -135,7 +163,31 @@ AXES = {
         ("gspo", "grpo"),
         ["optimizer.learning_rate=2.8e-4"],
     ),
+    # The ratio is taken to the weights that drew.
+    "staleness": Axis(
+        STALENESS, (1, 2, 4, 8, 16), ("gspo", "grpo"), ["optimizer.learning_rate=4e-4", ROLLOUT]
+    ),
+    "old log-probs, vLLM in bf16": Axis(
+        "optimizer.learning_rate", (5.7e-4,), OLD, dtype="bfloat16", bisects=False
+    ),
 }
+
+
+class Ahead:
+    """Steps train on responses that older weights drew: those of step t come from the weights after
+    t - 1 - `staleness` steps, or from the start model. It stands before the loop's own method."""
+
+    def __init__(self, loop: ReinforcementLoop, staleness: int) -> None:
+        self._draw, self._staleness, self._drawn = loop.roll_out, staleness, 0
+        self._waiting: deque[Experience] = deque()
+        loop.roll_out = self.roll_out
+
+    def roll_out(self, step: int) -> Experience:
+        """The step's responses; afterwards all up to step + staleness are drawn."""
+        while self._drawn < min(step + self._staleness, STEPS):
+            self._drawn += 1
+            self._waiting.append(self._draw(self._drawn))
+        return self._waiting.popleft()
 
 
 @dataclass
@@ -178,6 +230,8 @@ class Laboratory:
     def __init__(self, results: Path, scratch: Path) -> None:
         self.results, self.scratch = results, scratch
         self.versions = versions()
+        self.engines: dict[str, VllmProcess] = {}  # by their precision
+        self.count = 0  # of new lines
 
     def record(self, axis: str, arm: str, value: float, seed: int) -> Record:
         """The line of a run: from the results, or of a new run that is added to them."""
@@ -188,16 +242,20 @@ class Laboratory:
         line = place | self.measure(axis, arm, value, seed)
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        self.count += 1
         told = f"{line['rewards'][0]:.2f} -> {line['rewards'][-1]:.2f}, {line['seconds']:.0f} s"
         print(f"{axis} {value:g}, {arm}, seed {seed}: {line['outcome']} ({told})", flush=True)
+        if self.count == RUNS_OF_A_PROCESS:
+            self.close()
+            os.execv(sys.executable, sys.orig_argv)  # goes on with what has no line
         return line
 
     def measure(self, axis: str, arm: str, value: float, seed: int) -> Record:
         """A run, and where it collapses one more from a checkpoint of it."""
-        number = int(value) if axis == "mini-batches" else value
-        overrides = [*ARMS[arm], *AXES[axis].fixed, f"{AXES[axis].key}={number}"]
-        begin = time.process_time()
-        run = self.train(overrides, seed)
+        overrides = AXES[axis].overrides(arm, value)
+        staleness = int(value) if AXES[axis].key == STALENESS else 0
+        begin = self.processor_seconds()
+        run = self.train(overrides, seed, staleness, AXES[axis].dtype)
         start = run["rewards"][0]
         run |= {
             "outcome": outcome(run["rewards"], start),
@@ -213,14 +271,18 @@ class Laboratory:
             if step:
                 saved.rename(again)
                 weights.append(f"model.checkpoint_path={again}")
-            second = self.train([*overrides, *weights], seed + 1000)["rewards"]
+            second = self.train([*overrides, *weights], seed + 1000, staleness, AXES[axis].dtype)[
+                "rewards"
+            ]
             ends = outcome(second, start)
             run["heals"] = {"from_step": step, "outcome": ends, "rewards": second}
-        run["seconds"] = round(time.process_time() - begin, 1)
+        run["seconds"] = round(self.processor_seconds() - begin, 1)
         return run | {"overrides": overrides, **self.versions}
 
-    def train(self, overrides: Sequence[str], seed: int) -> Record:
-        """What one run shows."""
+    def train(
+        self, overrides: Sequence[str], seed: int, staleness: int = 0, dtype: str | None = None
+    ) -> Record:
+        """What one run shows. dtype: of a vLLM that draws."""
         folder = self.scratch / "run"
         shutil.rmtree(folder, ignore_errors=True)
         own = [f"training.steps={STEPS}", f"training.seed={seed}", f"logging.dir={folder}"]
@@ -235,7 +297,11 @@ class Laboratory:
             session.begin()
             run = assemble(config, inputs, reward, objective, session.start, session.stop)
             with closing(run.logger), closing(run.collector), closing(run.checkpoints):
+                if dtype is not None:
+                    ends = inputs.tokenizer.eos_ids
+                    run.collector.engine = VllmEngine(run.policy, self.engine(dtype), ends)
                 loop = ReinforcementLoop(run)
+                Ahead(loop, staleness)
                 probe = Probe(loop.updater)
                 loop.collector.take_weights(version=0)
                 for step in range(1, STEPS + 1):
@@ -257,6 +323,20 @@ class Laboratory:
             "entropy": [significant(metrics[at]["policy/entropy"]) for at in (0, -1)],
             "grad_norm": significant(mean([each["grad_norm"] for each in first])),
         }
+
+    def engine(self, dtype: str) -> VllmProcess:
+        """One for all runs: its start costs half a minute."""
+        if dtype not in self.engines:
+            self.engines[dtype] = VllmProcess(vllm_python(), dtype, max_tokens=72)
+        return self.engines[dtype]
+
+    def processor_seconds(self) -> float:
+        """Of this process and of vLLM's."""
+        return time.process_time() + sum(engine.seconds for engine in self.engines.values())
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
 
 
 def significant(value: float) -> float:
@@ -291,7 +371,12 @@ def holds(ends: str, laboratory: Laboratory, axis: str, arm: str) -> Callable[[f
 
 def explore(laboratory: Laboratory, axes: Sequence[str], arms: Sequence[str]) -> None:
     """All runs that the map needs, the most important ones first."""
-    pairs = [(axis, arm) for axis in axes for arm in AXES[axis].arms if arm in arms]
+    pairs = [
+        (axis, arm)
+        for axis in axes
+        for arm in AXES[axis].arms
+        if arm in arms and AXES[axis].bisects
+    ]
     edges: dict[tuple[str, str], set[float]] = {pair: set() for pair in pairs}
     for ends in ("converged", "not collapsed"):
         for axis, arm in pairs:
@@ -304,6 +389,9 @@ def explore(laboratory: Laboratory, axes: Sequence[str], arms: Sequence[str]) ->
         for axis, arm in pairs:
             for value in sorted(edges[axis, arm]):
                 laboratory.record(axis, arm, value, seed)
+    for axis in axes:
+        if not AXES[axis].bisects:
+            fill(laboratory, axis, [a for a in AXES[axis].arms if a in arms], AXES[axis].values)
 
 
 def fill(laboratory: Laboratory, axis: str, arms: Sequence[str], values: Sequence[float]) -> None:
@@ -336,14 +424,14 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     make_start()
-    laboratory = Laboratory(arguments.results, arguments.scratch)
-    if arguments.quick:
-        return 0 if quick(laboratory) else 1
-    if arguments.values:
-        for axis in arguments.axes:
-            fill(laboratory, axis, arguments.arms, arguments.values)
-    else:
-        explore(laboratory, arguments.axes, arguments.arms)
+    with closing(Laboratory(arguments.results, arguments.scratch)) as laboratory:
+        if arguments.quick:
+            return 0 if quick(laboratory) else 1
+        if arguments.values:
+            for axis in arguments.axes:
+                fill(laboratory, axis, arguments.arms, arguments.values)
+        else:
+            explore(laboratory, arguments.axes, arguments.arms)
     return 0
 
 

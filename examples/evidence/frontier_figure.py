@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,9 @@ CONTRASTS = (
     ("gspo", "grpo"),
     *((f"{arm}+{replay}", arm) for arm in ("gspo", "grpo") for replay in ("r2", "r3")),
 )
+ARMS = ("gspo", "grpo")
+SAFE_RATE = 5.7e-4  # the largest with which all seeds of these converge
+OLD_AXIS = "old log-probs, vLLM in bf16"
 PASSES = {
     "converged": lambda line: line["outcome"] == "converged",
     "not collapsed": lambda line: line["outcome"] != "collapsed",
@@ -57,7 +60,7 @@ class Cell:
     @property
     def ends(self) -> list[float]:
         """The reward at the end of each run."""
-        return [mean(line["rewards"][-LAST:]) for line in self.lines]
+        return [end_of(line) for line in self.lines]
 
 
 def cells(records: Iterable[Record], axis: str, arm: str) -> list[Cell]:
@@ -79,9 +82,14 @@ def names(records: Iterable[Record], key: str) -> list[str]:
     return list(dict.fromkeys(line[key] for line in records))
 
 
+def mapped(records: Iterable[Record]) -> list[str]:
+    """The axes of the map; the other one has a single value, and a table of its own."""
+    return [axis for axis in names(records, "axis") if axis != OLD_AXIS]
+
+
 def draw(records: Sequence[Record], path: Path) -> Path:
     """The picture of all axes."""
-    axes_names = names(records, "axis")
+    axes_names = mapped(records)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.5, 0.6 + 2.3 * len(axes_names)), layout="constrained")
         grid = figure.subplots(len(axes_names), 2, width_ratios=(3, 2), squeeze=False)
@@ -124,10 +132,10 @@ def draw_sizes(axes: Axes, records: Sequence[Record], axis: str) -> None:
     for arm, color in zip(names(lines, "arm"), PALETTE):
         of_arm = [line for line in lines if line["arm"] == arm]
         sizes = [line["update_change"] for line in of_arm]
-        ends = [mean(line["rewards"][-LAST:]) for line in of_arm]
+        ends = [end_of(line) for line in of_arm]
         hollow = {} if "grpo" in arm else {"facecolors": "none"}
         axes.scatter(sizes, ends, s=16, linewidths=1, color=color, label=arm, **hollow)
-    axes.set_xscale("log")
+    axes.set_xlim(left=0)
     axes.set_ylim(0, 1)
     axes.set_xlabel("mean |change of a token's log-prob| by one update")
     axes.set_title("reward at the end", color=MUTED)
@@ -140,7 +148,7 @@ def edge_table(records: Sequence[Record]) -> list[str]:
         "| axis | arm | all converge | not all | step there | no collapse | one | heals |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for axis in names(records, "axis"):
+    for axis in mapped(records):
         lines = [line for line in records if line["axis"] == axis]
         for arm in names(lines, "arm"):
             row = cells(lines, axis, arm)
@@ -161,7 +169,7 @@ def cell_table(records: Sequence[Record]) -> list[str]:
         "| axis | value | arm | converged | interval | stuck | collapsed | end | step | clipped |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for axis in names(records, "axis"):
+    for axis in mapped(records):
         lines = [line for line in records if line["axis"] == axis]
         for arm in names(lines, "arm"):
             for cell in cells(lines, axis, arm):
@@ -182,7 +190,7 @@ def contrast_table(records: Sequence[Record]) -> list[str]:
     """Markdown: how much higher one arm ends than another at the same value, where both have all
     seeds; with Welch's 95% interval."""
     rows = ["| axis | value | higher by | reward at the end |", "| --- | --- | --- | --- |"]
-    for axis in names(records, "axis"):
+    for axis in mapped(records):
         for left, right in CONTRASTS:
             mine = {cell.value: cell for cell in cells(records, axis, left)}
             for cell in cells(records, axis, right):
@@ -194,6 +202,77 @@ def contrast_table(records: Sequence[Record]) -> list[str]:
                 gap = mean(other.ends) - mean(cell.ends)
                 text = f"{gap:+.2f} ({low:+.2f} to {high:+.2f})"
                 rows.append(f"| {axis} | {cell.value:g} | {left} over {right} | {text} |")
+    return rows
+
+
+def paired(
+    left: Iterable[Record], right: Iterable[Record], figure: Callable[[Record], float]
+) -> tuple[int, float, float, float]:
+    """How much larger a figure is in runs than in those with the same value and seed: the number of
+    pairs, the mean of their differences, and Student's 95% interval."""
+    others = {(line["value"], line["seed"]): figure(line) for line in right}
+    both = [(figure(line), others.get((line["value"], line["seed"]))) for line in left]
+    gaps = [mine - other for mine, other in both if other is not None]
+    low, high = stats.ttest_1samp(gaps, 0.0).confidence_interval()
+    return len(gaps), mean(gaps), float(low), float(high)
+
+
+def end_of(line: Record) -> float:
+    """The reward at the end of a run."""
+    return mean(line["rewards"][-LAST:])
+
+
+def gap_text(found: tuple[int, float, float, float]) -> str:
+    _, gap, low, high = found
+    return f"{gap:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def replay_cost_table(records: Sequence[Record]) -> list[str]:
+    """Markdown: what replay changes where all seeds converge without it."""
+    rows = [
+        "| engine | with over without | rates | pairs | reward at the end | held-out accuracy |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    engines = {"exact": "learning rate", "noisy routers": "learning rate, noisy routers"}
+    for engine, axis in engines.items():
+        lines = [r for r in records if r["axis"] == axis and r["value"] <= SAFE_RATE]
+        for arm, replay in ((a, r) for a in ("gspo", "grpo") for r in ("r2", "r3")):
+            left = [line for line in lines if line["arm"] == f"{arm}+{replay}"]
+            right = [line for line in lines if line["arm"] == arm]
+            shared = {r["value"] for r in left} & {r["value"] for r in right}
+            if not shared:
+                continue
+            ends = paired(left, right, end_of)
+            accuracy = paired(left, right, lambda line: line["held_out_accuracy"])
+            rates = ", ".join(f"{value:g}" for value in sorted(shared))
+            columns = [engine, f"{arm}+{replay}, {arm}", rates, str(ends[0])]
+            rows.append(f"| {' | '.join([*columns, gap_text(ends), gap_text(accuracy)])} |")
+    return rows
+
+
+def old_runs_table(records: Sequence[Record]) -> list[str]:
+    """Markdown: runs on the likelihoods of a vLLM in bf16, by what the ratio is taken to; and those
+    of the exact engine at the same learning rate."""
+    rows = [
+        "| old log-probs | converged | end | held-out accuracy | clipped | end, over `recompute` |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    served = [line for line in records if line["axis"] == OLD_AXIS]
+    by_arm = {arm: [r for r in served if r["arm"] == arm] for arm in names(served, "arm")}
+    values = {line["value"] for line in served}
+    exact = [r for r in records if r["axis"] == "learning rate" and r["value"] in values]
+    by_arm |= {f"{arm}, exact engine": [r for r in exact if r["arm"] == arm] for arm in ARMS}
+    for arm in sorted(by_arm):
+        lines = by_arm[arm]
+        base = by_arm[arm.replace(", exact engine", "").partition(":")[0] + ": recompute"]
+        columns = [
+            *(arm, f"{sum(r['outcome'] == 'converged' for r in lines)}/{len(lines)}"),
+            f"{mean([end_of(line) for line in lines]):.2f}",
+            f"{100 * mean([line['held_out_accuracy'] for line in lines]):.0f}%",
+            f"{100 * mean([line['clipped_tokens'] for line in lines]):.2g}%",
+            "" if lines is base else gap_text(paired(lines, base, end_of)),
+        ]
+        rows.append(f"| {' | '.join(columns)} |")
     return rows
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import records
 import torch
 from estimators import figures, mean_interval, ratio_figures
-from laboratory import MISMATCHES, RESPONSES, WARM_UP, Batch, Laboratory, Setting, others_mean
+from laboratory import RESPONSES, WARM_UP, Batch, Laboratory, Setting, others_mean
 from torch import Tensor
 
 from gspo_megatron.config import parse_config
@@ -296,16 +296,17 @@ def measure(setting: Setting, sizes: Sizes, updates: Sequence[int], path: Path) 
             "mismatch": mismatch,
             **measure_updates(laboratory, kept, sizes, deviation),
             "seconds": time.monotonic() - start,
-            "processor_seconds": time.process_time(),
+            "processor_seconds": laboratory.processor_seconds(),
         }
         records.add(path, record)
         print(f"{keys}, {number} updates: {time.monotonic() - start:.0f} s", flush=True)
+    laboratory.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=32, choices=SIZES)
-    parser.add_argument("--mismatch", choices=MISMATCHES, default="none")
+    parser.add_argument("--mismatch", choices=records.MISMATCHES, default="none")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--updates", type=int, nargs="+", default=list(UPDATES))

