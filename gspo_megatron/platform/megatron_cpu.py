@@ -10,6 +10,7 @@ Megatron-Core makes a substitution superfluous.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
 from typing import Any
@@ -27,6 +28,12 @@ FACTORIES = ("empty", "zeros", "ones", "tensor", "empty_like")
 # Megatron-Core uses their kernels whenever it can import them. They may be installed on a machine
 # without a GPU, or with a GPU hidden for a dry run, where the kernels cannot compute.
 GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
+
+# Options of glibc's mallopt (malloc.h), with values in bytes. The last one is as large as is legal.
+MALLOC_OPTIONS = {
+    -1: 256 * 2**20,  # M_TRIM_THRESHOLD: free memory at the end of the heap that the process keeps
+    -3: 32 * 2**20,  # M_MMAP_THRESHOLD: larger blocks are apart and go back when they are freed
+}
 
 _installed = False
 
@@ -70,6 +77,7 @@ def install() -> None:
     _redirect_factories()
     _redirect_tensor_methods()
     _replace_cuda_runtime()
+    _keep_freed_memory()
     for name in GPU_PACKAGES:
         sys.modules[name] = None  # type: ignore[assignment]  # an import raises ImportError
     # Megatron-Core compiles its small fused functions. On a CPU this gains nothing, and the
@@ -82,6 +90,16 @@ def install() -> None:
     finally:
         torch.compile = native
     _adapt_megatron()
+
+
+def _keep_freed_memory() -> None:
+    """Tensors of one update have freed their memory when those of the next one need it. By default
+    glibc gives it back to the system meanwhile, which then has to clear thousands of pages a step.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
+    if set_option is not None:
+        for option, value in MALLOC_OPTIONS.items():
+            set_option(option, value)
 
 
 def _is_cuda(device: Any) -> bool:

@@ -348,3 +348,24 @@ with one_rank_groups():
 )
 def test_nothing_is_printed(code: str) -> None:
     assert run_python(code) == (0, "", "")
+
+
+@needs_substitutions
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is a function of glibc")
+def test_memory_that_is_freed_serves_the_next_update() -> None:
+    # Three blocks of 20 MiB again and again: glibc's defaults fetch their 15,360 pages each time.
+    program = """
+import resource
+import torch
+from gspo_megatron.platform import megatron_cpu
+
+megatron_cpu.install()
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(5 * 2**20) for _ in range(3)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    code, output, errors = run_python(program)
+    assert code == 0, errors
+    assert int(output) < 500
