@@ -353,6 +353,10 @@ def test_the_answers_quote_their_own_figures() -> None:
         for arm in ("gspo", "grpo")
     ]
     assert all(low < 0 < high for _, low, high in (*shifts, gspo, grpo))
+    lower = [
+        -ends(frontier_figure.OLD_AXIS, 1, f"{arm}: rollout", f"{arm}: recompute")[0]
+        for arm in ("gspo", "gspo 3e-4", "grpo")
+    ]
     base, tokens = "gspo unclipped", "grpo unclipped"
     page = " ".join(draw.PAGE.read_text(encoding="utf-8").split())
     for quote in (
@@ -363,6 +367,7 @@ def test_the_answers_quote_their_own_figures() -> None:
         f"all {len(old)} runs",
         f"log-probs GSPO ends {shifts[0][0]:+.3f} and GRPO {shifts[1][0]:+.3f} from",
         f"GRPO's allows a loss of {-shifts[1][1]:.3f}.",
+        "(GSPO by {:.3f}, with the paper's range by {:.3f}, GRPO by {:.3f})".format(*lower),
         f"share of {draw.percent(draw.ratio(far, 'product_sample_share'))} for 128 tokens",
         f"({cut('gspo ±0.1/√L')} against {cut('grpo')}, with 128 tokens after one update)",
         f"({change(8, 1e-3)} of 8 experts at 0.001)",
