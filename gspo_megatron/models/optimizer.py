@@ -119,7 +119,12 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
     # these hold the config. With the optimizer in it, the model of an ended run would never be
     # freed, nor its process groups with their threads.
     weak = weakref.ref(optimizer)
-    policy.config.grad_scale_func = lambda loss: weak().scale_loss(loss)
+
+    def scale_loss(loss: torch.Tensor) -> torch.Tensor:
+        living = weak()
+        return loss if living is None else living.scale_loss(loss)  # which divides it out again
+
+    policy.config.grad_scale_func = scale_loss
     policy.config.finalize_model_grads_func = finalize_model_grads
     if ddp.overlap_grad_reduce:
         # DDP sends gradients during the last micro-batch's backward pass. Without this, it would
