@@ -107,7 +107,8 @@ class ReinforcementLoop:
         self.restored: Experience | None = None
         if start.checkpoint is not None and start.state and start.state.rollouts is not None:
             self.restored = read_experience(start.checkpoint, start.state.rollouts, run.policy)
-        # The metrics of the last step, if the run ended because it could not be evaluated.
+        # The metrics of the last step, if the run ended because it could not be evaluated, or no
+        # server took its weights.
         self.unevaluated = start.state.unevaluated if start.state else None
         self.dumps = StepDumps(self.config, run.policy, run.logger)
 
@@ -144,12 +145,14 @@ class ReinforcementLoop:
         """All steps that are not done yet. Raises StopRun if the run was told to stop, and is saved
         then."""
         steps, run = self.config.training.steps, self.run_components
-        self.collector.take_weights(version=self.done)
+        sync = self.collector.take_weights(version=self.done)
         progress_of_run = run.logger.progress(steps, run.objective.name, self.done)
         with contextlib.closing(self.suites), progress_of_run as progress:
             self.collector.tell = progress.doing
             if self.unevaluated is not None:
-                self._end_step(self.done, self.unevaluated, progress)
+                # where no server took that step's weights, they have arrived only now
+                sync = {name: value for name, value in sync.items() if name.startswith("sync/")}
+                self._end_step(self.done, sync | self.unevaluated, progress)
             elif self.done == 0 and self.restored is None:
                 before = self.evaluate(0)
                 if before:

@@ -25,6 +25,7 @@ def assert_trained_once(run: Run, steps: int) -> None:
     assert [record["step"] for record in run.steps()] == list(range(1, steps + 1))
     for record in run.steps():
         assert record["mismatch/abs_mean"] <= 1e-5, record["step"]
+        assert record["sync/version"] == record["step"]
     rows = Counter(row for row, _ in run.calls())
     assert sum(rows.values()) == steps * LONG["prompts_per_step"] * LONG["group_size"], rows
     assert all(count % LONG["group_size"] == 0 for count in rows.values()), rows
