@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,16 +114,7 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
         wsd_decay_steps=schedule.wsd_steps,
         lr_wsd_decay_style=schedule.wsd_decay,
     )
-    # Weakly: the parameters hold DDP's hooks on gradients out of the garbage collector's sight, and
-    # these hold the config. With the optimizer in it, the model of an ended run would never be
-    # freed, nor its process groups with their threads.
-    weak = weakref.ref(optimizer)
-
-    def scale_loss(loss: torch.Tensor) -> torch.Tensor:
-        living = weak()
-        return loss if living is None else living.scale_loss(loss)  # which divides it out again
-
-    policy.config.grad_scale_func = scale_loss
+    policy.config.grad_scale_func = optimizer.scale_loss
     policy.config.finalize_model_grads_func = finalize_model_grads
     if ddp.overlap_grad_reduce:
         # DDP sends gradients during the last micro-batch's backward pass. Without this, it would

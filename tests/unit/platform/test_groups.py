@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import os
 import random
-import weakref
 from collections.abc import Callable
 
 import numpy
@@ -17,8 +15,6 @@ from megatron.core import parallel_state
 
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.errors import UserError
-from gspo_megatron.models.build import build_policy
-from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.platform import devices
 from gspo_megatron.platform.groups import (
     model_replica,
@@ -28,7 +24,7 @@ from gspo_megatron.platform.groups import (
     stop_processes,
     tear_down_model_parallel,
 )
-from tests.unit.models.one_rank import VOCABULARY, one_rank_groups, tiny_config
+from tests.unit.models.one_rank import one_rank_groups, tiny_config
 
 
 def test_alone_without_a_rendezvous() -> None:
@@ -42,20 +38,6 @@ def test_alone_without_a_rendezvous() -> None:
     assert not dist.is_initialized() and not parallel_state.is_initialized()
     assert dict(os.environ) == before
     stop_processes()  # harmless when nothing runs
-
-
-def test_the_model_of_an_ended_run_is_freed() -> None:
-    """It holds its process groups, and these have threads and sockets."""
-    config = tiny_config()
-    with one_rank_groups():
-        policy = build_policy(config, resolve_parallel(config, 1), VOCABULARY)
-        trainer = build_trainer(policy, config.optimizer, Schedule(1e-3, 1e-3, 0, 1, "constant"))
-        # what Megatron-Core asks for: the loss as the optimizer wants it
-        assert policy.config.grad_scale_func(torch.tensor(3.0)) == 3.0
-        model = weakref.ref(policy.models[0])
-        del policy, trainer
-    gc.collect()
-    assert model() is None
 
 
 def test_a_collective_waits_longer_than_the_heartbeat() -> None:
