@@ -4,10 +4,12 @@
     python examples/evidence/frontier.py --quick    # one run again: is its outcome the kept one?
 
 Each run is `gspo-megatron train` on frontier.yaml, with the objective and Routing Replay of an arm,
-and one value of an axis: the learning rate, or the number of mini-batches. For every arm the
-largest value with which all seeds converge is found by bisection (frontier_rule.py has the rules),
-and so is the largest with which none collapses. Then the values beside the two get the seeds that
-bisection left out. One line a run is added to the results; runs with a line are not repeated.
+and one value of an axis: the learning rate, the number of mini-batches, or the age of the weights
+that drew the responses. For every arm the largest value with which all seeds converge is found by
+bisection (frontier_rule.py has the rules), and so is the largest with which none collapses. Then
+the values beside the two get the seeds that bisection left out. On the axis where a vLLM in bf16
+draws, every arm has one value instead. One line a run is added to the results; runs with a line are
+not repeated.
 
 The start model is made first, if it is not there: it learns to add, and then to be careless
 (long_addition.py).

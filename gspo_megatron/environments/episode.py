@@ -152,7 +152,7 @@ class Client:
 
     @property
     def seconds_waited(self) -> float:
-        """For the policy's turns so far, and for their turn on the servers."""
+        """While the policy wrote its turns, or a server had no place for them yet."""
         return self._waited + (0.0 if self._asked is None else time.monotonic() - self._asked)
 
     @property

@@ -378,16 +378,13 @@ class ServedCollector(Collector):
     @staticmethod
     def _read(path: Path, wanted: set[int]) -> dict[int, dict[str, np.ndarray]]:
         """These groups. Raises DataError, on all ranks, where one does not find all of its own."""
-        found, told = {}, f"{path}: another rank cannot read its groups"
+        found, problem = {}, ""
         try:
-            found = read_groups(path, wanted.__contains__)
+            found = read_groups(path, wanted)
         except DataError as error:
-            told = str(error)
-        else:
-            if missing := sorted(wanted - found.keys()):
-                told = f"{path}: damaged since it was written: groups {missing} are missing"
-        if any_rank([found.keys() != wanted])[0]:
-            raise DataError(told)
+            problem = str(error)
+        if any_rank([bool(problem)])[0]:
+            raise DataError(problem or f"{path}: another rank cannot read its groups")
         return found
 
     def _count_missing(self, routes: np.ndarray, num_sequences: int) -> None:

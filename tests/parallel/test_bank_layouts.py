@@ -194,7 +194,7 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
 def drawn(folder: Path, step: int) -> list[dict[str, np.ndarray]]:
     """The columns of each group in the bank."""
     path = folder / FOLDER / f"{draw_of(step).name}{SUFFIX}"
-    return list(read_groups(path, lambda _: True).values())
+    return list(read_groups(path).values())
 
 
 @pytest.mark.parametrize(("old_logprobs", "bound"), [("rollout", None), ("recompute", 1)])

@@ -69,9 +69,9 @@ def test_an_agent_trains_unchanged(vllm_python: Path, tmp_path: Path, steps: int
     )
     process = run.start()
     bank = run.out / "rollouts" / "step_00000001_0.groups"
-    groups = run.wait(process, lambda: bank.exists() and read_groups(bank, lambda _: True))
+    groups = run.wait(process, lambda: bank.exists() and read_groups(bank))
     while len(groups) < 2:
-        groups = run.wait(process, lambda: read_groups(bank, lambda _: True))
+        groups = run.wait(process, lambda: read_groups(bank))
     run.finish(process)
     records = run.steps()
     assert [record["step"] for record in records] == [*range(1, steps + 1)]

@@ -56,7 +56,7 @@ def finished_steps(run: Run) -> int:
 def draws_ahead(run: Run) -> bool:
     """Of a step, while the one before is not trained yet, some groups are finished."""
     later = run.out / "rollouts" / f"step_{finished_steps(run) + 2:08d}_0.groups"
-    return later.exists() and bool(read_groups(later, lambda _: True))
+    return later.exists() and bool(read_groups(later))
 
 
 def trained_prompts(run: Run) -> dict[int, list[str]]:

@@ -85,7 +85,7 @@ def hand_on(bank: Path, to: Path, config: Path) -> None:
     _, content, _ = next(_records(bank))
     request = {**json.loads(content), "origin": origin_of_rollouts(load_config(config))}
     file = DrawFile(to, request)
-    for number, columns in read_groups(bank, lambda _: True).items():
+    for number, columns in read_groups(bank).items():
         file.append(Group(number, columns))
     file.close()
 
@@ -93,7 +93,7 @@ def hand_on(bank: Path, to: Path, config: Path) -> None:
 def sampled_tokens(bank: Path) -> list[list[int]]:
     """What the policy wrote in each episode, in any order."""
     found = []
-    for columns in read_groups(bank, lambda _: True).values():
+    for columns in read_groups(bank).values():
         lengths = columns["prompt_lengths"] + columns["response_lengths"]
         rows = np.split(columns["tokens"], lengths.cumsum()[:-1])
         masks = np.split(columns["sampled"], columns["response_lengths"].cumsum()[:-1])
@@ -130,7 +130,7 @@ def test_the_servers_experts_are_those_of_training(
         process = run.start()
         if name == "r3":
             # the file goes once the run is saved
-            while not bank.exists() or len(read_groups(bank, lambda _: True)) < 6:
+            while not bank.exists() or len(read_groups(bank)) < 6:
                 assert process.poll() is None, process.communicate()[0]
             shutil.copy(bank, tmp_path / "kept.groups")
         run.finish(process)

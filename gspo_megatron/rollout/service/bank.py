@@ -95,17 +95,22 @@ class DrawFile:
         os.fsync(self._file.fileno())
 
 
-def read_groups(path: Path, wanted: Callable[[int], bool]) -> dict[int, dict[str, np.ndarray]]:
-    """The columns of those groups of a draw whose numbers are `wanted`. The others are skipped, not
-    read.
+def read_groups(
+    path: Path, wanted: Collection[int] | None = None
+) -> dict[int, dict[str, np.ndarray]]:
+    """The columns of the groups of a draw with these numbers, or of all that are whole. The others
+    are skipped, not read.
 
-    Raises DataError for a file that is missing or damaged.
+    Raises DataError for a file that cannot be read, and where one of the numbers is missing.
     """
     try:
-        records = _records(path, lambda number: number != _REQUEST and wanted(number))
-        return {number: load(content) for number, content, _ in records if content}
+        records = _records(path, lambda n: n != _REQUEST and (wanted is None or n in wanted))
+        found = {number: load(content) for number, content, _ in records if content}
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if missing := sorted(set(wanted or ()) - found.keys()):
+        raise DataError(f"{path}: damaged since it was written: groups {missing} are missing")
+    return found
 
 
 def _tell_damaged(path: Path, numbers: Collection[int]) -> None:
@@ -114,7 +119,7 @@ def _tell_damaged(path: Path, numbers: Collection[int]) -> None:
         print(f"{path}: the record of its request is damaged: all of it is drawn again", flush=True)
     elif numbers:
         named = ", ".join(map(str, sorted(numbers)))
-        print(f"{path}: damaged: the groups {named} are drawn again", flush=True)
+        print(f"{path}: damaged groups, which are drawn again: {named}", flush=True)
 
 
 def step_of(name: str) -> int:

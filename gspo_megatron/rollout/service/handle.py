@@ -111,7 +111,6 @@ class Handle:
             self._use_restart()
         told = json.loads(line)
         if "error" in told:
-            self.close()
             raise RolloutError(told["error"])
         self._url = f"http://127.0.0.1:{told['port']}"
 

@@ -351,7 +351,6 @@ def test_nothing_is_printed(code: str) -> None:
 
 
 @needs_substitutions
-@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is a function of glibc")
 def test_memory_that_is_freed_serves_the_next_update() -> None:
     # Three blocks of 20 MiB again and again: glibc's defaults fetch their 15,360 pages each time.
     program = """

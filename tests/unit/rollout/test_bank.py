@@ -31,7 +31,7 @@ def written(path: Path, *numbers: int) -> list[int]:
 
 
 def assert_holds(path: Path, *numbers: int) -> None:
-    found = read_groups(path, lambda _: True)
+    found = read_groups(path)
     assert found.keys() == set(numbers)
     for number in numbers:
         for name, values in group(number).columns.items():
@@ -42,9 +42,9 @@ def test_groups_come_back_and_those_of_other_ranks_are_left_out(tmp_path: Path) 
     path = tmp_path / "rollouts" / "a.groups"
     written(path, 2, 0, 1)
     assert_holds(path, 0, 1, 2)
-    assert read_groups(path, lambda number: number == 1).keys() == {1}
+    assert read_groups(path, {1}).keys() == {1}
     with pytest.raises(DataError, match="No such file"):
-        read_groups(tmp_path / "none.groups", lambda _: True)
+        read_groups(tmp_path / "none.groups")
 
 
 @pytest.mark.parametrize("kept", range(0, 40, 7))
@@ -74,7 +74,7 @@ def test_a_damaged_record_is_named_and_those_behind_it_are_kept(
     assert_holds(path, 0, 2)
     file = DrawFile(path, REQUEST)
     assert file.finished == {0, 2}
-    assert capsys.readouterr().out == f"{path}: damaged: the groups 1 are drawn again\n"
+    assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 1\n"
     file.append(group(1))
     file.close()
     assert_holds(path, 0, 1, 2)
@@ -87,7 +87,7 @@ def test_groups_of_another_request_are_not_used(tmp_path: Path) -> None:
     written(path, 0, 1)
     file = DrawFile(path, {**REQUEST, "rows": [3, 1, 4]})
     file.close()
-    assert file.finished == set() and read_groups(path, lambda _: True) == {}
+    assert file.finished == set() and read_groups(path) == {}
 
 
 def test_groups_of_an_older_form_are_drawn_again(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def draw(
     thread.start()
     scorers.work()
     thread.join()
-    return counts[0], read_groups(folder / "bank" / f"{wanted.name}.groups", lambda _: True)
+    return counts[0], read_groups(folder / "bank" / f"{wanted.name}.groups")
 
 
 async def listen(asked: list[Any], request: web.Request, answer: Any) -> web.StreamResponse:
@@ -284,7 +284,7 @@ def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[in
             await running[0].task
             assert running[0].error is None
             trained.append([])
-            for group in read_groups(draws.path(f"s{step}"), lambda _: True).values():
+            for group in read_groups(draws.path(f"s{step}")).values():
                 tokens = group["tokens"][: group["prompt_lengths"][0]]
                 trained[-1].append(rows_of[tuple(tokens.tolist())])
                 ages.extend((step - 1 - group["versions"]).tolist())
