@@ -138,5 +138,11 @@ def test_a_run_without_a_server_left_is_saved_and_goes_on_from_there(
     lines = run.finish(process, 2).splitlines()
     assert lines[-2].startswith("server 0: weights of version 2: ") or "SIGKILL" in lines[-2]
     assert "rl_00000002: the run is saved, with 2 finished steps" in lines[-1]
+    bank = run.out / "rollouts"
+    later = [bank / f"{kind}_00000009.groups" for kind in ("evaluation", "step")]
+    for path in later:
+        path.touch()
     run.finish(run.start())
     assert_trained_once(run, 3)
+    # An evaluation is of weights that are made anew; responses may be of weights as they were.
+    assert [path.exists() for path in later] == [False, True]
