@@ -352,16 +352,17 @@ def test_nothing_is_printed(code: str) -> None:
 
 @needs_substitutions
 def test_memory_that_is_freed_serves_the_next_update() -> None:
-    # Three blocks of 20 MiB again and again: glibc's defaults fetch their 15,360 pages each time.
+    # Forty blocks of 4 MiB again and again: glibc's defaults fetch their 40,960 pages each time, as
+    # they keep 64 MiB at most. Here the first rounds fetch all, and one block more.
     program = """
 import resource
 import torch
 from gspo_megatron.platform import megatron_cpu
 
 megatron_cpu.install()
-for _ in range(3):
+for _ in range(6):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.ones(5 * 2**20) for _ in range(3)]
+    blocks = [torch.ones(2**20) for _ in range(40)]
     del blocks
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import subprocess
@@ -175,14 +174,14 @@ def test_sigterm_ends_the_service_only_with_rank_0(tmp_path: Path) -> None:
 
 
 def test_the_service_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    words = ["prlimit", "--nofile=256:", sys.executable, "-c", _RANK_0, str(tmp_path)]
+    rank_0 = subprocess.Popen(words, env=command_environment())
     try:
-        handle = Handle(settings(tmp_path), restarts=0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    try:
-        [service] = services_of(os.getpid())
+        assert wait_until((tmp_path / "ready").exists, rank_0, seconds=60)
+        assert psutil.Process(rank_0.pid).rlimit(psutil.RLIMIT_NOFILE) == (256, hard)
+        [service] = services_of(rank_0.pid)
         assert service.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
     finally:
-        handle.close()
+        rank_0.kill()
+        rank_0.wait()
