@@ -352,17 +352,16 @@ def test_nothing_is_printed(code: str) -> None:
 
 @needs_substitutions
 def test_memory_that_is_freed_serves_the_next_update() -> None:
-    # Forty blocks of 4 MiB again and again: glibc's defaults fetch their 40,960 pages each time, as
-    # they keep 64 MiB at most. Here the first rounds fetch all, and one block more.
+    # Four blocks of 24 MiB again and again: glibc's defaults fetch their 24,576 pages each time, as
+    # they keep 64 MiB at most. Not tensors: their small objects lie between the blocks, by chance.
     program = """
 import resource
-import torch
 from gspo_megatron.platform import megatron_cpu
 
 megatron_cpu.install()
-for _ in range(6):
+for _ in range(4):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.ones(2**20) for _ in range(40)]
+    blocks = [bytearray(24 * 2**20) for _ in range(4)]
     del blocks
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
