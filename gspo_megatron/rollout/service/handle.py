@@ -22,6 +22,7 @@ from gspo_megatron.rollout.service.process import end_with_parent
 END_SIGNAL = signal.SIGINT  # ends the service; SIGTERM is what schedulers send to all processes
 _END_SECONDS = 30.0  # the servers end within it
 _CALL_SECONDS = 60.0
+_DYING_SECONDS = 10.0  # a process that dies has ended within it
 
 
 class Handle:
@@ -141,7 +142,12 @@ class Handle:
 
     def _how_it_ended(self) -> str:
         assert self._process is not None
-        code = self._process.wait()
+        try:
+            code = self._process.wait(_DYING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return "the rollout service did not answer, and was ended"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         return f"the rollout service {how}"
 
@@ -156,10 +162,7 @@ class Handle:
             except urllib.error.HTTPError as error:
                 # not an OSError that names a file: a defect, whose traceback the service has shown
                 raise RuntimeError(f"the rollout service: {verb} {path}: {error}") from error
-            except (OSError, HTTPException) as error:
-                assert self._process is not None
-                if self._process.poll() is None and "timed out" in str(error):
-                    self._process.kill()  # it hangs
+            except (OSError, HTTPException):
                 has_died = True
 
     def _start_again(self) -> None:

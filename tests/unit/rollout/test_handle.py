@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -121,6 +122,23 @@ def test_a_defect_of_the_service_is_no_mistake_of_the_user(tmp_path: Path) -> No
     try:
         with pytest.raises(RuntimeError, match=r"GET /draws/unknown: HTTP Error 500"):
             handle.draw_status("unknown")
+    finally:
+        handle.close()
+
+
+def test_a_service_that_lives_and_does_not_answer_is_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo_megatron.rollout.service.handle._DYING_SECONDS", 0.5)
+    handle = Handle(settings(tmp_path), restarts=1)
+    try:
+        first = handle._process
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            handle._url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        handle.forget(0)  # the connection is refused
+        assert first is not None and first.returncode == -signal.SIGKILL
+        told = capfd.readouterr().err
+        assert "the rollout service did not answer, and was ended: starting it again" in told
     finally:
         handle.close()
 
