@@ -45,6 +45,7 @@ KEEP = {"mode": "keep", "clear_cache": "false"}
 WAIT = {"mode": "wait", "clear_cache": "true"}
 
 _FLIGHT = re.compile(r"[0-9a-f]{32}")  # in vLLM's name of a request
+_LATER = (408, 429)  # of a proxy: request timeout, too many requests
 _KEPT_SECONDS = 2.0  # for which a connection without a request is kept; vLLM closes it after 5
 _CONNECT_SECONDS = 30.0
 _NO_DEADLINE = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
@@ -321,7 +322,7 @@ def _fail(path: str, status: int, text: str) -> NoReturn:
             f"{path}: it asks for another token: set {TOKEN_VARIABLE} to the one that it was "
             "started with"
         )
-    if status >= 500 and path != "/collective_rpc":
+    if (status >= 500 or status in _LATER) and path != "/collective_rpc":
         raise ServerGone(told)
     raise ServerRefused(told)
 

@@ -130,6 +130,7 @@ def first_infinite(content: list[dict]) -> list[dict]:
 
 WRONG_ANSWERS: dict[str, tuple[Fault, str]] = {
     "HTTP 500": (fails(500), f"{GENERATE}: HTTP 500: it is broken"),
+    "HTTP 429": (fails(429), f"{GENERATE}: HTTP 429: it is broken"),
     "no answer": (drops, f"{GENERATE}: "),
     "half an answer": (ends_early, f"{GENERATE}: "),
     "half of the JSON": (cut, "the answer is not JSON"),
