@@ -353,7 +353,7 @@ def test_nothing_is_printed(code: str) -> None:
 @needs_substitutions
 def test_memory_that_is_freed_serves_the_next_update() -> None:
     # Four blocks of 24 MiB again and again: glibc's defaults fetch their 24,576 pages each time, as
-    # they keep 64 MiB at most. Not tensors: their small objects lie between the blocks, by chance.
+    # they keep 64 MiB at most. (Tensors would put small objects between the blocks.)
     program = """
 import resource
 from gspo_megatron.platform import megatron_cpu
