@@ -1,68 +1,75 @@
 """Gathers and sums of shares of flat buffers, over ranks on CPUs.
 
 The distributed optimizer sums each rank's share of the gradients and then gathers the shares of the
-weights. Gloo sums the whole buffer on every rank, in copies of it, and cuts the share out. Here
-each rank sends every other one its share and no more, directly from the buffer.
+weights. Gloo sums the whole buffer on every rank, in copies of it, and cuts the share out; all of
+it passes through sockets. Here the ranks of a host write what others need into memory that they
+share, and read what they need themselves. Groups over several hosts are left to gloo.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import math
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Elements of a message: what is received to be added stays in the caches.
-MESSAGE_ELEMENTS = 2**20
+MEMORY = "/dev/shm"  # a file system in memory
+WINDOW_BYTES = 32 * 2**20  # of a group
+ALIGNMENT = 64  # bytes
 
 
 def gathering(native: Callable[..., Any]) -> Callable[..., Any]:
-    """all_gather_into_tensor, by messages where it runs over CPU tensors."""
+    """all_gather_into_tensor, by shared memory where ranks on CPUs have it."""
 
     @functools.wraps(native)
     def gather(output: Tensor, input: Tensor, **options: Any) -> Any:
-        group = options.get("group")
         if not _is_ours(output, **options):
             return native(output, input, **options)
-        shares = output.view(group.size(), -1)
-        own = shares[group.rank()]
+        group = options["group"]
+        rank, shares = group.rank(), output.view(group.size(), -1)
+        own = shares[rank]
         if own.data_ptr() != input.data_ptr():
             own.copy_(input.view(-1))
-        for to, source in _rounds(group):
-            sent = _send(own, to, group)
-            for part in shares[source].split(MESSAGE_ELEMENTS):
-                dist.recv(part, group=group, group_src=source)
-            _finish(sent)
+        for piece, memory in _turns(group, own, rows=1):
+            memory[rank, 0].copy_(own[piece])
+            dist.barrier(group)
+            for source in range(group.size()):
+                if source != rank:
+                    shares[source, piece].copy_(memory[source, 0])
         return None
 
     return gather
 
 
 def summing(native: Callable[..., Any]) -> Callable[..., Any]:
-    """reduce_scatter_tensor, by messages where it runs over CPU tensors. A share is this rank's own
-    one plus those of the ranks before it, the nearest first."""
+    """reduce_scatter_tensor, by shared memory where ranks on CPUs have it. A share is this rank's
+    own one plus those of the ranks before it, the nearest first."""
 
     @functools.wraps(native)
     def scatter(output: Tensor, input: Tensor, **options: Any) -> Any:
-        group = options.get("group")
         is_sum = options.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
         if not is_sum or not _is_ours(output, **options):
             return native(output, input, **options)
-        shares, total = input.view(group.size(), -1), output.view(-1)
-        own = shares[group.rank()]
-        if own.data_ptr() != total.data_ptr():
-            total.copy_(own)
-        for to, source in _rounds(group):
-            sent = _send(shares[to], to, group)
-            received = torch.empty_like(total[:MESSAGE_ELEMENTS])
-            for part in total.split(MESSAGE_ELEMENTS):
-                found = received[: len(part)]
-                dist.recv(found, group=group, group_src=source)
-                part.add_(found)
-            _finish(sent)
+        group = options["group"]
+        rank, size = group.rank(), group.size()
+        shares, total = input.view(size, -1), output.view(-1)
+        if shares[rank].data_ptr() != total.data_ptr():
+            total.copy_(shares[rank])
+        for piece, memory in _turns(group, total, rows=size - 1):
+            for row in range(size - 1):  # a row for each distance between two ranks
+                memory[rank, row].copy_(shares[(rank + row + 1) % size, piece])
+            dist.barrier(group)
+            for row in range(size - 1):
+                total[piece].add_(memory[rank - row - 1, row])
         return None
 
     return scatter
@@ -76,21 +83,73 @@ def _is_ours(output: Tensor, **options: Any) -> bool:
     group = options.get("group")
     if group is None or not output.is_cpu:
         return False
-    return group.size() == 1 or not options.get("async_op")
+    return group.size() == 1 or (not options.get("async_op") and _window(group) is not None)
 
 
-def _rounds(group: dist.ProcessGroup) -> Iterator[tuple[int, int]]:
-    """The ranks to send to and to receive from, so that every two of the group meet once."""
-    rank, size = group.rank(), group.size()
-    for distance in range(1, size):
-        yield (rank + distance) % size, (rank - distance) % size
+def _turns(group: dist.ProcessGroup, share: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Cuts a share into pieces that fit into the window: each piece, and the memory for it [ranks,
+    rows, elements of the piece].
+
+    In each turn every rank writes to its place, all meet, and each reads what the others wrote. The
+    window has two halves. One is written again in the next turn but one: by then all have met once
+    more, so all have read it.
+    """
+    if group.size() == 1:
+        return
+    halves = _window(group)
+    assert halves is not None
+    first = 0
+    while first < share.numel():
+        memory = next(halves).view(share.dtype).unflatten(1, (rows, -1))
+        piece = slice(first, min(first + memory.shape[2], share.numel()))
+        yield piece, memory[:, :, : piece.stop - first]
+        first = piece.stop
 
 
-def _send(share: Tensor, to: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    parts = share.split(MESSAGE_ELEMENTS)
-    return [dist.isend(part, group=group, group_dst=to) for part in parts]
+# By group: the halves of its window [ranks, bytes] in turns, or None where it has none.
+_windows: WeakKeyDictionary[dist.ProcessGroup, Iterator[Tensor] | None] = WeakKeyDictionary()
 
 
-def _finish(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+def _window(group: dist.ProcessGroup) -> Iterator[Tensor] | None:
+    if group not in _windows:
+        memory = _share_memory(group)
+        _windows[group] = None if memory is None else itertools.cycle(memory.unbind(0))
+    return _windows[group]
+
+
+def _share_memory(group: dist.ProcessGroup) -> Tensor | None:
+    """[2, ranks, bytes] uint8, the same memory for all ranks of the group; None for all of them if
+    they are on several hosts, or if there is not enough of it. Every rank of the group calls it."""
+    size = group.size()
+    unit = (size - 1) * ALIGNMENT  # so that a row for each other rank fits, of any dtype
+    shape = (2, size, WINDOW_BYTES // (2 * size * unit) * unit)
+    path, memory = "", None
+    try:
+        if group.rank() == 0:
+            with contextlib.suppress(OSError):
+                path = _new_file(math.prod(shape))
+        told = [path]
+        dist.broadcast_object_list(told, group=group, group_src=0)
+        if told[0] and os.path.exists(told[0]):  # on another host it is not there
+            memory = torch.from_file(told[0], shared=True, size=math.prod(shape), dtype=torch.uint8)
+        # Megatron-Core collects calls of all_reduce here, and would run them later.
+        has_memory: list[bool] = [False] * size
+        dist.all_gather_object(has_memory, memory is not None, group=group)
+    finally:
+        if path:
+            os.unlink(path)  # the memory is freed when the last rank has ended, however it ends
+    return memory.view(shape) if memory is not None and all(has_memory) else None
+
+
+def _new_file(size: int) -> str:
+    """A file in memory, of which every page exists. (Writing to one that the file system has no
+    room for would kill the process.)"""
+    descriptor, path = tempfile.mkstemp(prefix="gspo-megatron-", dir=MEMORY)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+    return path

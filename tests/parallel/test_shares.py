@@ -12,14 +12,14 @@ from gspo_megatron.platform import shares
 from gspo_megatron.platform.shares import gathering, summing
 from tests.parallel.pool import Pool
 
-ELEMENTS = 36  # of a buffer; a share is cut into several messages, of which the last is shorter
+ELEMENTS = 6 * 601  # of a buffer; a share is cut into several pieces, of which the last is shorter
 
 
 def exchange(dtype: torch.dtype) -> tuple[list[bool], float]:
     """Whether gathered shares are gloo's, in place and elsewhere; and the largest difference of the
     sums from those in float64."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    shares.MESSAGE_ELEMENTS = 5
+    shares.WINDOW_BYTES = 2**11  # small: a share takes several turns
     drawn = torch.randn((size, ELEMENTS), generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = drawn.double().sum(0).view(size, -1)[rank]
     joined = torch.empty(ELEMENTS, dtype=dtype)
