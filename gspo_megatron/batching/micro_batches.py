@@ -20,6 +20,7 @@ from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import Sequences, StepIndex
 from gspo_megatron.models.build import Policy, unwrap
 from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.models.transformer_config import changed
 from gspo_megatron.routing.hooks import Routes, routed
 
 
@@ -173,22 +174,26 @@ def forward_backward(
     """Accumulate the gradients of the sum of `loss_function` over all ranks and micro-batches.
 
     `loss_function` returns this rank's summand of the mini-batch loss (any mean is already in it).
-    Megatron divides the summed gradients by the 'number of tokens' that the callback counts; it
-    counts micro-batches here and the loss is multiplied by their number, so that the loss comes out
-    as it went in and the routers' aux and z losses as their mean over the micro-batches.
+    The routers' aux and z losses of each micro-batch come from Megatron, which gives them the scale
+    of the loss. Their mean over the micro-batches is wanted, so this scale is 1 over the number of
+    micro-batches, and the summand is multiplied by that number.
 
     `total_micro_batches` is that of all ranks, the empty ones left out. Returns the outputs of each
     micro-batch on the last pipeline stage, an empty list elsewhere.
     """
-    counts_here = parallel_state.get_context_parallel_rank() == 0  # a replica's other ranks do not
+    config = policy.config
+    native = config.grad_scale_func or (lambda value: value)
 
     def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
         value, outputs = loss_function(micro_batch, output[0], output[1])
-        counts = counts_here and bool(micro_batch.packed.members)  # not what is padding alone
-        count = torch.full((), int(counts), dtype=torch.int, device=output.device)
-        return value * total_micro_batches, count, outputs
+        no_tokens = torch.zeros((), dtype=torch.int, device=output.device)  # nobody divides by them
+        return value * total_micro_batches, no_tokens, outputs
 
-    return _run(policy, micro_batches, loss, forward_only=False)
+    def scale(value: Tensor) -> Tensor:
+        return native(value) / total_micro_batches
+
+    with changed([(config, "grad_scale_func", scale)]):
+        return _run(policy, micro_batches, loss, forward_only=False)
 
 
 @torch.no_grad()

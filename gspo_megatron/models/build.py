@@ -146,9 +146,9 @@ def _aux_losses_count_micro_batches(model: PolicyModel) -> None:
     """Make the routers' aux and z losses a plain mean over micro-batches.
 
     Under `calculate_per_token_loss` a router multiplies its aux loss by the tokens of its own TP
-    and CP shard. The later division by all tokens makes it TP x CP times too small. Our loss
-    callback counts micro-batches instead of tokens (rl.loop), so the router must not
-    multiply, and the aux gradient is the same on every layout.
+    and CP shard, for a later division by all tokens that makes it TP x CP times too small. Here the
+    loss is scaled by the number of micro-batches instead (batching.micro_batches), so the router
+    must not multiply, and the aux gradient is the same on every layout.
     """
     for module in model.modules():
         if isinstance(module, Router):

@@ -115,13 +115,21 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
         lr_wsd_decay_style=schedule.wsd_decay,
     )
     policy.config.grad_scale_func = optimizer.scale_loss
-    policy.config.finalize_model_grads_func = finalize_model_grads
+    policy.config.finalize_model_grads_func = _finalize_gradients
     if ddp.overlap_grad_reduce:
         # DDP sends gradients during the last micro-batch's backward pass. Without this, it would
         # count the passes of the first update, and updates differ in their number of passes.
         silent = [chunk.no_sync for chunk in policy.chunks]
         policy.config.no_sync_func = silent if len(silent) > 1 else silent[0]
     return Trainer(optimizer, scheduler)
+
+
+def _finalize_gradients(
+    model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any
+) -> None:
+    """Sum the gradients up over the ranks. All of them know the loss's denominators beforehand, so
+    none counts tokens, to exchange their number and to divide all gradients by it."""
+    finalize_model_grads(model, None, **options)
 
 
 def _fuse_on_cpu(optimizer: MegatronOptimizer) -> None:

@@ -50,7 +50,7 @@ def transformer_config(config: Config, parallel: ResolvedParallel) -> Transforme
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # The loss callback returns a sum and a count, never a mean of means.
+        # The loss callback returns a summand of the loss: neither the schedule nor DDP divides it.
         "calculate_per_token_loss": True,
         # Weights come from models.initialize or a checkpoint. Not perform_initialization=False:
         # Megatron-Core would then not mark the weights that are sharded over TP, and the gradient

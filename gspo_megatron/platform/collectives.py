@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +59,16 @@ def gather_objects(value: T) -> list[T] | None:
     return gathered
 
 
+def all_gather_numbers(numbers: Sequence[float]) -> Tensor:
+    """[ranks, numbers] float64: those of all ranks, by rank."""
+    own = torch.tensor(numbers, dtype=torch.float64, device=torch.cuda.current_device())
+    if dist.get_world_size() == 1:
+        return own[None]
+    gathered = own.new_empty((dist.get_world_size(), len(numbers)))
+    dist.all_gather_into_tensor(gathered, own)
+    return gathered
+
+
 def any_rank(flags: Sequence[bool]) -> list[bool]:
     """Which of the flags is set on any rank."""
     if dist.get_world_size() == 1:
@@ -67,6 +77,20 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
     values = torch.tensor([int(flag) for flag in flags], device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return [bool(value) for value in values.tolist()]
+
+
+def all_reduce_by_name(
+    values: Mapping[tuple[str, str], Tensor], operation: dist.ReduceOp, group: dist.ProcessGroup
+) -> dict[tuple[str, str], Tensor]:
+    """The values (by kind and name) reduced by one collective. All of one dtype; every rank of the
+    group has the same names and shapes."""
+    ordered = dict(sorted(values.items()))
+    if group.size() == 1 or not ordered:
+        return ordered
+    joined = torch.cat([value.flatten() for value in ordered.values()])
+    dist.all_reduce(joined, operation, group=group)
+    found = joined.split([value.numel() for value in ordered.values()])
+    return {name: f.view_as(value) for (name, value), f in zip(ordered.items(), found, strict=True)}
 
 
 def all_gather_columns(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -7,6 +7,7 @@ every stage.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.platform.collectives import all_gather_columns
+from gspo_megatron.platform.collectives import all_gather_columns, all_reduce_by_name
 from gspo_megatron.platform.devices import count_values
 
 QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
@@ -80,16 +81,26 @@ class StepMetrics:
         """Combine over `group`. Raises UserError, on every rank of it, where the ranks have not
         collected the same names: a custom objective's may depend on its inputs."""
         self._check_names(group)
+        sums = all_reduce_by_name(
+            {("mean", name): pair for name, pair in self._means.items()}
+            | {("sketch", name): counts for name, counts in self._token_sketches.items()},
+            dist.ReduceOp.SUM,
+            group,
+        )
+        largest = all_reduce_by_name(
+            {("maximum", name): value for name, value in self._maxima.items()}
+            | {("extremes", name): values for name, values in self._token_extremes.items()},
+            dist.ReduceOp.MAX,
+            group,
+        )
         metrics: dict[str, float] = {}
-        names = sorted(self._means)
-        if names:
-            pairs = torch.stack([self._means[name] for name in names])
-            dist.all_reduce(pairs, group=group)
-            for name, (numerator, denominator) in zip(names, pairs.tolist(), strict=True):
+        if self._means:
+            names = sorted(self._means)
+            pairs = torch.stack([sums["mean", name] for name in names]).tolist()
+            for name, (numerator, denominator) in zip(names, pairs, strict=True):
                 metrics[name] = numerator / denominator if denominator else math.nan
-        for name, value in sorted(self._maxima.items()):
-            dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
-            metrics[name] = float(value)
+        for name in sorted(self._maxima):
+            metrics[name] = float(largest["maximum", name])
         for name in sorted(self._sequence_values):
             local = torch.cat(self._sequence_values[name]).double()
             values = torch.cat(all_gather_columns(local, group))
@@ -98,7 +109,8 @@ class StepMetrics:
                 for label, value in zip(QUANTILES, values.cpu().quantile(points), strict=True):
                     metrics[f"{name}/{label}"] = float(value)
         for name in sorted(self._token_sketches):
-            metrics |= self._token_quantiles(name, group)
+            quantiles = _token_quantiles(sums["sketch", name], largest["extremes", name])
+            metrics |= {f"{name}/{label}": value for label, value in quantiles.items()}
         return metrics
 
     def _check_names(self, group: dist.ProcessGroup) -> None:
@@ -108,10 +120,14 @@ class StepMetrics:
         values = {*self._sequence_values, *self._token_sketches}
         kinds = {"means": self._means, "maxima": self._maxima, "values": values}
         names = [f"{kind}[{name!r}]" for kind, of_kind in kinds.items() for name in sorted(of_kind)]
+        digest = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:6], "big")
+        bounds = torch.tensor([digest, -digest], device=self.device)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+        highest, lowest = bounds[0].item(), -bounds[1].item()
+        if highest == lowest:
+            return
         by_rank: list[list[str]] = [[]] * group.size()
         dist.all_gather_object(by_rank, names, group=group)
-        if all(known == names for known in by_rank):
-            return
         ranks = dist.get_process_group_ranks(group)
         lines = []
         for name in sorted(set().union(*by_rank)):
@@ -124,21 +140,20 @@ class StepMetrics:
             "empty tensor where there is nothing to report"
         )
 
-    def _token_quantiles(self, name: str, group: dist.ProcessGroup) -> dict[str, float]:
-        sketch, extremes = self._token_sketches[name], self._token_extremes[name]
-        dist.all_reduce(sketch, group=group)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        total = float(sketch.sum())
-        if total == 0:
-            return {}
-        lowest, highest = -float(extremes[0]), float(extremes[1])
-        cumulative = sketch.cumsum(0)
-        result = {}
-        for label, share in QUANTILES.items():
-            log = float(_MIDDLES[int(torch.searchsorted(cumulative, max(share * total, 0.5)))])
-            log = {"min": lowest, "max": highest}.get(label, min(max(log, lowest), highest))
-            result[f"{name}/{label}"] = math.exp(log)
-        return result
+
+def _token_quantiles(sketch: Tensor, extremes: Tensor) -> dict[str, float]:
+    """By label; nothing without tokens."""
+    total = float(sketch.sum())
+    if total == 0:
+        return {}
+    lowest, highest = -float(extremes[0]), float(extremes[1])
+    cumulative = sketch.cumsum(0)
+    result = {}
+    for label, share in QUANTILES.items():
+        log = float(_MIDDLES[int(torch.searchsorted(cumulative, max(share * total, 0.5)))])
+        log = {"min": lowest, "max": highest}.get(label, min(max(log, lowest), highest))
+        result[label] = math.exp(log)
+    return result
 
 
 def mismatch_metrics(

@@ -22,6 +22,7 @@ from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.observe.metrics_files import written_answer
 from gspo_megatron.platform.collectives import (
     all_gather_columns,
+    all_gather_numbers,
     all_gather_objects,
     gather_objects,
 )
@@ -256,9 +257,7 @@ class Collector:
                 self.tell("")
             except UserError as error:
                 problem = error
-        failed = self._agree(problem, failed)
-        seconds = torch.tensor(self.scorer.take_seconds(), dtype=torch.float64, device=self.device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # each rank waits for the last
+        failed, seconds = self._agree(problem, failed)
         num_parts = len(self.part_names or ())
         scores = torch.zeros(
             (3 + num_parts, len(batch.sample_index)), dtype=torch.float64, device=self.device
@@ -284,35 +283,36 @@ class Collector:
             [dict(score.parts) if score else {} for score in found] if parts else [],
             scores[3:],
             failed,
-            seconds.item(),
+            seconds,
             batch.mask,
         )
 
-    def _agree(self, problem: UserError | None, failed: FailedCalls) -> FailedCalls:
-        """The failures of all ranks, on all ranks; afterwards they know the names of the parts.
-        Raises RewardError, on all ranks, with the problem of any rank, or where names differ."""
+    def _agree(self, problem: UserError | None, failed: FailedCalls) -> tuple[FailedCalls, float]:
+        """The failures of all ranks, and the seconds of the slowest, on all ranks; afterwards they
+        know the names of the parts. Raises RewardError, on all ranks, with the problem of any rank,
+        or where names differ."""
         names = self.scorer.part_names
         has_news = problem is not None or names != self.part_names
-        flags = torch.tensor([int(has_news), *failed], device=self.device)
-        dist.all_reduce(flags)
-        has_any, *counts = flags.tolist()
+        known = all_gather_numbers([has_news, *failed, self.scorer.take_seconds()])
+        has_any, *counts = known[:, :-1].sum(0).long().tolist()
+        found = FailedCalls(*counts), float(known[:, -1].max())  # each rank waits for the last
         if not has_any:
-            return FailedCalls(*counts)
+            return found
         told = all_gather_objects((problem and str(problem), names))
         problems = [text for text, _ in told if text is not None]
         if problems:
             others = f" (and on {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
             raise RewardError(problems[0] + others) from problem
-        known = list(dict.fromkeys(names for _, names in told if names is not None))
-        if len(known) > 1:
+        parts = list(dict.fromkeys(names for _, names in told if names is not None))
+        if len(parts) > 1:
             raise RewardError(
                 f"reward {self.scorer.reward.name!r} returned "
-                f"{' and '.join(map(describe, known))} on different ranks; the same names are "
+                f"{' and '.join(map(describe, parts))} on different ranks; the same names are "
                 "wanted in every call"
             )
-        if known:  # not where all calls failed
-            self.part_names = self.scorer.part_names = known[0]
-        return FailedCalls(*counts)
+        if parts:  # not where all calls failed
+            self.part_names = self.scorer.part_names = parts[0]
+        return found
 
     def measure(self, experience: Experience, metrics: StepMetrics) -> None:
         """Add the metrics of one draw."""

@@ -70,7 +70,7 @@ def mean_of_micro_batch_means() -> contextlib.AbstractContextManager:
     return patch.object(step, "LossInputs", inputs)
 
 
-@mistake("dp=2")
+@mistake("dp=2", router_losses=True)
 def divisor_of_one_data_rank() -> contextlib.AbstractContextManager:
     own = property(lambda plan: sum(map(bool, plan.micro_batches[0])))
     return patch.object(MiniBatch, "num_micro_batches", own)
