@@ -61,9 +61,9 @@ def gather_objects(value: T) -> list[T] | None:
 
 def all_gather_numbers(numbers: Sequence[float]) -> Tensor:
     """[ranks, numbers] float64: those of all ranks, by rank."""
-    own = torch.tensor(numbers, dtype=torch.float64, device=torch.cuda.current_device())
+    own = torch.tensor([numbers], dtype=torch.float64, device=torch.cuda.current_device())
     if dist.get_world_size() == 1:
-        return own[None]
+        return own
     gathered = own.new_empty((dist.get_world_size(), len(numbers)))
     dist.all_gather_into_tensor(gathered, own)
     return gathered
