@@ -36,7 +36,8 @@ class Positions:
 class Block:
     """Sequences of similar length, computed together.
 
-    Rows index the packed tokens; the row after the last one means padding, which reads zeros.
+    Rows index the packed tokens. Shorter sequences are padded with the last row: no query of a
+    sequence sees a key behind it, and what queries of padding give is left out, gradients too.
     """
 
     query_rows: Tensor  # [sequences, queries]
@@ -112,13 +113,12 @@ class TorchCoreAttention(torch.nn.Module):
             plan = packed.attention_plan = plan_attention(packed, self.cp_group, query.device)
         if self.cp_size > 1:
             key, value = self._gather(key), self._gather(value)
-        key, value, padded_query = _with_zero_row(key), _with_zero_row(value), _with_zero_row(query)
         outputs = []
         for block in plan.blocks:
             parts = (
                 _rows(states, rows).transpose(1, 2)  # [sequences, heads, length, dim]
                 for states, rows in (
-                    (padded_query, block.query_rows),
+                    (query, block.query_rows),
                     (key, block.key_rows),
                     (value, block.key_rows),
                 )
@@ -219,10 +219,6 @@ def _rows(states: Tensor, rows: Tensor) -> Tensor:
     return states.index_select(0, rows.flatten()).unflatten(0, rows.shape)
 
 
-def _with_zero_row(states: Tensor) -> Tensor:
-    return torch.cat([states, states.new_zeros((1, *states.shape[1:]))])
-
-
 def zigzag_order(local_length: int, cp_group: Any) -> tuple[Tensor, Tensor]:
     """Megatron's load-balanced cut of one sequence into 2 x CP chunks: rank r holds r and 2CP-1-r.
 
@@ -263,6 +259,7 @@ def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device)
         restore[rows[valid]] = filled + torch.arange(rows.numel()).view_as(rows)[valid]
         filled += rows.numel()
         tiles = None if positions is None else cut_into_tiles(positions, len(members), device)
+        rows, key_rows = rows.clamp(max=tokens - 1), key_rows.clamp(max=tokens * cp_size - 1)
         blocks.append(Block(moved(rows), moved(key_rows), tiles))
     return AttentionPlan(blocks, moved(restore))
 
@@ -270,7 +267,8 @@ def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device)
 def _block(
     members: list[int], bounds: list[int], longest: int, tokens: int, cp_size: int, cp_rank: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows of the queries and of the keys, and the queries' positions, of some sequences."""
+    """Rows of the queries and of the keys, and the queries' positions, of some sequences. Padding
+    has the row after the last one."""
     starts = torch.tensor([bounds[i] for i in members])[:, None]
     lengths = torch.tensor([bounds[i + 1] - bounds[i] for i in members])[:, None]
     positions = torch.arange(longest)[None]
