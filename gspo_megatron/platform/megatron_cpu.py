@@ -221,23 +221,22 @@ def _turned_at_once(native: Any) -> Any:
         states: torch.Tensor,
         cu_seqlens: torch.Tensor,
         freqs: torch.Tensor,
-        rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False,
+        *others: Any,
         mscale: float = 1.0,
         cp_group: Any = None,
-        **more: Any,
+        **switches: Any,  # each turns other pairs of channels; the names differ between versions
     ) -> torch.Tensor:
-        options = (rotary_interleaved, multi_latent_attention, mscale, cp_group)
+        named = {"mscale": mscale, "cp_group": cp_group}
         in_part = freqs.shape[-1] != states.shape[-1]  # some channels are not turned
-        if rotary_interleaved or multi_latent_attention or in_part or more:
-            return native(states, cu_seqlens, freqs, *options, **more)
+        if in_part or others or any(switches.values()):
+            return native(states, cu_seqlens, freqs, *others, **named, **switches)
         tables = vars(cu_seqlens).setdefault("rotary_tables", {})
         key = (id(freqs), mscale, cp_group, states.dtype)
         if key not in tables:
             # What becomes of (1, 0) is (cos, sin).
             unit = states.new_zeros((len(states), 1, states.shape[-1]))
             unit[..., : states.shape[-1] // 2] = 1.0
-            cos, sin = native(unit, cu_seqlens, freqs, *options).chunk(2, dim=-1)
+            cos, sin = native(unit, cu_seqlens, freqs, **named).chunk(2, dim=-1)
             tables[key] = torch.cat((cos, cos), -1), sin.contiguous(), freqs
         return _Turn.apply(states, *tables[key][:2])
 

@@ -280,17 +280,25 @@ def test_packed_sequences_turn_as_stock_turns_them(
     cp_size: int, cp_rank: int, turned: int, mscale: float
 ) -> None:
     rope_utils = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-    ours = rope_utils._apply_rotary_pos_emb_thd
-    group = Group(cp_size, cp_rank)
+    native = rope_utils._apply_rotary_pos_emb_thd.__wrapped__
+    fields = ("apply_rope_fusion", "rotary_interleaved", "multi_latent_attention")
+    config = SimpleNamespace(**dict.fromkeys(fields, False))
+    named = {"mscale": mscale, "cp_group": Group(cp_size, cp_rank)}
     boundaries = torch.tensor([0, 8, 8, 28, 32], dtype=torch.int32)
     generator = torch.Generator().manual_seed(1)
     angles = torch.randn(20, 1, 1, turned // 2, generator=generator).repeat(1, 1, 1, 2)
     mixed = torch.randn(32 // cp_size, 3, 32, generator=generator)
     states = mixed[..., 8:24].detach().requires_grad_()  # strided, as cut from a projection
     weights = torch.randn(states.shape, generator=generator)
+
+    def ours() -> torch.Tensor:  # as Megatron-Core's attention calls it
+        return rope_utils.apply_rotary_pos_emb(
+            states, angles, config=config, cu_seqlens=boundaries, **named
+        )
+
     results = []
-    for turn in (ours.__wrapped__, ours, ours):  # the second time from the tables
-        out = turn(states, boundaries, angles, mscale=mscale, cp_group=group)
+    for turn in (lambda: native(states, boundaries, angles, **named), ours, ours):
+        out = turn()  # the last time from the tables
         results.append((out, *torch.autograd.grad((out * weights).sum(), states)))
     for found in results[1:]:
         torch.testing.assert_close(found, results[0], atol=1e-6, rtol=1e-6)
