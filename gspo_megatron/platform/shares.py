@@ -131,14 +131,16 @@ def _share_memory(group: dist.ProcessGroup) -> Tensor | None:
         told = [path]
         dist.broadcast_object_list(told, group=group, group_src=0)
         if told[0] and os.path.exists(told[0]):  # on another host it is not there
-            memory = torch.from_file(told[0], shared=True, size=math.prod(shape), dtype=torch.uint8)
-        # Megatron-Core collects calls of all_reduce here, and would run them later.
-        has_memory: list[bool] = [False] * size
-        dist.all_gather_object(has_memory, memory is not None, group=group)
+            with contextlib.suppress(RuntimeError):
+                memory = torch.from_file(told[0], True, math.prod(shape), dtype=torch.uint8)
+        # Megatron-Core lets torch collect calls here, to run them later: all but broadcasts.
+        has_memory = torch.full((size,), memory is not None)
+        for source in range(size):
+            dist.broadcast(has_memory[source : source + 1], group=group, group_src=source)
     finally:
         if path:
             os.unlink(path)  # the memory is freed when the last rank has ended, however it ends
-    return memory.view(shape) if memory is not None and all(has_memory) else None
+    return memory.view(shape) if memory is not None and bool(has_memory.all()) else None
 
 
 def _new_file(size: int) -> str:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager  # as in Megatron-Core
 
 from gspo_megatron.platform import shares
 from gspo_megatron.platform.shares import gathering, summing
 from tests.parallel.pool import Pool
 
-ELEMENTS = 6 * 601  # of a buffer; a share is cut into several pieces, of which the last is shorter
+ELEMENTS = 6 * 601  # of a buffer
+SMALL_WINDOW = 2**11  # bytes: a share takes several turns, of which the last is shorter
 
 
 def exchange(dtype: torch.dtype) -> tuple[list[bool], float]:
     """Whether gathered shares are gloo's, in place and elsewhere; and the largest difference of the
     sums from those in float64."""
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    shares.WINDOW_BYTES = 2**11  # small: a share takes several turns
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.new_group()
     drawn = torch.randn((size, ELEMENTS), generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = drawn.double().sum(0).view(size, -1)[rank]
     joined = torch.empty(ELEMENTS, dtype=dtype)
@@ -28,7 +34,8 @@ def exchange(dtype: torch.dtype) -> tuple[list[bool], float]:
     for in_place in (True, False):  # as in Megatron's buffers, and elsewhere
         whole = drawn[rank].clone()
         share = whole.view(size, -1)[rank] if in_place else torch.empty(ELEMENTS // size).to(dtype)
-        summing(scatter)(share, whole, group=group, op=dist.ReduceOp.SUM)
+        with _coalescing_manager(group):
+            summing(scatter)(share, whole, group=group, op=dist.ReduceOp.SUM)
         error = max(error, float((share.double() - expected).abs().max()))
         gather(joined, share.clone())
         for target in (torch.empty(ELEMENTS, dtype=dtype), whole):
@@ -37,14 +44,80 @@ def exchange(dtype: torch.dtype) -> tuple[list[bool], float]:
     return equal, error
 
 
+def small_exchange(dtype: torch.dtype) -> tuple[list[bool], float]:
+    with patch.object(shares, "WINDOW_BYTES", SMALL_WINDOW):
+        return exchange(dtype)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_shares_and_sums(pool: Pool, size: int) -> None:
-    for equal, error in pool.run(size, exchange, dtype=torch.float32):
+@pytest.mark.parametrize("work", [exchange, small_exchange])
+def test_shares_and_sums(pool: Pool, size: int, work: Callable[..., tuple]) -> None:
+    for equal, error in pool.run(size, work, dtype=torch.float32):
         assert equal == [True] * 4
         assert error < 1e-6
-    for equal, error in pool.run(size, exchange, dtype=torch.bfloat16):
+    for equal, error in pool.run(size, work, dtype=torch.bfloat16):
         assert equal == [True] * 4
         assert error < 0.05  # two roundings to 8 bits, of sums up to 4
+
+
+def late_readers() -> tuple[list[bool], float]:
+    """One rank reads late what the others wrote; they are then a turn further on."""
+    native, turns = dist.barrier, []
+
+    def meet(group: dist.ProcessGroup) -> None:
+        native(group)
+        turns.append(None)
+        if len(turns) % dist.get_world_size() == dist.get_rank():
+            time.sleep(0.005)
+
+    with patch.object(shares, "WINDOW_BYTES", SMALL_WINDOW), patch.object(dist, "barrier", meet):
+        found = exchange(torch.float32)
+    assert len(turns) > 20
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_nobody_writes_over_what_others_have_not_read(pool: Pool, size: int) -> None:
+    for equal, error in pool.run(size, late_readers):
+        assert equal == [True] * 4 and error < 1e-6
+
+
+def without_window(reason: str, folder: str) -> tuple[list[bool], float, int]:
+    """`exchange` where no window can be had, and how often ranks met to use one."""
+    refused = OSError(errno.ENOSPC, "No space left on device")
+    patches = {
+        "no such file system": lambda: patch.object(shares, "MEMORY", "/does/not/exist"),
+        "full": lambda: patch.object(os, "posix_fallocate", side_effect=refused),
+        # as a rank on another host, which has a file system in memory of its own
+        "two hosts": lambda: patch.object(os.path, "exists", return_value=dist.get_rank() == 0),
+    }
+    met = patch.object(dist, "barrier", wraps=dist.barrier)
+    with patch.object(shares, "MEMORY", folder), patches[reason](), met as barrier:
+        return *exchange(torch.float32), barrier.call_count
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """A folder in memory, which nobody else writes to."""
+    with tempfile.TemporaryDirectory(dir=shares.MEMORY) as name:
+        yield name
+
+
+@pytest.mark.parametrize("reason", ["no such file system", "full", "two hosts"])
+def test_without_shared_memory_gloo_exchanges(pool: Pool, reason: str, folder: str) -> None:
+    for equal, error, met in pool.run(2, without_window, reason=reason, folder=folder):
+        assert equal == [True] * 4 and error < 1e-6 and met == 0
+    assert os.listdir(folder) == []
+
+
+def files_of_a_window(folder: str) -> list[str]:
+    with patch.object(shares, "MEMORY", folder):
+        exchange(torch.float32)
+        return os.listdir(folder)
+
+
+def test_a_window_has_no_name_that_could_stay_behind(pool: Pool, folder: str) -> None:
+    assert pool.run(2, files_of_a_window, folder=folder) == [[], []]
 
 
 def in_background(size: int) -> bool:
