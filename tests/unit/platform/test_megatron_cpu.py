@@ -246,6 +246,17 @@ def test_wrapped_collectives_take_what_the_native_ones_take() -> None:
 
 
 @needs_substitutions
+def test_a_rank_alone_sends_its_tokens_to_nobody() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    ours, alone = token_dispatcher.all_to_all, SimpleNamespace(size=lambda: 1)
+    rows = torch.randn(6, 3, requires_grad=True)
+    expected = ours.__wrapped__(alone, rows, None, [6])
+    assert torch.equal(expected, rows) and expected.grad_fn.name() == "_AllToAllBackward"
+    assert ours(alone, rows, None, [6]) is rows
+
+
+@needs_substitutions
 def test_the_second_sort_copies_only_what_it_moves() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
