@@ -307,9 +307,14 @@ def test_packed_sequences_turn_as_stock_turns_them(
             states, angles, config=config, cu_seqlens=boundaries, **named
         )
 
+    def by_other_names() -> torch.Tensor:  # of the two lines of Megatron-Core
+        switches = dict.fromkeys(("multi_latent_attention", "mla_rotary_interleaved"), False)
+        turn = rope_utils._apply_rotary_pos_emb_thd
+        return turn(states, boundaries, angles, **named, **(switches if turned == 16 else {}))
+
     results = []
-    for turn in (lambda: native(states, boundaries, angles, **named), ours, ours):
-        out = turn()  # the last time from the tables
+    for turn in (lambda: native(states, boundaries, angles, **named), ours, ours, by_other_names):
+        out = turn()  # from the second time on from the tables
         results.append((out, *torch.autograd.grad((out * weights).sum(), states)))
     for found in results[1:]:
         torch.testing.assert_close(found, results[0], atol=1e-6, rtol=1e-6)
