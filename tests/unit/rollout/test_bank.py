@@ -82,6 +82,20 @@ def test_a_damaged_record_is_named_and_those_behind_it_are_kept(
     assert capsys.readouterr().out == ""  # it is there by now
 
 
+def test_with_its_request_damaged_all_of_a_draw_is_drawn_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.groups"
+    written(path, 0, 1)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"step_00000001_0")] ^= 1
+    path.write_bytes(content)
+    written(path, 1)
+    told = f"{path}: the record of its request is damaged: all of it is drawn again\n"
+    assert capsys.readouterr().out == told
+    assert_holds(path, 1)
+
+
 def test_groups_of_another_request_are_not_used(tmp_path: Path) -> None:
     path = tmp_path / "a.groups"
     written(path, 0, 1)
