@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent / "bench_peers"))
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -48,6 +49,7 @@ from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.cli.launch import launch
 from gspo_megatron.cli.ranks import join_launcher
 from gspo_megatron.models.policy import HiddenStates, PolicyModel
+from gspo_megatron.models.transformer_config import changed
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.types import RolloutBatch
@@ -117,7 +119,13 @@ class Step:
             model.__class__, model.output_layer.__class__ = model_class, layer_class
 
     def _train(self, forward_step: Callable[..., Any]) -> None:
-        """The train_step of a pre-training script, for each mini-batch."""
+        """The train_step of a pre-training script, for each mini-batch. Megatron-Core's own end of
+        the backward pass divides the gradients by the number of tokens."""
+        config = self.loop.run_components.policy.config
+        with changed([(config, "finalize_model_grads_func", finalize_model_grads)]):
+            self._updates(forward_step)
+
+    def _updates(self, forward_step: Callable[..., Any]) -> None:
         run, trainer = self.loop.run_components, self.loop.trainer
         for micro_batches in run.builder.build_step(self.plan, self.sequences, self.index):
             for chunk in run.policy.chunks:

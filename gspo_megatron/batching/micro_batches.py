@@ -190,7 +190,7 @@ def forward_backward(
         return value * total_micro_batches, no_tokens, outputs
 
     def scale(value: Tensor) -> Tensor:
-        return native(value) / total_micro_batches
+        return native(value) / max(total_micro_batches, 1)  # 0: nothing to learn from
 
     with changed([(config, "grad_scale_func", scale)]):
         return _run(policy, micro_batches, loss, forward_only=False)

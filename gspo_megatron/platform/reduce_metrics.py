@@ -123,8 +123,8 @@ class StepMetrics:
         digest = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:6], "big")
         bounds = torch.tensor([digest, -digest], device=self.device)
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-        highest, lowest = bounds[0].item(), -bounds[1].item()
-        if highest == lowest:
+        highest, minus_lowest = bounds.tolist()
+        if highest == -minus_lowest:
             return
         by_rank: list[list[str]] = [[]] * group.size()
         dist.all_gather_object(by_rank, names, group=group)

@@ -9,6 +9,7 @@ share, and read what they need themselves. Groups over several hosts are left to
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import math
@@ -120,6 +121,7 @@ def _window(group: dist.ProcessGroup) -> Iterator[Tensor] | None:
 def _share_memory(group: dist.ProcessGroup) -> Tensor | None:
     """[2, ranks, bytes] uint8, the same memory for all ranks of the group; None for all of them if
     they are on several hosts, or if there is not enough of it. Every rank of the group calls it."""
+    dist.barrier(group)  # the first one waits here, where no file of its own could stay behind
     size = group.size()
     unit = (size - 1) * ALIGNMENT  # so that a row for each other rank fits, of any dtype
     shape = (2, size, WINDOW_BYTES // (2 * size * unit) * unit)
@@ -133,7 +135,8 @@ def _share_memory(group: dist.ProcessGroup) -> Tensor | None:
         if told[0] and os.path.exists(told[0]):  # on another host it is not there
             with contextlib.suppress(RuntimeError):
                 memory = torch.from_file(told[0], True, math.prod(shape), dtype=torch.uint8)
-        # Megatron-Core lets torch collect calls here, to run them later: all but broadcasts.
+        # Megatron-Core lets torch collect all_reduce, all_gather_into_tensor and
+        # reduce_scatter_tensor here, to run them later.
         has_memory = torch.full((size,), memory is not None)
         for source in range(size):
             dist.broadcast(has_memory[source : source + 1], group=group, group_src=source)
@@ -145,7 +148,10 @@ def _share_memory(group: dist.ProcessGroup) -> Tensor | None:
 
 def _new_file(size: int) -> str:
     """A file in memory, of which every page exists. (Writing to one that the file system has no
-    room for would kill the process.)"""
+    room for would kill the process.) Raises OSError if it would leave little room for others."""
+    room = os.statvfs(MEMORY)
+    if room.f_bavail * room.f_frsize < 4 * size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), MEMORY)
     descriptor, path = tempfile.mkstemp(prefix="gspo-megatron-", dir=MEMORY)
     try:
         os.posix_fallocate(descriptor, 0, size)

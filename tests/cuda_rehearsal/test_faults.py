@@ -284,8 +284,8 @@ COSTS = {
         "training",
         of(
             "gspo_megatron.batching.micro_batches:forward_backward",
-            "return value * total_micro_batches, count",
-            "return value * total_micro_batches * bool(value.isfinite()), count",
+            "return value * total_micro_batches, no_tokens",
+            "return value * total_micro_batches * bool(value.isfinite()), no_tokens",
         ),
     ),
     "losses are computed in float64": (
