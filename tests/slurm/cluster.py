@@ -67,6 +67,7 @@ KillWait=2
 MinJobAge=3600
 SlurmdTimeout=300
 SlurmctldTimeout=30
+FirstJobId={first_job}
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
@@ -96,8 +97,10 @@ class Cluster:
     def __init__(self, folder: Path, prefix: Path, *, isolated: bool = False) -> None:
         """`folder`: an empty one, with a short path. `prefix`: of `slurm_prefix`."""
         self.folder, self.prefix, self.isolated = folder, prefix, isolated
-        # each process of pytest-xdist has a cluster: jobs of equal numbers use equal ports
+        # Each process of pytest-xdist has a cluster. The port of a job follows from its number, and
+        # rank 0 listens on all addresses: of two jobs with equal numbers only one could start.
         worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+        self._first_job = 1 + 1000 * int(worker)
         network = _NETWORK if isolated else f"127.0.{worker}"
         self.nodes = [f"{network}.{number}" for number in (11, 12)]
         self.address = f"{_NETWORK}.1" if isolated else "127.0.0.1"
@@ -268,6 +271,7 @@ class Cluster:
             address=self.address,
             port=ports[0],
             folder=self.folder,
+            first_job=self._first_job,
             user=getpass.getuser(),
             plugins=next(self.prefix.glob("usr/lib/*/slurm-wlm")),
             nodes="\n".join(lines),
