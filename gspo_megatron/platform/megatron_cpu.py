@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from gspo_megatron.platform.shares import gathering, summing
+from gspo_megatron.platform import host_collectives
 
 CPU = torch.device("cpu")
 
@@ -28,6 +28,15 @@ FACTORIES = ("empty", "zeros", "ones", "tensor", "empty_like")
 # Megatron-Core uses their kernels whenever it can import them. They may be installed on a machine
 # without a GPU, or with a GPU hidden for a dry run, where the kernels cannot compute.
 GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
+
+# Those of torch.distributed that run between the ranks of a host, and what makes their substitutes.
+COLLECTIVES = {
+    "all_reduce": host_collectives.reducing,
+    "all_gather": host_collectives.listing,
+    "all_gather_into_tensor": host_collectives.gathering,
+    "reduce_scatter_tensor": host_collectives.summing,
+    "all_to_all_single": host_collectives.exchanging,
+}
 
 # Options of glibc's mallopt (malloc.h), with values in bytes. The last one is as large as is legal.
 MALLOC_OPTIONS = {
@@ -78,6 +87,7 @@ def install() -> None:
     _redirect_tensor_methods()
     _replace_cuda_runtime()
     _keep_freed_memory()
+    _replace_collectives()
     for name in GPU_PACKAGES:
         sys.modules[name] = None  # type: ignore[assignment]  # an import raises ImportError
     # Megatron-Core compiles its small fused functions. On a CPU this gains nothing, and the
@@ -162,8 +172,13 @@ def _replace_cuda_runtime() -> None:
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
 
 
+def _replace_collectives() -> None:
+    """Megatron-Core's modules keep some under names of their own when they are imported."""
+    for name, replacing in COLLECTIVES.items():
+        setattr(torch.distributed, name, replacing(getattr(torch.distributed, name)))
+
+
 def _adapt_megatron() -> None:
-    from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as tracker
@@ -183,9 +198,6 @@ def _adapt_megatron() -> None:
 
     token_dispatcher.sort_chunks_by_idxs = _unless_sorted(token_dispatcher.sort_chunks_by_idxs)
     token_dispatcher.all_to_all = _unless_alone(token_dispatcher.all_to_all)
-
-    buffers.dist_all_gather_func = gathering(buffers.dist_all_gather_func)
-    buffers.dist_reduce_scatter_func = summing(buffers.dist_reduce_scatter_func)
 
     rope_utils._apply_rotary_pos_emb_thd = _turned_at_once(rope_utils._apply_rotary_pos_emb_thd)
 
