@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 from typing import Any
 
@@ -88,6 +89,7 @@ def install() -> None:
     _replace_cuda_runtime()
     _keep_freed_memory()
     _replace_collectives()
+    _share_gloo_devices()
     for name in GPU_PACKAGES:
         sys.modules[name] = None  # type: ignore[assignment]  # an import raises ImportError
     # Megatron-Core compiles its small fused functions. On a CPU this gains nothing, and the
@@ -176,6 +178,27 @@ def _replace_collectives() -> None:
     """Megatron-Core's modules keep some under names of their own when they are imported."""
     for name, replacing in COLLECTIVES.items():
         setattr(torch.distributed, name, replacing(getattr(torch.distributed, name)))
+
+
+def _share_gloo_devices() -> None:
+    """All process groups use the first one's devices. Each device has a thread that wakes up a
+    hundred times a second, and Megatron-Core makes twenty groups, most of them of one rank."""
+    gloo = torch.distributed.ProcessGroupGloo
+    native, known = gloo.__init__, {}  # by process: a fork has none of the threads
+
+    @functools.wraps(native)
+    def start(self: Any, store: Any, rank: int, size: int, *others: Any, **named: Any) -> None:
+        devices = known.get(os.getpid())
+        is_usual = not others and all(name == "timeout" or not named[name] for name in named)
+        if devices is None or not is_usual:
+            native(self, store, rank, size, *others, **named)
+            known.setdefault(os.getpid(), self.options._devices)
+            return
+        options = gloo._Options()
+        options._devices, options._timeout = devices, named.get("timeout", options._timeout)
+        native(self, store, rank, size, options)
+
+    gloo.__init__ = start
 
 
 def _adapt_megatron() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import os
 import platform
@@ -9,6 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -278,6 +280,21 @@ def test_a_rank_alone_starts_no_second_team_of_threads(pool: Pool) -> None:
     follow take longer."""
     assert pool.run(1, threads_started, by_gloo=False) == [0]
     assert pool.run(1, threads_started, by_gloo=True) == [1]
+
+
+def gloo_threads() -> tuple[int, float]:
+    """The threads of gloo's devices in this process, and the time limit of its last group."""
+    groups = [dist.new_group(timeout=datetime.timedelta(seconds=60 + n)) for n in range(5)]
+    for group in groups:
+        dist.barrier(group)
+    threads = [Path(f"/proc/self/task/{n}/comm").read_text() for n in os.listdir("/proc/self/task")]
+    options = groups[-1]._get_backend(torch.device("cpu")).options
+    return threads.count("gloo_tcp_loop\n"), options._timeout.total_seconds()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_groups_share_the_thread_of_gloos_device(pool: Pool, size: int) -> None:
+    assert pool.run(size, gloo_threads) == [(1, 64.0)] * size
 
 
 def test_megatron_core_uses_them_under_its_own_names() -> None:

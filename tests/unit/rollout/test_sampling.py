@@ -17,6 +17,7 @@ from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sente
 from gspo_megatron.rollout import sampling as sampling_module
 from gspo_megatron.rollout.engine import Sampling
 from gspo_megatron.rollout.sampling import (
+    BLOCK,
     RouterRandomness,
     StopStrings,
     draw,
@@ -178,10 +179,10 @@ def test_frequencies_are_those_of_the_truncated_softmax(values: dict[str, Any]) 
         assert logprob == pytest.approx(math.log(probabilities[token]), abs=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_tokens_invert_the_cumulative_distribution(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = 2.0 * torch.randn(40, 53, generator=generator)
+@pytest.mark.parametrize("size", [1, 53, BLOCK, BLOCK + 1, 5 * BLOCK - 7])
+def test_tokens_invert_the_cumulative_distribution(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logits = 2.0 * torch.randn(40, size, generator=generator)
     uniform = torch.rand(40, generator=generator, dtype=torch.float64)
     tokens, logprobs = draw(logits, Sampling(1, temperature=0.9), uniform)
     compared = 0
@@ -193,7 +194,7 @@ def test_tokens_invert_the_cumulative_distribution(seed: int) -> None:
         if min(abs(edge - u) for edge in edges) > 1e-6:  # else fp32 rounding decides
             assert int(token) == expected
             compared += 1
-    assert compared > 35
+    assert compared > 35 or size == 1
 
 
 def test_greedy_takes_the_largest_logit_and_its_logprob_at_temperature_one() -> None:
@@ -214,6 +215,27 @@ def test_a_token_without_probability_is_never_drawn() -> None:
         for values in ({}, {"top_k": 3}, {"top_p": 0.999}):
             tokens, _ = draw(logits, Sampling(1, **values), uniform)
             assert tokens.tolist() == [expected]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_tokens_with_probability_are_found_in_any_block(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    possible = torch.randperm(6 * BLOCK, generator=generator)[:3]
+    logits = torch.full((1, 6 * BLOCK), -math.inf)
+    logits[0, possible] = 3.0 * torch.randn(3, generator=generator)
+    edges = logits.double().softmax(-1)[0].cumsum(0)[possible.sort().values]
+    around = [float(edge) + step * 2.0**-k for edge in edges for k in (24, 50) for step in (-1, 1)]
+    for u in (2.0**-54, *around, 1.0 - 2.0**-53):
+        if 0.0 < u < 1.0:
+            uniform = torch.tensor([u], dtype=torch.float64)
+            assert int(draw(logits, Sampling(1), uniform)[0]) in possible.tolist()
+
+
+def test_logits_that_are_not_a_number_give_a_token() -> None:
+    """The log-prob tells; the loss stops at it."""
+    logits = torch.full((2, 3 * BLOCK), math.nan)
+    tokens, logprobs = draw(logits, Sampling(1), torch.tensor([0.2, 0.9], dtype=torch.float64))
+    assert logprobs.isnan().all() and tokens.max() < 3 * BLOCK
 
 
 def test_logits_are_left_as_they_were() -> None:
