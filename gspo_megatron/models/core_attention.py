@@ -7,7 +7,7 @@ parallelism; this one does, in the layouts that Megatron-Core gives to Transform
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -47,10 +47,14 @@ class Block:
 
 @dataclass
 class AttentionPlan:
-    """How one micro-batch of packed sequences is cut into blocks; the same in every layer."""
+    """How one micro-batch of packed sequences is cut into blocks; the same in every layer.
 
-    blocks: list[Block]
-    restore: Tensor  # [tokens]: the index of each packed token in the blocks' joined output
+    One sequence, or several of the same length, are a block as they are and need no copies.
+    """
+
+    whole: tuple[int, int] | None = None  # its sequences and their length; None: see `blocks`
+    blocks: list[Block] = field(default_factory=list)
+    restore: Tensor | None = None  # [tokens]: the index of each token in the blocks' joined output
 
 
 class TorchCoreAttention(torch.nn.Module):
@@ -111,6 +115,9 @@ class TorchCoreAttention(torch.nn.Module):
         plan = getattr(packed, "attention_plan", None)
         if plan is None:
             plan = packed.attention_plan = plan_attention(packed, self.cp_group, query.device)
+        if plan.whole is not None:
+            parts = (s.unflatten(0, plan.whole).transpose(1, 2) for s in (query, key, value))
+            return self._attend(*parts, None).transpose(1, 2).flatten(2).flatten(0, 1)
         if self.cp_size > 1:
             key, value = self._gather(key), self._gather(value)
         outputs = []
@@ -244,6 +251,8 @@ def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device)
     cp_size, cp_rank = cp_group.size(), cp_group.rank()
     tokens = bounds[-1] // cp_size  # on this rank
     lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    if cp_size == 1 and tokens and len(set(lengths)) == 1:
+        return AttentionPlan(whole=(len(lengths), lengths[0]))
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     blocks: list[Block] = []
     restore = torch.empty(tokens, dtype=torch.long)
@@ -261,7 +270,7 @@ def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device)
         tiles = None if positions is None else cut_into_tiles(positions, len(members), device)
         rows, key_rows = rows.clamp(max=tokens - 1), key_rows.clamp(max=tokens * cp_size - 1)
         blocks.append(Block(moved(rows), moved(key_rows), tiles))
-    return AttentionPlan(blocks, moved(restore))
+    return AttentionPlan(blocks=blocks, restore=moved(restore))
 
 
 def _block(

@@ -126,6 +126,21 @@ def test_padded_attention_with_gradients(heads: int, groups: int, dtype: torch.d
     assert_same_with_gradients(output, expected, states, TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("sequences", "length"), [(1, 1), (1, 23), (5, 1), (4, 7)])
+def test_sequences_of_one_length_attend_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, sequences: int, length: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(core_attention, "_rows", None)  # no copies
+    boundaries = [length * n for n in range(sequences + 1)]
+    states = random_states(length, boundaries[-1], 4, 2)
+    output = attention()(
+        *(s.to(dtype) for s in states), packed_seq_params=packed_params(boundaries)
+    )
+    expected = reference(*states, boundaries)
+    assert_same_with_gradients(output, expected, states, TOLERANCES[dtype])
+
+
 def test_empty_sequences_are_skipped_and_the_scale_is_the_one_given() -> None:
     boundaries = [0, 3, 3, 8, 8]
     states = random_states(8, 8, 2, 1)
@@ -239,6 +254,8 @@ def test_the_plan_is_made_once_a_micro_batch() -> None:
 
 def test_padded_boundaries_are_the_ones_that_count() -> None:
     packed = packed_params([0, 3, 7])
-    packed.cu_seqlens_q_padded = torch.tensor([0, 4, 8], dtype=torch.int32)
+    packed.cu_seqlens_q_padded = torch.tensor([0, 5, 9], dtype=torch.int32)
     plan = plan_attention(packed, cp_group(), torch.device("cpu"))
-    assert len(plan.restore) == 8
+    assert len(plan.restore) == 9
+    packed.cu_seqlens_q_padded = torch.tensor([0, 4, 8], dtype=torch.int32)
+    assert plan_attention(packed, cp_group(), torch.device("cpu")).whole == (2, 4)
