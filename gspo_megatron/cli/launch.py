@@ -26,7 +26,8 @@ from gspo_megatron.cli.failures import (
     is_lost_connection,
     parse_failure,
 )
-from gspo_megatron.cli.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID, usable_cores
+from gspo_megatron.cli.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
+from gspo_megatron.cores import usable_cores
 from gspo_megatron.errors import UserError
 from gspo_megatron.interrupts import SAVES
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
 import signal
 import sys
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo_megatron.errors import UserError
@@ -26,9 +24,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # More ranks than this, and than cores, start on one machine only by --nproc: a layout for a cluster
 # may have been started on a login node by mistake.
 RANKS_WITHOUT_ASKING = 16
-
-# Microseconds of processor time in a period, and those of the period: cgroups version 2, version 1
-_QUOTA_FILES = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 
 _failure_descriptor: int | None = None
 
@@ -118,20 +113,6 @@ def first_host(nodes: str) -> str:
             "set MASTER_ADDR to the first node of the job"
         )
     return host
-
-
-def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores for the threads of this process: those that it may run on, or what the quota of its
-    container gives it if that is less. Libraries of threads do not know of quotas."""
-    on_linux = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
-    for names in _QUOTA_FILES:
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max" for no quota
-            texts = [(cgroup / name).read_text() for name in names]
-            quota, period = map(int, " ".join(texts).split())
-            if quota > 0:  # -1: none
-                cores = min(cores, max(1, round(quota / period)))
-    return cores
 
 
 def decide_world_size(config: AnyConfig, nproc: int | None, rank_of: int | None) -> int:

@@ -16,6 +16,7 @@ from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading
 from gspo_megatron.cli.check_inputs import Checked, check_all, check_run
 from gspo_megatron.cli.failures import INTERRUPTED, STOPPED
+from gspo_megatron.cores import usable_cores
 from gspo_megatron.errors import UserError
 from gspo_megatron.interrupts import SAVES
 
@@ -82,8 +83,8 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         return code
     if rank_of is None:
         os.environ[SAVES] = "1"
-        if ranks.usable_cores() < (os.cpu_count() or 1):  # as the launcher does for several ranks
-            os.environ.setdefault("OMP_NUM_THREADS", str(ranks.usable_cores()))
+        if usable_cores() < (os.cpu_count() or 1):  # as the launcher does for several ranks
+            os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
     try:
         return 0 if _train(stage, config, inputs, fresh) else STOPPED
     except KeyboardInterrupt:

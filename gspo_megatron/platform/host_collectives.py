@@ -205,4 +205,6 @@ def _is_ours(group: dist.ProcessGroup | None, async_op: bool, *tensors: Tensor) 
     if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
         return False
     group = group or dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):  # torch's sign for a group of other ranks
+        return False
     return group.size() == 1 or (not async_op and window_of(group) is not None)

@@ -21,6 +21,8 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 
+from gspo_megatron.cores import usable_cores
+
 MEMORY = "/dev/shm"  # a file system in memory
 PIECE_BYTES = 2**20  # what each rank writes in a turn, for each rank that reads
 MOST_BYTES = 32 * 2**20  # of a window
@@ -48,7 +50,7 @@ class Window:
         self.meetings = 0
         data = torch.frombuffer(memory, dtype=torch.uint8, offset=size * LINE)
         self.halves = itertools.cycle(data.view(2, size, -1).unbind(0))
-        is_crowded = dist.get_world_size() > len(os.sched_getaffinity(0))
+        is_crowded = dist.get_world_size() > usable_cores()
         self.spin_seconds = 0.0 if is_crowded else SPIN_SECONDS
         self.timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 

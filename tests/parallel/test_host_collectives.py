@@ -214,8 +214,7 @@ def test_a_window_has_no_name_that_could_stay_behind(pool: Pool, folder: str) ->
 
 
 def killed_rank(crowded: bool) -> None:
-    cores = {0} if crowded else set(range(64))
-    with patch.object(os, "sched_getaffinity", return_value=cores):
+    with patch.object(windows, "usable_cores", return_value=1 if crowded else 64):
         group = dist.new_group()
         dist.all_reduce(torch.ones(3), group=group)
     if dist.get_rank() == 1:
@@ -263,6 +262,19 @@ def in_background(size: int) -> bool:
 @pytest.mark.parametrize("size", [1, 2])
 def test_work_in_the_background_is_left_to_gloo(pool: Pool, size: int) -> None:
     assert pool.run(size, in_background, size=size) == [True] * size
+
+
+def outside() -> list[float]:
+    """What a rank has after a reduction in a group of the others."""
+    group = dist.new_group([1])
+    numbers = torch.full((2,), 3.0)
+    dist.all_reduce(numbers, group=group)
+    return numbers.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Running all_reduce on global rank")
+def test_a_rank_outside_of_the_group_does_nothing(pool: Pool) -> None:
+    assert pool.run(2, outside) == [[3.0, 3.0]] * 2
 
 
 def threads_started(by_gloo: bool) -> int:

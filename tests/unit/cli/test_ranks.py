@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
 from gspo_megatron.cli.launch import rank_environment, reserved_port
-from gspo_megatron.cli.ranks import first_host, usable_cores, world_size_of_rank
+from gspo_megatron.cli.ranks import first_host, world_size_of_rank
 from gspo_megatron.errors import UserError
 
 # What srun gave the third task of `--nodes=2 --ntasks-per-node=2` (Slurm 22.05).
@@ -149,26 +148,3 @@ def test_ranks_of_a_machine_share_its_cores_and_meet_on_the_loopback() -> None:
     assert rank_environment({}, 0, 10_000, 1)["OMP_NUM_THREADS"] == "1"
     given = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth1"}
     assert not given.keys() & rank_environment(given, 0, 2, 1).keys()
-
-
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({}, 8),
-        ({"cpu.max": "max 100000"}, 8),
-        ({"cpu.max": "250000 100000"}, 2),
-        ({"cpu.max": "10000 100000"}, 1),
-        ({"cpu.max": "6400000 100000"}, 8),
-        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-        ({"cpu/cpu.cfs_quota_us": "300000"}, 8),
-    ],
-)
-def test_a_container_has_the_cores_of_its_quota(
-    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    assert usable_cores(tmp_path) == cores

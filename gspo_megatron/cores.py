@@ -1,0 +1,24 @@
+"""The cores that a process may use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+# Microseconds of processor time in a period, and those of the period: cgroups version 2, version 1
+_QUOTA_FILES = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores for the threads of this process: those that it may run on, or what the quota of its
+    container gives it if that is less. Libraries of threads do not know of quotas."""
+    on_linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+    for names in _QUOTA_FILES:
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max" for no quota
+            texts = [(cgroup / name).read_text() for name in names]
+            quota, period = map(int, " ".join(texts).split())
+            if quota > 0:  # -1: none
+                cores = min(cores, max(1, round(quota / period)))
+    return cores
