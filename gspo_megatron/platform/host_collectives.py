@@ -52,10 +52,11 @@ def reducing(native: Collective) -> Collective:
             return native(tensor, op, group, async_op)
         group = group or dist.group.WORLD
         if group.size() > 1:
+            work, rank = f"all_reduce {reduction.func.__name__}", group.rank()
             flat = tensor.detach().view(-1)
-            for piece, memory, window in turns(group, flat.numel(), flat.dtype, rows=1):
-                memory[window.rank, 0].copy_(flat[piece])
-                window.meet()
+            for piece, memory, meet in turns(group, work, flat.numel(), flat.dtype, rows=1):
+                memory[rank, 0].copy_(flat[piece])
+                meet()
                 flat[piece].copy_(reduction(memory[:, 0]))
         return Done() if async_op else None
 
@@ -105,9 +106,9 @@ def _gather(outputs: list[Tensor], own: Tensor, group: dist.ProcessGroup) -> Non
         outputs[rank].copy_(own)
     if group.size() == 1:
         return
-    for piece, memory, window in turns(group, own.numel(), own.dtype, rows=1):
+    for piece, memory, meet in turns(group, "all_gather", own.numel(), own.dtype, rows=1):
         memory[rank, 0].copy_(own[piece])
-        window.meet()
+        meet()
         for source, output in enumerate(outputs):
             if source != rank:
                 output[piece].copy_(memory[source, 0])
@@ -134,10 +135,11 @@ def summing(native: Collective) -> Collective:
             total.copy_(shares[rank])
         if size == 1:
             return Done() if async_op else None
-        for piece, memory, window in turns(group, total.numel(), total.dtype, rows=size - 1):
+        work, kind = "reduce_scatter", total.dtype
+        for piece, memory, meet in turns(group, work, total.numel(), kind, rows=size - 1):
             for row in range(size - 1):  # a row for each distance between two ranks
                 memory[rank, row].copy_(shares[(rank + row + 1) % size, piece])
-            window.meet()
+            meet()
             for row in range(size - 1):
                 total[piece].add_(memory[rank - row - 1, row])
         return None
@@ -162,8 +164,8 @@ def exchanging(native: Collective) -> Collective:
             return native(output, input, *splits, group, async_op)
         group = group or dist.group.WORLD
         size = group.size()
-        incoming = output.detach().split(output_split_sizes or len(output) // size)
-        outgoing = input.detach().split(input_split_sizes or len(input) // size)
+        incoming = output.detach().split(output_split_sizes or [len(output) // size] * size)
+        outgoing = input.detach().split(input_split_sizes or [len(input) // size] * size)
         _exchange([o.view(-1) for o in incoming], [o.view(-1) for o in outgoing], group)
         return Done() if async_op else None
 
@@ -180,12 +182,12 @@ def _exchange(incoming: list[Tensor], outgoing: list[Tensor], group: dist.Proces
     longest = torch.tensor([max(len(each) for each in outgoing)])
     dist.all_reduce(longest, dist.ReduceOp.MAX, group)
     kind = outgoing[0].dtype
-    for piece, memory, window in turns(group, int(longest), kind, rows=group.size()):
+    for piece, memory, meet in turns(group, "all_to_all", int(longest), kind, rows=group.size()):
         for target, states in enumerate(outgoing):
             if target != rank:
                 part = states[piece]
                 memory[rank, target, : len(part)].copy_(part)
-        window.meet()
+        meet()
         for source, states in enumerate(incoming):
             if source != rank:
                 part = states[piece]
@@ -198,11 +200,12 @@ def _shares(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _is_ours(group: dist.ProcessGroup | None, async_op: bool, *tensors: Tensor) -> bool:
-    """All ranks of the group answer the same. A rank alone has at most to copy. (Gloo would copy
+    """All ranks of the group answer the same: tensors are contiguous, as gloo needs them, or their
+    rank ends with an error. A rank alone has at most to copy. (Gloo would copy
     in a thread with an OpenMP team of its own, even in the background, and with two teams libgomp
     puts the threads of both to sleep between operations: all that follows takes up to twice as
     long.)"""
-    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
+    if not all(tensor.is_cpu for tensor in tensors):
         return False
     group = group or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):  # torch's sign for a group of other ranks

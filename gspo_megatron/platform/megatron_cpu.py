@@ -192,7 +192,8 @@ def _share_gloo_devices() -> None:
         is_usual = not others and all(name == "timeout" or not named[name] for name in named)
         if devices is None or not is_usual:
             native(self, store, rank, size, *others, **named)
-            known.setdefault(os.getpid(), self.options._devices)
+            if is_usual:
+                known[os.getpid()] = self.options._devices
             return
         options = gloo._Options()
         options._devices, options._timeout = devices, named.get("timeout", options._timeout)

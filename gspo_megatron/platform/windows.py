@@ -9,24 +9,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import itertools
 import mmap
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gspo_megatron.cores import usable_cores
 
 MEMORY = "/dev/shm"  # a file system in memory
 PIECE_BYTES = 2**20  # what each rank writes in a turn, for each rank that reads
 MOST_BYTES = 32 * 2**20  # of a window
-LINE = 64  # bytes of a cache line: each rank's counter has its own
+LINE = 64  # bytes of a cache line: each rank's numbers have their own
+WORDS = LINE // 8  # int64 in it: the count of arrivals, and two signs of what it came for
 
 # A rank that waits asks again and again, and gives its core away each time. A longer wait sleeps.
 SPIN_SECONDS = 0.005
@@ -46,22 +50,31 @@ class Window:
         # A lock lasts as long as the process, however it ends; the others can see that.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
         memory = mmap.mmap(file, 0)
-        self.arrivals = memoryview(memory).cast("q")[: size * LINE // 8 : LINE // 8]  # [ranks]
+        words = memoryview(memory).cast("q")[: size * WORDS]
+        self.arrivals, *self.purposes = (words[n::WORDS] for n in range(3))  # [ranks] each
         self.meetings = 0
         data = torch.frombuffer(memory, dtype=torch.uint8, offset=size * LINE)
         self.halves = itertools.cycle(data.view(2, size, -1).unbind(0))
-        is_crowded = dist.get_world_size() > usable_cores()
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        is_crowded = ranks_here > usable_cores()
         self.spin_seconds = 0.0 if is_crowded else SPIN_SECONDS
+        self.global_ranks = dist.get_process_group_ranks(group)
         self.timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
-    def meet(self) -> None:
-        """Wait for all ranks of the group. Raises RuntimeError if one has ended, or does not come
-        within the group's time limit."""
+    def meet(self, purpose: int = 0) -> None:
+        """Wait for all ranks of the group, which come for the same purpose. Raises RuntimeError if
+        one has another, has ended, or does not come within the group's time limit."""
         self.meetings += 1
+        # Two by turns: nobody writes the next but one before all have been at the next meeting.
+        purposes = self.purposes[self.meetings % 2]
+        purposes[self.rank] = purpose
         self.arrivals[self.rank] = self.meetings
         for rank, arrived in enumerate(self.arrivals):
             if arrived < self.meetings:
                 self._wait_for(rank)
+            if purposes[rank] != purpose:
+                number = self.global_ranks[rank]
+                raise RuntimeError(f"rank {number} is in another collective, or in other sizes")
 
     def _wait_for(self, rank: int) -> None:
         start, (nap, longest) = time.monotonic(), NAP_SECONDS
@@ -75,9 +88,10 @@ class Window:
             if nap == longest and self._has_ended(rank):
                 if self.arrivals[rank] >= self.meetings:  # it came, and then ended
                     return
-                raise RuntimeError(f"connection lost: rank {rank} of the group has ended")
+                raise RuntimeError(f"connection lost: rank {self.global_ranks[rank]} has ended")
             if waited > self.timeout:
-                raise RuntimeError(f"rank {rank} of the group did not come in {waited:.0f} s")
+                number = self.global_ranks[rank]
+                raise RuntimeError(f"timed out after {waited:.0f} s of waiting for rank {number}")
 
     def _has_ended(self, rank: int) -> bool:
         try:
@@ -102,23 +116,26 @@ def window_of(group: dist.ProcessGroup) -> Window | None:
     return _windows[group]
 
 
-def turns(group: dist.ProcessGroup, count: int, dtype: torch.dtype, rows: int) -> Iterator[tuple]:
+def turns(
+    group: dist.ProcessGroup, work: str, count: int, dtype: torch.dtype, rows: int
+) -> Iterator[tuple[slice, Tensor, Callable[[], None]]]:
     """Cuts `count` elements into pieces that fit into the window. For each piece: its slice, the
-    memory for it [ranks, rows, elements of the piece], and the window to meet in.
+    memory for it [ranks, rows, elements of the piece], and the function to meet by.
 
     In each turn every rank writes to its place, all meet, and each reads what the others wrote. One
     half is written again in the next turn but one: by then all have met once more, so all have read
-    it.
+    it. `work` names the collective: ranks that are in another one, or in other sizes, are found.
     """
     window = window_of(group)
     assert window is not None
+    purpose = zlib.crc32(f"{work} {count} {dtype}".encode())
     first = 0
     while first < count:
         half = next(window.halves)
         width = half.shape[1] // (rows * LINE) * LINE
         memory = half[:, : rows * width].view(dtype).unflatten(1, (rows, -1))
         piece = slice(first, min(first + memory.shape[2], count))
-        yield piece, memory[:, :, : piece.stop - first], window
+        yield piece, memory[:, :, : piece.stop - first], functools.partial(window.meet, purpose)
         first = piece.stop
 
 

@@ -100,10 +100,11 @@ def _inverted(weights: Tensor, uniform: Tensor) -> Tensor:
     ends = sums.cumsum(1, dtype=torch.float64)
     threshold = uniform * ends[:, -1:]
     block = _first_above(ends, threshold)
-    within = threshold - (ends - sums).gather(1, block)
+    within = (threshold - (ends - sums).gather(1, block)).clamp(min=0.0)  # rounding: not below
     of_block = block[:, :, None].expand(-1, -1, BLOCK)
     cumulative = blocks.gather(1, of_block)[:, 0].cumsum(1, dtype=torch.float64)
-    return block * BLOCK + _first_above(cumulative, within)
+    found = block * BLOCK + _first_above(cumulative, within)
+    return found.clamp(max=weights.shape[1] - 1)  # NaN is above nothing
 
 
 def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
@@ -112,7 +113,7 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     """
     highest = cumulative[:, -1:].nextafter(cumulative.new_zeros(()))
     found = torch.searchsorted(cumulative, torch.minimum(threshold, highest), right=True)
-    return found.clamp(max=cumulative.shape[1] - 1)  # NaN is above nothing
+    return found.clamp(max=cumulative.shape[1] - 1)
 
 
 def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:

@@ -31,6 +31,8 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n  
             True,
         ),
         ("RuntimeError: [/gloo/transport/tcp/buffer.cc:72] Timed out waiting 1800000ms", True),
+        ("RuntimeError: connection lost: rank 1 has ended", True),
+        ("RuntimeError: timed out after 1800 s of waiting for rank 3", True),
         ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
         (
             "torch.distributed.DistBackendError: NCCL error in: x.cpp:77, ncclRemoteError: A call "

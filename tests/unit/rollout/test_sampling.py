@@ -231,11 +231,23 @@ def test_few_tokens_with_probability_are_found_in_any_block(seed: int) -> None:
             assert int(draw(logits, Sampling(1), uniform)[0]) in possible.tolist()
 
 
-def test_logits_that_are_not_a_number_give_a_token() -> None:
+@pytest.mark.parametrize("size", [5, 3 * BLOCK, 3 * BLOCK - 7])
+def test_logits_that_are_not_a_number_give_a_token(size: int) -> None:
     """The log-prob tells; the loss stops at it."""
-    logits = torch.full((2, 3 * BLOCK), math.nan)
+    logits = torch.full((2, size), math.nan)
     tokens, logprobs = draw(logits, Sampling(1), torch.tensor([0.2, 0.9], dtype=torch.float64))
-    assert logprobs.isnan().all() and tokens.max() < 3 * BLOCK
+    assert logprobs.isnan().all() and tokens.max() < size
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_token_without_weight_is_drawn_at_the_edge_of_a_block(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(8, 6 * BLOCK, generator=generator)
+    weights *= torch.rand(8, 6 * BLOCK, generator=generator) < 0.1
+    ends = weights.unflatten(1, (-1, BLOCK)).sum(-1).cumsum(1, dtype=torch.float64)
+    for edge in (ends / ends[:, -1:])[:, :-1].unbind(1):
+        tokens = sampling_module._inverted(weights, edge[:, None])
+        assert weights.gather(1, tokens).min() > 0
 
 
 def test_logits_are_left_as_they_were() -> None:
