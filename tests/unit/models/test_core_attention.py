@@ -141,6 +141,11 @@ def test_sequences_of_one_length_attend_as_they_are(
     assert_same_with_gradients(output, expected, states, TOLERANCES[dtype])
 
 
+def test_under_context_parallelism_tokens_are_no_whole_block() -> None:
+    plan = plan_attention(packed_params([0, 8, 16]), cp_group(2, 1), torch.device("cpu"))
+    assert plan.whole is None and len(plan.restore) == 8
+
+
 def test_empty_sequences_are_skipped_and_the_scale_is_the_one_given() -> None:
     boundaries = [0, 3, 3, 8, 8]
     states = random_states(8, 8, 2, 1)

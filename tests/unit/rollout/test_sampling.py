@@ -242,7 +242,7 @@ def test_logits_that_are_not_a_number_give_a_token(size: int) -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_no_token_without_weight_is_drawn_at_the_edge_of_a_block(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.rand(8, 6 * BLOCK, generator=generator)
+    weights = (8.0 * torch.randn(8, 6 * BLOCK, generator=generator)).exp()
     weights *= torch.rand(8, 6 * BLOCK, generator=generator) < 0.1
     ends = weights.unflatten(1, (-1, BLOCK)).sum(-1).cumsum(1, dtype=torch.float64)
     for edge in (ends / ends[:, -1:])[:, :-1].unbind(1):
