@@ -32,9 +32,10 @@ MOST_BYTES = 32 * 2**20  # of a window
 LINE = 64  # bytes of a cache line: each rank's numbers have their own
 WORDS = LINE // 8  # int64 in it: the count of arrivals, and two signs of what it came for
 
-# A rank that waits asks again and again, and gives its core away each time. A longer wait sleeps.
+# A rank that waits asks again and again, and gives its core away each time. After that it sleeps
+# between two looks, a twentieth of what it has waited.
 SPIN_SECONDS = 0.005
-NAP_SECONDS = (5e-5, 1e-3)  # the first one, and the longest
+NAP_SECONDS = (5e-5, 1e-2)  # the shortest and the longest
 
 # Python has no memory barriers. These processors show writes to others in the order of the program.
 ORDERED_PROCESSORS = ("x86_64", "AMD64")
@@ -77,14 +78,14 @@ class Window:
                 raise RuntimeError(f"rank {number} is in another collective, or in other sizes")
 
     def _wait_for(self, rank: int) -> None:
-        start, (nap, longest) = time.monotonic(), NAP_SECONDS
+        start, (shortest, longest) = time.monotonic(), NAP_SECONDS
         while self.arrivals[rank] < self.meetings:
             waited = time.monotonic() - start
             if waited < self.spin_seconds:
                 os.sched_yield()
                 continue
+            nap = min(max(waited / 20, shortest), longest)
             time.sleep(nap)
-            nap = min(2 * nap, longest)
             if nap == longest and self._has_ended(rank):
                 if self.arrivals[rank] >= self.meetings:  # it came, and then ended
                     return

@@ -22,7 +22,7 @@ def _wrapped(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-BLOCK = 128  # tokens of the vocabulary that are added up together
+BLOCK = 128  # most tokens of the vocabulary that are added up together
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = (_wrapped(0xBF58476D1CE4E5B9), _wrapped(0x94D049BB133111EB))
@@ -93,18 +93,22 @@ def _inverted(weights: Tensor, uniform: Tensor) -> Tensor:
     """weights [sequences, vocabulary], uniform [sequences, 1] -> [sequences, 1]: the first token
     whose cumulative weight is above the threshold. Its block is found first: running sums of a
     whole vocabulary in float64 take ten times as long as the softmax."""
-    missing = -weights.shape[1] % BLOCK
+    size = weights.shape[1]
+    # Near the square root the two kinds of sums cost the same. Vocabularies are often a multiple of
+    # 128, which needs no padding.
+    width = min(BLOCK, 1 << ((size - 1).bit_length() + 1) // 2)
+    missing = -size % width
     padded = F.pad(weights, (0, missing)) if missing else weights
-    blocks = padded.unflatten(1, (-1, BLOCK))
+    blocks = padded.unflatten(1, (-1, width))
     sums = blocks.sum(-1)
     ends = sums.cumsum(1, dtype=torch.float64)
     threshold = uniform * ends[:, -1:]
     block = _first_above(ends, threshold)
     within = (threshold - (ends - sums).gather(1, block)).clamp(min=0.0)  # rounding: not below
-    of_block = block[:, :, None].expand(-1, -1, BLOCK)
+    of_block = block[:, :, None].expand(-1, -1, width)
     cumulative = blocks.gather(1, of_block)[:, 0].cumsum(1, dtype=torch.float64)
-    found = block * BLOCK + _first_above(cumulative, within)
-    return found.clamp(max=weights.shape[1] - 1)  # NaN is above nothing
+    found = block * width + _first_above(cumulative, within)
+    return found.clamp(max=size - 1)  # NaN is above nothing
 
 
 def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:

@@ -217,11 +217,12 @@ def test_a_token_without_probability_is_never_drawn() -> None:
             assert tokens.tolist() == [expected]
 
 
+@pytest.mark.parametrize("size", [6 * BLOCK, 200 * BLOCK - 3])
 @pytest.mark.parametrize("seed", range(20))
-def test_few_tokens_with_probability_are_found_in_any_block(seed: int) -> None:
+def test_few_tokens_with_probability_are_found_in_any_block(seed: int, size: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    possible = torch.randperm(6 * BLOCK, generator=generator)[:3]
-    logits = torch.full((1, 6 * BLOCK), -math.inf)
+    possible = torch.randperm(size, generator=generator)[:3]
+    logits = torch.full((1, size), -math.inf)
     logits[0, possible] = 3.0 * torch.randn(3, generator=generator)
     edges = logits.double().softmax(-1)[0].cumsum(0)[possible.sort().values]
     around = [float(edge) + step * 2.0**-k for edge in edges for k in (24, 50) for step in (-1, 1)]
@@ -231,7 +232,7 @@ def test_few_tokens_with_probability_are_found_in_any_block(seed: int) -> None:
             assert int(draw(logits, Sampling(1), uniform)[0]) in possible.tolist()
 
 
-@pytest.mark.parametrize("size", [5, 3 * BLOCK, 3 * BLOCK - 7])
+@pytest.mark.parametrize("size", [1, 5, 3 * BLOCK, 3 * BLOCK - 7, 90 * BLOCK + 1])
 def test_logits_that_are_not_a_number_give_a_token(size: int) -> None:
     """The log-prob tells; the loss stops at it."""
     logits = torch.full((2, size), math.nan)
@@ -242,8 +243,9 @@ def test_logits_that_are_not_a_number_give_a_token(size: int) -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_no_token_without_weight_is_drawn_at_the_edge_of_a_block(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weights = (8.0 * torch.randn(8, 6 * BLOCK, generator=generator)).exp()
-    weights *= torch.rand(8, 6 * BLOCK, generator=generator) < 0.1
+    size = 100 * BLOCK  # so that blocks have their full size
+    weights = (8.0 * torch.randn(8, size, generator=generator)).exp()
+    weights *= torch.rand(8, size, generator=generator) < 0.1
     ends = weights.unflatten(1, (-1, BLOCK)).sum(-1).cumsum(1, dtype=torch.float64)
     for edge in (ends / ends[:, -1:])[:, :-1].unbind(1):
         tokens = sampling_module._inverted(weights, edge[:, None])
