@@ -2,13 +2,14 @@
 
 Gloo copies tensors, passes them through sockets, and sums all of a buffer where a rank needs its
 share of it. Here ranks write what others need into a window, and read what they need themselves.
-Each function takes one of torch.distributed and returns its substitute, which leaves to gloo what
-it cannot do: groups over several hosts, work in the background, unusual operations.
+`substitute` leaves to gloo what they cannot do: groups over several hosts, work in the background,
+unusual operations.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -37,71 +38,61 @@ class Done:
         return True
 
 
-def reducing(native: Collective) -> Collective:
-    """all_reduce. All ranks have the same bits."""
+def substitute(native: Collective, own: Collective) -> Collective:
+    """A collective of torch.distributed that runs as `own` where it can. `own` takes the group
+    first, then the arguments of `native` by name.
+
+    A rank alone has at most to copy. (Gloo would copy in a thread with an OpenMP team of its own,
+    even in the background, and with two teams libgomp puts the threads of both to sleep between
+    operations: all that follows takes up to twice as long.)
+    """
+    signature = inspect.signature(native)
+    operations = _REDUCTIONS if own is all_reduce else (dist.ReduceOp.SUM,)
 
     @functools.wraps(native)
-    def all_reduce(
-        tensor: Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        reduction = _REDUCTIONS.get(op)
-        if reduction is None or not _is_ours(group, async_op, tensor):
-            return native(tensor, op, group, async_op)
-        group = group or dist.group.WORLD
-        if group.size() > 1:
-            work, rank = f"all_reduce {reduction.func.__name__}", group.rank()
-            flat = tensor.detach().view(-1)
-            for piece, memory, meet in turns(group, work, flat.numel(), flat.dtype, rows=1):
-                memory[rank, 0].copy_(flat[piece])
-                meet()
-                flat[piece].copy_(reduction(memory[:, 0]))
-        return Done() if async_op else None
+    def collective(*args: Any, **named: Any) -> Any:
+        values = signature.bind(*args, **named).arguments
+        in_background = values.pop("async_op", False)
+        group = values.pop("group", None) or dist.group.WORLD
+        # All ranks of the group answer the same: tensors are contiguous, as gloo needs them, or
+        # their rank ends with an error.
+        is_ours = (
+            isinstance(group, dist.ProcessGroup)  # else this rank is not in it
+            and values.get("op", dist.ReduceOp.SUM) in operations
+            and all(value.is_cpu for value in values.values() if isinstance(value, Tensor))
+            and (group.size() == 1 or (not in_background and window_of(group) is not None))
+        )
+        if not is_ours:
+            return native(*args, **named)
+        own(group, **values)
+        return Done() if in_background else None
 
-    return all_reduce
+    return collective
 
 
-def gathering(native: Collective) -> Collective:
-    """all_gather_into_tensor."""
-
-    @functools.wraps(native)
-    def all_gather_into_tensor(
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        if not _is_ours(group, async_op, output_tensor, input_tensor):
-            return native(output_tensor, input_tensor, group, async_op)
-        group = group or dist.group.WORLD
-        _gather(list(_shares(output_tensor, group)), input_tensor, group)
-        return Done() if async_op else None
-
-    return all_gather_into_tensor
+def all_reduce(group: dist.ProcessGroup, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    """All ranks have the same bits."""
+    if group.size() == 1:
+        return
+    rank, reduction, flat = group.rank(), _REDUCTIONS[op], tensor.detach().view(-1)
+    work = f"all_reduce {reduction.func.__name__}"
+    for piece, memory, meet in turns(group, work, flat.numel(), flat.dtype, rows=1):
+        memory[rank, 0].copy_(flat[piece])
+        meet()
+        flat[piece].copy_(reduction(memory[:, 0]))
 
 
-def listing(native: Collective) -> Collective:
-    """all_gather."""
-
-    @functools.wraps(native)
-    def all_gather(
-        tensor_list: list[Tensor],
-        tensor: Tensor,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        if not _is_ours(group, async_op, tensor, *tensor_list):
-            return native(tensor_list, tensor, group, async_op)
-        _gather([each.detach().view(-1) for each in tensor_list], tensor, group or dist.group.WORLD)
-        return Done() if async_op else None
-
-    return all_gather
+def all_gather_into_tensor(
+    group: dist.ProcessGroup, output_tensor: Tensor, input_tensor: Tensor
+) -> None:
+    """See torch.distributed."""
+    all_gather(group, list(_shares(output_tensor, group)), input_tensor)
 
 
-def _gather(outputs: list[Tensor], own: Tensor, group: dist.ProcessGroup) -> None:
-    rank, own = group.rank(), own.detach().view(-1)
+def all_gather(group: dist.ProcessGroup, tensor_list: list[Tensor], tensor: Tensor) -> None:
+    """See torch.distributed."""
+    rank, own = group.rank(), tensor.detach().view(-1)
+    outputs = [each.detach().view(-1) for each in tensor_list]
     if outputs[rank].data_ptr() != own.data_ptr():
         outputs[rank].copy_(own)
     if group.size() == 1:
@@ -114,75 +105,45 @@ def _gather(outputs: list[Tensor], own: Tensor, group: dist.ProcessGroup) -> Non
                 output[piece].copy_(memory[source, 0])
 
 
-def summing(native: Collective) -> Collective:
-    """reduce_scatter_tensor. A share is this rank's own one plus those of the ranks before it, the
-    nearest first."""
-
-    @functools.wraps(native)
-    def reduce_scatter_tensor(
-        output: Tensor,
-        input: Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        if op != dist.ReduceOp.SUM or not _is_ours(group, async_op, output, input):
-            return native(output, input, op, group, async_op)
-        group = group or dist.group.WORLD
-        rank, size = group.rank(), group.size()
-        shares, total = _shares(input, group), output.detach().view(-1)
-        if shares[rank].data_ptr() != total.data_ptr():
-            total.copy_(shares[rank])
-        if size == 1:
-            return Done() if async_op else None
-        work, kind = "reduce_scatter", total.dtype
-        for piece, memory, meet in turns(group, work, total.numel(), kind, rows=size - 1):
-            for row in range(size - 1):  # a row for each distance between two ranks
-                memory[rank, row].copy_(shares[(rank + row + 1) % size, piece])
-            meet()
-            for row in range(size - 1):
-                total[piece].add_(memory[rank - row - 1, row])
-        return None
-
-    return reduce_scatter_tensor
+def reduce_scatter_tensor(
+    group: dist.ProcessGroup, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM
+) -> None:
+    """A share is this rank's own one plus those of the ranks before it, the nearest first."""
+    rank, size = group.rank(), group.size()
+    shares, total = _shares(input, group), output.detach().view(-1)
+    if shares[rank].data_ptr() != total.data_ptr():
+        total.copy_(shares[rank])
+    if size == 1:
+        return
+    work, kind = "reduce_scatter", total.dtype
+    for piece, memory, meet in turns(group, work, total.numel(), kind, rows=size - 1):
+        for row in range(size - 1):  # a row for each distance between two ranks
+            memory[rank, row].copy_(shares[(rank + row + 1) % size, piece])
+        meet()
+        for row in range(size - 1):
+            total[piece].add_(memory[rank - row - 1, row])
 
 
-def exchanging(native: Collective) -> Collective:
-    """all_to_all_single."""
-
-    @functools.wraps(native)
-    def all_to_all_single(
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int] | None = None,
-        input_split_sizes: list[int] | None = None,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        if not _is_ours(group, async_op, output, input):
-            splits = output_split_sizes, input_split_sizes
-            return native(output, input, *splits, group, async_op)
-        group = group or dist.group.WORLD
-        size = group.size()
-        incoming = output.detach().split(output_split_sizes or [len(output) // size] * size)
-        outgoing = input.detach().split(input_split_sizes or [len(input) // size] * size)
-        _exchange([o.view(-1) for o in incoming], [o.view(-1) for o in outgoing], group)
-        return Done() if async_op else None
-
-    return all_to_all_single
-
-
-def _exchange(incoming: list[Tensor], outgoing: list[Tensor], group: dist.ProcessGroup) -> None:
-    """[elements] for each rank and from each rank, contiguous."""
-    rank = group.rank()
+def all_to_all_single(
+    group: dist.ProcessGroup,
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+) -> None:
+    """See torch.distributed."""
+    rank, size = group.rank(), group.size()
+    incoming, outgoing = (
+        [part.view(-1) for part in states.detach().split(sizes or [len(states) // size] * size)]
+        for states, sizes in ((output, output_split_sizes), (input, input_split_sizes))
+    )
     incoming[rank].copy_(outgoing[rank])
-    if group.size() == 1:
+    if size == 1:
         return
     # The longest of all ranks: so many turns they take together.
     longest = torch.tensor([max(len(each) for each in outgoing)])
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group)
-    kind = outgoing[0].dtype
-    for piece, memory, meet in turns(group, "all_to_all", int(longest), kind, rows=group.size()):
+    all_reduce(group, longest, dist.ReduceOp.MAX)
+    for piece, memory, meet in turns(group, "all_to_all", int(longest), input.dtype, rows=size):
         for target, states in enumerate(outgoing):
             if target != rank:
                 part = states[piece]
@@ -199,15 +160,14 @@ def _shares(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole.detach().view(group.size(), whole.numel() // group.size())
 
 
-def _is_ours(group: dist.ProcessGroup | None, async_op: bool, *tensors: Tensor) -> bool:
-    """All ranks of the group answer the same: tensors are contiguous, as gloo needs them, or their
-    rank ends with an error. A rank alone has at most to copy. (Gloo would copy
-    in a thread with an OpenMP team of its own, even in the background, and with two teams libgomp
-    puts the threads of both to sleep between operations: all that follows takes up to twice as
-    long.)"""
-    if not all(tensor.is_cpu for tensor in tensors):
-        return False
-    group = group or dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):  # torch's sign for a group of other ranks
-        return False
-    return group.size() == 1 or (not async_op and window_of(group) is not None)
+# Those of torch.distributed that run between the ranks of a host, by name.
+COLLECTIVES = {
+    own.__name__: own
+    for own in (
+        all_reduce,
+        all_gather,
+        all_gather_into_tensor,
+        reduce_scatter_tensor,
+        all_to_all_single,
+    )
+}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from gspo_megatron.platform import host_collectives
+from gspo_megatron.platform.host_collectives import COLLECTIVES, substitute
 
 CPU = torch.device("cpu")
 
@@ -29,15 +29,6 @@ FACTORIES = ("empty", "zeros", "ones", "tensor", "empty_like")
 # Megatron-Core uses their kernels whenever it can import them. They may be installed on a machine
 # without a GPU, or with a GPU hidden for a dry run, where the kernels cannot compute.
 GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
-
-# Those of torch.distributed that run between the ranks of a host, and what makes their substitutes.
-COLLECTIVES = {
-    "all_reduce": host_collectives.reducing,
-    "all_gather": host_collectives.listing,
-    "all_gather_into_tensor": host_collectives.gathering,
-    "reduce_scatter_tensor": host_collectives.summing,
-    "all_to_all_single": host_collectives.exchanging,
-}
 
 # Options of glibc's mallopt (malloc.h), with values in bytes. The last one is as large as is legal.
 MALLOC_OPTIONS = {
@@ -176,8 +167,8 @@ def _replace_cuda_runtime() -> None:
 
 def _replace_collectives() -> None:
     """Megatron-Core's modules keep some under names of their own when they are imported."""
-    for name, replacing in COLLECTIVES.items():
-        setattr(torch.distributed, name, replacing(getattr(torch.distributed, name)))
+    for name, own in COLLECTIVES.items():
+        setattr(torch.distributed, name, substitute(getattr(torch.distributed, name), own))
 
 
 def _share_gloo_devices() -> None:

@@ -62,7 +62,7 @@ class Window:
         self.global_ranks = dist.get_process_group_ranks(group)
         self.timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
-    def meet(self, purpose: int = 0) -> None:
+    def meet(self, purpose: int) -> None:
         """Wait for all ranks of the group, which come for the same purpose. Raises RuntimeError if
         one has another, has ended, or does not come within the group's time limit."""
         self.meetings += 1

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import layers, mappings
 from torch.distributed.distributed_c10d import _coalescing_manager  # as in Megatron-Core
 
 from gspo_megatron.platform import windows
-from gspo_megatron.platform.megatron_cpu import COLLECTIVES
+from gspo_megatron.platform.host_collectives import COLLECTIVES
 from tests.parallel.pool import Pool, RankError
 
 ELEMENTS = 6 * 601  # of a buffer
