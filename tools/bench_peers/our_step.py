@@ -124,6 +124,14 @@ def configuration(size: str, steps: int, folder: str) -> Any:
 
 def build_loop(size: str, steps: int, folder: str) -> Any:
     """The package's loop on random prompts."""
+    loop = loop_of(configuration(size, steps, folder), WORKLOADS[size], SHAPES[size]["vocab_size"])
+    if WORKLOADS[size].median is not None:
+        loop.collector.engine = PlannedLengths(loop.collector.engine, WORKLOADS[size])
+    return loop
+
+
+def loop_of(config: Any, work: Workload, vocab_size: int) -> Any:
+    """The loop of a configuration, with enough random prompts for all of its steps."""
     from gspo_megatron.config import check_config
     from gspo_megatron.data.inputs import Inputs
     from gspo_megatron.objectives import build_objective
@@ -132,19 +140,16 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
     from gspo_megatron.rl.run import assemble
     from gspo_megatron.types import Prompt
 
-    config = configuration(size, steps, folder)
     check_config(config, world_size(), for_training=True)
-    tokenizer = WordTokenizer(SHAPES[size]["vocab_size"])
-    generator, work = random.Random(SEED), WORKLOADS[size]
+    tokenizer = WordTokenizer(vocab_size)
+    generator = random.Random(SEED)
     prompts = []
-    for number in range(work.prompts * steps):
-        ids = tuple(generator.randrange(tokenizer.vocab_size) for _ in range(work.prompt_tokens))
+    for number in range(work.prompts * config.training.steps):
+        ids = tuple(generator.randrange(vocab_size) for _ in range(work.prompt_tokens))
         prompts.append(Prompt(tokenizer.decode(ids), "", f"benchmark:{number}", token_ids=ids))
     inputs = Inputs(tokenizer, {"data.prompts": prompts})
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     job = assemble(config, inputs, Reward("even_share", even_share), objective)
-    if work.median is not None:
-        job.collector.engine = PlannedLengths(job.collector.engine, work)
     return ReinforcementLoop(job)
 
 

@@ -1,0 +1,201 @@
+"""Run the checks of steps.py, each within its limit, and keep their results as they come.
+
+    python tools/gpu_visit/run.py OUT              # a visit: minutes, the important checks first
+    python tools/gpu_visit/run.py OUT --hour       # all checks
+    python tools/gpu_visit/run.py OUT --only tests verify
+
+OUT/visit.json has each step's status, seconds and figures, and OUT/visit.txt the same as a table;
+both are written anew after each step, so a visit that is cut off keeps what it had. OUT/logs.txt
+has the output of all steps. A step that fails, hangs or is not possible here does not end the
+others. The exit code is 1 if a step failed or ran out of time, 2 if nothing can be checked here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+
+from steps import Machine, Step, all_steps, write_config
+
+VISIT_SECONDS = 540
+_LEAST_SECONDS = 5  # a step with less than this is not started
+_TAIL = 12  # lines of a failed step's output on the terminal
+_FIGURE = re.compile(r"(?<!\S)([\w./-]+)=([^\s=]+)(?!\S)")
+
+
+def run_step(step: Step, seconds: float, log: Path) -> dict[str, Any]:
+    """Run a step and all processes that it starts for at most `seconds`. Returns its record."""
+    record: dict[str, Any] = {"shows": step.shows, "limit_seconds": round(seconds)}
+    if step.needs is not None and importlib.util.find_spec(step.needs) is None:
+        return record | {"status": "left out", "says": f"{step.needs} is not installed"}
+    started, output = time.monotonic(), ""
+    environ = os.environ | step.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "150"}
+    process = subprocess.Popen(
+        step.command,
+        cwd=ROOT,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that a step that hangs is ended with its children
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+        status = {0: "ok", 2: "not here"}.get(process.returncode, "FAILED")
+    except subprocess.TimeoutExpired:
+        status = "TIME OUT"
+    _end_group(process)
+    if status == "TIME OUT":
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            output, _ = process.communicate(timeout=5)  # what it wrote before it was ended
+    taken = time.monotonic() - started
+    with contextlib.suppress(OSError), log.open("a") as file:
+        print(f"== {step.name}: {' '.join(step.command)}\n{output}", file=file)
+    lines = [line for line in output.splitlines() if line.strip()] or [""]
+    record |= {"status": status, "seconds": round(taken, 1), "exit_code": process.returncode}
+    figures = next(filter(None, (figures_of(line) for line in reversed(lines[-5:]))), {})
+    if figures:
+        record["figures"] = figures
+    record["says"] = lines[-1].strip()[-300:]
+    if status not in ("ok", "not here"):
+        record["tail"] = lines[-_TAIL:]
+    return record
+
+
+def figures_of(line: str) -> dict[str, float | str]:
+    """The pairs of a line of name=value; numbers as numbers. A line with other words has none."""
+    pairs = _FIGURE.findall(line)
+    if not pairs or len(pairs) != len(line.split()):
+        return {}
+    return {name: _number(value) for name, value in pairs}
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """Kill whatever is left of the step's process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def describe() -> dict[str, Any]:
+    """This machine, and the versions of what was checked."""
+    import torch
+
+    from gspo_megatron.observe.environment import describe_environment
+
+    found: dict[str, Any] = dict(describe_environment())
+    found["date"] = time.strftime("%Y-%m-%d", time.gmtime())
+    found["gpu_name"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return found
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as lines for people."""
+    lines = [f"{'step':<18} {'result':<9} {'s':>6}  what it says"]
+    for name, record in results["steps"].items():
+        figures = record.get("figures")
+        says = record["says"]
+        if figures:
+            says = " ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}"
+                            for k, v in figures.items())  # fmt: skip
+        lines.append(f"{name:<18} {record['status']:<9} {record.get('seconds', 0):>6}  {says}")
+    return "\n".join(lines)
+
+
+def write(out: Path, results: dict[str, Any]) -> None:
+    """Both files; on a full disk the terminal has the results alone."""
+    for name, text in (("visit.json", json.dumps(results, indent=1)), ("visit.txt", table(results))):
+        part = out / f"{name}.part"
+        try:
+            part.write_text(text + "\n")
+            part.replace(out / name)
+        except OSError as error:
+            print(f"   {out / name}: not written: {error.strerror}", flush=True)
+
+
+def run_all(
+    steps: Sequence[tuple[Step, float]], out: Path, results: dict[str, Any], seconds: float
+) -> int:
+    """Run the steps, each within its own limit and all within `seconds`; number of failures."""
+    deadline, failed = time.monotonic() + seconds, 0
+    for step, limit in steps:
+        left = deadline - time.monotonic()
+        if left < _LEAST_SECONDS:
+            record = {"shows": step.shows, "status": "left out", "says": "no time was left"}
+        else:
+            print(f"== {step.name} (at most {min(limit, left):.0f} s): {step.shows}", flush=True)
+            try:
+                record = run_step(step, min(limit, left), out / "logs.txt")
+            except OSError as error:  # no memory for a process, no file descriptors
+                record = {"shows": step.shows, "status": "FAILED", "says": str(error)}
+        failed += record["status"] in ("FAILED", "TIME OUT")
+        results["steps"][step.name] = record
+        for line in record.pop("tail", ()):
+            print(f"   | {line}")
+        print(f"   {record['status']} in {record.get('seconds', 0)} s: {record['says']}", flush=True)
+        write(out, results)
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
+    parser.add_argument("--hour", action="store_true", help="all checks, with longer limits")
+    parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="these checks alone")
+    parser.add_argument("--seconds", type=float, help=f"for all (default: {VISIT_SECONDS}, or none)")
+    arguments = parser.parse_args()
+    import torch
+
+    seen = torch.cuda.device_count()
+    machine = Machine(
+        arguments.out.resolve(),
+        int(os.environ.get("GPUS", seen)),
+        seen,
+        os.environ.get("VLLM_PYTHON"),
+    )
+    if machine.gpus < 1:
+        print("torch sees no GPU here; GPUS=1 rehearses the steps on the CPU", file=sys.stderr)
+        return 2
+    known = all_steps(machine)
+    unknown = sorted(set(arguments.only) - {step.name for step in known})
+    if unknown:
+        parser.error(f"no such step: {', '.join(unknown)}; there are "
+                     f"{', '.join(step.name for step in known)}")  # fmt: skip
+    chosen = [
+        (step, float(60 * step.minutes if arguments.hour else step.seconds or 60 * step.minutes))
+        for step in known
+        if (step.name in arguments.only or step.name == "data")
+        or (not arguments.only and (arguments.hour or step.seconds is not None))
+    ]
+    write_config(machine)
+    results: dict[str, Any] = {"machine": describe(), "steps": {}}
+    seconds = arguments.seconds or (float("inf") if arguments.hour else VISIT_SECONDS)
+    failed = run_all(chosen, machine.out, results, seconds)
+    print(f"\n{table(results)}\n\n{failed} steps failed; results in {machine.out}/visit.json")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

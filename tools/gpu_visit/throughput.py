@@ -1,0 +1,266 @@
+"""Whole RL steps of a model cut from Qwen3-30B-A3B's shape, against the ceilings of this GPU.
+
+    python tools/gpu_visit/throughput.py [--layers 2] [--backend auto] [--rehearse]
+
+Two layers and the vocabulary of Qwen3-30B-A3B are 1.9 B random parameters, of which 0.42 B work on
+a token. Ceilings: a copy of 1 GiB on the device, and a product of two bf16 matrices of 8,192.
+Steps: 64 responses of 512 tokens to prompts of 256, two updates, bf16; the second of three steps
+is profiled, the third is measured. FLOPs are counted by formula: 2 for each active parameter and
+token of a pass, plus causal attention, and three times that with gradients. Decoding reads all
+weights once a token: its ceiling is the bandwidth of the copy. --rehearse takes a tiny model, for a
+machine without a GPU. The last line has all figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "bench_peers")]
+
+from workload import Workload
+
+WORK = Workload(prompts=16, group=4, longest=512, prompt_tokens=256, mini_batches=2)
+VOCABULARY, MICRO_BATCH_TOKENS = 151_936, 12_288
+TINY_WORK = Workload(prompts=4, group=2, longest=8, prompt_tokens=8, mini_batches=2)
+TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
+        "kv_channels": 16, "num_moe_experts": 8, "moe_router_topk": 2, "ffn_hidden_size": 64,
+        "moe_ffn_hidden_size": 32}  # fmt: skip
+TINY_VOCABULARY = 512
+PROFILED, MEASURED = 2, 3  # numbers of steps
+# What the host calls to start a kernel, and to wait for the device, by CUPTI's names.
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured."""
+
+    values: dict[str, Any]  # the configuration
+    work: Workload
+    vocab_size: int
+
+
+def case_of(arguments: argparse.Namespace, folder: str) -> Case:
+    """The model and workload that were asked for, for a run in `folder`."""
+    work, vocab_size = (TINY_WORK, TINY_VOCABULARY) if arguments.rehearse else (WORK, VOCABULARY)
+    longest = work.prompt_tokens + work.longest
+    values = {
+        "model": {
+            "preset": "qwen3-30b-a3b",
+            "backend": arguments.backend,
+            "vocab_size": vocab_size,
+            "max_sequence_length": longest,
+            "megatron": TINY if arguments.rehearse else {"num_layers": arguments.layers},
+        },
+        "data": {"prompts": "made here", "tokenizer": "made here"},
+        "rollout": {
+            "group_size": work.group,
+            "prompts_per_step": work.prompts,
+            "max_response_tokens": work.longest,
+        },
+        "objective": {"name": "gspo", "mini_batches": work.mini_batches},
+        "optimizer": {"learning_rate": 1e-6},
+        "training": {
+            "steps": MEASURED,
+            "precision": "bf16",
+            "micro_batch_tokens": max(longest, 0 if arguments.rehearse else MICRO_BATCH_TOKENS),
+        },
+        "logging": {"dir": folder, "samples_per_step": 0, "plots": False},
+    }
+    return Case(values, work, vocab_size)
+
+
+def seconds_of(work: Callable[[], Any], repeats: int = 10) -> float:
+    """Median seconds of a call, by the device's clock."""
+    import torch
+
+    work(), work()
+    taken = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(taken)
+
+
+def ceilings() -> dict[str, float]:
+    """Bytes read and written a second by a copy, and FLOP/s of a large product."""
+    import torch
+
+    source = torch.ones(2**28, device="cuda")
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / seconds_of(lambda: target.copy_(source))
+    size = 8192
+    left, right = torch.randn(2, size, size, device="cuda").bfloat16()
+    product = 2 * size**3 / seconds_of(lambda: left @ right)
+    return {"copy_gb_per_second": copy / 1e9, "matmul_tflops": product / 1e12}
+
+
+def forward_flops(shape: Any, work: Workload, vocab_size: int) -> tuple[float, float]:
+    """FLOPs of one forward pass over all sequences of a step: (all layers, the head). The head sees
+    the response tokens only."""
+    queries = shape.num_attention_heads * shape.kv_channels
+    keys = shape.num_query_groups * shape.kv_channels
+    attention = shape.hidden_size * (2 * queries + 2 * keys)
+    experts = 3 * shape.hidden_size * shape.moe_ffn_hidden_size * shape.moe_router_topk
+    router = shape.hidden_size * shape.num_moe_experts
+    length = work.prompt_tokens + work.longest
+    tokens = work.responses * length
+    products = 2.0 * (attention + experts + router) * tokens
+    scores = 2.0 * queries * length * tokens  # two products over half of the pairs
+    head = 2.0 * shape.hidden_size * vocab_size * work.responses * work.longest
+    return shape.num_layers * (products + scores), head
+
+
+def count_calls(profile: Any, names: tuple[str, ...]) -> int:
+    return sum(event.count for event in profile.key_averages() if event.key in names)
+
+
+def profiled_step(loop: Any, case: Case) -> dict[str, float]:
+    """Run a step whose training passes are profiled, print the kernels that take the most time,
+    and count launches and waits a micro-batch, and kernel time as a share of the pass."""
+    import torch
+
+    native, found = loop.updater.train, {"micro_batches": 0, "launches": 0, "waits": 0}
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+
+    def train(mini_batch: Any, micro_batches: Any, advantages: Any) -> None:
+        if found["micro_batches"]:
+            native(mini_batch, micro_batches, advantages)
+            return
+        with torch.profiler.profile(activities=activities) as profile:
+            native(mini_batch, micro_batches, advantages)
+        found["micro_batches"] = len(micro_batches)
+        found["launches"] = count_calls(profile, LAUNCHES)
+        found["waits"] = count_calls(profile, WAITS)
+        device = torch.cuda.is_available()
+        order = "self_device_time_total" if device else "self_cpu_time_total"
+        print(profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=70))
+
+    with mock.patch.object(loop.updater, "train", train):
+        loop.step(PROFILED)
+    per = max(1, found["micro_batches"])
+    return {
+        "launches_per_micro_batch": found["launches"] / per,
+        "waits_per_micro_batch": found["waits"] / per,
+    }
+
+
+def decode_profile(loop: Any) -> dict[str, float]:
+    """Launches and waits a decoded token of a short rollout."""
+    import torch
+
+    from gspo_megatron.rollout.engine import Requests, Sampling
+
+    if not torch.cuda.is_available():
+        return {}
+    tokens, engine = 32, loop.collector.engine
+    requests = Requests([(1, 2, 3, 4)] * 16, list(range(64)), responses_per_prompt=4)
+    engine.generate(requests, Sampling(max_tokens=tokens), seed=1)
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        engine.generate(requests, Sampling(max_tokens=tokens), seed=1)
+    print(profile.key_averages().table(
+        sort_by="self_device_time_total", row_limit=25, max_name_column_width=70
+    ))  # fmt: skip
+    return {
+        "launches_per_decoded_token": count_calls(profile, LAUNCHES) / tokens,
+        "waits_per_decoded_token": count_calls(profile, WAITS) / tokens,
+    }
+
+
+def measure(case: Case, config: Any) -> dict[str, float]:
+    """Figures of a step, as shares of the ceilings where there is a GPU."""
+    import torch
+    from our_step import loop_of
+
+    on_gpu = torch.cuda.is_available()
+    limits = ceilings() if on_gpu else {"copy_gb_per_second": 0.0, "matmul_tflops": 0.0}
+    loop = loop_of(config, case.work, case.vocab_size)
+    parameters = sum(p.numel() for p in loop.run_components.policy.models[0].parameters())
+    loop.step(1)
+    found: dict[str, float] = {"parameters": parameters, **limits}
+    found |= profiled_step(loop, case)
+    found |= decode_profile(loop)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    record = loop.step(MEASURED)
+    work, shape = case.work, config.resolved_model()
+    generated = work.responses * work.longest
+    total = generated + work.responses * work.prompt_tokens
+    seconds = {p: record[f"perf/{p}_seconds"] for p in ("step", "rollout", "logprob", "train")}
+    layers, head = forward_flops(shape, work, case.vocab_size)
+    recomputed = 1 - 1 / work.mini_batches  # the first mini-batch has no pass of its own
+    trained = 3 * (layers + head)
+    figures = {
+        **{f"{name}_seconds": value for name, value in seconds.items()},
+        "generated_per_second": generated / seconds["rollout"],
+        "trained_tokens_per_second": total / seconds["train"],
+        "scored_tokens_per_second": recomputed * total / seconds["logprob"],
+        "train_tflops": trained / seconds["train"] / 1e12,
+        "logprob_tflops": recomputed * (layers + head) / seconds["logprob"] / 1e12,
+        "peak_memory_gb": record["perf/peak_memory_bytes"] / 1e9,
+        "mismatch": record["mismatch/abs_mean"],
+    }
+    if on_gpu:
+        weights = 2.0 * parameters  # bytes in bf16
+        least = weights * work.longest / (limits["copy_gb_per_second"] * 1e9)
+        figures["train_share_of_matmul"] = figures["train_tflops"] / limits["matmul_tflops"]
+        figures["logprob_share_of_matmul"] = figures["logprob_tflops"] / limits["matmul_tflops"]
+        figures["rollout_share_of_copy"] = least / seconds["rollout"]
+    return found | figures
+
+
+def estimated_gb(path: Path) -> float:
+    """The peak memory that `check` foresees, in GB."""
+    command = [sys.executable, "-m", "gspo_megatron", "check", str(path), "--memory", "--no-files"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    for word in reversed(done.stdout.split()):
+        if word.startswith("worst_rank_bytes="):
+            return float(word.split("=")[1]) / 1e9
+    print(f"check: {done.stderr[-300:]}", file=sys.stderr)
+    return float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=2, help="of the cut model")
+    parser.add_argument("--backend", default="torch_native", help="model.backend")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model")
+    arguments = parser.parse_args()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    from gspo_megatron.config import parse_config
+    from gspo_megatron.config.load import to_yaml
+
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        case = case_of(arguments, folder)
+        config = parse_config(case.values)
+        path = Path(folder, "config.yaml")
+        path.write_text(to_yaml(config))
+        figures = measure(case, config)
+        figures["estimated_memory_gb"] = estimated_gb(path)
+    figures["seconds"] = time.perf_counter() - started
+    print(" ".join(f"{name}={value:.4g}" for name, value in figures.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# A visit of at most ten minutes to a GPU machine without a network. pack.sh has made .gpu-visit/.
+#   bash tools/gpu_visit/visit.sh [OUT] [arguments of run.py, such as --only tests verify]
+# OUT (default gpu_visit) gets visit.json, visit.txt and logs.txt. Wheels are installed below
+# .gpu-visit/, and nothing of the machine's own Python is changed. A wheel that is missing or damaged is
+# named, and the checks that need it fail by themselves. PYTHON names the interpreter.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
+python=${PYTHON:-python3}
+out=gpu_visit
+if [ $# -gt 0 ] && [[ $1 != --* ]]; then
+    out=$1
+    shift
+fi
+site=$PWD/.gpu-visit/site
+mkdir -p "$out" "$site"
+
+install() { # WHEEL
+    timeout 60 "$python" -m pip install -qq --disable-pip-version-check --no-index --no-deps --upgrade \
+        --target "$site" "$1" 2>>"$out/install.txt" && return 0
+    echo "install: $1 failed, see $out/install.txt"
+    return 1
+}
+
+join_engine() { # the wheels of Transformer Engine from their parts, if all are here
+    local sum
+    [ -e .gpu-visit/engine-0/sum ] && [ ! -d .gpu-visit/engine ] || return 0
+    cat .gpu-visit/engine-*/part-* >.gpu-visit/engine.tar
+    sum=$(sha256sum <.gpu-visit/engine.tar | cut -d ' ' -f 1)
+    if [ "$sum" != "$(cat .gpu-visit/engine-0/sum)" ]; then
+        echo "install: not all parts of Transformer Engine are here; left out"
+        return 0
+    fi
+    mkdir .gpu-visit/engine && tar -C .gpu-visit/engine -xf .gpu-visit/engine.tar
+    rm .gpu-visit/engine.tar
+}
+
+started=$SECONDS
+join_engine
+shopt -s nullglob
+wheels=(.gpu-visit/wheels/*.whl .gpu-visit/engine/*.whl)
+[ ${#wheels[@]} -gt 0 ] || echo "install: no wheels in .gpu-visit; run tools/gpu_visit/pack.sh first"
+for wheel in "${wheels[@]}"; do
+    mark=$site/.done-${wheel##*/}
+    [ -e "$mark" ] || { install "$wheel" && : >"$mark"; }
+done
+echo "installed ${#wheels[@]} wheels in $((SECONDS - started)) s"
+export PYTHONPATH=$site:$PWD${PYTHONPATH:+:$PYTHONPATH}
+exec "$python" tools/gpu_visit/run.py "$out" "$@"
