@@ -31,6 +31,11 @@ SWEEP = (
     *(f"ours:{size}" for size in (2, 4, 8, 16, 32, 64)),
     *(f"ours:16:{rows}" for rows in (256, 1024, 2048)),
 )
+GPU_SWEEP = (
+    *(f"ours:{size}" for size in (16, 32, 64, 128, 256, 512)),
+    *(f"ours:128:{rows}" for rows in (1024, 4096, 8192)),
+    *(f"ours:512:{rows}" for rows in (4096, 8192)),
+)
 
 
 def measure(task: str, sides: tuple[str, ...], arguments: argparse.Namespace) -> Any:
@@ -83,10 +88,13 @@ def compare(arguments: argparse.Namespace) -> None:
 def sweep(arguments: argparse.Namespace) -> None:
     """Print memory and time of our side with tiles of several sizes."""
     logits_bytes = 4 * arguments.rows * arguments.vocab / arguments.tp
-    seconds = measure("time", SWEEP, arguments)
+    import torch
+
+    sides = GPU_SWEEP if torch.cuda.is_available() else SWEEP
+    seconds = measure("time", sides, arguments)
     best = {side: {k: min(v) for k, v in kinds.items()} for side, kinds in seconds.items()}
     print("tile MiB     rows  of logits  best seconds  of processor")
-    for side in SWEEP:
+    for side in sides:
         memory = measure("memory", (side,), arguments)["bytes"]
         _, size, rows, *_ = (*side.split(":"), "default")
         clock, processor = best[side]["clock"], best[side]["processor"]
@@ -94,7 +102,7 @@ def sweep(arguments: argparse.Namespace) -> None:
             f"{size:>8} {rows:>8} {memory / logits_bytes:10.1%} {clock:13.2f} {processor:13.2f}",
             flush=True,
         )
-    fastest = min(SWEEP, key=lambda side: best[side]["clock"])
+    fastest = min(sides, key=lambda side: best[side]["clock"])
     print(f"fastest={fastest.removeprefix('ours:')} seconds={best[fastest]['clock']:.3g}")
 
 

@@ -3,7 +3,8 @@
 # with the repository. Meant for Python 3.12 on x86_64 with torch 2.11 and transformers.
 #   bash tools/gpu_visit/pack.sh                   # .gpu-visit/wheels, about 5 MB
 #   bash tools/gpu_visit/pack.sh --engine FOLDER   # also .gpu-visit/engine-0, -1, ...: the wheels of
-#       Transformer Engine in FOLDER (docs/gpu.md says how they are made), cut into parts of 50 MB
+#       Transformer Engine in FOLDER (docs/gpu.md says how they are made), with the kernels of Hopper
+#       only (ARCH=100: of Blackwell), in parts of 50 MB
 # Each part can be copied by itself. PYTHON=python3.12 names the interpreter whose pip downloads.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -41,7 +42,15 @@ if [ -n "$engine" ]; then
         echo "pack.sh: no transformer_engine*.whl in $engine" >&2
         exit 2
     fi
-    tar -C "$engine" -cf .gpu-visit/engine.tar "${names[@]##*/}"
+    mkdir .gpu-visit/engine
+    for name in "${names[@]}"; do
+        case ${name##*/} in
+        transformer_engine_cu*) "$python" tools/gpu_visit/thin.py "$name" .gpu-visit/engine "${ARCH:-90}" ;;
+        *) cp "$name" .gpu-visit/engine/ ;;
+        esac
+    done
+    tar -C .gpu-visit/engine -cf .gpu-visit/engine.tar .
+    rm -r .gpu-visit/engine
     split -b "$part" -d -a 2 .gpu-visit/engine.tar .gpu-visit/part-
     sha256sum <.gpu-visit/engine.tar | cut -d ' ' -f 1 >.gpu-visit/sum
     rm .gpu-visit/engine.tar

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(ROOT))
 
 from steps import Machine, Step, all_steps, write_config
 
@@ -126,7 +127,10 @@ def table(results: dict[str, Any]) -> str:
 
 def write(out: Path, results: dict[str, Any]) -> None:
     """Both files; on a full disk the terminal has the results alone."""
-    for name, text in (("visit.json", json.dumps(results, indent=1)), ("visit.txt", table(results))):
+    for name, text in (
+        ("visit.json", json.dumps(results, indent=1)),
+        ("visit.txt", table(results)),
+    ):
         part = out / f"{name}.part"
         try:
             part.write_text(text + "\n")
@@ -154,7 +158,9 @@ def run_all(
         results["steps"][step.name] = record
         for line in record.pop("tail", ()):
             print(f"   | {line}")
-        print(f"   {record['status']} in {record.get('seconds', 0)} s: {record['says']}", flush=True)
+        print(
+            f"   {record['status']} in {record.get('seconds', 0)} s: {record['says']}", flush=True
+        )
         write(out, results)
     return failed
 
@@ -164,7 +170,9 @@ def main() -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
     parser.add_argument("--hour", action="store_true", help="all checks, with longer limits")
     parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="these checks alone")
-    parser.add_argument("--seconds", type=float, help=f"for all (default: {VISIT_SECONDS}, or none)")
+    parser.add_argument(
+        "--seconds", type=float, help=f"for all (default: {VISIT_SECONDS}, or none)"
+    )
     arguments = parser.parse_args()
     import torch
 

@@ -70,6 +70,8 @@ def all_steps(machine: Machine) -> list[Step]:
         return (sys.executable, str(TOOLS / name), *words)
 
     engine = {"needs": "transformer_engine"}
+    # the layers that a CPU has, too: the same weights on both
+    on_cpu = ("model.backend=torch_native", "--reference-on-cpu")
     head = ("--rows", "32768", "--dtype", "bfloat16", "--matmul", "high", "--rounds", "3")
     rehearsed = machine.seen == 0
     throughput = ("--rehearse",) if rehearsed else ("--layers", "2")
@@ -88,14 +90,10 @@ def all_steps(machine: Machine) -> list[Step]:
         Step(
             "verify",
             "equal=1; worst_error of 1e-5 or less where both compute in fp32",
-            # the layers that a CPU has, too: the same weights on both
-            (
-                *GSPO, "verify", config, "model.backend=torch_native", "--reference-on-cpu",
-                "--tolerance", "1e-4", "--layouts", *layouts,
-            ),
+            (*GSPO, "verify", config, *on_cpu, "--tolerance", "1e-4", "--layouts", *layouts),
             75,
             10,
-        ),  # fmt: skip
+        ),
         Step("r2", "two steps, finite losses", train("r2", "routing.replay=r2"), 60, 5),
         Step("r3", "two steps, finite losses", train("r3", "routing.replay=r3"), 60, 5),
         Step(

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "bench_peers")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench_peers"))
 
 from workload import Workload
 
+ROOT = Path(__file__).resolve().parents[2]
 WORK = Workload(prompts=16, group=4, longest=512, prompt_tokens=256, mini_batches=2)
 VOCABULARY, MICRO_BATCH_TOKENS = 151_936, 12_288
 TINY_WORK = Workload(prompts=4, group=2, longest=8, prompt_tokens=8, mini_batches=2)
@@ -173,7 +173,7 @@ def decode_profile(loop: Any) -> dict[str, float]:
     if not torch.cuda.is_available():
         return {}
     tokens, engine = 32, loop.collector.engine
-    requests = Requests([(1, 2, 3, 4)] * 16, list(range(64)), responses_per_prompt=4)
+    requests = Requests([(1, 2, 3, 4)] * 16, list(range(16)), responses_per_prompt=4)
     engine.generate(requests, Sampling(max_tokens=tokens), seed=1)
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
