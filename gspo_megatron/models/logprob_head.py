@@ -245,9 +245,12 @@ class _GradientSums:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, which may be more precise."""
+    """Add left @ right to `total`, which may be more precise. A GPU adds in the product's kernel,
+    which does not round the product before."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
 

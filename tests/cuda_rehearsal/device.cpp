@@ -399,6 +399,10 @@ at::Tensor mm_dtype(const at::Tensor& a, const at::Tensor& b, ScalarType dtype) 
 at::Tensor& mm_dtype_out(const at::Tensor& a, const at::Tensor& b, ScalarType dtype, at::Tensor& out) {
   return out.copy_(at::mm(a.to(dtype), b.to(dtype)));
 }
+at::Tensor& addmm_dtype_out(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, ScalarType dtype,
+                            const at::Scalar& beta, const at::Scalar& alpha, at::Tensor& out) {
+  return at::addmm_out(out, sum, a.to(dtype), b.to(dtype), beta, alpha);
+}
 at::Tensor bmm_dtype(const at::Tensor& a, const at::Tensor& b, ScalarType dtype) { return at::bmm(a.to(dtype), b.to(dtype)); }
 
 void record_stream(at::Tensor& self, Stream stream) {
@@ -542,6 +546,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&operate>());
   m.impl("mm.dtype", mm_dtype);
   m.impl("mm.dtype_out", mm_dtype_out);
+  m.impl("addmm.dtype_out", addmm_dtype_out);
   m.impl("bmm.dtype", bmm_dtype);
   m.impl("record_stream", record_stream);
   m.impl("set_.source_Storage_storage_offset", set_storage);

@@ -26,12 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(ROOT))
-
 from steps import Machine, Step, all_steps, write_config
 
+ROOT = Path(__file__).resolve().parents[2]
 VISIT_SECONDS = 540
 _LEAST_SECONDS = 5  # a step with less than this is not started
 _TAIL = 12  # lines of a failed step's output on the terminal

@@ -45,5 +45,8 @@ for wheel in "${wheels[@]}"; do
     [ -e "$mark" ] || { install "$wheel" && : >"$mark"; }
 done
 echo "installed ${#wheels[@]} wheels in $((SECONDS - started)) s"
+# Transformer Engine looks for the CUDA libraries of torch's packages by their names alone.
+libraries=$("$python" -c 'import glob, nvidia; print(":".join(glob.glob(nvidia.__path__[0] + "/*/lib")))' 2>/dev/null)
+export LD_LIBRARY_PATH=${libraries:+$libraries:}${LD_LIBRARY_PATH:-}
 export PYTHONPATH=$site:$PWD${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" tools/gpu_visit/run.py "$out" "$@"
