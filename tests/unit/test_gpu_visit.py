@@ -101,7 +101,7 @@ def test_results_are_printed_where_they_cannot_be_written(
 
 
 def test_visit_and_hour_have_one_list(steps: ModuleType, tmp_path: Path) -> None:
-    machine = steps.Machine(tmp_path, 1, 1, None)
+    machine = steps.Machine(tmp_path, 1, 1, False, None)
     listed = steps.all_steps(machine)
     names = [step.name for step in listed]
     assert len(set(names)) == len(names)

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VISIT_SECONDS = 540
 _LEAST_SECONDS = 5  # a step with less than this is not started
 _TAIL = 12  # lines of a failed step's output on the terminal
+RUN_FIGURES = ("loss", "grad_norm", "mismatch/abs_mean", "mismatch/max", "perf/step_seconds")
 _FIGURE = re.compile(r"(?<!\S)([\w./-]+)=([^\s=]+)(?!\S)")
 
 
@@ -41,7 +42,7 @@ def run_step(step: Step, seconds: float, log: Path) -> dict[str, Any]:
     if step.needs is not None and importlib.util.find_spec(step.needs) is None:
         return record | {"status": "left out", "says": f"{step.needs} is not installed"}
     started, output = time.monotonic(), ""
-    environ = os.environ | step.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "150"}
+    environ = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "150"}
     process = subprocess.Popen(
         step.command,
         cwd=ROOT,
@@ -68,6 +69,8 @@ def run_step(step: Step, seconds: float, log: Path) -> dict[str, Any]:
     lines = [line for line in output.splitlines() if line.strip()] or [""]
     record |= {"status": status, "seconds": round(taken, 1), "exit_code": process.returncode}
     figures = next(filter(None, (figures_of(line) for line in reversed(lines[-5:]))), {})
+    if step.metrics is not None and status == "ok":
+        figures = figures_of_run(step.metrics)
     if figures:
         record["figures"] = figures
     record["says"] = lines[-1].strip()[-300:]
@@ -82,6 +85,15 @@ def figures_of(line: str) -> dict[str, float | str]:
     if not pairs or len(pairs) != len(line.split()):
         return {}
     return {name: _number(value) for name, value in pairs}
+
+
+def figures_of_run(metrics: Path) -> dict[str, float | str]:
+    """The figures of a run's last step, by which runs of different kinds can be compared."""
+    try:
+        last = json.loads(metrics.read_text().splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return {}
+    return {name: last[name] for name in RUN_FIGURES if isinstance(last.get(name), float)}
 
 
 def _number(text: str) -> float | str:
@@ -162,6 +174,11 @@ def run_all(
     return failed
 
 
+def limit_of(step: Step, hour: bool) -> float:
+    """Seconds that a step may take."""
+    return float(60 * step.minutes if hour or step.seconds is None else step.seconds)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
@@ -170,6 +187,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, help=f"for all (default: {VISIT_SECONDS}, or none)"
     )
+    parser.add_argument("--patience", type=float, default=1.0, help="longer limits, by a factor")
     arguments = parser.parse_args()
     import torch
 
@@ -178,6 +196,7 @@ def main() -> int:
         arguments.out.resolve(),
         int(os.environ.get("GPUS", seen)),
         seen,
+        seen == 0 or torch.version.cuda is None,
         os.environ.get("VLLM_PYTHON"),
     )
     if machine.gpus < 1:
@@ -189,14 +208,15 @@ def main() -> int:
         parser.error(f"no such step: {', '.join(unknown)}; there are "
                      f"{', '.join(step.name for step in known)}")  # fmt: skip
     chosen = [
-        (step, float(60 * step.minutes if arguments.hour else step.seconds or 60 * step.minutes))
+        (step, arguments.patience * limit_of(step, arguments.hour))
         for step in known
         if (step.name in arguments.only or step.name == "data")
         or (not arguments.only and (arguments.hour or step.seconds is not None))
     ]
     write_config(machine)
     results: dict[str, Any] = {"machine": describe(), "steps": {}}
-    seconds = arguments.seconds or (float("inf") if arguments.hour else VISIT_SECONDS)
+    most = float("inf") if arguments.hour else VISIT_SECONDS * arguments.patience
+    seconds = arguments.seconds or most
     failed = run_all(chosen, machine.out, results, seconds)
     print(f"\n{table(results)}\n\n{failed} steps failed; results in {machine.out}/visit.json")
     return int(failed > 0)

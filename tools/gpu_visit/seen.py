@@ -24,7 +24,7 @@ IMPORTANT = (
     *("equal", "worst_error", "tensors", "train_share_of_matmul", "logprob_share_of_matmul"),
     *("generated_per_second", "trained_tokens_per_second", "peak_memory_gb", "estimated_memory_gb"),
     *("launches_per_micro_batch", "waits_per_micro_batch", "memory", "time_ratio_straightforward"),
-    *("error", "fastest", "seconds"),
+    *("error", "fastest", "loss", "grad_norm", "mismatch/abs_mean", "perf/step_seconds", "seconds"),
 )
 
 

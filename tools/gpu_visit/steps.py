@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 GSPO = (sys.executable, "-m", "gspo_megatron")
@@ -21,7 +21,7 @@ class Step:
     seconds: int | None  # limit in a visit; None: the visit leaves it out
     minutes: int  # limit in the first hour
     needs: str | None = None  # package without which the step is left out
-    environ: dict[str, str] = field(default_factory=dict)
+    metrics: Path | None = None  # metrics.jsonl of a run, whose last line has the figures
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Machine:
 
     out: Path  # folder of runs, data and logs
     gpus: int  # ranks to start
-    seen: int  # GPUs that torch sees; 0: the steps are rehearsed on a CPU
+    seen: int  # GPUs that torch sees
+    rehearsed: bool  # there are no kernels of a GPU: small sizes are enough
     vllm_python: str | None  # interpreter of an environment with vLLM
 
     @property
@@ -66,6 +67,9 @@ def all_steps(machine: Machine) -> list[Step]:
     def train(name: str, *settings: str) -> tuple[str, ...]:
         return (*GSPO, "train", config, *nproc, f"logging.dir={out}/{name}", *settings)
 
+    def metrics(name: str) -> dict[str, Path]:
+        return {"metrics": out / name / "metrics.jsonl"}
+
     def script(name: str, *words: str) -> tuple[str, ...]:
         return (sys.executable, str(TOOLS / name), *words)
 
@@ -73,9 +77,8 @@ def all_steps(machine: Machine) -> list[Step]:
     # the layers that a CPU has, too: the same weights on both
     on_cpu = ("model.backend=torch_native", "--reference-on-cpu")
     head = ("--rows", "32768", "--dtype", "bfloat16", "--matmul", "high", "--rounds", "3")
-    rehearsed = machine.seen == 0
-    throughput = ("--rehearse",) if rehearsed else ("--layers", "2")
-    if rehearsed:
+    throughput = ("--rehearse",) if machine.rehearsed else ("--layers", "2")
+    if machine.rehearsed:
         head = ("--rows", "256", "--vocab", "1000", "--dtype", "bfloat16", "--rounds", "1")
     return [
         Step("data", "nothing", _write_data(out), 20, 1),
@@ -94,8 +97,22 @@ def all_steps(machine: Machine) -> list[Step]:
             75,
             10,
         ),
-        Step("r2", "two steps, finite losses", train("r2", "routing.replay=r2"), 60, 5),
-        Step("r3", "two steps, finite losses", train("r3", "routing.replay=r3"), 60, 5),
+        Step(
+            "r2",
+            "two steps, finite losses",
+            train("r2", "routing.replay=r2"),
+            60,
+            5,
+            **metrics("r2"),
+        ),
+        Step(
+            "r3",
+            "two steps, finite losses",
+            train("r3", "routing.replay=r3"),
+            60,
+            5,
+            **metrics("r3"),
+        ),
         Step(
             "throughput",
             "tokens/s, share of the measured ceilings, waits, launches, memory against `check`",
@@ -117,8 +134,22 @@ def all_steps(machine: Machine) -> list[Step]:
             90,
             5,
         ),
-        Step("bf16", "two steps, finite losses, a checkpoint each", train("bf16"), 60, 5),
-        Step("resume", "the run goes on after step 2", train("bf16", "training.steps=3"), 60, 5),
+        Step(
+            "bf16",
+            "two steps, finite losses, a checkpoint each",
+            train("bf16"),
+            60,
+            5,
+            **metrics("bf16"),
+        ),
+        Step(
+            "resume",
+            "the run goes on after step 2",
+            train("bf16", "training.steps=3"),
+            60,
+            5,
+            **metrics("bf16"),
+        ),
         Step(
             "roundtrip",
             "checkpoint -> Hugging Face -> checkpoint: equal tensors",
@@ -133,6 +164,7 @@ def all_steps(machine: Machine) -> list[Step]:
             75,
             5,
             **engine,
+            **metrics("engine"),
         ),
         Step(
             "fp8",
@@ -141,6 +173,7 @@ def all_steps(machine: Machine) -> list[Step]:
             75,
             10,
             **engine,
+            **metrics("fp8"),
         ),
         Step(
             "fp8-delayed",
@@ -149,6 +182,7 @@ def all_steps(machine: Machine) -> list[Step]:
             75,
             10,
             **engine,
+            **metrics("fp8-delayed"),
         ),
         Step(
             "engine-throughput",

@@ -128,6 +128,13 @@ def forward_flops(shape: Any, work: Workload, vocab_size: int) -> tuple[float, f
     return shape.num_layers * (products + scores), head
 
 
+def has_kernels() -> bool:
+    """Whether there is a GPU, and not a device that a test stands in for one."""
+    import torch
+
+    return torch.cuda.is_available() and torch.version.cuda is not None
+
+
 def count_calls(profile: Any, names: tuple[str, ...]) -> int:
     return sum(event.count for event in profile.key_averages() if event.key in names)
 
@@ -139,7 +146,7 @@ def profiled_step(loop: Any, case: Case) -> dict[str, float]:
 
     native, found = loop.updater.train, {"micro_batches": 0, "launches": 0, "waits": 0}
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
+    if has_kernels():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
 
     def train(mini_batch: Any, micro_batches: Any, advantages: Any) -> None:
@@ -151,8 +158,7 @@ def profiled_step(loop: Any, case: Case) -> dict[str, float]:
         found["micro_batches"] = len(micro_batches)
         found["launches"] = count_calls(profile, LAUNCHES)
         found["waits"] = count_calls(profile, WAITS)
-        device = torch.cuda.is_available()
-        order = "self_device_time_total" if device else "self_cpu_time_total"
+        order = "self_device_time_total" if has_kernels() else "self_cpu_time_total"
         print(profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=70))
 
     with mock.patch.object(loop.updater, "train", train):
@@ -170,7 +176,7 @@ def decode_profile(loop: Any) -> dict[str, float]:
 
     from gspo_megatron.rollout.engine import Requests, Sampling
 
-    if not torch.cuda.is_available():
+    if not has_kernels():
         return {}
     tokens, engine = 32, loop.collector.engine
     requests = Requests([(1, 2, 3, 4)] * 16, list(range(16)), responses_per_prompt=4)
@@ -192,7 +198,7 @@ def measure(case: Case, config: Any) -> dict[str, float]:
     import torch
     from our_step import loop_of
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu = has_kernels()
     limits = ceilings() if on_gpu else {"copy_gb_per_second": 0.0, "matmul_tflops": 0.0}
     loop = loop_of(config, case.work, case.vocab_size)
     parameters = sum(p.numel() for p in loop.run_components.policy.models[0].parameters())
@@ -232,7 +238,12 @@ def measure(case: Case, config: Any) -> dict[str, float]:
 def estimated_gb(path: Path) -> float:
     """The peak memory that `check` foresees, in GB."""
     command = [sys.executable, "-m", "gspo_megatron", "check", str(path), "--memory", "--no-files"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
+        )
+    except subprocess.TimeoutExpired:
+        return float("nan")
     for word in reversed(done.stdout.split()):
         if word.startswith("worst_rank_bytes="):
             return float(word.split("=")[1]) / 1e9
@@ -257,9 +268,14 @@ def main() -> None:
         path = Path(folder, "config.yaml")
         path.write_text(to_yaml(config))
         figures = measure(case, config)
+        print(line_of(figures), flush=True)  # in case that the estimate takes too long
         figures["estimated_memory_gb"] = estimated_gb(path)
     figures["seconds"] = time.perf_counter() - started
-    print(" ".join(f"{name}={value:.4g}" for name, value in figures.items()))
+    print(line_of(figures))
+
+
+def line_of(figures: dict[str, float]) -> str:
+    return " ".join(f"{name}={value:.4g}" for name, value in figures.items())
 
 
 if __name__ == "__main__":

@@ -15,11 +15,9 @@ fi
 site=$PWD/.gpu-visit/site
 mkdir -p "$out" "$site"
 
-install() { # WHEEL
-    timeout 60 "$python" -m pip install -qq --disable-pip-version-check --no-index --no-deps --upgrade \
-        --target "$site" "$1" 2>>"$out/install.txt" && return 0
-    echo "install: $1 failed, see $out/install.txt"
-    return 1
+install() { # WHEELS: in one call, as another call would replace the folders that wheels share
+    timeout 90 "$python" -m pip install -qq --disable-pip-version-check --no-index --no-deps --upgrade \
+        --target "$site" "$@" 2>>"$out/install.txt"
 }
 
 join_engine() { # the wheels of Transformer Engine from their parts, if all are here
@@ -40,10 +38,16 @@ join_engine
 shopt -s nullglob
 wheels=(.gpu-visit/wheels/*.whl .gpu-visit/engine/*.whl)
 [ ${#wheels[@]} -gt 0 ] || echo "install: no wheels in .gpu-visit; run tools/gpu_visit/pack.sh first"
-for wheel in "${wheels[@]}"; do
-    mark=$site/.done-${wheel##*/}
-    [ -e "$mark" ] || { install "$wheel" && : >"$mark"; }
-done
+sum=$(cat "${wheels[@]}" /dev/null | sha256sum)
+if [ "$(cat "$site/.done" 2>/dev/null)" != "$sum" ]; then
+    if [ ${#wheels[@]} -eq 0 ] || install "${wheels[@]}"; then
+        echo "$sum" >"$site/.done"
+    else # a damaged one: the others, one by one
+        for wheel in "${wheels[@]}"; do
+            install "$wheel" || echo "install: $wheel failed, see $out/install.txt"
+        done
+    fi
+fi
 echo "installed ${#wheels[@]} wheels in $((SECONDS - started)) s"
 # Transformer Engine looks for the CUDA libraries of torch's packages by their names alone.
 libraries=$("$python" -c 'import glob, nvidia; print(":".join(glob.glob(nvidia.__path__[0] + "/*/lib")))' 2>/dev/null)
