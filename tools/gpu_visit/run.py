@@ -213,7 +213,10 @@ def main() -> int:
         if (step.name in arguments.only or step.name == "data")
         or (not arguments.only and (arguments.hour or step.seconds is not None))
     ]
-    write_config(machine)
+    try:
+        write_config(machine)
+    except OSError as error:  # a full disk; steps without a run can still be done
+        print(f"{machine.config}: not written: {error.strerror}", flush=True)
     results: dict[str, Any] = {"machine": describe(), "steps": {}}
     most = float("inf") if arguments.hour else VISIT_SECONDS * arguments.patience
     seconds = arguments.seconds or most

@@ -14,13 +14,15 @@ machine without a GPU. The last line has all figures.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,10 @@ TINY_VOCABULARY = 512
 PROFILED, MEASURED = 2, 3  # numbers of steps
 # What the host calls to start a kernel, and to wait for the device, by CUPTI's names.
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+NO_KERNEL = {
+    *("as_strided", "view", "_unsafe_view", "_reshape_alias", "detach", "alias", "resolve_conj"),
+    *("empty", "empty_strided", "empty_like", "_local_scalar_dense", "item", "result_type"),
+}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
@@ -135,62 +141,81 @@ def has_kernels() -> bool:
     return torch.cuda.is_available() and torch.version.cuda is not None
 
 
-def count_calls(profile: Any, names: tuple[str, ...]) -> int:
-    return sum(event.count for event in profile.key_averages() if event.key in names)
+@dataclass
+class Calls:
+    """What the host asked of the device in a part of a step. Without kernels of a GPU, operators
+    that call no other stand for launches, and the rehearsed device counts the waits."""
+
+    launches: float = 0.0
+    waits: float = 0.0
+
+    def each(self, kind: str, count: int) -> dict[str, float]:
+        return {
+            f"launches_per_{kind}": self.launches / count,
+            f"waits_per_{kind}": self.waits / count,
+        }
 
 
-def profiled_step(loop: Any, case: Case) -> dict[str, float]:
-    """Run a step whose training passes are profiled, print the kernels that take the most time,
-    and count launches and waits a micro-batch, and kernel time as a share of the pass."""
+@contextlib.contextmanager
+def profiled(title: str) -> Iterator[Calls]:
+    """Profile what runs inside, and print where its time goes (without a GPU: which operators are
+    called most, and which lines wait)."""
     import torch
 
-    native, found = loop.updater.train, {"micro_batches": 0, "launches": 0, "waits": 0}
+    calls, rehearsal = Calls(), sys.modules.get("tests.cuda_rehearsal.runtime")
     activities = [torch.profiler.ProfilerActivity.CPU]
     if has_kernels():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    waiting = rehearsal.counted_waits() if rehearsal else contextlib.nullcontext(Counter())
+    with waiting as waits, torch.profiler.profile(activities=activities) as profile:
+        yield calls
+    averages = profile.key_averages()
+    print(f"{title}:")
+    if has_kernels():
+        calls.launches = sum(event.count for event in averages if event.key in LAUNCHES)
+        calls.waits = sum(event.count for event in averages if event.key in WAITS)
+        order = "self_device_time_total"
+    else:
+        names = (e.name.removeprefix("aten::") for e in profile.events() if _is_leaf(e))
+        calls.launches = sum(1 for name in names if name not in NO_KERNEL)
+        calls.waits = sum(waits.values())
+        order = "count"
+        for place, count in waits.most_common(10):
+            print(f"{count:>6} waits: {place}")
+    print(averages.table(sort_by=order, row_limit=25, max_name_column_width=70))
+
+
+def _is_leaf(event: Any) -> bool:
+    return event.name.startswith("aten::") and not event.cpu_children
+
+
+def profiled_step(loop: Any) -> dict[str, float]:
+    """Run a step whose first training pass is profiled."""
+    native, figures = loop.updater.train, {}
 
     def train(mini_batch: Any, micro_batches: Any, advantages: Any) -> None:
-        if found["micro_batches"]:
+        if figures:
             native(mini_batch, micro_batches, advantages)
             return
-        with torch.profiler.profile(activities=activities) as profile:
+        with profiled(f"an update of {len(micro_batches)} micro-batches") as calls:
             native(mini_batch, micro_batches, advantages)
-        found["micro_batches"] = len(micro_batches)
-        found["launches"] = count_calls(profile, LAUNCHES)
-        found["waits"] = count_calls(profile, WAITS)
-        order = "self_device_time_total" if has_kernels() else "self_cpu_time_total"
-        print(profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=70))
+        figures.update(calls.each("micro_batch", len(micro_batches)))
 
     with mock.patch.object(loop.updater, "train", train):
         loop.step(PROFILED)
-    per = max(1, found["micro_batches"])
-    return {
-        "launches_per_micro_batch": found["launches"] / per,
-        "waits_per_micro_batch": found["waits"] / per,
-    }
+    return figures
 
 
-def decode_profile(loop: Any) -> dict[str, float]:
-    """Launches and waits a decoded token of a short rollout."""
-    import torch
-
+def profiled_decoding(loop: Any) -> dict[str, float]:
+    """Profile a short rollout of 64 responses."""
     from gspo_megatron.rollout.engine import Requests, Sampling
 
-    if not has_kernels():
-        return {}
     tokens, engine = 32, loop.collector.engine
     requests = Requests([(1, 2, 3, 4)] * 16, list(range(16)), responses_per_prompt=4)
     engine.generate(requests, Sampling(max_tokens=tokens), seed=1)
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profile:
+    with profiled(f"{tokens} tokens of 64 responses") as calls:
         engine.generate(requests, Sampling(max_tokens=tokens), seed=1)
-    print(profile.key_averages().table(
-        sort_by="self_device_time_total", row_limit=25, max_name_column_width=70
-    ))  # fmt: skip
-    return {
-        "launches_per_decoded_token": count_calls(profile, LAUNCHES) / tokens,
-        "waits_per_decoded_token": count_calls(profile, WAITS) / tokens,
-    }
+    return calls.each("decoded_token", tokens)
 
 
 def measure(case: Case, config: Any) -> dict[str, float]:
@@ -204,8 +229,8 @@ def measure(case: Case, config: Any) -> dict[str, float]:
     parameters = sum(p.numel() for p in loop.run_components.policy.models[0].parameters())
     loop.step(1)
     found: dict[str, float] = {"parameters": parameters, **limits}
-    found |= profiled_step(loop, case)
-    found |= decode_profile(loop)
+    found |= profiled_step(loop)
+    found |= profiled_decoding(loop)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     record = loop.step(MEASURED)
@@ -240,7 +265,13 @@ def estimated_gb(path: Path) -> float:
     command = [sys.executable, "-m", "gspo_megatron", "check", str(path), "--memory", "--no-files"]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            timeout=60,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         )
     except subprocess.TimeoutExpired:
         return float("nan")
