@@ -309,6 +309,10 @@ class Pool:
             if server.process is not None:
                 server.client.url = server.process.url  # on another node it is known later
             if (why := await server.client.why_not_healthy(seconds=_CALL_SECONDS)) is None:
+                if server.start is not None:
+                    why = await server.client.why_not_proven(seconds=_CALL_SECONDS)
+                if why is not None:
+                    raise ServerGone(why)
                 return
             ended = server.process and server.process.has_ended()
             if ended:

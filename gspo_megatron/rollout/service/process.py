@@ -195,13 +195,19 @@ def common_environment(token: str, device_numbers: Sequence[str] = ()) -> dict[s
 def hold_port(host: str, port: int) -> socket.socket:
     """A socket that keeps a port for the server; 0: any that is free. Raises RolloutError.
 
-    A server needs seconds before it takes its port. With SO_REUSEADDR, which servers set, Linux
-    lets it have a port that another socket is bound to but does not listen on, and gives that port
-    to nobody who asks for any.
+    A server needs seconds before it takes its port, and must not lose it to another program, which
+    would be asked in its place. With SO_REUSEPORT alone, the system shares the port with sockets
+    that have this option, too, as vLLM's has, and that belong to the same user; nobody else gets
+    it, with any options, as long as this socket is open. It does not listen, and gets nothing.
     """
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = socket.socket(family)
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if port:  # not shared with another server of this user
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, port))
     except OSError as error:
         held.close()

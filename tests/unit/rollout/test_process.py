@@ -23,13 +23,17 @@ from tests.programs import command_environment, gspo, wait_until
 
 # It takes its port late, as vLLM does: when the file appears that it is given.
 _SERVER = """
-import http.server, sys, time
+import http.server, socket, sys, time
 from pathlib import Path
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 while not Path(options["--when"]).exists():
     time.sleep(0.01)
 address = (options["--host"], int(options["--port"]))
-http.server.HTTPServer(address, http.server.SimpleHTTPRequestHandler).serve_forever()
+class Server(http.server.HTTPServer):
+    def server_bind(self):
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as vLLM's
+        super().server_bind()
+Server(address, http.server.SimpleHTTPRequestHandler).serve_forever()
 """
 _START = """
 import sys
