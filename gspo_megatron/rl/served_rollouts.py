@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gspo_megatron.addresses import is_loopback, own_address, route_to
 from gspo_megatron.checkpoint.hf.export import export_hf, stream_hf, stream_specs
 from gspo_megatron.checkpoint.run_state import fingerprints
 from gspo_megatron.config import Config
@@ -474,15 +475,16 @@ def weights_folder(config: Config) -> Path:
 
 def _sender(config: Config, device: torch.device) -> WeightStream:
     """Listens where the servers find this machine: on loopback, unless some are on others. Raises
-    RolloutError where the name that other ranks know it by is no address of this machine."""
+    RolloutError where it cannot, and UserError where nothing tells the way to the others."""
     hosts = [urlsplit(url).hostname or "" for url in config.rollout.vllm.urls]
-    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    if not rollout_nodes() and all(each in ("localhost", "127.0.0.1") for each in hosts):
-        host = "127.0.0.1"
+    ways = [way for way in map(route_to, hosts) if way is not None and not is_loopback(way)]
+    address = next(iter(ways), "127.0.0.1")
+    if rollout_nodes():
+        address = own_address(os.environ.get("MASTER_ADDR") or socket.gethostname())
     try:
-        return WeightStream(socket.gethostbyname(host), device, config.rollout.vllm.update_seconds)
+        return WeightStream(address, device, config.rollout.vllm.update_seconds)
     except OSError as error:
         raise RolloutError(
-            f"{host}: cannot listen for servers there: {error.strerror or error}; legal: "
+            f"{address}: cannot listen for servers there: {error.strerror or error}; legal: "
             "MASTER_ADDR is a name of rank 0's machine, or rollout.vllm.weight_transport: disk"
         ) from error

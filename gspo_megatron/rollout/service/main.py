@@ -1,8 +1,8 @@
 """The process of the rollout service: `python -m gspo_megatron.rollout.service.main` beside rank 0.
 
 Its settings, among them its port, come as JSON on stdin. That it listens, or why it cannot start,
-goes to stdout as one line of JSON. Control is HTTP on loopback with a token; `Handle` is the other end. The service ends with
-rank 0, and the servers that it started end with it.
+goes to stdout as one line of JSON. Control is HTTP on loopback with a token; `Handle` is the other
+end. The service ends with rank 0, and the servers that it started end with it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from typing import Any
 
 from aiohttp import web
 
+from gspo_megatron.addresses import own_address
 from gspo_megatron.config import Config
 from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
@@ -60,7 +62,10 @@ class Service:
     def __init__(self, settings: dict[str, Any], config: Config, inputs: Inputs) -> None:
         self.config, self.inputs, self.settings = config, inputs, settings
         self.folder = Path(str(config.logging.dir)) / FOLDER
-        self.nodes = Nodes(self.folder / SERVERS, settings["nodes"])
+        names, address = settings["nodes"], None
+        if names:  # their servers listen where this host reaches them
+            address = own_address(os.environ.get("MASTER_ADDR") or socket.gethostname())
+        self.nodes = Nodes(self.folder / SERVERS, names, address)
         self.scorers = Scorers(config, inputs)
         self.updating: asyncio.Task[None] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None

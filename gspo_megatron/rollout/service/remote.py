@@ -42,9 +42,10 @@ def report_file(folder: Path, node: str) -> Path:
     return folder / f"{node}.json"
 
 
-def write_letter(path: Path, servers: Mapping[str, Any]) -> None:
-    """Write a side's file, which only the user may read. Raises DataError."""
-    content = {"beat": time.time(), "servers": servers}
+def write_letter(path: Path, servers: Mapping[str, Any], address: str | None = None) -> None:
+    """Write a side's file, which only the user may read. address: of the service. Raises
+    DataError."""
+    content = {"beat": time.time(), "servers": servers, "address": address}
     write_atomically(path, json.dumps(content).encode(), mode=0o600)
 
 
@@ -55,6 +56,7 @@ class Letters:
         self.path = path
         self.servers: dict[str, Any] = {}  # of the newest; by number
         self.heard: float | None = None  # when it last changed; None: never while we looked
+        self.address: str | None = None  # of the side that writes it; an agent has none
         self._beat: float | None = None
 
     def read(self) -> None:
@@ -68,13 +70,15 @@ class Letters:
         if self._beat not in (None, found["beat"]):
             self.heard = time.monotonic()
         self._beat, self.servers = found["beat"], found["servers"]
+        self.address = found.get("address")
 
 
 class Node:
     """A node with an agent, as the service sees it."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name, self.folder = name, folder
+    def __init__(self, folder: Path, name: str, address: str | None = None) -> None:
+        """address: of the service; the node's servers listen on the way to it."""
+        self.name, self.folder, self.address = name, folder, address
         self._wanted: dict[str, dict[str, Any]] = {}
         self._written = -math.inf  # when; what has changed since is due at once
         self._lock = threading.Lock()
@@ -100,15 +104,15 @@ class Node:
         self.report.read()
         with self._lock:
             if time.monotonic() - self._written > BEAT_SECONDS:
-                write_letter(wanted_file(self.folder, self.name), self._wanted)
+                write_letter(wanted_file(self.folder, self.name), self._wanted, self.address)
                 self._written = time.monotonic()
 
 
 class Nodes:
     """All nodes with agents."""
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        self.nodes = [Node(folder, name) for name in names]
+    def __init__(self, folder: Path, names: Sequence[str], address: str | None = None) -> None:
+        self.nodes = [Node(folder, name, address) for name in names]
 
     async def run(self) -> None:
         """Exchange letters with all agents, until it is cancelled."""

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import select
-import signal
+import socket
 import threading
 import time
 import urllib.parse
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gspo_vllm_answers import PROOF, Answers, proof_of
+from gspo_vllm_end import kill_group, remove_folder
 from safetensors import safe_open
 
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"
@@ -126,19 +127,17 @@ class GspoWorker:
         )
         rank = self.rank + 1
         store.set(f"{key}/{rank}", "here")
-        own = dist.PrefixStore(key, store)
+        shared = dist.PrefixStore(key, store)
         if plan["backend"] == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = seconds
-            return dist.ProcessGroupNCCL(own, rank, world_size, options)
+            return dist.ProcessGroupNCCL(shared, rank, world_size, options)
         options = dist.ProcessGroupGloo._Options()
         options._timeout = seconds
-        if plan["host"].startswith("127."):  # rank 0 listens there alone
-            device = dist.ProcessGroupGloo.create_device(hostname=plan["host"])
-        else:
-            device = dist.ProcessGroupGloo.create_default_device()
-        options._devices = [device]
-        return dist.ProcessGroupGloo(own, rank, world_size, options)
+        # not at the address of this host's own name, which may be one that rank 0 cannot reach
+        own = _own_address(plan["host"], plan["port"])
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+        return dist.ProcessGroupGloo(shared, rank, world_size, options)
 
     def _received(
         self, group: dist.ProcessGroup, buckets: Sequence[Mapping[str, Any]]
@@ -154,6 +153,14 @@ class GspoWorker:
                 kind = getattr(torch, dtype)
                 content = buffer[start : start + math.prod(shape) * kind.itemsize]
                 yield name, content.view(kind).view(shape)
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine on the way to another one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as way:
+        way.connect((host, port))  # sends nothing
+        return way.getsockname()[0]
 
 
 def _tensors_of(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -204,7 +211,8 @@ def _kill_after(other: int, patience: float) -> None:
         except ProcessLookupError:  # it was killed while this process began
             pass
         time.sleep(patience)
-        os.killpg(0, signal.SIGKILL)
+        remove_folder()
+        kill_group(os.getpgid(0))
 
     if hasattr(os, "pidfd_open"):  # Linux
         threading.Thread(target=watch, daemon=True).start()

@@ -41,7 +41,7 @@ if "--fail" in options:
     raise RuntimeError(options["--fail"])
 class Server(http.server.HTTPServer):
     def server_bind(self):
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as vLLM's
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as in servers
         super().server_bind()
 Server((options["--host"], int(options["--port"])), Handler).serve_forever()
 """

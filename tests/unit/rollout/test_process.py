@@ -31,7 +31,7 @@ while not Path(options["--when"]).exists():
 address = (options["--host"], int(options["--port"]))
 class Server(http.server.HTTPServer):
     def server_bind(self):
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as vLLM's
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as in servers
         super().server_bind()
 Server(address, http.server.SimpleHTTPRequestHandler).serve_forever()
 """

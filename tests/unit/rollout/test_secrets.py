@@ -29,9 +29,9 @@ from tools.asgi import handler_of
 
 sys.path.append(str(WORKER_FOLDER))  # as in a server
 
-from gspo_vllm_worker import TokenGuard  # noqa: E402
+from gspo_vllm_worker import TokenGuard
 
-TOKEN = "the-token-of-this-start"  # noqa: S105 (of a test)
+TOKEN = "the-token-of-this-start"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # Tries every way of listening on a port, and says which one succeeded.
