@@ -39,5 +39,7 @@ def _sockets_of(pid: int) -> set[str]:
 
 def _readable(address: str) -> str:
     """The kernel writes words of four bytes in the order of this machine."""
-    words = (int(address[at : at + 8], 16).to_bytes(4, "little") for at in range(0, len(address), 8))
+    words = (
+        int(address[at : at + 8], 16).to_bytes(4, "little") for at in range(0, len(address), 8)
+    )
     return str(ipaddress.ip_address(b"".join(words)))

@@ -53,9 +53,7 @@ class Host:
     def __init__(self, number: int, folder: Path, link: str, *command: str, **environ: str) -> None:
         hosts = folder / f"hosts{number}"
         names = {1: "10.9.0.1", 2: "10.9.0.2", number: "127.0.1.1"}
-        hosts.write_text(
-            "127.0.0.1 localhost\n" + "".join(f"{names[n]} node{n}\n" for n in (1, 2))
-        )
+        hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{names[n]} node{n}\n" for n in (1, 2)))
         self.link = f"{link}{number}"
         words = ["unshare", "--net", "--mount", "--propagation=private", "bash", "-c", _HOST]
         self.process = subprocess.Popen(
