@@ -149,6 +149,9 @@ class Service:
             else:
                 start = partial(self._start_here, client, number)
                 servers.append(Server(f"server {number}", client, start))
+        first, last = (server_log(self.folder / SERVERS, n) for n in (0, section.servers - 1))
+        logs = f"log {first}" if first == last else f"logs {first} to {last.name}"
+        print(f"starting {len(servers)} server{'s'[: first != last]}, {logs}", flush=True)
         return servers
 
     def _start_here(self, client: Client, number: int, folder: str) -> ServerProcess:

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -29,6 +30,11 @@ STARTER_VARIABLE = "GSPO_SERVER_STARTER"  # for the server and its engine: they 
 GUARD = "gspo_vllm_worker.TokenGuard"
 END_SECONDS = 10.0  # from SIGTERM to SIGKILL
 _SHOWN_LINES = 3
+_SHOWN_CHARACTERS = 600
+_LOOKED_AT = 1 << 16  # bytes at the end of a log
+_ERROR = re.compile(r"\w(Error|Exception)(: |$)")
+_CONSEQUENCE = re.compile(r"EngineDeadError|See stack trace|Engine core initialization failed")
+_PREFIX = re.compile(r"^(\([^)]*\) )*([A-Z]+ [\d: -]+\[[^\]]*\] )?")  # (process) LEVEL time [file]
 _LONGEST = 40  # of the path of a folder for sockets
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -118,6 +124,10 @@ class ServerProcess:
         """Of its log, for a message."""
         return "see above" if self.log is None else last_lines_of(self.log)
 
+    def errors(self) -> str:
+        """The last ones in its log, to be added to a message."""
+        return "" if self.log is None else f"; {errors_of(self.log)}"
+
 
 def _temporary_folder() -> str:
     """A new folder that only this user may enter. Paths of sockets have 107 bytes at most."""
@@ -127,13 +137,38 @@ def _temporary_folder() -> str:
 
 def last_lines_of(log: Path) -> str:
     """The last errors in a log, or else its last lines, and where it is."""
-    with contextlib.suppress(OSError):
-        lines = log.read_text(errors="replace").splitlines()[-400:]
-        lines = [line.strip() for line in lines if line.strip()]
-        errors = [line for line in lines if "Error" in line and "Traceback" not in line]
-        told = " | ".join((errors or lines)[-_SHOWN_LINES:])[-600:]
-        return f"{told} (all of it: {log})"
-    return f"its log {log} cannot be read"
+    try:
+        lines, errors = _end_of(log)
+    except OSError:
+        return f"its log {log} cannot be read"
+    return f"{_joined(errors or lines)} (all of it: {log})"
+
+
+def errors_of(log: Path) -> str:
+    """The last errors in a log, if there are any, and where it is."""
+    try:
+        _, errors = _end_of(log)
+    except OSError:
+        return f"its log {log} cannot be read"
+    return f"its log: {_joined(errors)} (all of it: {log})" if errors else f"its log: {log}"
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return " | ".join(lines[-_SHOWN_LINES:])[-_SHOWN_CHARACTERS:]
+
+
+def _end_of(log: Path) -> tuple[list[str], list[str]]:
+    """The last lines of a log, and the errors among them. vLLM's processes write the error of the
+    one that failed first several times, and then that they have lost it. Raises OSError."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOOKED_AT))
+        found = file.read().decode(errors="replace").splitlines()
+    lines = [line.strip() for line in found if line.strip()]
+    errors = [line for line in lines if _ERROR.search(line)]
+    causes = [line for line in errors if not _CONSEQUENCE.search(line)]
+    # of one error, told by several processes, the last time
+    distinct = {_PREFIX.sub("", line): line for line in causes or errors}
+    return lines, list(distinct.values())
 
 
 def server_words(python: str, arguments: Mapping[str, Any]) -> list[str]:

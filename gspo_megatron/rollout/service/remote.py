@@ -24,7 +24,7 @@ from typing import Any
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
-from gspo_megatron.rollout.service.process import END_SECONDS, last_lines_of
+from gspo_megatron.rollout.service.process import END_SECONDS, errors_of, last_lines_of
 
 FOLDER = "servers"  # in the bank's folder
 BEAT_SECONDS = 2.0
@@ -182,8 +182,16 @@ class RemoteProcess:
     def last_lines(self) -> str:
         """Of its log, for a message."""
         if self.node.report.heard is None:
-            return f"no agent answers from {self.node.name} (gspo-megatron serve --join)"
+            return self._no_agent()
         return last_lines_of(self.log)
+
+    def errors(self) -> str:
+        """The last ones in its log, to be added to a message."""
+        heard = self.node.report.heard is not None
+        return f"; {errors_of(self.log) if heard else self._no_agent()}"
+
+    def _no_agent(self) -> str:
+        return f"no agent answers from {self.node.name} (gspo-megatron serve --join)"
 
     def _told(self, key: str) -> Any:
         """What the agent last said of this start of the server."""

@@ -131,7 +131,7 @@ class Started:
     async def end(self) -> None:
         pass
 
-    def last_lines(self) -> str:
+    def errors(self) -> str:
         return ""
 
 
