@@ -67,7 +67,7 @@ import os, signal, time
 from pathlib import Path
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 import gspo_vllm_worker
-Path("started").write_text(str(os.getpid()))
+Path("started").write_text(f"{os.getpid()} {os.environ['TMPDIR']}")
 time.sleep(300)
 """
 _STARTER = """
@@ -152,14 +152,17 @@ def test_a_server_that_does_not_heed_its_starter_s_end_is_killed(tmp_path: Path)
     told = tmp_path / "started"
     try:
         assert wait_until(lambda: told.exists() and told.read_text(), starter, seconds=60)
-        server = psutil.Process(int(told.read_text()))
+        pid, folder = told.read_text().split()
+        server = psutil.Process(int(pid))
+        assert Path(folder).is_dir()
         starter.kill()
         starter.wait()
         server.wait(30)  # ten seconds of patience, and what a busy machine adds
+        assert not Path(folder).exists()
     finally:
         starter.kill()
-        with contextlib.suppress(OSError, ValueError):
-            os.kill(int(told.read_text()), signal.SIGKILL)
+        with contextlib.suppress(OSError, LookupError):
+            os.kill(int(told.read_text().split()[0]), signal.SIGKILL)
 
 
 _LOG = """

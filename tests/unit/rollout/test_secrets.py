@@ -22,6 +22,7 @@ from gspo_megatron.rollout.service.pool import Pool
 from gspo_megatron.rollout.service.process import WORKER_FOLDER, hold_port
 from gspo_megatron.rollout.service.server import PoolSettings, Server
 from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import PROOF, proof_of
+from tests.listeners import addresses_of_listeners
 from tests.unit.other_user import needs_root, said_by
 from tests.unit.rollout.double import FACTS, LENGTH, weights
 from tests.unit.rollout.test_handle import settings
@@ -77,6 +78,7 @@ def test_another_user_cannot_take_the_place_of_a_service_that_died(tmp_path: Pat
     try:
         first = dict(handle._settings)
         assert handle._process is not None
+        assert addresses_of_listeners([handle._process.pid]) == {"127.0.0.1": [first["port"]]}
         os.kill(handle._process.pid, signal.SIGKILL)
         handle._process.wait()
         assert listens_as_another_user(first["port"]) == ""
