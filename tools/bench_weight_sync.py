@@ -162,7 +162,7 @@ def server_pids() -> list[int]:
     import psutil
 
     below = psutil.Process().children(recursive=True)
-    servers = [p for p in below if "vllm.entrypoints.openai.api_server" in p.cmdline()]
+    servers = [p for p in below if "gspo_vllm_server" in p.cmdline()]
     return [p.pid for server in servers for p in (server, *server.children(recursive=True))]
 
 

@@ -94,6 +94,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
     from gspo_megatron.data.inputs import read_inputs
     from gspo_megatron.environments.registry import environment_of, tools_of
     from gspo_megatron.rewards.registry import check_answers, get_reward, suite_rewards
+    from gspo_megatron.rollout.service.installed import unfit_heads
 
     inputs = reward = environment = None
     tools: list[dict[str, Any]] = []
@@ -118,6 +119,8 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
         with gathered_in(problems):
             build_objective(section, config.rollout.max_response_tokens)
     if with_files:
+        with gathered_in(problems):
+            problems += unfit_heads(config)
         with gathered_in(problems):
             inputs = read_inputs(config, tools)
             if reward is not None:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gspo_megatron.addresses import STORE_DESCRIPTOR, listen
 from gspo_megatron.cli.failures import (
     STOPPED,
     USER_ERROR,
@@ -31,6 +32,7 @@ from gspo_megatron.cores import usable_cores
 from gspo_megatron.errors import UserError
 from gspo_megatron.interrupts import SAVES
 
+LOOPBACK = "127.0.0.1"
 _LINES_KEPT = 200  # of a rank's output
 _LONGEST_LINE = 8192  # bytes, for a rank that writes no line breaks
 _DRAIN_SECONDS = 1.0
@@ -61,12 +63,15 @@ def launch(
     # Linux ties a rank's life to the thread that started it, and signals come to the main thread.
     assert threading.current_thread() is threading.main_thread(), "launched off the main thread"
     job = _Job(grace_seconds, settle_seconds, saves_on_signals)
-    with reserved_port(os.environ) as port, _signals_to(job.signals) as pass_on_from_now:
+    with store_socket(os.environ) as listener, _signals_to(job.signals) as pass_on_from_now:
+        port = listener.getsockname()[1]
         try:
             for number in range(world_size):
                 added = rank_environment(os.environ, number, world_size, port)
                 added |= {SAVES: "1"} if saves_on_signals else {}
-                job.ranks.append(_Rank(number, command, {**os.environ, **added}))
+                of_store = None if number else listener.fileno()
+                job.ranks.append(_Rank(number, command, {**os.environ, **added}, of_store))
+            listener.close()  # rank 0 has it
             pass_on_from_now()
             job.supervise()
         finally:
@@ -96,41 +101,47 @@ def rank_environment(
         "LOCAL_RANK": str(number),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         **{name: value for name, value in defaults.items() if name not in environ},
     }
 
 
 @contextlib.contextmanager
-def reserved_port(environ: Mapping[str, str]) -> Iterator[int]:
-    """A TCP port for rank 0 to listen on: MASTER_PORT where set, else a free one.
+def store_socket(environ: Mapping[str, str]) -> Iterator[socket.socket]:
+    """Where rank 0 will answer the others: on loopback, at MASTER_PORT where set, else at a free
+    port.
 
-    It is bound but not listened on: rank 0 can, because its store reuses addresses, and no other
-    program gets the port while rank 0 imports torch. Raises UserError where MASTER_PORT is no port
-    or is in use.
+    It listens from now on, and rank 0 takes it over: while rank 0 imports torch, no other program
+    can listen there in its place. Raises UserError where MASTER_PORT is no port or is in use.
     """
     given = environ.get("MASTER_PORT", "")
     if given and not (given.isascii() and given.isdigit() and 1 <= int(given) <= 65535):
         raise UserError(f"MASTER_PORT = {given!r} in the environment: legal: 1 to 65535")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            holder.bind(("", int(given or 0)))
-        except OSError as error:
-            if not given:
-                raise
-            raise UserError(
-                f"MASTER_PORT = {given} in the environment: port {given} cannot be used "
-                f"({error.strerror}); unset it to have a free one chosen"
-            ) from error
-        yield holder.getsockname()[1]
+    try:
+        listener = listen(LOOPBACK, int(given or 0))
+    except OSError as error:
+        if not given:
+            raise
+        raise UserError(
+            f"MASTER_PORT = {given} in the environment: port {given} cannot be used "
+            f"({error.strerror}); unset it to have a free one chosen"
+        ) from error
+    with listener:
+        yield listener
 
 
 class _Rank:
     """One process, and the last lines of its output."""
 
-    def __init__(self, number: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        number: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        of_store: int | None = None,
+    ) -> None:
+        """of_store: the descriptor of the socket on which rank 0 listens; other ranks have none."""
         self.number = number
         self.failure: Failure | None = None  # its own report, once it has ended
         self._tail: deque[str] = deque(maxlen=_LINES_KEPT)
@@ -140,14 +151,19 @@ class _Rank:
         is_captured = number > 0
         self._process = subprocess.Popen(
             command,
-            env={**environ, LAUNCHER_PID: str(os.getpid()), FAILURE_DESCRIPTOR: str(descriptor)},
+            env={
+                **environ,
+                LAUNCHER_PID: str(os.getpid()),
+                FAILURE_DESCRIPTOR: str(descriptor),
+                **({} if of_store is None else {STORE_DESCRIPTOR: str(of_store)}),
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if is_captured else None,
             stderr=subprocess.STDOUT if is_captured else None,
             # In a session of its own Ctrl-C does not reach the rank: only the launcher, which
             # passes it on once. And the rank's children can be ended with the rank.
             start_new_session=True,
-            pass_fds=[descriptor],
+            pass_fds=[descriptor] if of_store is None else [descriptor, of_store],
         )
         self._drain = threading.Thread(target=self._keep_output, daemon=True)
         if is_captured:

@@ -51,7 +51,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--python", help="the interpreter that has vLLM (default: this one)")
     parser.add_argument(
         "--host",
-        help="the address to listen on (default: 127.0.0.1; with --join that of the node's name)",
+        help="the address to listen on (default: 127.0.0.1; with --join that on the way to the "
+        "run's first node)",
     )
     parser.add_argument("--port", type=_port, help="(default: a free one)")
     parser.add_argument(
@@ -111,24 +112,12 @@ def _join(arguments: argparse.Namespace) -> int:
         folder = Path(str(load_config(folder, arguments.words).logging.dir))
     elif arguments.words:
         arguments.parser.error(f"{arguments.words[0]}: only with a configuration")
-    host = arguments.host or _own_address()
     name = arguments.name or socket.gethostname()
-    agent = Agent(folder / FOLDER / SERVERS, name, host, arguments.python)
-    print(f"{name}: waits at {host} for the run in {folder}", flush=True)
+    agent = Agent(folder / FOLDER / SERVERS, name, arguments.host, arguments.python)
+    where = f" at {arguments.host}" if arguments.host else ""
+    print(f"{name}: waits{where} for the run in {folder}", flush=True)
     until_told_to_end(agent.run)
     return 0
-
-
-def _own_address() -> str:
-    """Of this host's name. Raises UserError where it has none."""
-    name = socket.gethostname()
-    try:
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise UserError(
-            f"--host: the name of this host, {name}, has no address ({error.strerror or error}); "
-            "give the one that the run's first node reaches"
-        ) from error
 
 
 def _options(words: Sequence[str]) -> dict[str, Any]:

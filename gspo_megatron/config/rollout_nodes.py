@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-VARIABLE = "GSPO_ROLLOUT_NODES"
+from gspo_megatron.addresses import ROLLOUT_NODES as VARIABLE
 
 
 def rollout_nodes() -> list[str]:

@@ -15,6 +15,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from gspo_megatron.config.parallel import ResolvedParallel
 from gspo_megatron.platform.devices import collective_backend, select_device, set_seeds
+from gspo_megatron.platform.rendezvous import join_store
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,13 @@ def start_processes(timeout_minutes: float = _PATIENCE_MINUTES) -> Ranks:
         os.environ.setdefault("WORLD_SIZE", "1")
         is_alone = os.environ["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in os.environ
         # A single process needs no port: two runs on one machine cannot collide.
-        store = dist.HashStore() if is_alone else None
+        patience = datetime.timedelta(minutes=timeout_minutes)
         dist.init_process_group(
             backend=collective_backend(device),
-            store=store,
+            store=dist.HashStore() if is_alone else join_store(patience),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=datetime.timedelta(minutes=timeout_minutes),
+            timeout=patience,
         )
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 

@@ -33,6 +33,7 @@ from gspo_megatron.config.precision import device_lacks
 from gspo_megatron.observe.environment import output_of
 from gspo_megatron.platform.devices import built_for_cuda, collective_backend, select_device
 from gspo_megatron.platform.groups import stop_processes
+from gspo_megatron.platform.rendezvous import join_store
 
 ARRIVAL_SECONDS = 300.0  # until all ranks have imported torch from a shared file system
 MEASURE_SECONDS = 90.0  # the measurements take a few; NCCL's first connections take longer
@@ -116,7 +117,7 @@ def run_preflight(
     rank, world = int(os.environ.get("RANK", "0")), parallel.world_size
     shared = dist.HashStore()  # a lone process needs no port
     if world > 1:
-        shared, _, _ = next(iter(dist.rendezvous("env://", rank, world)))
+        shared = join_store(dist.default_pg_timeout)
     store = dist.PrefixStore("preflight", shared)
     thread_store = store.clone()  # a thread that waits on one does not block the other
     own, hosts = Report(rank, "", ""), dict.fromkeys(range(world), "unknown host")

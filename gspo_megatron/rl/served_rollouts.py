@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gspo_megatron.addresses import is_loopback, own_address, route_to
 from gspo_megatron.checkpoint.hf.export import export_hf, stream_hf, stream_specs
 from gspo_megatron.checkpoint.run_state import fingerprints
 from gspo_megatron.config import Config
@@ -46,6 +47,7 @@ from gspo_megatron.rollout.service.episodes import draw_to_json
 from gspo_megatron.rollout.service.handle import Handle
 from gspo_megatron.rollout.service.proof import Probe
 from gspo_megatron.rollout.weight_stream import WeightStream, exhaust
+from gspo_megatron.rollout.weights_folder import MEMORY, is_private, make_weights_folder
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
 
@@ -62,7 +64,6 @@ _OWN_TOKENS = 8  # at the end of a prompt
 # average (measured on a model of random weights).
 TOLERANCES = {"fp32": (0.3, 3e-5)}
 _COARSE = (1.0, 0.15)
-_MEMORY = Path("/dev/shm")  # a file system in memory
 _SPARE = "spare"  # a folder of old weights there, to be overwritten
 
 
@@ -90,6 +91,7 @@ class ServedCollector(Collector):
             self.layers = [number - 1 for number in attach_hooks(policy.models)]
         self.handle: Handle | None = None  # on rank 0
         self.has_started = False
+        self.weights: Path | None = None  # the folder for new ones
         self.version = 0  # of the newest weights
         self.streams = False  # the servers take weights from rank 0, without a folder
         self.sender: WeightStream | None = None  # on rank 0
@@ -105,7 +107,7 @@ class ServedCollector(Collector):
         start = time.perf_counter()
         self.version = version
         if not self.has_started:
-            on_main(self._start)
+            self.weights = Path(on_main(self._start))
             self.has_started = True
         weights = {"version": version, "folder": None, "probe": None, "stream": None}
         if self.streams:
@@ -149,7 +151,8 @@ class ServedCollector(Collector):
 
     def _folder(self) -> Path:
         """Of the newest weights."""
-        return weights_folder(self.config) / f"version_{self.version:08d}"
+        assert self.weights is not None, "the service has not started"
+        return self.weights / f"version_{self.version:08d}"
 
     def _write(self) -> tuple[str, int]:
         """The newest weights as a folder; returns it, and its bytes. All ranks call it."""
@@ -161,6 +164,7 @@ class ServedCollector(Collector):
             tokenizer=tokenizer,
             durable=False,  # what a killed machine leaves is never read: the next start writes anew
             reuse=folder.with_name(_SPARE),
+            private=is_private(self.config),
         )
         count = on_main(lambda: sum(f.stat().st_size for f in folder.glob("*.safetensors")))
         return str(folder), count
@@ -170,7 +174,7 @@ class ServedCollector(Collector):
         next folder: it costs less to overwrite them than to get memory from the system."""
         newest = self._folder()
         older = sorted(folder for folder in newest.parent.iterdir() if folder != newest)
-        kept = older.pop() if older and newest.exists() and newest.is_relative_to(_MEMORY) else None
+        kept = older.pop() if older and newest.exists() and newest.is_relative_to(MEMORY) else None
         for folder in older:
             shutil.rmtree(folder, ignore_errors=True)
         if kept is not None:
@@ -232,9 +236,9 @@ class ServedCollector(Collector):
             if found["done"]:
                 return found
 
-    def _start(self) -> None:
-        """Start the service; on rank 0."""
-        shape, folder = self.config.resolved_model(), weights_folder(self.config)
+    def _start(self) -> str:
+        """Start the service; on rank 0. Returns the folder for new weights."""
+        shape, folder = self.config.resolved_model(), make_weights_folder(self.config)
         layers = [n for n, count in enumerate(experts_in_layers(shape)) if count]
         facts = {
             "vocab_size": self.policy.vocab_size,
@@ -243,9 +247,6 @@ class ServedCollector(Collector):
             "experts_per_token": self.policy.config.moe_router_topk,
             "moe_layers": layers,
         }
-        # what a killed start of this run has left: the lock of the run keeps others out
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
         # What an earlier start of the run drew for later steps is trained on. But an evaluation of
         # weights that are made anew measures these.
         forget(self.folder, lambda name: name.startswith("step_") or step_of(name) <= self.version)
@@ -262,6 +263,7 @@ class ServedCollector(Collector):
             },
             self.config.rollout.vllm.restarts,
         )
+        return str(folder)
 
     def _devices(self) -> list[str]:
         """The GPUs of this machine that no rank uses. Raises RolloutError where they are too few
@@ -462,27 +464,18 @@ def join_groups(
     return joined
 
 
-def weights_folder(config: Config) -> Path:
-    """Where new weights wait for the servers: the same place in each start of a run."""
-    section, run = config.rollout.vllm, os.path.realpath(str(config.logging.dir))
-    parent = Path(section.weights_dir or run) / ("" if section.weights_dir else FOLDER)
-    is_local = section.servers and not rollout_nodes()
-    if section.weights_dir is None and is_local and os.access(_MEMORY, os.W_OK):
-        parent = _MEMORY
-    return parent / f"gspo-megatron-weights-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
-
-
 def _sender(config: Config, device: torch.device) -> WeightStream:
     """Listens where the servers find this machine: on loopback, unless some are on others. Raises
-    RolloutError where the name that other ranks know it by is no address of this machine."""
+    RolloutError where it cannot, and UserError where nothing tells the way to the others."""
     hosts = [urlsplit(url).hostname or "" for url in config.rollout.vllm.urls]
-    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    if not rollout_nodes() and all(each in ("localhost", "127.0.0.1") for each in hosts):
-        host = "127.0.0.1"
+    ways = [way for way in map(route_to, hosts) if way is not None and not is_loopback(way)]
+    address = next(iter(ways), "127.0.0.1")
+    if rollout_nodes():
+        address = own_address(os.environ.get("MASTER_ADDR") or socket.gethostname())
     try:
-        return WeightStream(socket.gethostbyname(host), device, config.rollout.vllm.update_seconds)
+        return WeightStream(address, device, config.rollout.vllm.update_seconds)
     except OSError as error:
         raise RolloutError(
-            f"{host}: cannot listen for servers there: {error.strerror or error}; legal: "
+            f"{address}: cannot listen for servers there: {error.strerror or error}; legal: "
             "MASTER_ADDR is a name of rank 0's machine, or rollout.vllm.weight_transport: disk"
         ) from error

@@ -138,13 +138,15 @@ def test_ranks_that_end_well_end_the_launcher_with_0(start: Start) -> None:
     assert launch.end() == (0, "0 0 3 3 127.0.0.1\n", "")
 
 
-def test_all_ranks_are_told_the_same_port_and_rank_0_can_listen_there(start: Start) -> None:
+def test_all_ranks_are_told_the_same_port_and_rank_0_listens_there(start: Start) -> None:
     launch = start(
         """
         import socket
         address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+        assert (rank == 0) == ("GSPO_STORE_FD" in os.environ)
         if rank == 0:
-            with socket.create_server(address) as server:
+            with socket.socket(fileno=int(os.environ["GSPO_STORE_FD"])) as server:
+                assert server.getsockname() == address
                 say("listening")
                 for _ in range(2):
                     server.accept()[0].close()
@@ -155,6 +157,29 @@ def test_all_ranks_are_told_the_same_port_and_rank_0_can_listen_there(start: Sta
         3,
     )
     assert launch.end() == (0, "", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/net/tcp is Linux's")
+def test_ranks_listen_on_loopback_alone(start: Start) -> None:
+    launch = start(
+        """
+        import torch
+        import torch.distributed as dist
+        from gspo_megatron.platform.groups import start_processes, stop_processes
+        from tests.listeners import addresses_of_listeners
+        start_processes()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 2
+        found = addresses_of_listeners([os.getpid()])
+        assert set(found) == {"127.0.0.1"}, found
+        if rank == 0:
+            print("at", os.environ["MASTER_PORT"] in map(str, found["127.0.0.1"]))
+        dist.barrier()
+        stop_processes()
+        """
+    )
+    assert launch.end() == (0, "at True\n", "")
 
 
 def test_one_death_ends_all_ranks_and_names_the_cause(start: Start) -> None:

@@ -93,7 +93,7 @@ class Run:
         return [*below, *(psutil.Process(p.pid) for p in self.processes if p.poll() is None)]
 
     def servers(self) -> list[psutil.Process]:
-        return [p for p in self._below() if "vllm.entrypoints.openai.api_server" in p.cmdline()]
+        return [p for p in self._below() if "gspo_vllm_server" in p.cmdline()]
 
     def _below(self) -> list[psutil.Process]:
         found = []

@@ -19,8 +19,8 @@ import pytest
 
 from gspo_megatron.config.load import load_config
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.rl.served_rollouts import weights_folder
 from gspo_megatron.rollout.service.bank import read_groups
+from gspo_megatron.rollout.weights_folder import weights_folders
 from tests.programs import ROOT, command_environment
 from tests.vllm.runs import Run, is_alive, make_run, wait_for
 
@@ -104,7 +104,7 @@ class Killer:
             # The service has ended by itself, unless it had only begun: then it had no server yet,
             # and the next start clears its folder.
             if victim == "trainer" and had_server:
-                assert not weights_folder(load_config(run.folder / "config.yaml")).exists()
+                assert not weights_folders(load_config(run.folder / "config.yaml"))
             self.process = run.start()
 
     def kill_after(self, step: int, victim: str, seconds: float) -> None:

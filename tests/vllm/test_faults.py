@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import stat
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from gspo_megatron.config.load import load_config
-from gspo_megatron.rl.served_rollouts import weights_folder
+from gspo_megatron.rollout.weights_folder import weights_folders
 from tests.vllm.runs import Run, is_alive, make_run, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -42,13 +43,14 @@ def test_servers_and_service_that_die_or_hang_cost_no_response(
         checkpoint={"interval": 1},
     )
     process = run.start()
-    new_weights = weights_folder(load_config(tmp_path / "config.yaml")) / "version_00000004"
     run.wait(process, lambda: begun(run, 2))
     run.servers()[0].kill()  # while it generates
     run.wait(process, lambda: begun(run, 3))
     run.servers()[-1].suspend()  # hangs
     run.wait(process, lambda: begun(run, 4))
-    run.wait(process, new_weights.exists)
+    [folder] = weights_folders(load_config(tmp_path / "config.yaml"))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    run.wait(process, (folder / "version_00000004").exists)
     run.servers()[0].kill()  # while it loads them
     run.wait(process, lambda: begun(run, 5))
     run.services()[0].kill()
@@ -60,7 +62,7 @@ def test_servers_and_service_that_die_or_hang_cost_no_response(
     assert "the rollout service was killed by SIGKILL: starting it again" in said
     assert_trained_once(run, 6)
     wait_for(lambda: not any(map(is_alive, left)))
-    assert not new_weights.parent.exists()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
@@ -82,7 +84,7 @@ def test_a_signal_to_all_processes_saves_the_run(
         each.send_signal(number)
     assert "checkpoints/rl_0000000" in run.finish(process, 75)
     wait_for(lambda: not any(map(is_alive, told)))
-    assert not weights_folder(load_config(run.folder / "config.yaml")).exists()
+    assert not weights_folders(load_config(run.folder / "config.yaml"))
     run.finish(run.start())
     assert_trained_once(run, 5)
 
@@ -130,9 +132,9 @@ def test_a_run_without_a_server_left_is_saved_and_goes_on_from_there(
         checkpoint={"interval": 10},
     )
     process = run.start("--nproc", "2")
+    config = load_config(run.folder / "config.yaml")
     run.wait(
-        process,
-        (weights_folder(load_config(run.folder / "config.yaml")) / "version_00000002").exists,
+        process, lambda: any((f / "version_00000002").exists() for f in weights_folders(config))
     )
     run.servers()[0].kill()
     lines = run.finish(process, 2).splitlines()

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from gspo_megatron.rollout.service.process import end_with_parent
+from tests.listeners import addresses_of_listeners
 from tests.programs import command_environment, gspo, wait_until
 from tests.vllm.runs import is_alive, make_run, wait_for
 
@@ -84,6 +85,8 @@ def test_a_run_draws_from_a_server_of_another_one_s_checkpoint(
             assert record["mismatch/abs_mean"] <= 1e-5
         family = psutil.Process(server.pid).children(recursive=True)
         assert len(family) >= 2  # the server and its engine
+        port = int(url.rpartition(":")[2])
+        assert addresses_of_listeners(each.pid for each in family) == {"127.0.0.1": [port]}
         server.terminate()
         assert server.wait(30) == 0
         wait_for(lambda: not any(map(is_alive, family)), seconds=20)

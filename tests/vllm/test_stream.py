@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.config.load import load_config
-from gspo_megatron.rl.served_rollouts import weights_folder
+from gspo_megatron.rollout.weights_folder import weights_folders
 from tests.vllm.runs import make_run
 from tests.vllm.test_faults import LONG, assert_trained_once, begun
 
@@ -24,10 +24,10 @@ def test_rank_0_sends_the_weights_and_a_server_that_dies_gets_them_in_a_folder(
         rollout={**LONG, "vllm": {"servers": 2, "weight_transport": "nccl"}},
         training={"steps": 6, "precision": "fp32"},
     )
-    folder = weights_folder(load_config(tmp_path / "config.yaml"))
     versions: list[str] = []
     process = run.start()
     run.wait(process, lambda: begun(run, 2))
+    [folder] = weights_folders(load_config(tmp_path / "config.yaml"))
     versions += [each.name for each in folder.iterdir()]
     run.wait(process, lambda: begun(run, 3))
     versions += [each.name for each in folder.iterdir()]

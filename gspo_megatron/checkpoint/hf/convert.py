@@ -241,6 +241,8 @@ def shared_by_ranks() -> Iterator[Share]:
     """The share of a rank of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
     import torch.distributed as dist
 
+    from gspo_megatron.platform.rendezvous import join_store
+
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size == 1:
         yield ALONE
@@ -251,7 +253,9 @@ def shared_by_ranks() -> Iterator[Share]:
         dist.all_gather_object(values, value)
         return values
 
-    dist.init_process_group("gloo")
+    patience = dist.default_pg_timeout
+    rank, store = int(os.environ["RANK"]), join_store(patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
     try:
         yield Share(dist.get_rank(), world_size, gather)
     finally:

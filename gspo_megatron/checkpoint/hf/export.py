@@ -36,6 +36,7 @@ def export_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     durable: bool = True,
     reuse: Path | None = None,
+    private: bool = False,
 ) -> None:
     """Write the model's weights, config.json and tokenizer to the new folder `path`. All ranks call
     it; the main rank writes, a tensor at a time. The folder appears when it is complete.
@@ -45,7 +46,7 @@ def export_hf(
     or one file; dtype: of the weights (default: the model's); durable: wait until everything is on
     the disk, so that it outlives a crash of the machine; reuse: a folder of the same model, written
     by the same arguments, that nobody needs any more: it is overwritten and becomes the new one,
-    where it is there.
+    where it is there; private: no other user may read it.
 
     Raises, on every rank, ConfigError for a model that no family has and DataError for a
     destination that cannot be written.
@@ -54,7 +55,8 @@ def export_hf(
     dtype = dtype or policy.config.params_dtype
     config = export_config(policy.shape, policy.vocab_size, dtype, hf_config)
     specs = stream_specs(policy, family=family, dtype=dtype)
-    writer = HfWriter(path, specs, max_shard_bytes=max_shard_bytes, durable=durable, reuse=reuse)
+    options = {"durable": durable, "reuse": reuse, "private": private}
+    writer = HfWriter(path, specs, max_shard_bytes=max_shard_bytes, **options)
     is_main = dist.get_rank() == MAIN_RANK
     with contextlib.ExitStack() as stack:
         with raised_everywhere():

@@ -49,10 +49,11 @@ class NewFolder:
         owner: bool = True,
         durable: bool = True,
         reuse: Path | None = None,
+        private: bool = False,
     ) -> None:
         self.path = Path(path)
         self.partial = _hidden_place(self.path)
-        self.durable, self.reuse = durable, reuse
+        self.durable, self.reuse, self.private = durable, reuse, private
         self._size, self._owner = size, owner
         self._lock: int | None = None
 
@@ -75,7 +76,7 @@ class NewFolder:
                 if self._size > free:
                     told = f"{self._size:,} bytes to write, {free:,} are free"
                     raise DataError(f"{self.path}: {told}")
-                self.partial.mkdir()
+                self.partial.mkdir(0o700 if self.private else 0o777)
             self._lock = _lock(self.partial)
         return self
 
@@ -126,12 +127,14 @@ class HfWriter(NewFolder):
         owner: bool = True,
         durable: bool = True,
         reuse: Path | None = None,
+        private: bool = False,
     ) -> None:
         """reuse: of the same tensors, in a file system in memory: overwriting is faster than new
         files, for which the system has to find and clear memory."""
         self.tensors = dict(tensors)
         self.bytes = sum(planned.nbytes for planned in self.tensors.values())
-        super().__init__(path, self.bytes, owner=owner, durable=durable, reuse=reuse)
+        options = {"durable": durable, "reuse": reuse, "private": private}
+        super().__init__(path, self.bytes, owner=owner, **options)
         self.files = _plan(self.tensors, max_shard_bytes)
         self._file_of = {name: file for file in self.files for name in file.offsets}
         self._missing = {name: planned.nbytes for name, planned in self.tensors.items()}
@@ -192,8 +195,10 @@ class HfWriter(NewFolder):
             for name, content in contents.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False)
                 (self.partial / name).write_bytes(f"{text}\n".encode())
-            if self.durable:
-                for name in (*contents, *(file.name for file in copies)):
+            for name in (*contents, *(file.name for file in copies)):
+                if self.private:  # the folder is, too
+                    (self.partial / name).chmod(0o600)
+                if self.durable:
                     sync(self.partial / name)
         super().publish()
 
@@ -205,7 +210,8 @@ class HfWriter(NewFolder):
     def _write(self, file: _File, data: memoryview, offset: int) -> None:
         if file.name not in self._descriptors:
             flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if self.reuse is None else 0)
-            self._descriptors[file.name] = os.open(self.partial / file.name, flags, 0o666)
+            mode = 0o600 if self.private else 0o666
+            self._descriptors[file.name] = os.open(self.partial / file.name, flags, mode)
             if self.reuse is not None:  # no reader accepts the file without its header
                 os.pwrite(self._descriptors[file.name], bytes(len(file.header)), 0)
         while data:

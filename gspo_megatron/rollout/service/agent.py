@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.addresses import route_to
 from gspo_megatron.errors import DataError, RolloutError
 from gspo_megatron.rollout.service.process import ServerProcess
 from gspo_megatron.rollout.service.remote import (
@@ -46,10 +47,12 @@ class _Started:
 class Agent:
     """Has the servers that a run wants on this node."""
 
-    def __init__(self, folder: Path, name: str, host: str, python: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, name: str, host: str | None = None, python: str | None = None
+    ) -> None:
         """folder: of the run's letters, which may not exist yet; name: of this node in the run;
-        host: the address that servers listen on; python: replaces the interpreter that the run
-        names."""
+        host: the address that servers listen on, or None: that on the way to the service; python:
+        replaces the interpreter that the run names."""
         self.folder, self.name, self.host, self.python = folder, name, host, python
         self.wanted = Letters(wanted_file(folder, name))
         self.servers: dict[str, _Started] = {}
@@ -105,8 +108,19 @@ class Agent:
     def _start(self, number: str, wish: Mapping[str, Any]) -> ServerProcess:
         python, *words = wish["words"]
         environ = {**wish["environ"], **_devices(wish["gpus"])}
-        log = server_log(self.folder, number)
-        return ServerProcess([self.python or python, *words], environ, log, self.host)
+        log, host = server_log(self.folder, number), self.host or self._way_to_service()
+        return ServerProcess([self.python or python, *words], environ, log, host)
+
+    def _way_to_service(self) -> str:
+        """Not the address of this host's own name: that may be one of this host alone. Raises
+        RolloutError."""
+        service = self.wanted.address or "an unknown address"
+        if (way := route_to(service)) is None:
+            raise RolloutError(
+                f"{self.name} has no way to the run's service at {service}; give --host, an "
+                "address of this node that the run's first node reaches"
+            )
+        return way
 
     def _tell(self) -> None:
         """Where something has changed, or a sign of life is due. Not before the run has made the

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hmac
 import json
 import re
+import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NoReturn
@@ -24,6 +26,7 @@ from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
     MALFORMED,
     NOT_AS_VLLM,
     PARTS,
+    PROOF,
     TAKE_BACK,
     Failure,
     ModelFacts,
@@ -31,9 +34,11 @@ from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
     parse_metrics,
     parse_response,
     part_request,
+    proof_of,
     unpack,
 )
 
+HEALTH = "/health"  # of vLLM, which every server answers without a token
 MODEL = "policy"  # the name under which started servers serve the model
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"  # of servers that the run has not started
 
@@ -75,10 +80,14 @@ class Client:
     ServerRefused; or OutOfFilesError."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, token: str | None = None) -> None:
-        self.url, self._session = url.rstrip("/"), session
-        self._headers = {"Content-Type": "application/json"}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
+        """token: of a server that the user names, and so trusts."""
+        self.url, self._session, self._token = url.rstrip("/"), session, token
+        self._is_ours, self._has_proven = False, True
+
+    def begin(self, token: str) -> None:
+        """The server is one of ours, and starts now with this token. It is sent nothing that is
+        secret before `why_not_proven` has found that the token is known there."""
+        self._token, self._is_ours, self._has_proven = token, True, False
 
     async def generate(
         self,
@@ -203,11 +212,26 @@ class Client:
             return str(found["weight_version"])
 
     async def why_not_healthy(self, *, seconds: float) -> str | None:
-        """None: it is healthy."""
+        """None: it is healthy. Anybody may say so."""
         try:
-            await self._call("GET", "/health", seconds=seconds)
+            await self._call("GET", HEALTH, seconds=seconds)
         except (ServerGone, ServerRefused) as error:
             return str(error)
+        return None
+
+    async def why_not_proven(self, *, seconds: float) -> str | None:
+        """None: whoever listens at the url knows the token of this start of the server. Another
+        program may have taken its port."""
+        assert self._token is not None, "a server that was started without a token"
+        challenge = secrets.token_hex(32)  # new each time: an old answer is of no use
+        try:
+            found = await self._call("GET", PROOF, query={"challenge": challenge}, seconds=seconds)
+        except (ServerGone, ServerRefused) as error:
+            return f"{self.url}: what listens there does not prove that it is this server: {error}"
+        proof = str(found.get("proof")) if isinstance(found, dict) else ""
+        if not hmac.compare_digest(proof.encode(), proof_of(self._token, challenge).encode()):
+            return f"{self.url}: what listens there is another program: it has not the token"
+        self._has_proven = True
         return None
 
     async def figures(self, *, seconds: float, in_short: bool = False) -> dict[str, float]:
@@ -273,6 +297,14 @@ class Client:
             except ValueError as error:
                 raise ServerGone(f"{path}: the answer is not JSON: {error}") from error
 
+    def _headers(self, path: str) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if path in (HEALTH, PROOF):
+            return headers
+        if not self._has_proven:
+            raise ServerGone(f"{path}: nothing is sent before the server has proven itself")
+        return headers | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
+
     @contextlib.asynccontextmanager
     async def _asked(
         self,
@@ -285,8 +317,9 @@ class Client:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer, of which the body is not yet here. What goes wrong with the connection, until
         the end of the block, raises ServerGone."""
-        asked = {"data": body, "params": query, "headers": self._headers}
+        asked: dict[str, Any] = {"data": body, "params": query, "headers": self._headers(path)}
         asked["timeout"] = _NO_DEADLINE if seconds is None else aiohttp.ClientTimeout(seconds)
+        asked["allow_redirects"] = not self._is_ours  # ours sends nobody elsewhere
         try:
             try:
                 answer = await self._session.request(verb, self.url + path, **asked)

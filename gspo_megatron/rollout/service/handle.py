@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -17,7 +18,7 @@ from typing import Any
 
 from gspo_megatron.errors import RolloutError, error_of
 from gspo_megatron.rollout.service.bank import step_of
-from gspo_megatron.rollout.service.process import end_with_parent
+from gspo_megatron.rollout.service.process import end_with_parent, hold_port
 
 END_SIGNAL = signal.SIGINT  # ends the service; SIGTERM is what schedulers send to all processes
 _END_SECONDS = 30.0  # the servers end within it
@@ -31,13 +32,13 @@ class Handle:
 
     def __init__(self, settings: dict[str, Any], restarts: int) -> None:
         """settings: JSON for the service; restarts: how often it may die."""
-        own = {"token": secrets.token_urlsafe(32), "starter": os.getpid()}
-        self._settings = {**settings, **own}
+        self._settings = {**settings, "starter": os.getpid()}
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
         self._draws: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name
         self.wants_folder = False  # a server waits for the newest weights' folder
         self._process: subprocess.Popen[str] | None = None
+        self._port: socket.socket | None = None  # held, for the service alone
         try:
             self._start()
         except BaseException:
@@ -101,6 +102,8 @@ class Handle:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._port is not None:
+            self._port.close()
         shutil.rmtree(self._settings["weights_folder"], ignore_errors=True)
 
     def _start(self) -> None:
@@ -113,10 +116,18 @@ class Handle:
         told = json.loads(line)
         if "error" in told:
             raise RolloutError(told["error"])
-        self._url = f"http://127.0.0.1:{told['port']}"
+        self._url = f"http://127.0.0.1:{self._settings['port']}"
 
     def _first_line(self) -> str:
-        """What a new process tells: its port, or why it cannot start. Empty: it has ended."""
+        """What a new process tells: that it listens, or why it cannot start. Empty: it has ended.
+
+        Its port is held here: no other user can listen there once a service has died. Its token is
+        a new one, so that of a dead service opens nothing."""
+        earlier, self._port = self._port, hold_port("127.0.0.1", 0)
+        if earlier is not None:
+            earlier.close()
+        self._settings["port"] = self._port.getsockname()[1]
+        self._settings["token"] = secrets.token_urlsafe(32)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "gspo_megatron.rollout.service.main"],
             stdin=subprocess.PIPE,

@@ -1,8 +1,8 @@
 """The process of the rollout service: `python -m gspo_megatron.rollout.service.main` beside rank 0.
 
-Its settings come as JSON on stdin. Its port, or why it cannot start, goes to stdout as one line of
-JSON. Control is HTTP on loopback with a token; `Handle` is the other end. The service ends with
-rank 0, and the servers that it started end with it.
+Its settings, among them its port, come as JSON on stdin. That it listens, or why it cannot start,
+goes to stdout as one line of JSON. Control is HTTP on loopback with a token; `Handle` is the other
+end. The service ends with rank 0, and the servers that it started end with it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from typing import Any
 
 from aiohttp import web
 
+from gspo_megatron.addresses import own_address
 from gspo_megatron.config import Config
 from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
@@ -60,12 +62,15 @@ class Service:
     def __init__(self, settings: dict[str, Any], config: Config, inputs: Inputs) -> None:
         self.config, self.inputs, self.settings = config, inputs, settings
         self.folder = Path(str(config.logging.dir)) / FOLDER
-        self.nodes = Nodes(self.folder / SERVERS, settings["nodes"])
+        names, address = settings["nodes"], None
+        if names:  # their servers listen where this host reaches them
+            address = own_address(os.environ.get("MASTER_ADDR") or socket.gethostname())
+        self.nodes = Nodes(self.folder / SERVERS, names, address)
         self.scorers = Scorers(config, inputs)
         self.updating: asyncio.Task[None] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
 
-    async def run(self, told_port: Callable[[int], None]) -> None:
+    async def run(self, told_ready: Callable[[], None]) -> None:
         """Serve until the main thread stops."""
         self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
         letters = asyncio.create_task(self.nodes.run())
@@ -82,9 +87,10 @@ class Service:
             )
             runner = web.AppRunner(self._app())
             await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
+            # rank 0 holds this port (see `hold_port`)
+            site = web.TCPSite(runner, "127.0.0.1", self.settings["port"], reuse_port=True)
             await site.start()
-            told_port(runner.addresses[0][1])
+            told_ready()
             try:
                 await self.ended.wait()
             finally:
@@ -132,32 +138,35 @@ class Service:
         if section.urls:
             token = os.environ.get(TOKEN_VARIABLE)
             return [Server(f"server {url}", Client(url, session, token)) for url in section.urls]
-        servers, nodes, token = [], self.nodes.nodes, secrets.token_urlsafe(32)
+        servers, nodes = [], self.nodes.nodes
         for number in range(section.servers):
-            client = Client("", session, token)  # its url is known when it is started
+            client = Client("", session)  # its url and token are known when it is started
             if nodes:
                 place, slot = divmod(number, section.servers // len(nodes))
                 node = nodes[place]
-                start = partial(self._start_there, node, number, slot, token)
+                start = partial(self._start_there, client, node, number, slot)
                 servers.append(Server(f"server {number} on {node.name}", client, start))
             else:
-                start = partial(self._start_here, number, token)
+                start = partial(self._start_here, client, number)
                 servers.append(Server(f"server {number}", client, start))
+        first, last = (server_log(self.folder / SERVERS, n) for n in (0, section.servers - 1))
+        logs = f"log {first}" if first == last else f"logs {first} to {last.name}"
+        print(f"starting {len(servers)} server{'s'[: first != last]}, {logs}", flush=True)
         return servers
 
-    def _start_here(self, number: int, token: str, folder: str) -> ServerProcess:
+    def _start_here(self, client: Client, number: int, folder: str) -> ServerProcess:
         devices, size = self.settings["devices"], self.config.rollout.vllm.tensor_parallel_size
-        environ = self._environment(token, devices[number * size : (number + 1) * size])
+        environ = self._environment(client, devices[number * size : (number + 1) * size])
         log = server_log(self.folder / SERVERS, number)
         return ServerProcess(self._words(folder), environ, log)
 
     def _start_there(
-        self, node: Node, number: int, slot: int, token: str, folder: str
+        self, client: Client, node: Node, number: int, slot: int, folder: str
     ) -> RemoteProcess:
         """slot: which of the node's servers it is, from 0."""
         size = 0 if self.settings["on_cpu"] else self.config.rollout.vllm.tensor_parallel_size
         gpus = range(slot * size, (slot + 1) * size)
-        return RemoteProcess(node, number, self._words(folder), self._environment(token), gpus)
+        return RemoteProcess(node, number, self._words(folder), self._environment(client), gpus)
 
     def _words(self, folder: str) -> list[str]:
         """The command of a server that starts with these weights."""
@@ -181,7 +190,10 @@ class Service:
         }
         return server_words(section.python or sys.executable, arguments)
 
-    def _environment(self, token: str, devices: Sequence[str] = ()) -> dict[str, str]:
+    def _environment(self, client: Client, devices: Sequence[str] = ()) -> dict[str, str]:
+        """Of a start of a server; it has a token of its own, which an earlier one has not had."""
+        token = secrets.token_urlsafe(32)
+        client.begin(token)
         on_cpu = self.settings["on_cpu"]
         return common_environment(token, devices) | (cpu_environment() if on_cpu else {})
 
@@ -341,7 +353,7 @@ def main() -> None:
 
     def serve() -> None:
         try:
-            asyncio.run(service.run(lambda port: tell(port=port)))
+            asyncio.run(service.run(lambda: tell(ready=True)))
         except BaseException as error:  # noqa: BLE001 (raised below, in the main thread)
             failure.append(error)
             service.scorers.stop()

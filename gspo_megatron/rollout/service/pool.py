@@ -309,13 +309,16 @@ class Pool:
             if server.process is not None:
                 server.client.url = server.process.url  # on another node it is known later
             if (why := await server.client.why_not_healthy(seconds=_CALL_SECONDS)) is None:
+                if server.start is not None:
+                    why = await server.client.why_not_proven(seconds=_CALL_SECONDS)
+                if why is not None:
+                    raise ServerGone(why)
                 return
             ended = server.process and server.process.has_ended()
             if ended:
                 raise ServerGone(ended)
             if time.monotonic() > deadline:
-                where = "" if server.process is None else f": {server.process.last_lines()}"
-                raise ServerGone(f"not ready within {self.settings.update_seconds:g} s{where}")
+                raise ServerGone(f"not ready within {self.settings.update_seconds:g} s")
             if server.process is None:
                 raise ServerGone(f"cannot be reached: {why}")
             await asyncio.sleep(0.2)
@@ -501,8 +504,10 @@ class Pool:
             assert call is not None
             call.cancel()
         await asyncio.sleep(_MOMENT)
-        server.why_out = (server.process and server.process.has_ended()) or why
+        server.why_out = why
         if server.process is not None:
+            told = server.process.has_ended()  # with the last errors of its log
+            server.why_out = told or f"{why}{server.process.errors()}"
             await asyncio.to_thread(server.process.kill)
         await self._tell()
 

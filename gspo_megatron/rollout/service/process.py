@@ -7,11 +7,14 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.service.client import MODEL, TOKEN_VARIABLE
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_end import FOLDER_VARIABLE, kill_group
 
 WORKER_FOLDER = Path(__file__).resolve().parent.parent / "vllm_worker"
 WORKER = "gspo_vllm_worker.GspoWorker"
@@ -26,6 +30,12 @@ STARTER_VARIABLE = "GSPO_SERVER_STARTER"  # for the server and its engine: they 
 GUARD = "gspo_vllm_worker.TokenGuard"
 END_SECONDS = 10.0  # from SIGTERM to SIGKILL
 _SHOWN_LINES = 3
+_SHOWN_CHARACTERS = 600
+_LOOKED_AT = 1 << 16  # bytes at the end of a log
+_ERROR = re.compile(r"\w(Error|Exception)(: |$)")
+_CONSEQUENCE = re.compile(r"EngineDeadError|See stack trace|Engine core initialization failed")
+_PREFIX = re.compile(r"^(\([^)]*\) )*([A-Z]+ [\d: -]+\[[^\]]*\] )?")  # (process) LEVEL time [file]
+_LONGEST = 40  # of the path of a folder for sockets
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -46,6 +56,7 @@ class ServerProcess:
         RolloutError where it cannot be started."""
         self.log = log
         self._held = hold_port(host, port or 0)
+        self._folder = _temporary_folder()
         port = self._held.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         with contextlib.ExitStack() as stack:
@@ -59,12 +70,13 @@ class ServerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={**os.environ, **environ, STARTER_VARIABLE: str(os.getpid())},
+                    env={**os.environ, **environ, **self._own_environment()},
                     start_new_session=True,  # its engine processes end with its group
                     preexec_fn=end_with_parent,
                 )
             except OSError as error:
                 self._held.close()
+                shutil.rmtree(self._folder, ignore_errors=True)
                 wrong = f"cannot be run: {error.strerror}; legal: a Python that has vLLM"
                 raise RolloutError(problem("rollout.vllm.python", words[0], wrong)) from error
 
@@ -95,31 +107,75 @@ class ServerProcess:
         """End the server and its engine processes at once."""
         self._held.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=END_SECONDS)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _own_environment(self) -> dict[str, str]:
+        return {
+            STARTER_VARIABLE: str(os.getpid()),
+            FOLDER_VARIABLE: self._folder,
+            "TMPDIR": self._folder,
+            "VLLM_RPC_BASE_PATH": self._folder,  # of the sockets between its processes
+        }
 
     def last_lines(self) -> str:
         """Of its log, for a message."""
         return "see above" if self.log is None else last_lines_of(self.log)
 
+    def errors(self) -> str:
+        """The last ones in its log, to be added to a message."""
+        return "" if self.log is None else f"; {errors_of(self.log)}"
+
+
+def _temporary_folder() -> str:
+    """A new folder that only this user may enter. Paths of sockets have 107 bytes at most."""
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="gspo-server-", dir=usual if len(usual) <= _LONGEST else "/tmp")
+
 
 def last_lines_of(log: Path) -> str:
     """The last errors in a log, or else its last lines, and where it is."""
-    with contextlib.suppress(OSError):
-        lines = log.read_text(errors="replace").splitlines()[-400:]
-        lines = [line.strip() for line in lines if line.strip()]
-        errors = [line for line in lines if "Error" in line and "Traceback" not in line]
-        told = " | ".join((errors or lines)[-_SHOWN_LINES:])[-600:]
-        return f"{told} (all of it: {log})"
-    return f"its log {log} cannot be read"
+    try:
+        lines, errors = _end_of(log)
+    except OSError:
+        return f"its log {log} cannot be read"
+    return f"{_joined(errors or lines)} (all of it: {log})"
+
+
+def errors_of(log: Path) -> str:
+    """The last errors in a log, if there are any, and where it is."""
+    try:
+        _, errors = _end_of(log)
+    except OSError:
+        return f"its log {log} cannot be read"
+    return f"its log: {_joined(errors)} (all of it: {log})" if errors else f"its log: {log}"
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return " | ".join(lines[-_SHOWN_LINES:])[-_SHOWN_CHARACTERS:]
+
+
+def _end_of(log: Path) -> tuple[list[str], list[str]]:
+    """The last lines of a log, and the errors among them. vLLM's processes write the error of the
+    one that failed first several times, and then that they have lost it. Raises OSError."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOOKED_AT))
+        found = file.read().decode(errors="replace").splitlines()
+    lines = [line.strip() for line in found if line.strip()]
+    errors = [line for line in lines if _ERROR.search(line)]
+    causes = [line for line in errors if not _CONSEQUENCE.search(line)]
+    # of one error, told by several processes, the last time
+    distinct = {_PREFIX.sub("", line): line for line in causes or errors}
+    return lines, list(distinct.values())
 
 
 def server_words(python: str, arguments: Mapping[str, Any]) -> list[str]:
     """The command of a server that answers only to those who have its token, without its address.
     arguments: vLLM's options by name, as {max_num_seqs: 64}; true stands for a flag."""
     named = {"served_model_name": MODEL, "middleware": GUARD, **arguments}
-    return [python, "-m", "vllm.entrypoints.openai.api_server", *option_words(named)]
+    return [python, "-m", "gspo_vllm_server", *option_words(named)]
 
 
 def needed_arguments(
@@ -195,13 +251,19 @@ def common_environment(token: str, device_numbers: Sequence[str] = ()) -> dict[s
 def hold_port(host: str, port: int) -> socket.socket:
     """A socket that keeps a port for the server; 0: any that is free. Raises RolloutError.
 
-    A server needs seconds before it takes its port. With SO_REUSEADDR, which servers set, Linux
-    lets it have a port that another socket is bound to but does not listen on, and gives that port
-    to nobody who asks for any.
+    A server needs seconds before it takes its port, and must not lose it to another program, which
+    would be asked in its place. With SO_REUSEPORT alone, the system shares the port with sockets
+    that have this option, too (see `gspo_vllm_server`), and that belong to the same user; nobody
+    else gets it, with any options, as long as this socket is open. It does not listen itself.
     """
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = socket.socket(family)
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if port:  # not shared with another server of this user
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, port))
     except OSError as error:
         held.close()

@@ -24,7 +24,7 @@ from typing import Any
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
-from gspo_megatron.rollout.service.process import END_SECONDS, last_lines_of
+from gspo_megatron.rollout.service.process import END_SECONDS, errors_of, last_lines_of
 
 FOLDER = "servers"  # in the bank's folder
 BEAT_SECONDS = 2.0
@@ -42,9 +42,10 @@ def report_file(folder: Path, node: str) -> Path:
     return folder / f"{node}.json"
 
 
-def write_letter(path: Path, servers: Mapping[str, Any]) -> None:
-    """Write a side's file, which only the user may read. Raises DataError."""
-    content = {"beat": time.time(), "servers": servers}
+def write_letter(path: Path, servers: Mapping[str, Any], address: str | None = None) -> None:
+    """Write a side's file, which only the user may read. address: of the service. Raises
+    DataError."""
+    content = {"beat": time.time(), "servers": servers, "address": address}
     write_atomically(path, json.dumps(content).encode(), mode=0o600)
 
 
@@ -55,6 +56,7 @@ class Letters:
         self.path = path
         self.servers: dict[str, Any] = {}  # of the newest; by number
         self.heard: float | None = None  # when it last changed; None: never while we looked
+        self.address: str | None = None  # of the side that writes it; an agent has none
         self._beat: float | None = None
 
     def read(self) -> None:
@@ -68,13 +70,15 @@ class Letters:
         if self._beat not in (None, found["beat"]):
             self.heard = time.monotonic()
         self._beat, self.servers = found["beat"], found["servers"]
+        self.address = found.get("address")
 
 
 class Node:
     """A node with an agent, as the service sees it."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name, self.folder = name, folder
+    def __init__(self, folder: Path, name: str, address: str | None = None) -> None:
+        """address: of the service; the node's servers listen on the way to it."""
+        self.name, self.folder, self.address = name, folder, address
         self._wanted: dict[str, dict[str, Any]] = {}
         self._written = -math.inf  # when; what has changed since is due at once
         self._lock = threading.Lock()
@@ -100,15 +104,15 @@ class Node:
         self.report.read()
         with self._lock:
             if time.monotonic() - self._written > BEAT_SECONDS:
-                write_letter(wanted_file(self.folder, self.name), self._wanted)
+                write_letter(wanted_file(self.folder, self.name), self._wanted, self.address)
                 self._written = time.monotonic()
 
 
 class Nodes:
     """All nodes with agents."""
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        self.nodes = [Node(folder, name) for name in names]
+    def __init__(self, folder: Path, names: Sequence[str], address: str | None = None) -> None:
+        self.nodes = [Node(folder, name, address) for name in names]
 
     async def run(self) -> None:
         """Exchange letters with all agents, until it is cancelled."""
@@ -178,8 +182,16 @@ class RemoteProcess:
     def last_lines(self) -> str:
         """Of its log, for a message."""
         if self.node.report.heard is None:
-            return f"no agent answers from {self.node.name} (gspo-megatron serve --join)"
+            return self._no_agent()
         return last_lines_of(self.log)
+
+    def errors(self) -> str:
+        """The last ones in its log, to be added to a message."""
+        heard = self.node.report.heard is not None
+        return f"; {errors_of(self.log) if heard else self._no_agent()}"
+
+    def _no_agent(self) -> str:
+        return f"no agent answers from {self.node.name} (gspo-megatron serve --join)"
 
     def _told(self, key: str) -> Any:
         """What the agent last said of this start of the server."""

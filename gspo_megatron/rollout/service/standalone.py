@@ -62,12 +62,15 @@ async def serve(
     process = ServerProcess(words, environ, None, host, port)
     try:
         async with connected_session() as session:
-            client = Client(process.url, session, environ[TOKEN_VARIABLE])
+            client = Client(process.url, session)
+            client.begin(environ[TOKEN_VARIABLE])
             is_ready = False
             while not ended.is_set():
                 if how := process.has_ended():
                     raise RolloutError(f"the server {how}")
                 if not is_ready and await client.why_not_healthy(seconds=5.0) is None:
+                    if why := await client.why_not_proven(seconds=5.0):
+                        raise RolloutError(why)
                     is_ready = True
                     _tell_ready(process.url, environ[TOKEN_VARIABLE])
                 await asyncio.sleep(_LOOK_SECONDS)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
+import hmac
 import io
 import json
 import math
@@ -41,6 +43,7 @@ PARTS = "/gspo/generate"
 TAKE_BACK = "/gspo/take_back"
 FIGURES = "/gspo/figures"
 ABOUT = "/gspo/about"
+PROOF = "/gspo/proof"  # of `TokenGuard`, which answers it to everybody
 FORM = 1  # of all of these: a client uses no other than its own
 
 # What reading an answer raises that is not as vLLM gives it. The last four are NumPy's and
@@ -81,6 +84,11 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+def proof_of(token: str, challenge: str) -> str:
+    """What only those can answer to a challenge who know the token; it does not tell the token."""
+    return hmac.new(token.encode(), f"proof {challenge}".encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True)

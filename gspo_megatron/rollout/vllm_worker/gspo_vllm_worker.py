@@ -10,13 +10,15 @@ one of the server's.
 from __future__ import annotations
 
 import hmac
+import json
 import math
 import os
 import re
 import select
-import signal
+import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gspo_vllm_answers import Answers
+from gspo_vllm_answers import PROOF, Answers, proof_of
+from gspo_vllm_end import kill_group, remove_folder
 from safetensors import safe_open
 
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"
@@ -33,6 +36,7 @@ STARTER_VARIABLE = "GSPO_SERVER_STARTER"
 PATIENCE_SECONDS = 10.0  # for a server to end by itself
 
 _PART = 1 << 22  # elements that are summed at a time
+_CHALLENGE = re.compile(r"[0-9a-f]{64}")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 # The first family of which a name has a part is its own.
 _FAMILIES = {
@@ -123,19 +127,17 @@ class GspoWorker:
         )
         rank = self.rank + 1
         store.set(f"{key}/{rank}", "here")
-        own = dist.PrefixStore(key, store)
+        shared = dist.PrefixStore(key, store)
         if plan["backend"] == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = seconds
-            return dist.ProcessGroupNCCL(own, rank, world_size, options)
+            return dist.ProcessGroupNCCL(shared, rank, world_size, options)
         options = dist.ProcessGroupGloo._Options()
         options._timeout = seconds
-        if plan["host"].startswith("127."):  # rank 0 listens there alone
-            device = dist.ProcessGroupGloo.create_device(hostname=plan["host"])
-        else:
-            device = dist.ProcessGroupGloo.create_default_device()
-        options._devices = [device]
-        return dist.ProcessGroupGloo(own, rank, world_size, options)
+        # not at the address of this host's own name, which may be one that rank 0 cannot reach
+        own = _own_address(plan["host"], plan["port"])
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+        return dist.ProcessGroupGloo(shared, rank, world_size, options)
 
     def _received(
         self, group: dist.ProcessGroup, buckets: Sequence[Mapping[str, Any]]
@@ -151,6 +153,14 @@ class GspoWorker:
                 kind = getattr(torch, dtype)
                 content = buffer[start : start + math.prod(shape) * kind.itemsize]
                 yield name, content.view(kind).view(shape)
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine on the way to another one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as way:
+        way.connect((host, port))  # sends nothing
+        return way.getsockname()[0]
 
 
 def _tensors_of(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -201,7 +211,8 @@ def _kill_after(other: int, patience: float) -> None:
         except ProcessLookupError:  # it was killed while this process began
             pass
         time.sleep(patience)
-        os.killpg(0, signal.SIGKILL)
+        remove_folder()
+        kill_group(os.getpgid(0))
 
     if hasattr(os, "pidfd_open"):  # Linux
         threading.Thread(target=watch, daemon=True).start()
@@ -218,15 +229,20 @@ def family_of(name: str) -> str:
 class TokenGuard:
     """Answers 401 to all who do not send the token in GSPO_SERVER_TOKEN, except for /health; to
     everybody where the variable is not set. The routes for new weights run code that they are told
-    to run. Behind it are the routes of `Answers`, too."""
+    to run. Behind it are the routes of `Answers`, too.
+
+    PROOF is answered to everybody: a client that has the token learns there that this server has
+    it, too, before it sends it."""
 
     def __init__(self, app: Any) -> None:
         self._app = Answers(app)
-        token = os.environ.get(TOKEN_VARIABLE)
-        self._expected = f"Bearer {token}".encode() if token else None
+        self._token = os.environ.get(TOKEN_VARIABLE)
+        self._expected = f"Bearer {self._token}".encode() if self._token else None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan" or scope["path"] == "/health" or self._knows(scope):
+        if scope["type"] == "http" and scope["path"] == PROOF and self._token:
+            await self._prove(self._token, scope, send)
+        elif scope["type"] == "lifespan" or scope["path"] == "/health" or self._knows(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"text/plain"), (b"www-authenticate", b"Bearer")]
@@ -235,6 +251,16 @@ class TokenGuard:
             await send({"type": "http.response.body", "body": told.encode()})
         else:  # a websocket: closed before it is open, the server answers 403
             await send({"type": "websocket.close", "code": 1008})
+
+    @staticmethod
+    async def _prove(token: str, scope: Any, send: Any) -> None:
+        asked = urllib.parse.parse_qs(scope["query_string"].decode("ascii", "replace"))
+        challenge, status, answer = asked.get("challenge", [""])[0], 400, {}
+        if _CHALLENGE.fullmatch(challenge):
+            status, answer = 200, {"proof": proof_of(token, challenge)}
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
     def _knows(self, scope: Any) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from gspo_megatron.cli.launch import rank_environment, reserved_port
+from gspo_megatron.cli.launch import rank_environment, store_socket
 from gspo_megatron.cli.ranks import first_host, world_size_of_rank
 from gspo_megatron.errors import UserError
 
@@ -107,30 +107,29 @@ def test_a_list_that_cannot_be_read_is_refused(nodes: str) -> None:
 
 
 def test_the_chosen_port_is_free_for_rank_0_and_kept_from_others() -> None:
-    with reserved_port({}) as port, reserved_port({}) as another:
-        assert another != port
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("", port))
-        # As torch's store opens its port.
-        with socket.socket() as store:
-            store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            store.bind(("", port))
-            store.listen()
-            with socket.create_connection(("127.0.0.1", port), timeout=5):
-                pass
+    with store_socket({}) as listener, store_socket({}) as another:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1" and port != another.getsockname()[1]
+        for options in ((), (socket.SO_REUSEADDR,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                for option in options:
+                    other.setsockopt(socket.SOL_SOCKET, option, 1)
+                other.bind(("", port))
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass  # a rank that is earlier than rank 0 waits for its answer
 
 
 def test_a_port_that_is_given_and_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         given = {"MASTER_PORT": str(port)}
-        with pytest.raises(UserError, match=f"MASTER_PORT = {port}.*in use"), reserved_port(given):
+        with pytest.raises(UserError, match=f"MASTER_PORT = {port}.*in use"), store_socket(given):
             pass
 
 
 @pytest.mark.parametrize("text", ["0", "65536", "http", "-1"])
 def test_what_is_no_port_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="legal: 1 to 65535"), reserved_port({"MASTER_PORT": text}):
+    with pytest.raises(UserError, match="legal: 1 to 65535"), store_socket({"MASTER_PORT": text}):
         pass
 
 

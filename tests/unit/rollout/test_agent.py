@@ -27,7 +27,7 @@ from tests.programs import command_environment
 
 # Answers everything, on the address that it is given.
 _SERVER = """
-import http.server, os, sys
+import http.server, os, socket, sys
 from pathlib import Path
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -39,7 +39,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if "--fail" in options:
     raise RuntimeError(options["--fail"])
-http.server.HTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
+class Server(http.server.HTTPServer):
+    def server_bind(self):
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as in servers
+        super().server_bind()
+Server((options["--host"], int(options["--port"])), Handler).serve_forever()
 """
 NODE = "node-a"
 

@@ -18,18 +18,40 @@ import psutil
 import pytest
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.service.process import ServerProcess
+from gspo_megatron.rollout.service.process import ServerProcess, errors_of, last_lines_of
 from tests.programs import command_environment, gspo, wait_until
 
 # It takes its port late, as vLLM does: when the file appears that it is given.
 _SERVER = """
-import http.server, sys, time
+import http.server, socket, sys, time
 from pathlib import Path
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 while not Path(options["--when"]).exists():
     time.sleep(0.01)
 address = (options["--host"], int(options["--port"]))
-http.server.HTTPServer(address, http.server.SimpleHTTPRequestHandler).serve_forever()
+class Server(http.server.HTTPServer):
+    def server_bind(self):
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as in servers
+        super().server_bind()
+Server(address, http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+# It has what vLLM has: a semaphore that its child needs, and a socket in its temporary folder.
+_MESSY = """
+import multiprocessing, os, socket, sys, tempfile, time
+from pathlib import Path
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    semaphore = spawn.Semaphore(1)
+    child = spawn.Process(target=time.sleep, args=(300,))
+    child.start()
+    folder = tempfile.gettempdir()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(os.path.join(folder, "socket"))
+    name = semaphore._semlock.name
+    said = Path(sys.argv[1])
+    said.with_suffix(".new").write_text(f"/dev/shm/sem.{name.lstrip('/')} {folder} {child.pid}")
+    said.with_suffix(".new").rename(said)
+    time.sleep(300)
 """
 _START = """
 import sys
@@ -45,7 +67,7 @@ import os, signal, time
 from pathlib import Path
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 import gspo_vllm_worker
-Path("started").write_text(str(os.getpid()))
+Path("started").write_text(f"{os.getpid()} {os.environ['TMPDIR']}")
 time.sleep(300)
 """
 _STARTER = """
@@ -130,11 +152,63 @@ def test_a_server_that_does_not_heed_its_starter_s_end_is_killed(tmp_path: Path)
     told = tmp_path / "started"
     try:
         assert wait_until(lambda: told.exists() and told.read_text(), starter, seconds=60)
-        server = psutil.Process(int(told.read_text()))
+        pid, folder = told.read_text().split()
+        server = psutil.Process(int(pid))
+        assert Path(folder).is_dir()
         starter.kill()
         starter.wait()
         server.wait(30)  # ten seconds of patience, and what a busy machine adds
+        assert not Path(folder).exists()
     finally:
         starter.kill()
-        with contextlib.suppress(OSError, ValueError):
-            os.kill(int(told.read_text()), signal.SIGKILL)
+        with contextlib.suppress(OSError, LookupError):
+            os.kill(int(told.read_text().split()[0]), signal.SIGKILL)
+
+
+_LOG = """
+INFO 11-26 10:44:01 [core.py:114] Initializing a V1 LLM engine
+(EngineCore pid=7) ERROR 11-26 10:44:08 [core.py:900] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-26 10:44:08 [core.py:900]   File "cpu_attn.py", line 9, in forward
+(EngineCore pid=7) ERROR 11-26 10:44:08 [core.py:900] RuntimeError: Unsupported head_dim: 16
+(EngineCore pid=7) RuntimeError: Unsupported head_dim: 16
+(APIServer pid=5) ERROR 11-26 10:44:09 [async_llm.py:700] EngineDeadError: See stack trace (above)
+INFO:     127.0.0.1:4000 - "POST /inference/v1/generate HTTP/1.1" 500 Internal Server Error
+"""
+
+
+def test_the_cause_is_found_in_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "0.log"
+    log.write_text(_LOG)
+    cause = "(EngineCore pid=7) RuntimeError: Unsupported head_dim: 16"
+    assert errors_of(log) == f"its log: {cause} (all of it: {log})"
+    assert last_lines_of(log) == f"{cause} (all of it: {log})"
+    log.write_text("INFO: nothing is wrong\n")
+    assert errors_of(log) == f"its log: {log}"
+    assert last_lines_of(log) == f"INFO: nothing is wrong (all of it: {log})"
+    log.write_text("vllm.EngineDeadError: See stack trace (above)\n")  # better than nothing
+    assert "EngineDeadError" in errors_of(log)
+    log.unlink()
+    assert errors_of(log) == f"its log {log} cannot be read"
+
+
+def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A semaphore of a process that is killed stays, unless Python's resource tracker lives on."""
+    script = tmp_path / "server.py"
+    script.write_text(_MESSY)
+    said = tmp_path / "said"
+    process = ServerProcess([sys.executable, str(script), str(said)], {}, tmp_path / "log")
+    try:
+        wait_until(lambda: said.exists() or process.has_ended(), seconds=60)
+        assert process.has_ended() is None, process.last_lines()
+        semaphore, folder, child = said.read_text().split()
+        assert Path(semaphore).exists() and list(Path(folder).iterdir())
+        assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
+        assert len(folder) < 60  # of a socket's path 107 bytes may be used
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+    assert not Path(folder).exists()
+    wait_until(lambda: not Path(semaphore).exists(), seconds=10)
+    assert not psutil.pid_exists(int(child)) or (
+        psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
+    )

@@ -1,0 +1,119 @@
+"""Addresses of this machine: where others reach it, and sockets that listen there."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+
+from gspo_megatron.errors import UserError
+
+# The launcher's socket for torch's store, on which rank 0 answers: a descriptor.
+STORE_DESCRIPTOR = "GSPO_STORE_FD"
+ROLLOUT_NODES = "GSPO_ROLLOUT_NODES"  # names of hosts of the job that only serve, with commas
+_DISCARD = 9  # a port; nothing is sent there
+_ABROAD = "192.0.2.1"  # no machine has it (RFC 5737): the way there is the default route
+
+
+def addresses_of(host: str) -> list[str]:
+    """What the host's name stands for here, IPv4 first; nothing where it is unknown."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    found.sort(key=lambda each: each[0] != socket.AF_INET)
+    return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def route_to(host: str) -> str | None:
+    """The address of this machine from which it reaches the host; None: it does not."""
+    for address in addresses_of(host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            try:
+                way.connect((address, _DISCARD))  # looks up the route alone
+            except OSError:
+                continue
+            return str(way.getsockname()[0])
+    return None
+
+
+def own_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The address of this machine for the other hosts of its job, of which `master` is the first.
+
+    On many systems a host's own name stands for 127.0.1.1 on the host itself, where nobody else
+    reaches it: then it is the address on the way to another host. Raises UserError where none is
+    known, and where `master` is no name here.
+    """
+    known = addresses_of(master)
+    if not known:
+        raise UserError(
+            f"MASTER_ADDR = {master}: this host knows no such name; set it to a name or address of "
+            "the first host of the job"
+        )
+    if not is_loopback(known[0]):
+        return route_to(known[0]) or known[0]
+    others = other_hosts(environ)
+    found = [way for way in map(route_to, others) if way is not None]
+    if found or not _spans_hosts(master, environ):
+        return next((way for way in found if not is_loopback(way)), known[0])
+    way = route_to(_ABROAD)
+    if way is None or is_loopback(way):
+        raise UserError(
+            f"MASTER_ADDR = {master}: is {known[0]} on this host, which other hosts do not reach; "
+            "set it to an address of the first host of the job"
+        )
+    return way
+
+
+def other_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Some hosts of the job, as the environment names them: Slurm's last one, and those that serve
+    rollouts."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    return [*last_host(nodes), *filter(None, environ.get(ROLLOUT_NODES, "").split(","))]
+
+
+def last_host(nodes: str) -> list[str]:
+    """The last name in a Slurm node list, as node12 of login1,node[07-08,12]; [] where the list is
+    empty or unclear."""
+    last = re.split(r",(?![^\[]*\])", nodes)[-1]
+    host = re.sub(r"\[(?:[^\]]*[,-])?([^\],-]+)\]", r"\1", last)
+    return [host] if host and "[" not in host and "]" not in host else []
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens on this address alone. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=1024)
+
+
+def listening_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Where the first host of a job listens for the others: the address that its name stands for,
+    if that is one of its own and others reach it."""
+    known: Sequence[str] = addresses_of(master)
+    own = own_address(master, environ)
+    if is_loopback(own):
+        return known[0]
+    return next((each for each in known if _is_here(each) and not is_loopback(each)), own)
+
+
+def _is_here(address: str) -> bool:
+    try:
+        listen(address, 0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _spans_hosts(master: str, environ: Mapping[str, str]) -> bool:
+    """Whether ranks of the job may be on other hosts than this one."""
+    if master == "localhost" or re.fullmatch(r"[\d.]+|.*:.*", master):
+        return False  # a loopback address by itself: the user has said so
+    here = environ.get("LOCAL_WORLD_SIZE")
+    return here is None or here != environ.get("WORLD_SIZE", here)

@@ -1,0 +1,86 @@
+"""How the ranks of a run find each other: torch's store, and the network interface of gloo.
+
+Whoever reaches the store, or a rank's port, can take part in a run: neither asks for a password. So
+they listen on the one address that the ranks use, and never on all interfaces.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+
+import psutil
+import torch.distributed as dist
+
+from gspo_megatron.addresses import (
+    STORE_DESCRIPTOR,
+    addresses_of,
+    is_loopback,
+    listen,
+    listening_address,
+    own_address,
+)
+from gspo_megatron.errors import UserError
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_NAME_SECONDS = 60.0  # for a name that appears when its host has started
+
+
+def join_store(timeout: datetime.timedelta) -> dist.Store:
+    """The store of all ranks of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, once they are there.
+    It is on rank 0, or with torchrun in its agent. Raises UserError where MASTER_ADDR or
+    MASTER_PORT cannot be used."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _wait_for_name(host)
+    choose_interface(host)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) or rank:
+        return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+    listener = _listener(host, port)
+    address = listener.getsockname()[0]
+    return dist.TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),  # without it the store listens on all interfaces
+    )
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """The launcher's, which has listened from the beginning, or a new one."""
+    given = os.environ.pop(STORE_DESCRIPTOR, None)
+    if given is not None:
+        os.set_inheritable(int(given), False)
+        return socket.socket(fileno=int(given))
+    address = listening_address(host)
+    try:
+        return listen(address, port)
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR = {host}, MASTER_PORT = {port}: rank 0 cannot listen on {address}, port "
+            f"{port} ({error.strerror}); set them to a free port of rank 0's host"
+        ) from error
+
+
+def _wait_for_name(host: str) -> None:
+    deadline = time.monotonic() + _NAME_SECONDS
+    while not addresses_of(host) and time.monotonic() < deadline:
+        time.sleep(1.0)
+
+
+def choose_interface(master: str) -> None:
+    """Let gloo use the interface of the way to the first host, unless the user has named one. By
+    itself it takes the address of this host's own name, which may be 127.0.1.1."""
+    if os.environ.get(_INTERFACE):
+        return
+    own = own_address(master)
+    for name, found in psutil.net_if_addrs().items():
+        addresses = [each.address.partition("%")[0] for each in found if each.family in _FAMILIES]
+        if own in addresses or (is_loopback(own) and any(map(is_loopback, addresses))):
+            os.environ[_INTERFACE] = name
+            return

@@ -1,0 +1,60 @@
+"""The end of a server without leftovers. Both sides use it: the server, and whoever started it.
+
+What vLLM has in its temporary folder (sockets, files for torch.distributed) is in a folder of the
+server's own. Its semaphores are in /dev/shm: Python's resource tracker, a process of the server's
+group, removes those of processes that are killed, if it is not killed itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+
+FOLDER_VARIABLE = "GSPO_SERVER_FOLDER"  # the server's own temporary folder
+_TRACKER = b"multiprocessing.resource_tracker"
+_TRACKER_SECONDS = 3.0
+_LOOK_SECONDS = 0.02
+
+
+def kill_group(group: int) -> None:
+    """End all processes of a group at once. If this process is one of them, it is the last."""
+    if not os.path.isdir("/proc/self"):  # not Linux
+        os.killpg(group, signal.SIGKILL)
+        return
+    deadline = time.monotonic() + _TRACKER_SECONDS
+    while members := _members(group):
+        for pid, is_tracker in members.items():
+            if not is_tracker:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        if all(members.values()) and os.getpgid(0) == group:
+            break  # trackers end when this process does
+        if time.monotonic() > deadline:
+            os.killpg(group, signal.SIGKILL)
+            break
+        time.sleep(_LOOK_SECONDS)
+    if os.getpgid(0) == group:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def remove_folder() -> None:
+    """Remove the temporary folder of the server that this process belongs to."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _members(group: int) -> dict[int, bool]:
+    """The other processes of a group that have not ended -> whether each is a tracker."""
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            with open(f"/proc/{name}/stat", "rb") as file:
+                # pid (name) state parent group …
+                state, _, its_group = file.read().rpartition(b")")[2].split()[:3]
+            if int(its_group) == group and state not in b"ZX" and int(name) != os.getpid():
+                with open(f"/proc/{name}/cmdline", "rb") as file:
+                    found[int(name)] = _TRACKER in file.read()
+    return found

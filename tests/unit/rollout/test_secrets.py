@@ -1,0 +1,240 @@
+"""The tokens of servers and of the rollout service go to nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service.checks import Needs
+from gspo_megatron.rollout.service.client import Client, ServerGone, connected_session
+from gspo_megatron.rollout.service.handle import Handle
+from gspo_megatron.rollout.service.pool import Pool
+from gspo_megatron.rollout.service.process import WORKER_FOLDER, hold_port
+from gspo_megatron.rollout.service.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import PROOF, proof_of
+from tests.listeners import addresses_of_listeners
+from tests.unit.other_user import needs_root, said_by
+from tests.unit.rollout.double import FACTS, LENGTH, weights
+from tests.unit.rollout.test_handle import settings
+from tools.asgi import handler_of
+
+sys.path.append(str(WORKER_FOLDER))  # as in a server
+
+from gspo_vllm_worker import TokenGuard
+
+TOKEN = "the-token-of-this-start"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+# Tries every way of listening on a port, and says which one succeeded.
+_LISTEN = """
+import itertools, socket, sys
+port = int(sys.argv[1])
+places = [("127.0.0.1", socket.AF_INET), ("0.0.0.0", socket.AF_INET), ("::", socket.AF_INET6)]
+options = (socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+for (host, family), chosen in itertools.product(places, [(), options[:1], options[1:], options]):
+    try:
+        other = socket.socket(family)
+        if family == socket.AF_INET6:
+            other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        for option in chosen:
+            other.setsockopt(socket.SOL_SOCKET, option, 1)
+        other.bind((host, port))
+        other.listen()
+        print("listens on", host, "with", chosen)
+    except OSError:
+        pass
+    finally:
+        other.close()
+"""
+
+
+def listens_as_another_user(port: int) -> str:
+    return said_by(_LISTEN, port)
+
+
+@needs_root
+def test_another_user_cannot_listen_on_a_held_port() -> None:
+    with hold_port("127.0.0.1", 0) as held:
+        assert listens_as_another_user(held.getsockname()[1]) == ""
+        port = held.getsockname()[1]
+        with pytest.raises(RolloutError, match=f"port {port}: Address already in use"):
+            hold_port("127.0.0.1", port)  # nor another server of this user
+    assert "listens on 127.0.0.1" in listens_as_another_user(port)
+
+
+@needs_root
+def test_another_user_cannot_take_the_place_of_a_service_that_died(tmp_path: Path) -> None:
+    handle = Handle(settings(tmp_path), restarts=1)
+    try:
+        first = dict(handle._settings)
+        assert handle._process is not None
+        assert addresses_of_listeners([handle._process.pid]) == {"127.0.0.1": [first["port"]]}
+        os.kill(handle._process.pid, signal.SIGKILL)
+        handle._process.wait()
+        assert listens_as_another_user(first["port"]) == ""
+        handle.forget(0)  # starts it again
+        assert handle._settings["token"] != first["token"]
+    finally:
+        handle.close()
+
+
+def replays(request: web.Request) -> dict[str, str]:
+    """What the server said to another challenge."""
+    return {"proof": proof_of(TOKEN, "0" * 64)}
+
+
+def repeats(request: web.Request) -> dict[str, str]:
+    return {"proof": request.query["challenge"]}
+
+
+LIARS: dict[str, tuple[Callable[[web.Request], Any], str]] = {
+    "replays": (replays, "another program"),
+    "repeats": (repeats, "another program"),
+    "says nothing": (lambda _: [], "another program"),
+    "another alphabet": (lambda _: {"proof": "\u00e9"}, "another program"),
+}
+
+
+@contextlib.asynccontextmanager
+async def site(handler: Handler) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class Started:
+    """A server that runs, as far as its process shows."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def has_ended(self) -> None:
+        return None
+
+    def kill(self) -> None:
+        pass
+
+    async def end(self) -> None:
+        pass
+
+    def errors(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("lie", LIARS)
+def test_a_program_on_a_server_s_port_gets_no_token(lie: str, tmp_path: Path) -> None:
+    answer, told = LIARS[lie]
+    heard: list[str] = []
+
+    async def pretend(request: web.Request) -> web.StreamResponse:
+        heard.append(f"{request.raw_path} {dict(request.headers)} {await request.text()}")
+        return web.json_response(answer(request) if request.path == PROOF else {})
+
+    async def run() -> None:
+        async with site(pretend) as url, connected_session() as session:
+            client = Client("", session)
+
+            def start(_: str) -> Any:
+                client.begin(TOKEN)
+                return Started(url)
+
+            needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=True)
+            limits = {"restarts": 0, "update_seconds": 20, "silence_seconds": 30}
+            pool = Pool([Server("server 0", client, start)], PoolSettings(FACTS, needs, **limits))
+            try:
+                with pytest.raises(RolloutError, match=f"server 0: {url}: .*{told}"):
+                    await pool.update(weights(tmp_path, 0))
+            finally:
+                await pool.close()
+
+    asyncio.run(run())
+    assert [line.split("?")[0].split()[0] for line in heard] == ["/health", PROOF]
+    assert TOKEN not in " ".join(heard) and "Authorization" not in " ".join(heard)
+
+
+def guarded(monkeypatch: pytest.MonkeyPatch) -> Handler:
+    """Our guard before an application that tells who asks."""
+    monkeypatch.setenv("GSPO_SERVER_TOKEN", TOKEN)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    return handler_of(TokenGuard(app))
+
+
+def test_a_server_proves_itself_before_it_is_sent_the_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with site(guarded(monkeypatch)) as url, connected_session() as session:
+            client = Client(url, session)
+            client.begin("the token of an earlier start")
+            assert "another program" in str(await client.why_not_proven(seconds=5))
+            client.begin(TOKEN)
+            assert await client.why_not_healthy(seconds=5) is None
+            with pytest.raises(ServerGone, match="before the server has proven itself"):
+                await client.weight_version(seconds=5)
+            assert await client.why_not_proven(seconds=5) is None
+            assert await client._call("GET", "/weight_info", seconds=5) == {}
+            client.begin("the token of a later start")
+            with pytest.raises(ServerGone, match="before the server has proven itself"):
+                await client.weight_version(seconds=5)
+            async with session.get(f"{url}{PROOF}?challenge=abc") as answer:
+                assert answer.status == 400  # nothing is signed but a challenge
+
+    asyncio.run(run())
+
+
+def test_a_program_cannot_send_us_to_the_server_for_the_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would get the token once the server has proven itself."""
+
+    async def run() -> None:
+        async with site(guarded(monkeypatch)) as url, connected_session() as session:
+
+            async def elsewhere(request: web.Request) -> web.StreamResponse:
+                raise web.HTTPTemporaryRedirect(url + request.raw_path)
+
+            async with site(elsewhere) as liar:
+                client = Client(liar, session)
+                client.begin(TOKEN)
+                assert await client.why_not_proven(seconds=5) is not None
+                with pytest.raises(ServerGone, match="before the server has proven itself"):
+                    await client.weight_version(seconds=5)
+
+    asyncio.run(run())
+
+
+def test_health_is_asked_for_without_a_token() -> None:
+    heard: list[str] = []
+
+    async def note(request: web.Request) -> web.StreamResponse:
+        heard.append(request.headers.get("Authorization", ""))
+        return web.json_response({"weight_version": "1"})
+
+    async def run() -> None:
+        async with site(note) as url, connected_session() as session:
+            client = Client(url, session, TOKEN)  # a server that the user names
+            assert await client.why_not_healthy(seconds=5) is None
+            assert await client.weight_version(seconds=5) == "1"
+
+    asyncio.run(run())
+    assert heard == ["", f"Bearer {TOKEN}"]

@@ -1,0 +1,112 @@
+"""Which of its addresses a host uses, whatever its own name stands for."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from gspo_megatron import addresses
+from gspo_megatron.addresses import (
+    last_host,
+    listen,
+    listening_address,
+    other_hosts,
+    own_address,
+    route_to,
+)
+from gspo_megatron.errors import UserError
+
+# A host as Debian sets it up: its own name is a loopback address there.
+NAMES = {
+    "node1": ["127.0.1.1"],
+    "node2": ["10.9.0.2"],
+    "far": ["198.51.100.7"],
+    "twice": ["127.0.1.1", "10.9.0.1"],
+    "10.9.0.2": ["10.9.0.2"],
+    "127.0.1.1": ["127.0.1.1"],
+    "127.0.0.1": ["127.0.0.1"],
+    "localhost": ["127.0.0.1"],
+}
+OWN = "10.9.0.1"
+
+
+@pytest.fixture
+def debian(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """name or address -> the address of this host on the way there; tests may add a default."""
+    ways = {"10.9.0.2": OWN, "node2": OWN, "127.0.1.1": "127.0.0.1", "node1": "127.0.0.1"}
+    monkeypatch.setattr(addresses, "addresses_of", lambda host: NAMES.get(host, []))
+    monkeypatch.setattr(addresses, "route_to", ways.get)
+    return ways
+
+
+def test_the_way_to_the_first_host_decides(debian: dict[str, str]) -> None:
+    assert own_address("node2", {}) == OWN
+    assert own_address("10.9.0.2", {}) == OWN
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_STEP_NODELIST": "node[1-2]"},
+        {"SLURM_JOB_NODELIST": "node1,node2"},
+        {"GSPO_ROLLOUT_NODES": "node2"},
+    ],
+)
+def test_on_the_first_host_the_way_to_another_one_decides(
+    debian: dict[str, str], environ: dict[str, str]
+) -> None:
+    assert own_address("node1", environ) == OWN
+    assert listening_address("node1", environ) == OWN
+
+
+def test_on_one_host_all_ranks_meet_where_its_name_leads(debian: dict[str, str]) -> None:
+    alone = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    for name, address in (("node1", "127.0.1.1"), ("localhost", "127.0.0.1")):
+        assert own_address(name, alone) == listening_address(name, alone) == address
+    assert own_address("127.0.0.1", {"WORLD_SIZE": "2"}) == "127.0.0.1"  # as the user says
+    # Slurm's nodes may all be on this host
+    assert own_address("node1", {"SLURM_STEP_NODELIST": "127.0.1.1"}) == "127.0.1.1"
+
+
+def test_without_a_known_host_the_default_route_decides(debian: dict[str, str]) -> None:
+    several = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
+    with pytest.raises(UserError) as told:
+        own_address("node1", several)
+    assert str(told.value) == (
+        "MASTER_ADDR = node1: is 127.0.1.1 on this host, which other hosts do not reach; set it to "
+        "an address of the first host of the job"
+    )
+    debian["192.0.2.1"] = OWN
+    assert own_address("node1", several) == OWN
+
+
+def test_a_name_that_nobody_knows_is_told(debian: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="MASTER_ADDR = nodd1: this host knows no such name"):
+        own_address("nodd1", {})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "last"),
+    [
+        ("", []),
+        ("node7", ["node7"]),
+        ("login1,node[07-08,12]", ["node12"]),
+        ("node[07-08]", ["node08"]),
+        ("gpu[1-2]-ib,cpu3", ["cpu3"]),
+        ("rack[1-2]n[3,5-9]x", ["rack2n9x"]),
+        ("node[1-2", []),
+    ],
+)
+def test_the_last_host_of_a_node_list(nodes: str, last: list[str]) -> None:
+    assert last_host(nodes) == last
+    assert other_hosts({"SLURM_JOB_NODELIST": nodes, "GSPO_ROLLOUT_NODES": ""}) == last
+
+
+def test_a_listener_has_one_address() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(listener.getsockname())
+    assert route_to("127.0.0.1") == "127.0.0.1"
+    assert route_to("no-such-host.invalid") is None
