@@ -21,7 +21,7 @@ from gspo_megatron.config.model_shape import MODEL_FILE
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import fingerprint
+from gspo_megatron.files import fingerprint, parse_json
 
 STATE_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
@@ -62,7 +62,7 @@ class RunState:
         path = checkpoint / STATE_FILE
         content = _read(path)
         try:
-            return cls(**json.loads(content))
+            return cls(**parse_json(content))
         except (TypeError, ValueError) as error:
             raise DataError(f"{path}: written by another version of this program") from error
 
@@ -130,7 +130,7 @@ def read_model(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MODEL_FILE
     content = _read(path)
     try:
-        model = json.loads(content)
+        model = parse_json(content)
     except ValueError as error:
         raise DataError(f"{path}: not JSON") from error
     if not isinstance(model, dict) or not {"shape", "vocab_size"} <= model.keys():

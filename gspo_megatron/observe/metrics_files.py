@@ -43,7 +43,7 @@ def parse_record(line: bytes) -> Record | None:
     try:
         # Other writers may put NaN into JSON; here a number that is not finite is always None.
         record = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
-    except ValueError:  # covers both invalid JSON and invalid UTF-8
+    except (ValueError, RecursionError):  # also invalid UTF-8
         return None
     return record if isinstance(record, dict) else None
 

@@ -39,6 +39,7 @@ from gspo_megatron.checkpoint.run_state import STATE_FILE, RunState
 from gspo_megatron.config import Config
 from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import parse_json
 from gspo_megatron.models.build import Policy
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.observe.metrics_files import RL, read_metrics, series
@@ -137,7 +138,7 @@ class Dump:
             raise DataError(f"{folder}: holds the dumps {names}; name one of them")
         _check_whole(folder, contents=contents)
         try:
-            content = json.loads((folder / DUMP_FILE).read_bytes())
+            content = parse_json((folder / DUMP_FILE).read_bytes())
             assert (content.pop("format"), content.pop("version")) == (_FORMAT, 2)
             return cls(folder, **content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import fingerprint, write_atomically
+from gspo_megatron.files import fault_of_name, fingerprint, parse_json, write_atomically
 
 
 def test_writes_into_a_new_folder_and_replaces(tmp_path: Path) -> None:
@@ -59,3 +59,37 @@ def test_the_fingerprint_of_a_folder_is_of_its_tokenizer_files(tmp_path: Path) -
     assert changed != before
     (folder / "vocab.txt").rename(folder / "vocab.json")
     assert fingerprint(folder) != changed
+
+
+@pytest.mark.parametrize("depth", [101, 5_000, 200_000])
+@pytest.mark.parametrize("pair", ["[]", '{"a":}'])
+def test_json_that_is_nested_too_deep_is_refused_as_all_that_is_no_json(
+    depth: int, pair: str
+) -> None:
+    with pytest.raises(ValueError, match="nested more than 100 levels deep"):
+        parse_json(pair[:-1] * depth + "0" + pair[-1] * depth)
+    assert parse_json(pair[:-1] * 100 + "0" + pair[-1] * 100)
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"\xff", b"\xff\xfe\x00\xd8", "9" * 5000])
+def test_what_is_no_json_is_a_value_error(content: bytes | str) -> None:
+    with pytest.raises(ValueError, match="."):
+        parse_json(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("a/b.distcp", None),
+        ("é" * 127, None),
+        ("é" * 128, "longer than 255 bytes"),
+        ("a\0b", "NUL"),
+        ("\ud800", "surrogate"),
+        ("/etc/passwd", "not the name"),
+        ("a/../../b", "not the name"),
+        ("", "not the name"),
+    ],
+)
+def test_names_that_no_file_below_a_folder_has(name: str, fault: str | None) -> None:
+    found = fault_of_name(name)
+    assert found is None if fault is None else fault in found

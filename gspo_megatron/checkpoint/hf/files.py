@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import warnings
@@ -26,6 +25,7 @@ from gspo_megatron.config.model_shape import (
 )
 from gspo_megatron.config.problems import format_value
 from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.files import fault_of_name, parse_json
 
 SINGLE_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -162,8 +162,8 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, FileTensor] | Non
         # memory as the file is large; its numpy side maps without that.
         with safe_open(file, framework="np"), file.open("rb") as stream:
             start = 8 + int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(start - 8))
-    except SafetensorError as error:
+            header = parse_json(stream.read(start - 8))
+    except (SafetensorError, ValueError) as error:
         cause = str(error).removeprefix("Error while deserializing header: ")
         problems.append(f"{file}: damaged ({cause}); copy or download it again")
         return None
@@ -186,11 +186,15 @@ def _read_indexed(index: Path, problems: list[str]) -> dict[str, FileTensor]:
         problems.append(f"{index}: no weight_map from tensor names to file names")
         return {}
     tensors: dict[str, FileTensor] = {}
-    for file_name in sorted(set(files.values())):
-        named = {name for name, file in files.items() if file == file_name}
+    names_in: dict[str, set[str]] = {}
+    for name, file_name in files.items():
+        names_in.setdefault(file_name, set()).add(name)
+    for file_name, named in sorted(names_in.items()):
         file = index.parent / file_name
         if Path(file_name).name != file_name:
-            problems.append(f"{index}: {file_name!r} is not the name of a file beside it")
+            problems.append(f"{index}: {file_name!r:.80} is not the name of a file beside it")
+        elif (fault := fault_of_name(file_name)) is not None:
+            problems.append(f"{index}: {file_name!r:.80} {fault}")
         elif not file.exists():
             problems.append(f"{index}: {file_name}, with {len(named)} tensors, does not exist")
         elif (found := _read_header(file, problems)) is not None:
@@ -205,7 +209,7 @@ def _read_indexed(index: Path, problems: list[str]) -> dict[str, FileTensor]:
 
 def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_bytes())
     except OSError as error:
         problems.append(f"{file}: {error.strerror}")
     except ValueError as error:

@@ -87,6 +87,9 @@ class Family:
             value = hf.get(entry.hf, entry.default)
             if value is REQUIRED:
                 problems.append(f"{entry.hf}: required and missing")
+            elif entry.default is REQUIRED and not _is_size(value):
+                wrong = f"must be an integer from 1 to {_LARGEST_SIZE:,}"
+                problems.append(f"{entry.hf} = {format_value(value)}: {wrong}")
             elif value is not None or entry.nullable:
                 megatron[entry.ours] = not value if entry.negated else value
         if not isinstance(hf.get("vocab_size"), int):
@@ -252,6 +255,14 @@ def _windows(hf: Mapping[str, Any]) -> list[str]:
     if others:
         problems.append(f"layer_types: {others}: not supported; legal: full_attention")
     return problems
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a value may be one of the sizes that config.json must have."""
+    return type(value) is int and 1 <= value <= _LARGEST_SIZE
+
+
+_LARGEST_SIZE = 10_000_000  # of a number of layers, a width, ...
 
 
 def _in_one_spelling(

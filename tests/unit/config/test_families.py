@@ -239,8 +239,16 @@ def test_what_keeps_a_folder_from_being_read(tmp_path: Path) -> None:
     broken, listed = folder(tmp_path / "broken"), folder(tmp_path / "listed")
     (broken / "config.json").write_text("{")
     (listed / "config.json").write_text("[1]")
+    deep, texts = folder(tmp_path / "deep"), folder(tmp_path / "texts", num_hidden_layers="4")
+    (deep / "config.json").write_text('{"a":' * 5000 + "1" + "}" * 5000)
+    huge = folder(tmp_path / "huge", num_hidden_layers=10**12)
     for path, named in (
         (tmp_path / "absent", "no such folder"),
+        (deep, "cannot be read: nested more than 100 levels deep"),
+        (texts, "num_hidden_layers = '4': must be an integer"),
+        (folder(tmp_path / "heads", num_attention_heads=[4]), r"num_attention_heads = \[4\]"),
+        (huge, "num_hidden_layers = 1000000000000: must be an integer from 1 to"),
+        (folder(tmp_path / "layers", mlp_only_layers=3), "a value of a wrong type"),
         (folder(tmp_path / "llama", model_type="llama", architectures=["Llama"]), "Llama"),
         (broken, "cannot be read"),
         (listed, "not a JSON object"),
