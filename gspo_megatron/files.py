@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,7 +28,7 @@ def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Pat
     # The process id keeps two writers apart; the same folder makes the replacement atomic.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         try:
             with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(content)
@@ -37,6 +38,26 @@ def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Pat
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path
+
+
+def make_folder(folder: str | Path) -> None:
+    """Make a folder and those above it; it may be there already. Raises OSError.
+
+    On a shared file system (NFS, BeeGFS) another node may have made it a moment ago: making it
+    fails then, although this node does not see a folder there yet.
+    """
+    folder = Path(folder)
+    for seconds in (*_LAGS, None):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+        except (FileExistsError, FileNotFoundError):
+            if seconds is None or folder.is_file():
+                raise
+        time.sleep(seconds)
+
+
+_LAGS = (0.05, 0.2, 0.5, 1.0, 3.0)  # seconds; attributes in a cache of NFS may be older
 
 
 def sync(path: Path) -> None:

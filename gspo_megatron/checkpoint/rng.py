@@ -19,7 +19,7 @@ from torch import Tensor
 from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.checkpoint.storage import raised_everywhere
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import WRONG_VALUES, parse_json
+from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 FOLDER = "rng"
 _TRACKER = "tracker."
@@ -44,7 +44,7 @@ def save_rng(folder: Path) -> None:
         "python": [version, None if next_gauss is None else next_gauss.hex()],
     }
     path = _path(folder, dist.get_rank())
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     content = save(
         {name: t.contiguous().clone() for name, t in tensors.items()},
         {"rng": json.dumps(details)},

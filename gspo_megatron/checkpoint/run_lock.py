@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.files import WRONG_VALUES, parse_json
+from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 LOCK_FILE = ".lock"
 _JOB = "Slurm job"
@@ -43,7 +43,7 @@ class RunLock:
         path = folder / LOCK_FILE
         try:
             is_new = not folder.exists()
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
             return False

@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from gspo_megatron.checkpoint.folder import write_file
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import DataError, some_of
 from gspo_megatron.observe.heartbeat import heartbeat
 
 _FORMAT = {
@@ -166,12 +166,12 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
             if stored.get(key) != shape
         ]
         if problems:
-            raise DataError("\n".join(problems))
+            raise DataError("\n".join(some_of(problems)))
     everyones = gather_objects(set(wanted))
     with raised_everywhere():
         if everyones and (extra := sorted(stored.keys() - set().union(*everyones))):
-            lines = (f"{folder}: {key} belongs to no part of the model" for key in extra)
-            raise DataError("\n".join(lines))
+            lines = [f"{folder}: {key} belongs to no part of the model" for key in extra]
+            raise DataError("\n".join(some_of(lines)))
     with raised_everywhere():
         TorchDistReader(folder, index).read(pieces)
 
@@ -389,7 +389,7 @@ def read_index(folder: Path) -> Metadata:
     except Exception as error:  # noqa: BLE001 (a damaged pickle raises just about anything)
         raise DataError(f"{path}: not an index of a checkpoint: {error}") from None
     if problems:
-        raise DataError("\n".join(problems))
+        raise DataError("\n".join(some_of(problems)))
     return index
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.files import make_folder
 from gspo_megatron.types import Sample
 
 METRICS_FILE = "metrics.jsonl"
@@ -138,7 +139,7 @@ class JsonLinesWriter(AbstractContextManager):  # type: ignore[type-arg]
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         with self._refusals():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             _repair_last_line(self.path)
             self._open()
 

@@ -38,7 +38,7 @@ from gspo_megatron.checkpoint.resume import run_folder
 from gspo_megatron.checkpoint.run_state import STATE_FILE, RunState
 from gspo_megatron.config import Config
 from gspo_megatron.config.problems import problem
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import DataError, some_of
 from gspo_megatron.files import parse_json
 from gspo_megatron.models.build import Policy
 from gspo_megatron.objectives import build_objective
@@ -229,7 +229,7 @@ def _check_whole(folder: Path, *advice: str, contents: bool = True) -> None:
     """Raises DataError with all that is damaged in a folder, and what to do about it."""
     damage = find_damage(folder, contents=contents)
     if damage:
-        raise DataError("\n".join(f"{folder}: {line}" for line in (*damage, *advice)))
+        raise DataError("\n".join(f"{folder}: {line}" for line in (*some_of(damage), *advice)))
 
 
 def _name(step: int) -> str:

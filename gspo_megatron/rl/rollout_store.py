@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.checkpoint.storage import raise_everywhere
+from gspo_megatron.files import make_folder
 from gspo_megatron.models.build import Policy
 from gspo_megatron.rl.rollouts import Experience, Scores, select_sequences
 from gspo_megatron.routing.hooks import attach_hooks
@@ -46,7 +47,7 @@ def write_rollouts(experience: Experience, folder: Path, policy: Policy) -> None
     data_rank = parallel_state.get_data_parallel_group(with_context_parallel=True).rank()
     name = f"rank_{dist.get_rank():05d}_data_{data_rank:05d}_stage_{stage:03d}.safetensors"
     path = folder / FOLDER / name
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     write_file(path, save({n: t.detach().cpu().contiguous() for n, t in tensors.items()}))
 
 

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import WRONG_VALUES, sync
+from gspo_megatron.files import WRONG_VALUES, make_folder, sync
 
 FOLDER = "rollouts"  # in the run folder
 SUFFIX = ".groups"
@@ -59,7 +59,7 @@ class DrawFile:
         self.finished: set[int] = set()
         wanted = json.dumps(request, sort_keys=True).encode()
         with _write_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             end = 0
             if path.exists():
                 damaged = set()

@@ -16,7 +16,7 @@ from gspo_megatron.config.schema import SuiteSection, suite_key
 from gspo_megatron.data.formats import suite_fields
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.errors import ConfigError, DataError, RolloutError, gathered_in
-from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
+from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json, write_atomically
 from gspo_megatron.observe.metrics_files import (
     EVALUATION_FILE,
     METRICS_FILE,
@@ -88,7 +88,7 @@ class ServerEvaluation:
     @contextlib.contextmanager
     def _files(self) -> Any:
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
+            make_folder(self.out)
             text = dump_yaml({"evaluation": self.section.model_dump()})
             write_atomically(self.out / "suites.yaml", text.encode())
         except OSError as error:

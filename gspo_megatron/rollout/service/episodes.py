@@ -257,7 +257,7 @@ class Draws:
             await self._draw(running)
         except UserError as error:
             running.error = error
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 (of the user's code, too)
+        except (Exception, asyncio.CancelledError) as error:  # also of the user's code
             if self._are_over and isinstance(error, asyncio.CancelledError):
                 raise  # by `close`
             traceback.print_exception(error)

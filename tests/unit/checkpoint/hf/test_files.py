@@ -195,7 +195,7 @@ def test_an_index_of_very_many_files_is_read_in_one_pass(tmp_path: Path) -> None
     files = {f"t{n}": f"f{n}.safetensors" for n in range(20_000)}
     folder = two_files(tmp_path / "m", weight_map=files)
     start = time.process_time()
-    assert len(problems_of(folder)) == 20_000
+    assert problems_of(folder)[-1] == "... and 19,990 more"
     assert time.process_time() - start < 5
 
 
