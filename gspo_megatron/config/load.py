@@ -213,18 +213,22 @@ def read_mapping(
 def _describe(error: Any, schema: type[BaseModel]) -> str:
     """One line for one error of pydantic."""
     location, value, kind = error["loc"], error["input"], error["type"]
-    key = str(location[0])
+    places = [*map(str, location)]
+    is_suite = places[:2] == ["evaluation", "suites"] and len(places) > 2
+    if is_suite and places[3:] == ["[key]"]:
+        legal = "legal: letters, digits, _ and -, as in aime-24; a number in quotes"
+        return f"evaluation.suites: {location[2]!r} cannot be the name of a suite; {legal}"
+    key = places[0]
     for part in location[1:]:
         key += f"[{part}]" if isinstance(part, int) else f".{part}"
+    if is_suite:
+        places[2] = NAME
     keys = keys_of(schema)
-    above = key_above(".".join(map(str, location)), keys)
+    above = key_above(".".join(places), keys)
     description = "a section" if above is None else keys[above].description
     if kind == "extra_forbidden":
         if len(location) == 1:
             return f"{key}: unknown section; {suggest(key, list(schema.model_fields))}"
-        places = [*map(str, location)]
-        if places[:2] == ["evaluation", "suites"]:
-            places[2] = NAME
         section, name = ".".join(places[:-1]), location[-1]
         elsewhere = [known for known in keys if known.endswith(f".{name}")]
         siblings = [k.removeprefix(f"{section}.") for k in keys if k.startswith(f"{section}.")]

@@ -474,3 +474,55 @@ def test_every_character_comes_back_from_yaml_and_from_overrides() -> None:
     assert parse_yaml(written.partition("=")[2], "x") == texts
     for text in ("a\x85b", "\U0001f600", "\\ud83d\\ude00", "\u2028"):
         assert parse_yaml(override("a.b", text).partition("=")[2], "x") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "{a/b: {prompts: p}}",
+            "evaluation.suites: 'a/b' cannot be the name of a suite; legal: letters, digits, _ and "
+            "-, as in aime-24; a number in quotes",
+        ),
+        (
+            "{2024: {prompts: p}}",
+            "evaluation.suites: 2024 cannot be the name of a suite; legal: letters, digits, _ and "
+            "-, as in aime-24; a number in quotes",
+        ),
+        (
+            "{a: {prompts: p, filter: {field: d, last: 2024-1}}}",
+            "evaluation.suites.a.filter.last = '2024-1': not a date; legal: 2025-01-31, 2025-01 or "
+            "2025",
+        ),
+        (
+            "{a: {prompts: p, filter: {field: d, first: 2024-13}}}",
+            "evaluation.suites.a.filter.first = '2024-13': not a date; legal: 2025-01-31, 2025-01 "
+            "or 2025",
+        ),
+        (
+            "{a: {prompts: p, filter: {field: d, first: 20240101}}}",
+            "evaluation.suites.a.filter.first = 20240101: not a date; legal: 2025-01-31, 2025-01 "
+            "or 2025",
+        ),
+    ],
+)
+def test_names_of_suites_and_dates_that_are_none_are_told(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    path = write(tmp_path, MINIMAL)
+    assert problems_of(path, f"evaluation.suites={text}") == [problem]
+
+
+def test_dates_without_quotes_are_dates(tmp_path: Path) -> None:
+    """A year is a number in YAML; other readers of YAML make a date of a day."""
+    window = "{field: d, first: 2024, last: 2024-05-31}"
+    path = write(
+        tmp_path, MINIMAL + f"evaluation: {{suites: {{a: {{prompts: p, filter: {window}}}}}}}"
+    )
+    config = load_config(path)
+    found = config.evaluation.suites["a"].filter
+    assert (found.first, found.last) == ("2024", "2024-05-31")
+    assert (
+        load_config(write(tmp_path, to_yaml(config), "again.yaml")).evaluation == config.evaluation
+    )
+    assert parse_config(yaml.safe_load(path.read_text()), name="run") == config
