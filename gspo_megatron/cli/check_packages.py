@@ -9,7 +9,6 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import ConfigError, gathered_in
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ def check_packages(config: AnyConfig) -> None:
 
 def _lacks_vllm(python: str | None) -> list[str]:
     """The problem with the interpreter that is to start vLLM; nothing where it has vLLM."""
+    from gspo_megatron.config.problems import problem
+
     key, advice = "rollout.vllm.python", "legal: the interpreter of an environment that has vLLM"
     program = shutil.which(python or sys.executable)
     if program is None:

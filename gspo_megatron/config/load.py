@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from yaml import MarkedYAMLError
 
+from gspo_megatron.config.beside import nul_problems, suites_beside, with_paths_beside
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
 from gspo_megatron.config.parallel import expand_layout
 from gspo_megatron.config.problems import did_you_mean, nearest, problem, suggest
@@ -53,6 +54,7 @@ def parse_config(
     raw, wrong = apply_overrides(values, overrides)
     raw, unread = with_suites_of_files(raw)
     problems += wrong + [line for line in unread if line not in problems]
+    problems += nul_problems(raw)
     for section in schema.model_fields:
         if raw.get(section) is None:  # absent or empty
             raw[section] = {}
@@ -185,16 +187,27 @@ _NEEDS_NO_QUOTES = re.compile(r"[\w./][\w./+-]*")
 _TWO_HALVES = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
 
 
+CONFIGURATION = "configuration file"
+
+
 def read_mapping(
-    path: Path, overrides: Sequence[str] = (), what: str = "configuration file"
+    path: Path, overrides: Sequence[str] = (), what: str = CONFIGURATION
 ) -> dict[str, Any]:
-    """The sections of a YAML file. Raises ConfigError, also with what is wrong with overrides."""
+    """The sections of a configuration file, or the suites of a file of these, with paths that lead
+    to what is beside it. Raises ConfigError, also with what is wrong with overrides."""
+    values = _read_mapping(path, overrides, what)
+    if what == CONFIGURATION:
+        return with_paths_beside(values, path)
+    return suites_beside(values, path)
+
+
+def _read_mapping(path: Path, overrides: Sequence[str], what: str) -> dict[str, Any]:
     try:
         values = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
-        if isinstance(values, dict) and (values or what == "configuration file"):
+        if isinstance(values, dict) and (values or what == CONFIGURATION):
             return values
         wrong = f"must be a mapping of sections, as in `model:`, not {values!r:.60}"
-        if what != "configuration file":
+        if what != CONFIGURATION:
             wrong = "must be a mapping of names to suites, as in `aime24:`"
         elif values is None:
             wrong = "empty; a configuration needs at least data.tokenizer"

@@ -7,6 +7,7 @@ gathered in a `Problems`; a file that cannot be used at all raises DataError at 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,7 +61,8 @@ def file_kind(path: Path, what: str = "file") -> str:
             if path.suffix == ".parquet" or file.read(4) == PARQUET_MAGIC:
                 return "parquet"
     except FileNotFoundError:
-        raise DataError(f"{path}: no such {what}") from None
+        where = "" if path.is_absolute() else f"; the present folder is {os.getcwd()}"
+        raise DataError(f"{path}: no such {what}{where}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     return "text" if path.suffix in TEXT_SUFFIXES else "jsonl"
