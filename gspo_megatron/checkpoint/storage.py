@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.errors import DataError, some_of
+from gspo_megatron.files import make_folder
 from gspo_megatron.observe.heartbeat import heartbeat
 
 _FORMAT = {
@@ -212,6 +213,10 @@ class TorchDistWriter(dcp.FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        make_folder(self._folder)  # torch's own way fails where a file system shows it late
+        return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Any:
         with operating_system_errors():
