@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import fingerprint, parse_json
+from gspo_megatron.plugins import module_folders
 
 STATE_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
@@ -94,7 +94,7 @@ def _module_file(module: str) -> Path | None:
     if module in sys.modules:
         known = getattr(sys.modules[module], "__file__", None)
         return None if known is None else Path(known)
-    name, places, origin = "", [*sys.path, os.getcwd()], None
+    name, places, origin = "", [*sys.path, *module_folders()], None
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
         spec = PathFinder.find_spec(name, places)

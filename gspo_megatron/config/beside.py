@@ -7,13 +7,16 @@ found there is told, once.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config.problems import problem
+from gspo_megatron.plugins import MODULES_VARIABLE
 
 # Keys of inputs. What a run writes is in the present folder, whoever reads the configuration.
 _PATHS = {
@@ -29,13 +32,14 @@ def with_paths_beside(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The sections of a configuration file, in which paths that exist only beside the file are
     made to lead there."""
     found = dict(values)
-    for section, keys in _PATHS.items():
-        given = found.get(section)
+    for section, given in values.items():
         if isinstance(given, Mapping):
+            keys = _PATHS.get(str(section), ())
             found[section] = {
                 key: _of_key(f"{section}.{key}", value, file) if key in keys else value
                 for key, value in given.items()
             }
+            _find_modules(section, given, file)
     evaluation = found.get("evaluation")
     if isinstance(evaluation, Mapping) and isinstance(evaluation.get("suites"), Mapping):
         suites = suites_beside(evaluation["suites"], file, "evaluation.suites.")
@@ -57,6 +61,8 @@ def suites_beside(suites: Mapping[Any, Any], file: Path, above: str = "") -> dic
         elif isinstance(suite, Mapping) and "prompts" in suite:
             prompts = _of_key(f"{above}{name}.prompts", suite["prompts"], file)
             found[name] = {**suite, "prompts": prompts}
+            if isinstance(suite.get("reward"), Mapping):
+                _find_modules(f"{above}{name}.reward", suite["reward"], file)
     return found
 
 
@@ -94,6 +100,25 @@ def _of_path(key: str, value: Any, file: Path) -> Any:
         return value
     _tell(f"{key} = {value}: not in {os.getcwd()}; read beside {file}: {beside}")
     return str(beside)
+
+
+def _find_modules(section: str, given: Mapping[str, Any], file: Path) -> None:
+    """Have modules of the user's that are beside the file found there, in all processes."""
+    for key in ("import_path", "advantage_import_path"):
+        value = given.get(key)
+        top = re.match(r"\w+", value) if isinstance(value, str) else None
+        if top is None or _has_module(Path(), top[0]) or not _has_module(file.parent, top[0]):
+            continue
+        if top[0] in sys.modules or importlib.util.find_spec(top[0]) is not None:
+            continue  # installed, or found there before
+        folder = str(file.parent.resolve())
+        known = filter(None, os.environ.get(MODULES_VARIABLE, "").split(os.pathsep))
+        os.environ[MODULES_VARIABLE] = os.pathsep.join(dict.fromkeys([*known, folder]))
+        _tell(f"{section}.{key} = {value}: {top[0]} is not in {os.getcwd()}; read beside {file}")
+
+
+def _has_module(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
 
 
 def _is_there(path: Path) -> bool:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from gspo_megatron.checkpoint.run_state import fingerprints
 from gspo_megatron.config import load_config
 from gspo_megatron.config.load import load_any_config
 from gspo_megatron.data.toy import write_toy_dataset
-from gspo_megatron.errors import ConfigError
+from gspo_megatron.errors import ConfigError, RewardError
+from gspo_megatron.rewards.registry import get_reward
 from tests.programs import command_environment
 
 TEXT = """
@@ -25,7 +27,8 @@ evaluation:
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a configuration and what it names; the present folder is the one above."""
-    monkeypatch.delenv("GSPO_TOLD_PATHS", raising=False)
+    for name in ("GSPO_TOLD_PATHS", "GSPO_MODULE_FOLDERS"):
+        monkeypatch.setenv(name, "")  # restored after the test
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "task"
     write_toy_dataset(folder / "toy", "mixed", train=4, test=2, seed=1)
@@ -102,14 +105,37 @@ def test_prefixes_of_corpora_and_weights_are_found(task: Path) -> None:
     assert config.model.checkpoint_path == "task/weights"
 
 
+def test_modules_are_found_by_all_processes_of_a_run(
+    task: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module = "a_reward_beside_its_configuration"
+    named = f"reward: {{import_path: {module}:score, workers: 1}}\n"
+    (task / "config.yaml").write_text(TEXT + named)
+    (task / f"{module}.py").write_text("def score(sample):\n    return float(len(sample.prompt))\n")
+    config = load_config("task/config.yaml")
+    told = capsys.readouterr().err
+    assert f"reward.import_path = {module}:score: {module} is not in {task.parent}; read" in told
+    assert "+" not in fingerprints(config)["reward.import_path"]
+    reward = get_reward("", config.reward.import_path, {}, 1)
+    try:
+        assert reward.function.__module__ == module
+    finally:
+        sys.modules.pop(module, None)
+    wrong = f"no module named nowhere, neither installed nor in {task.parent} nor in {task}"
+    with pytest.raises(RewardError, match=wrong):
+        get_reward("", "nowhere:score", {}, 0)
+
+
 def test_check_works_from_another_folder(task: Path) -> None:
-    """And a second process of the run does not tell it again."""
+    (task / "mine.py").write_text("def reward(sample):\n    return 1.0\n")
+    (task / "config.yaml").write_text(f"{TEXT}reward: {{import_path: 'mine:reward'}}\n")
     words = [sys.executable, "-m", "gspo_megatron", "check", "task/config.yaml"]
     done = subprocess.run(
         words, env=command_environment(), cwd=task.parent, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("read beside task/config.yaml") == 6
+    assert done.stderr.count("read beside task/config.yaml") == 7
     (task / "toy" / "test.jsonl").unlink()
     done = subprocess.run(
         words, env=command_environment(), cwd=task.parent, capture_output=True, text=True
