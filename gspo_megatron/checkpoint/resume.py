@@ -254,8 +254,10 @@ def _changes(
     path, now = checkpoint / CONFIG_FILE, fingerprints(config)
     try:
         before = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, ConfigError) as error:
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
+    if not (isinstance(before, dict) and all(isinstance(each, dict) for each in before.values())):
+        raise DataError(f"{path}: not the configuration of a run")
     same = {key: now[key] == known for key, known in state.fingerprints.items() if key in now}
     changes = find_changes(before, config, same)
     if changes.refused:

@@ -88,7 +88,7 @@ class Family:
             if value is REQUIRED:
                 problems.append(f"{entry.hf}: required and missing")
             elif entry.default is REQUIRED and not _is_size(value):
-                wrong = f"must be an integer from 1 to {_LARGEST_SIZE:,}"
+                wrong = f"must be an integer from 0 to {_LARGEST_SIZE:,}"
                 problems.append(f"{entry.hf} = {format_value(value)}: {wrong}")
             elif value is not None or entry.nullable:
                 megatron[entry.ours] = not value if entry.negated else value
@@ -101,7 +101,7 @@ class Family:
             experts = self.read_pattern(hf)
             if not any(experts):
                 megatron = {k: v for k, v in megatron.items() if not k.startswith("moe_")}
-                megatron.pop("num_moe_experts")
+                megatron.pop("num_moe_experts", None)
             elif not all(experts):
                 megatron["moe_layer_freq"] = [int(flag) for flag in experts]
         preset = ModelPreset(
@@ -258,8 +258,9 @@ def _windows(hf: Mapping[str, Any]) -> list[str]:
 
 
 def _is_size(value: Any) -> bool:
-    """Whether a value may be one of the sizes that config.json must have."""
-    return type(value) is int and 1 <= value <= _LARGEST_SIZE
+    """Whether a value may be one of the sizes that config.json must have; 0 or null: of what the
+    model has none of, as a dense model of experts."""
+    return value is None or (type(value) is int and 0 <= value <= _LARGEST_SIZE)
 
 
 _LARGEST_SIZE = 10_000_000  # of a number of layers, a width, ...
