@@ -48,6 +48,12 @@ def error_of(kind: str, text: str) -> UserError:
     return {each.__name__: each for each in kinds}.get(kind, UserError)(text)
 
 
+def some_of(lines: Sequence[str], shown: int = 10) -> list[str]:
+    """The first `shown` lines and how many more there are: a model has thousands of tensors."""
+    more = len(lines) - shown
+    return list(lines) if more <= 1 else [*lines[:shown], f"... and {more:,} more"]
+
+
 @contextlib.contextmanager
 def gathered_in(problems: list[str]) -> Iterator[None]:
     """Add what is wrong inside to the list, line by line."""

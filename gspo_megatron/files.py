@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from pathlib import Path
+import time
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from gspo_megatron.errors import DataError
 
+# What code raises that takes a value from JSON for one of the wanted form.
+WRONG_VALUES = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+_MOST_NESTED = 100  # levels of a JSON text that a program of ours or a known one wrote
 SETTLED = 64 << 20  # bytes of a large file that are written before `settle` waits for the disk
 
 
@@ -21,7 +28,7 @@ def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Pat
     # The process id keeps two writers apart; the same folder makes the replacement atomic.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         try:
             with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(content)
@@ -31,6 +38,26 @@ def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Pat
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path
+
+
+def make_folder(folder: str | Path) -> None:
+    """Make a folder and those above it; it may be there already. Raises OSError.
+
+    On a shared file system (NFS, BeeGFS) another node may have made it a moment ago: making it
+    fails then, although this node does not see a folder there yet.
+    """
+    folder = Path(folder)
+    for seconds in (*_LAGS, None):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+        except (FileExistsError, FileNotFoundError):
+            if seconds is None or folder.is_file():
+                raise
+        time.sleep(seconds)
+
+
+_LAGS = (0.05, 0.2, 0.5, 1.0, 3.0)  # seconds; attributes in a cache of NFS may be older
 
 
 def sync(path: Path) -> None:
@@ -92,3 +119,38 @@ def _add(digest: hashlib._Hash, path: Path) -> None:
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value of a JSON text from a file or a request. Raises ValueError, and nothing else, for
+    what is none, is no UTF-8 or is nested so deep that code which walks through it would fail."""
+    try:
+        value = json.loads(content)
+        level = [value]
+        for _ in range(_MOST_NESTED + 1):
+            inner = [each for each in level if isinstance(each, dict | list)]
+            if not inner:
+                return value
+            level = [v for each in inner for v in (each.values() if type(each) is dict else each)]
+    except RecursionError:
+        pass
+    raise ValueError(f"nested more than {_MOST_NESTED} levels deep")
+
+
+def fault_of_name(name: str) -> str | None:
+    """Why a name that a file lists cannot be that of a file below its folder; None: it can."""
+    parts = PurePosixPath(name).parts
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        return "holds half a surrogate pair"
+    if b"\0" in encoded:
+        return "holds a NUL"
+    if not parts or parts[0] == "/" or ".." in parts:
+        return "is not the name of a file in this folder"
+    if max(len(os.fsencode(part)) for part in parts) > _LONGEST_NAME:
+        return f"is longer than {_LONGEST_NAME} bytes"
+    return None
+
+
+_LONGEST_NAME = 255  # bytes, of Linux's file systems

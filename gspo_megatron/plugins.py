@@ -13,6 +13,7 @@ from typing import Any
 
 from gspo_megatron.errors import UserError
 
+MODULES_VARIABLE = "GSPO_MODULE_FOLDERS"  # processes of a run inherit it
 _Kind = inspect.Parameter
 _TAKES_A_NAME = (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)
 _TAKES_AN_INPUT = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD, _Kind.VAR_POSITIONAL)
@@ -23,7 +24,8 @@ def load_function(
     key: str, import_path: str, error_class: type[UserError] = UserError
 ) -> Callable[..., Any]:
     """The function at `import_path`, "package.module:function", that the configuration names under
-    `key`. The current directory is searched for the module after the installed packages.
+    `key`. The current directory, and those of MODULES_VARIABLE, are searched for the module after
+    the installed packages.
 
     Raises `error_class` with the cause, and its place in the code, if it cannot be loaded.
     """
@@ -31,16 +33,16 @@ def load_function(
     module_name, colon, function_name = import_path.partition(":")
     if not (colon and module_name.strip(".") == module_name != "" and function_name):
         raise error_class(f"{key}: write it as package.module:function")
-    if os.getcwd() not in sys.path:
-        # Console scripts do not search it. It goes to the end, so that it hides no installed
-        # package, and stays there, because the module may import its neighbours when it is called.
-        sys.path.append(os.getcwd())
+    # Console scripts do not search them. They go to the end, so that they hide no installed
+    # package, and stay there, because the module may import its neighbours when it is called.
+    sys.path += [folder for folder in module_folders() if folder not in sys.path]
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise error_class(
-                f"{key}: no module named {error.name}, neither installed nor in {os.getcwd()}"
+                f"{key}: no module named {error.name}, neither installed nor in "
+                + " nor in ".join(module_folders())
             ) from error
         raise error_class(f"{key}: importing {module_name} failed: {error}") from error
     except Exception as error:
@@ -57,6 +59,12 @@ def load_function(
             f"{', '.join(nearest) or 'none'}"
         )
     return function
+
+
+def module_folders() -> list[str]:
+    """Where the user's modules are looked for beside the installed packages, absolute paths."""
+    named = os.environ.get(MODULES_VARIABLE, "").split(os.pathsep)
+    return list(dict.fromkeys([os.getcwd(), *filter(None, named)]))
 
 
 def option_problems(

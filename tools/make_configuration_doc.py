@@ -22,6 +22,9 @@ A configuration is a YAML file of sections; the command line replaces single key
 `rollout.group_size=16`. The column "resume" tells whether a key may differ from what a run was
 started with when the run is resumed; fields of `model.megatron` that change only how fast something
 is computed may. What several keys must satisfy together is checked by `gspo-megatron check`.
+
+Relative paths are of the present folder. An input that is not there is looked for beside the
+configuration file too, and the command tells where it was.
 """
 _TITLES = {"rl": "RL", "sft": "Supervised fine-tuning", "pretrain": "Pre-training"}
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import WRONG_VALUES, fault_of_name, parse_json
 from gspo_megatron.observe.heartbeat import heartbeat
 
 MANIFEST = "manifest.json"
@@ -60,7 +61,7 @@ def dump_manifest(files: Mapping[str, FileRecord]) -> bytes:
 def read_manifest(folder: Path) -> Files:
     """The files that a checkpoint's manifest lists. Raises DataError, without the folder's path."""
     try:
-        content = json.loads((folder / MANIFEST).read_bytes())
+        content = parse_json((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise DataError(f"{MANIFEST}: missing") from None
     except OSError as error:
@@ -73,12 +74,16 @@ def read_manifest(folder: Path) -> Files:
         text = f"of version {version!r}, this program reads version {VERSION}"
         raise DataError(f"{MANIFEST}: {text}")
     try:
-        return {
+        files = {
             str(name): FileRecord(int(record["bytes"]), str(record["crc32"]))
             for name, record in content["files"].items()
         }
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except WRONG_VALUES:
         raise DataError(f"{MANIFEST}: damaged, its list of files is malformed") from None
+    for name in files:
+        if (fault := fault_of_name(name)) is not None:
+            raise DataError(f"{MANIFEST}: damaged, {name!r:.80} {fault}")
+    return files
 
 
 def find_damage(

@@ -8,7 +8,6 @@ that it will own; the keys are `optimizer.<param | exp_avg | exp_avg_sq>.<parame
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from gspo_megatron.checkpoint.hf.weight_map import is_vocabulary
 from gspo_megatron.checkpoint.model_pieces import ModelPiece
 from gspo_megatron.checkpoint.storage import Piece
 from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.files import parse_json
 from gspo_megatron.models.optimizer import Trainer
 from gspo_megatron.platform.collectives import all_gather_objects
 
@@ -142,7 +142,7 @@ def read_groups(folder: Path) -> dict[str, Any]:
     """Read what groups_document returned. Raises DataError."""
     path = folder / GROUPS_FILE
     try:
-        document = json.loads(path.read_text())
+        document = parse_json(path.read_bytes())
         assert isinstance(document["step"], int)
         assert all({*_GROUP_KEYS, *_SCHEDULED} <= group.keys() for group in document["groups"])
     except FileNotFoundError:

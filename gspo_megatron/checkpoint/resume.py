@@ -30,7 +30,7 @@ from gspo_megatron.config.model_shape import WHOLE_MODEL_KEYS, checkpoint_preset
 from gspo_megatron.config.problems import format_value, problem
 from gspo_megatron.config.resume import find_changes
 from gspo_megatron.config.stages import StageConfig
-from gspo_megatron.errors import ConfigError, DataError, UserError
+from gspo_megatron.errors import ConfigError, DataError, UserError, some_of
 from gspo_megatron.files import folder_lacks
 
 # Fields of TransformerConfig that a run on given weights may change: which tokens are dropped.
@@ -228,7 +228,7 @@ def weights_fit(checkpoint: Path, config: Config, vocab_size: int | None = None)
 def refuse_damage(checkpoint: Path, damage: Sequence[str]) -> None:
     """Raise DataError where a checkpoint is damaged."""
     if damage:
-        raise DataError("\n".join(f"{checkpoint}: {line}" for line in damage))
+        raise DataError("\n".join(f"{checkpoint}: {line}" for line in some_of(damage)))
 
 
 def is_of_model(name: str) -> bool:
@@ -254,8 +254,10 @@ def _changes(
     path, now = checkpoint / CONFIG_FILE, fingerprints(config)
     try:
         before = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, ConfigError) as error:
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
+    if not (isinstance(before, dict) and all(isinstance(each, dict) for each in before.values())):
+        raise DataError(f"{path}: not the configuration of a run")
     same = {key: now[key] == known for key, known in state.fingerprints.items() if key in now}
     changes = find_changes(before, config, same)
     if changes.refused:

@@ -19,6 +19,7 @@ from torch import Tensor
 from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.checkpoint.storage import raised_everywhere
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 FOLDER = "rng"
 _TRACKER = "tracker."
@@ -43,7 +44,7 @@ def save_rng(folder: Path) -> None:
         "python": [version, None if next_gauss is None else next_gauss.hex()],
     }
     path = _path(folder, dist.get_rank())
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     content = save(
         {name: t.contiguous().clone() for name, t in tensors.items()},
         {"rng": json.dumps(details)},
@@ -67,7 +68,7 @@ def load_rng(folder: Path) -> bool:
     with raised_everywhere():
         try:
             _set(details, tensors)
-        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        except (RuntimeError, *WRONG_VALUES) as error:
             path = _path(folder, dist.get_rank())
             raise DataError(f"{path}: not the state of this program: {error}") from None
     return True
@@ -97,11 +98,11 @@ def _set(details: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
-            details = json.loads(file.metadata()["rng"])
+            details = parse_json(file.metadata()["rng"])
             return details, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
-    except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
+    except (SafetensorError, OSError, *WRONG_VALUES) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gspo_megatron.errors import UserError
+from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 LOCK_FILE = ".lock"
 _JOB = "Slurm job"
@@ -42,7 +43,7 @@ class RunLock:
         path = folder / LOCK_FILE
         try:
             is_new = not folder.exists()
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
             return False
@@ -55,8 +56,8 @@ class RunLock:
             _lock(file)
         except BlockingIOError:
             holder: dict[str, str] = {}
-            with suppress(ValueError):  # the other run may not have written its name yet
-                holder = json.loads(os.read(file, 1000))
+            with suppress(*WRONG_VALUES):  # the other run may not have written its name yet
+                holder = dict(parse_json(os.read(file, 1000)))
             os.close(file)
             if _JOB in holder and holder[_JOB] == _this_process().get(_JOB):
                 return True

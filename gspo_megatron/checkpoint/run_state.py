@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ from gspo_megatron.config.model_shape import MODEL_FILE
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import fingerprint
+from gspo_megatron.files import fingerprint, parse_json
+from gspo_megatron.plugins import module_folders
 
 STATE_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
@@ -62,7 +62,7 @@ class RunState:
         path = checkpoint / STATE_FILE
         content = _read(path)
         try:
-            return cls(**json.loads(content))
+            return cls(**parse_json(content))
         except (TypeError, ValueError) as error:
             raise DataError(f"{path}: written by another version of this program") from error
 
@@ -94,7 +94,7 @@ def _module_file(module: str) -> Path | None:
     if module in sys.modules:
         known = getattr(sys.modules[module], "__file__", None)
         return None if known is None else Path(known)
-    name, places, origin = "", [*sys.path, os.getcwd()], None
+    name, places, origin = "", [*sys.path, *module_folders()], None
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
         spec = PathFinder.find_spec(name, places)
@@ -130,7 +130,7 @@ def read_model(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MODEL_FILE
     content = _read(path)
     try:
-        model = json.loads(content)
+        model = parse_json(content)
     except ValueError as error:
         raise DataError(f"{path}: not JSON") from error
     if not isinstance(model, dict) or not {"shape", "vocab_size"} <= model.keys():

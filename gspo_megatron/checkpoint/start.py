@@ -31,7 +31,7 @@ from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.errors import UserError
-from gspo_megatron.files import write_atomically
+from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.observe.metrics_files import METRICS_FILE
 from gspo_megatron.observe.run_logger import RunLogger
@@ -70,7 +70,7 @@ def load_initial_weights(config: Config, policy: Policy) -> Any:
         from gspo_megatron.checkpoint.hf.load import load_hf
 
         load_hf(config.model.hf_path, policy)
-        return json.loads((Path(config.model.hf_path) / "config.json").read_bytes())
+        return parse_json((Path(config.model.hf_path) / "config.json").read_bytes())
     return None
 
 
@@ -89,14 +89,12 @@ def count_restart(config: Config, start: Start, environ: Mapping[str, str] | Non
         return
     path = run_folder(config) / RESTARTS_FILE
     position = None if start.state is None else start.state.position.name
-    before: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        before = json.loads(path.read_text(encoding="utf-8"))
-    if before.get("job") == job.number and before.get("position") == position:
-        count = int(before["restarts_without_progress"]) + 1
-    else:
-        # The first start is not counted in the file: it has left a checkpoint, or no progress.
-        count = 1 if position is None else 0
+    # The first start is not counted in the file: it has left a checkpoint, or no progress.
+    count = 1 if position is None else 0
+    with contextlib.suppress(OSError, *WRONG_VALUES):
+        before = parse_json(path.read_bytes())
+        if before["job"] == job.number and before["position"] == position:
+            count = int(before["restarts_without_progress"]) + 1
     now = {"job": job.number, "position": position, "restarts_without_progress": count}
     write_atomically(path, (json.dumps(now) + "\n").encode())
     allowed = config.training.idle_restarts

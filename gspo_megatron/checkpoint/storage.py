@@ -46,7 +46,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from gspo_megatron.checkpoint.folder import write_file
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import DataError, some_of
+from gspo_megatron.files import make_folder
 from gspo_megatron.observe.heartbeat import heartbeat
 
 _FORMAT = {
@@ -166,12 +167,12 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
             if stored.get(key) != shape
         ]
         if problems:
-            raise DataError("\n".join(problems))
+            raise DataError("\n".join(some_of(problems)))
     everyones = gather_objects(set(wanted))
     with raised_everywhere():
         if everyones and (extra := sorted(stored.keys() - set().union(*everyones))):
-            lines = (f"{folder}: {key} belongs to no part of the model" for key in extra)
-            raise DataError("\n".join(lines))
+            lines = [f"{folder}: {key} belongs to no part of the model" for key in extra]
+            raise DataError("\n".join(some_of(lines)))
     with raised_everywhere():
         TorchDistReader(folder, index).read(pieces)
 
@@ -212,6 +213,10 @@ class TorchDistWriter(dcp.FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        make_folder(self._folder)  # torch's own way fails where a file system shows it late
+        return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Any:
         with operating_system_errors():
@@ -389,7 +394,7 @@ def read_index(folder: Path) -> Metadata:
     except Exception as error:  # noqa: BLE001 (a damaged pickle raises just about anything)
         raise DataError(f"{path}: not an index of a checkpoint: {error}") from None
     if problems:
-        raise DataError("\n".join(problems))
+        raise DataError("\n".join(some_of(problems)))
     return index
 
 

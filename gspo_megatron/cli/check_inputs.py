@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo_megatron.cli.check_packages import check_packages
 from gspo_megatron.errors import ConfigError, DataError, gathered_in
 
 if TYPE_CHECKING:
@@ -36,10 +37,17 @@ def check_run(
     fresh: bool = False,
     command: Sequence[str] = (),
 ) -> Checked:
-    """`check_all`, and the run folder, which must be empty with `fresh`, the weights that a new run
-    begins with, and where its export goes. Raises ConfigError with the problems of all."""
+    """`check_all`, the packages that the run imports, and the run folder, which must be empty with
+    `fresh`, the weights that a new run begins with, and where its export goes. Raises ConfigError
+    with the problems of all."""
     options: Any = {"fresh": fresh, "command": command}
-    config, inputs = check_all(config, world_size, with_files=with_files, **options)
+    problems: list[str] = []
+    with gathered_in(problems):
+        config, inputs = check_all(config, world_size, with_files=with_files, **options)
+    if with_files:
+        with gathered_in(problems):
+            check_packages(config)
+    _raise(problems)
     start = _check_start(config, inputs, **options) if inputs is not None else None
     return Checked(config, inputs, start)
 

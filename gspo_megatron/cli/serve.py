@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import sys
 import tempfile
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.cli.arguments import Commands, new_parser
-from gspo_megatron.errors import UserError
+from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.files import WRONG_VALUES, parse_json
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _OWN_OPTIONS = ("model", "host", "port", "dtype")
@@ -138,7 +138,11 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
 
 def _dtype_of(folder: Path) -> str:
     """As vLLM names it. It would compute in half precision with weights in fp32."""
-    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    file = folder / "config.json"
+    try:
+        found = dict(parse_json(file.read_bytes()))
+    except (OSError, *WRONG_VALUES) as error:
+        raise DataError(f"{file}: not the description of a model: {error}") from None
     return "float32" if found.get("dtype", found.get("torch_dtype")) == "float32" else "bfloat16"
 
 

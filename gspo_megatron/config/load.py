@@ -15,7 +15,9 @@ from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from yaml import MarkedYAMLError
 
+from gspo_megatron.config.beside import nul_problems, suites_beside, with_paths_beside
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
 from gspo_megatron.config.parallel import expand_layout
 from gspo_megatron.config.problems import did_you_mean, nearest, problem, suggest
@@ -52,6 +54,7 @@ def parse_config(
     raw, wrong = apply_overrides(values, overrides)
     raw, unread = with_suites_of_files(raw)
     problems += wrong + [line for line in unread if line not in problems]
+    problems += nul_problems(raw)
     for section in schema.model_fields:
         if raw.get(section) is None:  # absent or empty
             raw[section] = {}
@@ -175,22 +178,36 @@ def override(key: str, value: Any) -> str:
     plain = isinstance(value, str) and _NEEDS_NO_QUOTES.fullmatch(value)
     if plain and parse_yaml(value, key) == value:
         return f"{key}={value}"
-    return f"{key}={json.dumps(value)}"
+    # JSON spells a character beyond U+FFFF as two halves, which YAML would not put together
+    text = _TWO_HALVES.sub(lambda halves: json.loads(f'"{halves[0]}"'), json.dumps(value))
+    return f"{key}={text}"
 
 
 _NEEDS_NO_QUOTES = re.compile(r"[\w./][\w./+-]*")
+_TWO_HALVES = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
+
+
+CONFIGURATION = "configuration file"
 
 
 def read_mapping(
-    path: Path, overrides: Sequence[str] = (), what: str = "configuration file"
+    path: Path, overrides: Sequence[str] = (), what: str = CONFIGURATION
 ) -> dict[str, Any]:
-    """The sections of a YAML file. Raises ConfigError, also with what is wrong with overrides."""
+    """The sections of a configuration file, or the suites of a file of these, with paths that lead
+    to what is beside it. Raises ConfigError, also with what is wrong with overrides."""
+    values = _read_mapping(path, overrides, what)
+    if what == CONFIGURATION:
+        return with_paths_beside(values, path)
+    return suites_beside(values, path)
+
+
+def _read_mapping(path: Path, overrides: Sequence[str], what: str) -> dict[str, Any]:
     try:
         values = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
-        if isinstance(values, dict) and (values or what == "configuration file"):
+        if isinstance(values, dict) and (values or what == CONFIGURATION):
             return values
         wrong = f"must be a mapping of sections, as in `model:`, not {values!r:.60}"
-        if what != "configuration file":
+        if what != CONFIGURATION:
             wrong = "must be a mapping of names to suites, as in `aime24:`"
         elif values is None:
             wrong = "empty; a configuration needs at least data.tokenizer"
@@ -209,18 +226,22 @@ def read_mapping(
 def _describe(error: Any, schema: type[BaseModel]) -> str:
     """One line for one error of pydantic."""
     location, value, kind = error["loc"], error["input"], error["type"]
-    key = str(location[0])
+    places = [*map(str, location)]
+    is_suite = places[:2] == ["evaluation", "suites"] and len(places) > 2
+    if is_suite and places[3:] == ["[key]"]:
+        legal = "legal: letters, digits, _ and -, as in aime-24; a number in quotes"
+        return f"evaluation.suites: {location[2]!r} cannot be the name of a suite; {legal}"
+    key = places[0]
     for part in location[1:]:
         key += f"[{part}]" if isinstance(part, int) else f".{part}"
+    if is_suite:
+        places[2] = NAME
     keys = keys_of(schema)
-    above = key_above(".".join(map(str, location)), keys)
+    above = key_above(".".join(places), keys)
     description = "a section" if above is None else keys[above].description
     if kind == "extra_forbidden":
         if len(location) == 1:
             return f"{key}: unknown section; {suggest(key, list(schema.model_fields))}"
-        places = [*map(str, location)]
-        if places[:2] == ["evaluation", "suites"]:
-            places[2] = NAME
         section, name = ".".join(places[:-1]), location[-1]
         elsewhere = [known for known in keys if known.endswith(f".{name}")]
         siblings = [k.removeprefix(f"{section}.") for k in keys if k.startswith(f"{section}.")]
@@ -328,6 +349,43 @@ class _Loader(yaml.SafeLoader):
                 self.duplicates.append((key_node.start_mark, key_node.value, first))
         return super().construct_mapping(node, deep=deep)
 
+    def compose_document(self) -> yaml.Node:
+        node = super().compose_document()
+        _refuse_large_aliases(node)
+        return node
+
+
+MOST_VALUES = 100_000  # that the aliases of a document stand for
+
+
+def _refuse_large_aliases(root: yaml.Node) -> None:
+    """Raise MarkedYAMLError where aliases make a document very much larger than its text, or where
+    one is inside what it stands for. A resolved configuration has all of them written out."""
+    sizes: dict[int, int] = {}  # of finished nodes, with what their aliases stand for
+    own = 0  # of the text itself
+    under_way: set[int] = set()
+
+    def size_of(node: yaml.Node) -> int:
+        nonlocal own
+        if id(node) in under_way:
+            raise MarkedYAMLError(None, None, "an alias inside of its own value", node.start_mark)
+        if id(node) not in sizes:
+            under_way.add(id(node))
+            inner, size = node.value, 1
+            if isinstance(node, yaml.ScalarNode):
+                inner, size = (), 1 + len(node.value) // 64  # long text counts as several values
+            elif isinstance(node, yaml.MappingNode):
+                inner = [part for pair in node.value for part in pair]
+            own += size
+            sizes[id(node)] = size + sum(map(size_of, inner))
+            under_way.remove(id(node))
+        return sizes[id(node)]
+
+    total = size_of(root)
+    if total > max(MOST_VALUES, own):
+        wrong = f"its aliases stand for {total:,} values; legal: {MOST_VALUES:,} at most"
+        raise MarkedYAMLError(None, None, wrong, root.start_mark)
+
 
 class _Dumper(yaml.SafeDumper):
     # Keeps PyYAML's own scalar types beside ours: a string that one of them would read as another
@@ -335,6 +393,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True  # a list used twice is written twice, without `&id001`
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # Of the other styles a reader takes these characters for ends of lines.
+        style = '"' if _BREAKS.search(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_BREAKS = re.compile("[\r\x85\u2028\u2029\ufeff]")
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 for _name, _pattern in _SCALARS.items():
     for _class in (_Loader, _Dumper):
@@ -350,7 +416,7 @@ def parse_yaml(text: str, source: str) -> Any:
     try:
         loader = _Loader(text)
         value = loader.get_single_data()
-    except yaml.MarkedYAMLError as error:
+    except MarkedYAMLError as error:
         what = ": ".join(part for part in (error.context, error.problem) if part)
         place = _place(source, error.problem_mark)
         raise ConfigError([f"{place}: not valid YAML: {what}"]) from None

@@ -7,7 +7,6 @@ belongs to the whole model (vocabulary, positions, tied embeddings) stands besid
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import ConfigError
+from gspo_megatron.files import WRONG_VALUES, parse_json
 
 # What the section `model` has keys for, beside the fields of TransformerConfig.
 WHOLE_MODEL_KEYS = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings")
@@ -153,13 +153,13 @@ def read_model(
     """The model that a JSON file describes, which `key` names. It is read again only once it has
     `_changed`: a model's shape is asked for many times in a run. Raises ConfigError."""
     try:
-        content = json.loads(file.read_bytes())
+        content = parse_json(file.read_bytes())
         if isinstance(content, dict):
             return describe(content)
         problems = ["not a JSON object"]
     except ConfigError as error:
         problems = error.problems
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, *WRONG_VALUES) as error:
         problems = [f"cannot be read: {error}"]
     raise ConfigError([f"{key}: {file}: {line}" for line in problems])
 

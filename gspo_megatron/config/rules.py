@@ -19,7 +19,7 @@ from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule
 from gspo_megatron.config.model_shape import MODEL_FILE
 from gspo_megatron.config.objectives import objective_problems, resolve_objective
 from gspo_megatron.config.precision import tokens_multiple
-from gspo_megatron.config.problems import format_value, problem
+from gspo_megatron.config.problems import did_you_mean, format_value, nearest, problem
 from gspo_megatron.config.rollout_nodes import VARIABLE, rollout_nodes
 from gspo_megatron.config.schema import SINGLE_TURN, Config
 from gspo_megatron.config.stages import (
@@ -83,7 +83,10 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
             yield "optimizer.megatron.optimizer", lost.format("adam")
         if ddp.get("use_distributed_optimizer") not in (None, True):
             yield "parallel.ddp.use_distributed_optimizer", lost.format("true")
-    if not (section.keep_best and section.best_metric.startswith("evaluation/")):
+    if not section.keep_best:
+        return
+    yield from _best_metric_is_measured(plan)
+    if not section.best_metric.startswith("evaluation/"):
         return
     if training.steps == 0:  # nothing is saved
         return
@@ -100,6 +103,36 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
             f"({key} = {evaluated}), as {section.best_metric} needs; legal: "
             f"0, or intervals with a common multiple below training.steps = {steps}",
         )
+
+
+# Of a suite: config cannot import observe.suite_scores, which makes them.
+_SUITE_FIGURES = ("mean", "ci_low", "ci_high", "truncated", "length", "problems", "failed")
+
+
+def _best_metric_is_measured(plan: Plan) -> Problems:
+    """An evaluation has the metric of checkpoint.keep_best. What a step measures besides is known
+    only once it runs: rewards have parts, and objectives metrics, of the user's."""
+    name = plan.config.checkpoint.best_metric
+    if isinstance(plan.config, Config):
+        legal = ["evaluation/accuracy", "evaluation/reward", "evaluation/failed"]
+        for suite, section in plan.config.evaluation.suites.items():
+            powers = {1 << n for n in range(section.samples.bit_length())} | {section.samples}
+            figures = [*_SUITE_FIGURES, *(f"pass_at_{k}" for k in sorted(powers))]
+            figures += [f"maj_at_{section.samples}"] * (section.samples > 1)
+            legal += [f"evaluation/{suite}/{figure}" for figure in figures]
+    else:
+        legal = ["evaluation/logprob", "evaluation/loss"]
+    first, slash, _ = name.partition("/")
+    without = {each.partition("/")[2]: each for each in legal}
+    meant = nearest(name, legal)
+    if first != "evaluation":  # a slip of the first word, or the last one alone
+        is_slip = nearest(first, ["evaluation"]) if slash else meant or nearest(name, without)
+        if not is_slip or name in ("loss", "reward/mean"):
+            return
+        meant = meant or [without[each] for each in nearest(name, without)]
+    if name not in legal:
+        hint = did_you_mean(meant) if meant else f"legal: {', '.join(legal[:8])}"
+        yield "checkpoint.best_metric", f"no evaluation of this run has it; {hint}"
 
 
 def run_folder_is_apart(plan: Plan) -> Problems:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import typing
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -9,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
@@ -22,7 +25,23 @@ Paths = Annotated[
     PlainSerializer(lambda paths: paths[0] if len(paths) == 1 else paths),
 ]
 Weights = list[Annotated[float, Field(gt=0)]]
-Date = Annotated[str, Field(pattern=r"^\d{4}(-\d\d(-\d\d)?)?$")]  # or a month, or a year
+
+
+def _date(given: Any) -> str:
+    """A day, month or year as text. A year without quotes is a number in YAML, and for some readers
+    of YAML a day without quotes is a date."""
+    if isinstance(given, datetime.date):
+        given = given.strftime("%Y-%m-%d")
+    text = str(given) if type(given) is int else given
+    if isinstance(text, str):
+        for form, size in (("%Y-%m-%d", 10), ("%Y-%m", 7), ("%Y", 4)):
+            with contextlib.suppress(ValueError):
+                if len(text) == size and datetime.datetime.strptime(text, form):
+                    return text
+    raise PydanticCustomError("date", "not a date; legal: 2025-01-31, 2025-01 or 2025")
+
+
+Date = Annotated[str, BeforeValidator(_date)]
 # It is part of the names of metrics, files and keys.
 SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]

@@ -3,7 +3,6 @@ what the assistant writes."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 from gspo_megatron.config.problems import problem, suggest
 from gspo_megatron.data.rows import json_type, text_fault
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import parse_json
 from gspo_megatron.types import Message
 
 ASSISTANT, USER = "assistant", "user"
@@ -90,7 +90,7 @@ def read_template(folder: Path) -> str | None:
             return file.read_text(encoding="utf-8")
         file = folder / "tokenizer_config.json"
         if file.is_file():
-            template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+            template = parse_json(file.read_bytes()).get("chat_template")
             return template if isinstance(template, str) else None
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{file}: cannot be read: {error}") from error

@@ -37,7 +37,7 @@ from gspo_megatron.data.indexed import Manifest, data_files, read_index, validat
 from gspo_megatron.data.rows import Problems
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import fingerprint, write_atomically
+from gspo_megatron.files import fingerprint, make_folder, write_atomically
 
 OnChunk = Callable[[int, int], None]  # called with the number of finished chunks, and of all
 
@@ -113,7 +113,7 @@ def _work_folder(prefix: str) -> Iterator[Path]:
     """PREFIX.partial, locked by this process; removed at the end if nothing failed."""
     folder = Path(f"{prefix}.partial")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         lock = (folder / "lock").open("w")
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error

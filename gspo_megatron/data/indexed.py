@@ -4,7 +4,6 @@ PREFIX.json, which prepare_data writes beside them, describes them and has their
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import numpy as np
 
 from gspo_megatron.data.rows import Problems
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import fingerprint
+from gspo_megatron.files import fingerprint, parse_json
 
 # The file format: magic, version, type code, number of sequences, number of document ends.
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -102,7 +101,7 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
     """The content of PREFIX.json; None without that file."""
     path = data_files(prefix)[2]
     try:
-        return Manifest(**json.loads(path.read_bytes()))
+        return Manifest(**parse_json(path.read_bytes()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:

@@ -7,6 +7,8 @@ gathered in a `Problems`; a file that cannot be used at all raises DataError at 
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,7 +61,8 @@ def file_kind(path: Path, what: str = "file") -> str:
             if path.suffix == ".parquet" or file.read(4) == PARQUET_MAGIC:
                 return "parquet"
     except FileNotFoundError:
-        raise DataError(f"{path}: no such {what}") from None
+        where = "" if path.is_absolute() else f"; the present folder is {os.getcwd()}"
+        raise DataError(f"{path}: no such {what}{where}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     return "text" if path.suffix in TEXT_SUFFIXES else "jsonl"
@@ -107,8 +110,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Of a key that is there twice, Python's parser would take the last value."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for n, key in enumerate(keys) if key in keys[:n])
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
         raise ValueError(f"key {twice!r:.60} is there twice; leave one of them")
     return unique
 

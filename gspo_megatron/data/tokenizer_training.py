@@ -24,7 +24,7 @@ from gspo_megatron.data.tokenizers import (
     train_sentencepiece,
 )
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import write_atomically
+from gspo_megatron.files import make_folder, write_atomically
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -118,7 +118,7 @@ def train_tokenizer(
                 made += form
             except DataError as error:  # training may have taken hours: the model is kept
                 difference = DataError(f"{error}; only the sentencepiece model was written")
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         for name in (TEMPLATE_FILE, *HUGGING_FACE_FILES):  # of a tokenizer that this one replaces
             (folder / name).unlink(missing_ok=True)
         for path in made:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.data.chat import TEMPLATE_FILE, Encoded, Rendered, read_template, render
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import write_atomically
+from gspo_megatron.files import parse_json, write_atomically
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -246,7 +245,7 @@ def _eos_ids(folder: Path, eos_id: int) -> tuple[int, ...]:
     if not file.is_file():
         return (eos_id,)
     try:
-        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        named = parse_json(file.read_bytes()).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{file}: cannot be read: {error}") from error
     ids = named if isinstance(named, list) else [] if named is None else [named]

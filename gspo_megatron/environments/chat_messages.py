@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_megatron.errors import EpisodeError
+from gspo_megatron.files import WRONG_VALUES, parse_json
 
 # Of a tool, as Qwen's chat templates teach it (github.com/QwenLM/Qwen-Agent, "hermes").
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -20,9 +21,9 @@ def assistant_message(text: str, has_tools: bool, turn: int) -> dict[str, Any]:
     calls = []
     for number, found in enumerate(CALL.findall(text) if has_tools else ()):
         try:
-            call = json.loads(found)
+            call = parse_json(found)
             function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
-        except (ValueError, LookupError, TypeError, RecursionError):
+        except WRONG_VALUES:
             return {"role": "assistant", "content": text}
         identity = f"call_{turn}_{number}"
         calls.append({"id": identity, "type": "function", "function": function})
@@ -72,7 +73,7 @@ def _call(call: Any) -> dict[str, Any]:
         return {
             "id": call["id"],
             "type": "function",
-            "function": {"name": function["name"], "arguments": json.loads(function["arguments"])},
+            "function": {"name": function["name"], "arguments": parse_json(function["arguments"])},
         }
-    except (LookupError, TypeError, ValueError) as error:
+    except WRONG_VALUES as error:
         raise EpisodeError(f"a tool call that is not as it was sent: {error}") from error

@@ -18,8 +18,15 @@ from typing import Any
 from gspo_megatron.environments.chat_messages import assistant_message, plain_messages
 from gspo_megatron.environments.episode import Client, LimitReached, Trajectory
 from gspo_megatron.errors import EpisodeError, RolloutError, UserError
+from gspo_megatron.files import parse_json
 
 MODEL = "policy"
+_KINDS = {
+    "max_completion_tokens": int,
+    "max_tokens": int,
+    "tools": list,
+    "stream_options": dict,
+}
 _OBJECT, _STREAM = "chat.completion", "text/event-stream"
 
 
@@ -43,8 +50,14 @@ class Session:
         for key, value in (("n", 1), ("logprobs", False)):
             if asked.get(key) not in (None, value):
                 raise _RefusedError(f"{key} = {asked[key]}: not supported; legal: {value}")
+        for key, kind in _KINDS.items():
+            if asked.get(key) and type(asked[key]) is not kind:
+                wanted = {int: "a number", list: "a list", dict: "an object"}[kind]
+                raise _RefusedError(f"{key} = {asked[key]!r:.60}: {wanted} is wanted")
         given, tools = plain_messages(asked.get("messages")), asked.get("tools") or []
         limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
+        if limit is not None and limit < 1:
+            raise _RefusedError(f"max_tokens = {limit}: legal: 1 or more")
         count = len(self.known)
         continues = given[:count] == self.known and tools == self.client.tools
         if count and continues and len(given) > count:
@@ -136,7 +149,8 @@ class Gateway:
 
         session = None
         try:
-            session, asked = self._session(request), await _json(request)
+            session = self._session(request)
+            asked = await _json(request)
             answer = await session.complete(asked)
             if asked.get("stream"):
                 return web.Response(text=_as_stream(answer, asked), content_type=_STREAM)
@@ -172,7 +186,7 @@ class Gateway:
 
 async def _json(request: Any) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        found = await request.json()
+        found = parse_json(await request.read())
         if isinstance(found, dict):
             return found
     raise _RefusedError("the request is no JSON object")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.files import make_folder
 from gspo_megatron.types import Sample
 
 METRICS_FILE = "metrics.jsonl"
@@ -43,7 +44,7 @@ def parse_record(line: bytes) -> Record | None:
     try:
         # Other writers may put NaN into JSON; here a number that is not finite is always None.
         record = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
-    except ValueError:  # covers both invalid JSON and invalid UTF-8
+    except (ValueError, RecursionError):  # also invalid UTF-8
         return None
     return record if isinstance(record, dict) else None
 
@@ -138,7 +139,7 @@ class JsonLinesWriter(AbstractContextManager):  # type: ignore[type-arg]
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         with self._refusals():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             _repair_last_line(self.path)
             self._open()
 

@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from gspo_megatron.files import make_folder
 from gspo_megatron.observe.metrics_files import (
     FINE_TUNING,
     PRETRAINING,
@@ -488,6 +489,6 @@ def _draw_curve(
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     figure.savefig(path, dpi=_DPI)
     return path

@@ -19,6 +19,7 @@ from rich import table as rich_table
 from rich.console import Console
 
 from gspo_megatron.errors import UserError
+from gspo_megatron.files import make_folder
 from gspo_megatron.observe.advice import Finding, advise, write_steps
 from gspo_megatron.observe.metrics_files import (
     FINE_TUNING,
@@ -239,7 +240,7 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     runs = load_runs(run_dirs)
     path = Path(out_dir) / "report.html"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
     except OSError as error:
         raise UserError(f"{out_dir}: cannot be a folder: {error.strerror}") from error
     page = _report_one(runs[0], Path(out_dir)) if len(runs) == 1 else _report_several(runs)

@@ -9,7 +9,7 @@ from typing import Any
 
 from gspo_megatron.config import Config, to_yaml
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import write_atomically
+from gspo_megatron.files import make_folder, write_atomically
 from gspo_megatron.observe.environment import write_environment
 from gspo_megatron.observe.metrics_files import (
     EVALUATION_FILE,
@@ -44,7 +44,7 @@ class RunLogger:
             return
         assert resumed_at or not (self.folder / METRICS_FILE).exists(), "an earlier run's folder"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
         except OSError as error:
             where = f"logging.dir = {str(self.folder)!r}"
             raise DataError(f"{where}: cannot be made: {error.strerror}") from error

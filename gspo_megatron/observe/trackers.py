@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from gspo_megatron.errors import UserError
+from gspo_megatron.errors import UserError, gathered_in
 from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.metrics_files import (
     RL,
@@ -142,6 +142,16 @@ def open_trackers(
         )
     trackers = {name: _TRACKERS[name](run_dir, config or {}) for name in names}
     return TrackerSet(trackers, _last_sent(run_dir) if names else None)
+
+
+def require_packages(names: Sequence[str]) -> None:
+    """Raise UserError, with a line for each, where packages of trackers cannot be imported."""
+    problems: list[str] = []
+    for name in names:
+        with gathered_in(problems):
+            _require(name, name)
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def _last_sent(run_dir: Path) -> Record | None:

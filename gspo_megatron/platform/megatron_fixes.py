@@ -24,6 +24,7 @@ def install() -> None:
     TopKRouter.apply_z_loss = _apply_z_loss
     _carry_context_into_recompute()
     _count_real_tokens_of_experts()
+    _count_tokens_of_experts_exactly()
     _split_empty_extra_state()
     # 0.16 imports mocks if Transformer Engine is missing, believes that it is installed, and then
     # uses a mock in isinstance().
@@ -59,7 +60,9 @@ def _apply_z_loss(
     if coefficient is None or not self.training or not torch.is_grad_enabled():
         return logits
     assert not self.calculate_per_token_loss, "micro-batches are counted, not tokens"
-    squares = torch.logsumexp(logits, dim=-1).square()  # [tokens of this shard]
+    # bfloat16 holds whole numbers up to 256 only, and `total` below counts tokens
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    squares = torch.logsumexp(wide, dim=-1).square()  # [tokens of this shard]
     real = torch.ones_like(squares) if padding_mask is None else (~padding_mask).to(squares)
     total = real.sum()
     torch.distributed.all_reduce(total, group=self.tp_cp_group)
@@ -115,6 +118,31 @@ def _count_real_tokens_of_experts() -> None:
         native(self, routing_map, padding_mask=padding_mask)
 
     TopKRouter._apply_expert_bias = counted
+
+
+def _count_tokens_of_experts_exactly() -> None:
+    """A router keeps its counts (tokens of each expert, steps) and its bias as float32 buffers.
+    Float16Module turns them into bfloat16, in which a count stops growing at 256 ones, and the
+    biases then move the wrong way. Here they keep their precision, whatever the weights become."""
+    native_init, native_apply = TopKRouter.__init__, TopKRouter._apply
+
+    @functools.wraps(native_init)
+    def init(self: TopKRouter, *args: Any, **kwargs: Any) -> None:
+        native_init(self, *args, **kwargs)
+        if self.local_tokens_per_expert is not None:  # float32 is exact up to 2^24 only
+            self.local_tokens_per_expert = self.local_tokens_per_expert.double()
+
+    @functools.wraps(native_apply)
+    def apply(self: TopKRouter, *args: Any, **kwargs: Any) -> TopKRouter:
+        before = dict(self._buffers)
+        native_apply(self, *args, **kwargs)
+        for name, buffer in before.items():
+            after = self._buffers[name]
+            if buffer is not None and after.element_size() < buffer.element_size():
+                self._buffers[name] = buffer.to(after.device)
+        return self
+
+    TopKRouter.__init__, TopKRouter._apply = init, apply
 
 
 def _split_empty_extra_state() -> None:

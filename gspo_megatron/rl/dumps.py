@@ -38,7 +38,8 @@ from gspo_megatron.checkpoint.resume import run_folder
 from gspo_megatron.checkpoint.run_state import STATE_FILE, RunState
 from gspo_megatron.config import Config
 from gspo_megatron.config.problems import problem
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import DataError, some_of
+from gspo_megatron.files import parse_json
 from gspo_megatron.models.build import Policy
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.observe.metrics_files import RL, read_metrics, series
@@ -137,7 +138,7 @@ class Dump:
             raise DataError(f"{folder}: holds the dumps {names}; name one of them")
         _check_whole(folder, contents=contents)
         try:
-            content = json.loads((folder / DUMP_FILE).read_bytes())
+            content = parse_json((folder / DUMP_FILE).read_bytes())
             assert (content.pop("format"), content.pop("version")) == (_FORMAT, 2)
             return cls(folder, **content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
@@ -228,7 +229,7 @@ def _check_whole(folder: Path, *advice: str, contents: bool = True) -> None:
     """Raises DataError with all that is damaged in a folder, and what to do about it."""
     damage = find_damage(folder, contents=contents)
     if damage:
-        raise DataError("\n".join(f"{folder}: {line}" for line in (*damage, *advice)))
+        raise DataError("\n".join(f"{folder}: {line}" for line in (*some_of(damage), *advice)))
 
 
 def _name(step: int) -> str:

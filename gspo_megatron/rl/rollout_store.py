@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.checkpoint.storage import raise_everywhere
+from gspo_megatron.files import WRONG_VALUES, make_folder
 from gspo_megatron.models.build import Policy
 from gspo_megatron.rl.rollouts import Experience, Scores, select_sequences
 from gspo_megatron.routing.hooks import attach_hooks
@@ -46,7 +47,7 @@ def write_rollouts(experience: Experience, folder: Path, policy: Policy) -> None
     data_rank = parallel_state.get_data_parallel_group(with_context_parallel=True).rank()
     name = f"rank_{dist.get_rank():05d}_data_{data_rank:05d}_stage_{stage:03d}.safetensors"
     path = folder / FOLDER / name
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     write_file(path, save({n: t.detach().cpu().contiguous() for n, t in tensors.items()}))
 
 
@@ -54,12 +55,13 @@ def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -
     """What `write_rollouts` and `Experience.describe` left, as this rank's share in the present
     layout; every rank calls it. Raises DataError, the same on all ranks."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    share, error = None, None
+    share, samples, error = None, [], None
     try:
+        samples = [Sample(**sample) for sample in description["samples"]]
         share = read_share(
             folder / FOLDER, group.rank(), group.size(), lambda: attach_hooks(policy.models)
         )
-    except (OSError, SafetensorError, KeyError) as found:
+    except (OSError, SafetensorError, RuntimeError, *WRONG_VALUES) as found:
         error = f"{folder / FOLDER}: cannot be read: {found}"
     raise_everywhere(error)
     assert share is not None
@@ -67,7 +69,6 @@ def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -
     for record in (share.batch, share.scores):
         for name, tensor in vars(record).items():
             setattr(record, name, None if tensor is None else tensor.to(device))
-    samples = [Sample(**sample) for sample in description["samples"]]
     return Experience(share.batch, share.scores, **{**description, "samples": samples})
 
 

@@ -64,6 +64,12 @@ _OWN_TOKENS = 8  # at the end of a prompt
 # average (measured on a model of random weights).
 TOLERANCES = {"fp32": (0.3, 3e-5)}
 _COARSE = (1.0, 0.15)
+# What every group in the bank has.
+_COLUMNS = {
+    *(f.name for f in dataclasses.fields(RolloutBatch) if f.default is dataclasses.MISSING),
+    *(f.name for f in dataclasses.fields(Scores)),
+    *("versions", "parts", "part_names", "failed_calls", "reward_seconds"),
+}
 _SPARE = "spare"  # a folder of old weights there, to be overwritten
 
 
@@ -334,6 +340,7 @@ class ServedCollector(Collector):
         path = self.folder / f"{draw.name}{SUFFIX}"
         numbers = range(draw.first, draw.first + len(draw.rows))
         found = self._read(path, {n for n in numbers if n == draw.first or self.is_mine(n)})
+        _refuse_lacks(path, found)
         first = found[draw.first]
         columns = join_groups(first, [found[n] for n in numbers if self.is_mine(n)])
         self._adopt_parts(json.loads(bytes(first["part_names"])))
@@ -462,6 +469,18 @@ def join_groups(
             empty = values[..., :0] if name == "parts" else values[:0]
             joined[name] = np.concatenate([empty, *(group[name] for group in groups)], axis=axis)
     return joined
+
+
+def _refuse_lacks(path: Path, groups: Mapping[int, Mapping[str, np.ndarray]]) -> None:
+    """Raise DataError, on all ranks, where a group of one of them lacks columns."""
+    known = _COLUMNS.union(*groups.values())  # routes and turns: of all groups or of none
+    lacks = [
+        f"{path}: damaged since it was written: group {number} lacks {', '.join(sorted(names))}"
+        for number, columns in groups.items()
+        if (names := known - columns.keys())
+    ]
+    if any_rank([bool(lacks)])[0]:
+        raise DataError("\n".join(lacks) or f"{path}: another rank cannot read its groups")
 
 
 def _sender(config: Config, device: torch.device) -> WeightStream:

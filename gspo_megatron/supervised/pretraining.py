@@ -28,6 +28,7 @@ from gspo_megatron.checkpoint.resume import run_folder
 from gspo_megatron.config.stages import PretrainingConfig
 from gspo_megatron.data.inputs import PretrainingInputs, corpus_tokens, evaluation_documents
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import make_folder
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.platform.collectives import on_main
@@ -181,7 +182,7 @@ def _open_index(folder: Path, resumed: bool) -> None:
     whole = folder / _WHOLE
     if not (resumed and whole.exists()):
         shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     whole.unlink(missing_ok=True)
 
 

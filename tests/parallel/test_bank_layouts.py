@@ -29,7 +29,7 @@ from gspo_megatron.platform.groups import data_parallel_group, tear_down_model_p
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import compute_advantages, update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
-from gspo_megatron.rl.served_rollouts import ServedCollector
+from gspo_megatron.rl.served_rollouts import _COLUMNS, ServedCollector, _refuse_lacks
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, DrawFile, Group, read_groups
 from gspo_megatron.rollout.service.episodes import group_columns
@@ -248,4 +248,24 @@ def test_a_group_that_is_damaged_after_it_was_written_is_told_on_all_ranks(
     assert pool.run(2, reading, path=path) == [
         f"{path}: another rank cannot read its groups",
         f"{path}: damaged since it was written: groups [1] are missing",
+    ]
+
+
+def lacking(path: Path, lacks: dict[int, str]) -> str:
+    """What a rank is told whose group, of its own number, lacks a column."""
+    rank = dist.get_rank()
+    columns = {name: np.zeros(1) for name in _COLUMNS if name != lacks.get(rank)}
+    try:
+        _refuse_lacks(path, {rank: columns})
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_with_too_few_columns_is_told_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "a.groups"
+    assert pool.run(2, lacking, path=path, lacks={}) == ["", ""]
+    assert pool.run(2, lacking, path=path, lacks={1: "tokens"}) == [
+        f"{path}: another rank cannot read its groups",
+        f"{path}: damaged since it was written: group 1 lacks tokens",
     ]

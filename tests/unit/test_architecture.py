@@ -111,6 +111,17 @@ def import_cycle(package: str) -> list[str] | None:
     return None
 
 
+def test_folders_that_other_ranks_may_make_are_made_in_one_place() -> None:
+    """`files.make_folder` bears with file systems that show a new folder late. The heartbeat asks
+    for the opposite: who was first."""
+    found = [
+        str(path.relative_to(PACKAGE))
+        for path in python_files("gspo_megatron")
+        if re.search(r"mkdir\([^)]*exist_ok", path.read_text(encoding="utf-8"))
+    ]
+    assert found == ["files.py", "observe/heartbeat.py"]
+
+
 def test_no_import_cycles() -> None:
     assert import_cycle("gspo_megatron") is None
 

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import fingerprint, write_atomically
+from gspo_megatron.files import (
+    fault_of_name,
+    fingerprint,
+    make_folder,
+    parse_json,
+    write_atomically,
+)
 
 
 def test_writes_into_a_new_folder_and_replaces(tmp_path: Path) -> None:
@@ -59,3 +65,76 @@ def test_the_fingerprint_of_a_folder_is_of_its_tokenizer_files(tmp_path: Path) -
     assert changed != before
     (folder / "vocab.txt").rename(folder / "vocab.json")
     assert fingerprint(folder) != changed
+
+
+@pytest.mark.parametrize("depth", [101, 5_000, 200_000])
+@pytest.mark.parametrize("pair", ["[]", '{"a":}'])
+def test_json_that_is_nested_too_deep_is_refused_as_all_that_is_no_json(
+    depth: int, pair: str
+) -> None:
+    with pytest.raises(ValueError, match="nested more than 100 levels deep"):
+        parse_json(pair[:-1] * depth + "0" + pair[-1] * depth)
+    assert parse_json(pair[:-1] * 100 + "0" + pair[-1] * 100)
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"\xff", b"\xff\xfe\x00\xd8", "9" * 5000])
+def test_what_is_no_json_is_a_value_error(content: bytes | str) -> None:
+    with pytest.raises(ValueError, match="."):
+        parse_json(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("a/b.distcp", None),
+        ("é" * 127, None),
+        ("é" * 128, "longer than 255 bytes"),
+        ("a\0b", "NUL"),
+        ("\ud800", "surrogate"),
+        ("/etc/passwd", "not the name"),
+        ("a/../../b", "not the name"),
+        ("", "not the name"),
+    ],
+)
+def test_names_that_no_file_below_a_folder_has(name: str, fault: str | None) -> None:
+    found = fault_of_name(name)
+    assert found is None if fault is None else fault in found
+
+
+class Lag:
+    """A client of a shared file system that does not see a new folder at its first looks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, looks: int) -> None:
+        self.left, self._is_dir, self._folder = looks, Path.is_dir, folder
+        monkeypatch.setattr(Path, "is_dir", lambda path, **more: self.is_dir(path, **more))
+        monkeypatch.setattr("gspo_megatron.files._LAGS", (0.0, 0.0, 0.0))
+
+    def is_dir(self, path: Path, **more: bool) -> bool:
+        if path == self._folder and self.left > 0:
+            self.left -= 1
+            return False
+        return self._is_dir(path, **more)
+
+
+@pytest.mark.parametrize("looks", [1, 3])
+def test_a_folder_that_another_node_made_a_moment_ago_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    lag = Lag(monkeypatch, folder, looks)
+    make_folder(folder)
+    lag.left = looks
+    write_atomically(folder / "b", b"c")
+    assert (folder / "b").read_bytes() == b"c"
+
+
+def test_a_file_in_the_place_of_a_folder_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo_megatron.files._LAGS", (100.0,))
+    (tmp_path / "a").touch()
+    with pytest.raises(FileExistsError):
+        make_folder(tmp_path / "a")
+    with pytest.raises(NotADirectoryError):
+        make_folder(tmp_path / "a" / "b")

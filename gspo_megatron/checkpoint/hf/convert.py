@@ -76,7 +76,7 @@ from gspo_megatron.checkpoint.storage import (
 )
 from gspo_megatron.config.families import family_of, family_of_shape
 from gspo_megatron.config.model_shape import ModelShape, no_folder, shape_of
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import DataError, some_of
 from gspo_megatron.files import SETTLED, fingerprint, settle
 from gspo_megatron.observe.progress import Progress
 
@@ -411,20 +411,25 @@ def _checked_tensors(
     folder: Path, index: Metadata, recipes: Mapping[str, TensorRecipe]
 ) -> dict[str, TensorStorageMetadata]:
     """The tensors of a checkpoint. Raises DataError where they are not those of the model."""
-    stored, problems = tensors_of(index), []
+    stored = tensors_of(index)
+    missing: list[str] = []
+    problems: list[str] = []
     for key, recipe in recipes.items():
         if key not in stored:
-            problems.append(f"{key} is missing")
+            missing.append(f"{key} is missing")
             continue
         shape, dtype = list(stored[key].size), stored[key].properties.dtype
         if shape != list(recipe.shape):
             problems.append(f"{key} has the shape {shape}; model.json says {list(recipe.shape)}")
         elif dtype not in DTYPES.values():
             problems.append(f"{key} has the dtype {dtype}")
-    foreign = (key for key in stored if key not in recipes)
-    problems += [f"{key} belongs to nothing in the model of model.json" for key in foreign]
-    if problems:
-        raise DataError("\n".join(f"{folder}: {problem}" for problem in problems))
+    foreign = [
+        f"{key} belongs to nothing in the model of model.json"
+        for key in stored
+        if key not in recipes
+    ]
+    if lines := [*some_of(missing), *some_of(problems), *some_of(foreign)]:
+        raise DataError("\n".join(f"{folder}: {line}" for line in lines))
     return stored
 
 
@@ -486,7 +491,7 @@ def _refuse_damage(
     with share.together(), ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(damage, range(threads)))
     parts = [part for theirs in share.gather(found) for part in theirs]
-    if lines := [f"{folder}: {line}" for part in parts for line in part]:
+    if lines := some_of([f"{folder}: {line}" for part in parts for line in part]):
         if folder != path:
             lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
         raise DataError("\n".join([*notes, *lines]))

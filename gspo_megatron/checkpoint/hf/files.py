@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import warnings
@@ -25,7 +24,8 @@ from gspo_megatron.config.model_shape import (
     shape_conflicts,
 )
 from gspo_megatron.config.problems import format_value
-from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.errors import ConfigError, DataError, some_of
+from gspo_megatron.files import fault_of_name, parse_json
 
 SINGLE_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -162,8 +162,8 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, FileTensor] | Non
         # memory as the file is large; its numpy side maps without that.
         with safe_open(file, framework="np"), file.open("rb") as stream:
             start = 8 + int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(start - 8))
-    except SafetensorError as error:
+            header = parse_json(stream.read(start - 8))
+    except (SafetensorError, ValueError) as error:
         cause = str(error).removeprefix("Error while deserializing header: ")
         problems.append(f"{file}: damaged ({cause}); copy or download it again")
         return None
@@ -186,26 +186,33 @@ def _read_indexed(index: Path, problems: list[str]) -> dict[str, FileTensor]:
         problems.append(f"{index}: no weight_map from tensor names to file names")
         return {}
     tensors: dict[str, FileTensor] = {}
-    for file_name in sorted(set(files.values())):
-        named = {name for name, file in files.items() if file == file_name}
+    wrong: list[str] = []  # names of files
+    differs: list[str] = []
+    names_in: dict[str, set[str]] = {}
+    for name, file_name in files.items():
+        names_in.setdefault(file_name, set()).add(name)
+    for file_name, named in sorted(names_in.items()):
         file = index.parent / file_name
         if Path(file_name).name != file_name:
-            problems.append(f"{index}: {file_name!r} is not the name of a file beside it")
+            wrong.append(f"{index}: {file_name!r:.80} is not the name of a file beside it")
+        elif (fault := fault_of_name(file_name)) is not None:
+            wrong.append(f"{index}: {file_name!r:.80} {fault}")
         elif not file.exists():
-            problems.append(f"{index}: {file_name}, with {len(named)} tensors, does not exist")
-        elif (found := _read_header(file, problems)) is not None:
-            problems += [f"{file}: {name} is missing" for name in sorted(named - found.keys())]
-            problems += [
+            wrong.append(f"{index}: {file_name}, with {len(named)} tensors, does not exist")
+        elif (found := _read_header(file, wrong)) is not None:
+            differs += [f"{file}: {name} is missing" for name in sorted(named - found.keys())]
+            differs += [
                 f"{file}: {name} is in the file, and not in {index.name} at this place"
                 for name in sorted(found.keys() - named)
             ]
             tensors |= found
+    problems += [*some_of(wrong), *some_of(differs)]
     return tensors
 
 
 def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_bytes())
     except OSError as error:
         problems.append(f"{file}: {error.strerror}")
     except ValueError as error:
@@ -242,11 +249,12 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
     another shape or dtype."""
     family = family_of(folder.config)
     weights = weight_map(family, shape, vocab_size)
-    problems = []
+    missing: list[str] = []
+    problems: list[str] = []
     for name, size in weights.shapes.items():
         entry = folder.tensors.get(name)
         if entry is None:
-            problems.append(f"{name} is missing")
+            missing.append(f"{name} is missing")
         elif entry.shape != size:
             problems.append(
                 f"{name} has the shape {list(entry.shape)}; config.json says {list(size)}"
@@ -254,11 +262,13 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
         elif entry.dtype not in DTYPES:
             problems.append(f"{name} has the dtype {entry.dtype}; legal: {', '.join(DTYPES)}")
     known = {*weights.shapes, family.names["head"]}  # a tied embedding may be there twice
-    for name in folder.tensors:
-        if name not in known and not name.endswith(family.unread):
-            problems.append(f"{name} is no part of the model that config.json describes")
-    if problems:
-        raise DataError("\n".join(f"{folder.path}: {problem}" for problem in problems))
+    unknown = [
+        f"{name} is no part of the model that config.json describes"
+        for name in folder.tensors
+        if name not in known and not name.endswith(family.unread)
+    ]
+    if lines := [*some_of(missing), *some_of(problems), *some_of(unknown)]:
+        raise DataError("\n".join(f"{folder.path}: {line}" for line in lines))
     return weights
 
 

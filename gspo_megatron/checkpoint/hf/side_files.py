@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from gspo_megatron.checkpoint.hf.files import SIDE_FILES
 from gspo_megatron.config.families import describe, family_of, family_of_shape
 from gspo_megatron.config.model_shape import ModelShape, shape_of
 from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.files import parse_json
 
 GENERATION = "generation_config.json"
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -64,7 +64,7 @@ def check_tokenizer(files: Sequence[Path], vocab_size: int) -> None:
             if file.name == "tokenizer.json":
                 last = max(_tokenizers(file).get_vocab().values(), default=-1)
             elif file.name in ("vocab.json", "added_tokens.json"):
-                last = max(json.loads(file.read_text(encoding="utf-8")).values(), default=-1)
+                last = max(parse_json(file.read_bytes()).values(), default=-1)
             elif file.suffix == ".model":
                 last = _sentencepiece(file).get_piece_size() - 1
         except Exception as error:  # tokenizers raises plain Exception
@@ -95,7 +95,7 @@ def generation_files(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
 def _token_ids(by_name: dict[str, Path]) -> dict[str, int | None]:
     settings, vocabulary = by_name.get("tokenizer_config.json"), by_name.get("tokenizer.json")
     if settings is not None and vocabulary is not None:
-        named, tokenizer = json.loads(settings.read_bytes()), _tokenizers(vocabulary)
+        named, tokenizer = parse_json(settings.read_bytes()), _tokenizers(vocabulary)
         ids = {}
         for name in ("eos", "pad"):
             token = named.get(f"{name}_token")

@@ -21,7 +21,7 @@ from torch import Tensor
 from gspo_megatron.checkpoint.folder import sync_folders
 from gspo_megatron.checkpoint.hf.files import DTYPES, SINGLE_FILE, WEIGHT_INDEX
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import SETTLED, folder_lacks, settle, sync
+from gspo_megatron.files import SETTLED, folder_lacks, make_folder, settle, sync
 
 MAX_SHARD_BYTES = 5_000_000_000  # as in most published checkpoints
 
@@ -62,7 +62,7 @@ class NewFolder:
             return self
         check_destination(self.path)
         with write_errors(self.path):
-            self.partial.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.partial.parent)
             if self.partial.exists():
                 lock = _lock(self.partial)  # a running process keeps its folder locked
                 if lock is None:

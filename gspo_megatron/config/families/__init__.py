@@ -18,6 +18,7 @@ from gspo_megatron.config.model_shape import (
 )
 from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import ConfigError
+from gspo_megatron.files import WRONG_VALUES
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -64,7 +65,11 @@ def family_of_shape(shape: ModelShape) -> Family:
 
 def describe(hf_config: Mapping[str, Any]) -> ModelPreset:
     """The model of a config.json. Raises ConfigError with everything that we do not support."""
-    preset, problems = family_of(hf_config).preset(hf_config)
+    family = family_of(hf_config)
+    try:
+        preset, problems = family.preset(hf_config)
+    except WRONG_VALUES as error:
+        raise ConfigError([f"a value of a wrong type: {error}"]) from None
     if problems:
         raise ConfigError(problems)
     return preset

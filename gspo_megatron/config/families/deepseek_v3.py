@@ -30,9 +30,13 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
         wrong = f"not supported with topk_group = {chosen}; legal: {2 * chosen}, or n_group = 1"
         problems.append(f"num_experts_per_tok = {topk}: {wrong}")
     heads = hf.get("num_attention_heads")
-    given = hf.get("num_key_value_heads", heads)
+    given = hf.get("num_key_value_heads", 128)
     if given not in (None, heads):
         problems.append(f"num_key_value_heads = {given}: not supported; legal: {heads}")
+    rotated, width = hf.get("qk_rope_head_dim", 64), hf.get("head_dim")
+    if width not in (None, rotated):  # transformers takes the rotary frequencies from it
+        wrong = f"not supported; legal: qk_rope_head_dim ({rotated})"
+        problems.append(f"head_dim = {width}: {wrong}")
     return problems
 
 
@@ -62,14 +66,13 @@ FAMILY = f.Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     fields=(
-        *f.SIZES[:3],
-        *f.SIZES[4:],
+        *f.SIZES,
         f.Field("q_lora_rank", "q_lora_rank", 1536, nullable=True),
         f.Field("kv_lora_rank", "kv_lora_rank", 512),
         f.Field("qk_nope_head_dim", "qk_head_dim", 128),
         f.Field("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
         f.Field("v_head_dim", "v_head_dim", 128),
-        f.Field("n_routed_experts", "num_moe_experts", also="num_local_experts"),
+        f.Field("n_routed_experts", "num_moe_experts"),
         f.Field("num_experts_per_tok", "moe_router_topk", 8),
         f.Field("moe_intermediate_size", "moe_ffn_hidden_size"),
         f.Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 2.5),
@@ -94,6 +97,10 @@ FAMILY = f.Family(
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
         "num_nextn_predict_layers": (0, None),
+    },
+    spellings={
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
     },
     max_position_embeddings=4096,
     read_pattern=lambda hf: [

@@ -25,13 +25,12 @@ REQUIRED = object()
 @dataclass(frozen=True)
 class Field:
     """A key of config.json that corresponds to a field of TransformerConfig. `default` is what
-    transformers takes if the key is missing, `also` another spelling of the key."""
+    transformers takes if the key is missing."""
 
     hf: str
     ours: str
     default: Any = REQUIRED
     negated: bool = False  # a flag of the opposite meaning
-    also: str = ""
     nullable: bool = False  # null is a value; otherwise it means TransformerConfig's default
 
 
@@ -47,6 +46,7 @@ class Family:
 
     `always`: fields of TransformerConfig that all models of the family share. `only`: keys of
     config.json of which we support some values only; the first one stands for a missing key.
+    `spellings`: other names of keys that transformers takes too, with the usual ones.
     `names`: the template of each tensor's name, by its role (checkpoint/hf/weight_map.py).
     """
 
@@ -56,6 +56,7 @@ class Family:
     names: Mapping[str, str]
     always: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    spellings: Mapping[str, str] = field(default_factory=dict)
     rope_theta: float = 10_000.0
     max_position_embeddings: int = 32_768
     tied: bool = False  # transformers' default if config.json leaves it out
@@ -71,7 +72,8 @@ class Family:
 
     def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:
         """The model that a config.json describes, and a line for each thing not supported."""
-        problems = [
+        hf, twice = _in_one_spelling(hf, self.spellings)
+        problems = twice + [
             f"{key} = {format_value(hf[key])}: not supported; legal: "
             + " or ".join(format_value(value) for value in legal)
             for key, legal in (_ONLY | dict(self.only)).items()
@@ -82,9 +84,12 @@ class Family:
         problems += wrong
         megatron = dict(_ALWAYS | dict(self.always))
         for entry in self.fields:
-            value = hf.get(entry.hf, hf.get(entry.also, entry.default))
+            value = hf.get(entry.hf, entry.default)
             if value is REQUIRED:
                 problems.append(f"{entry.hf}: required and missing")
+            elif entry.default is REQUIRED and not _is_size(value):
+                wrong = f"must be an integer from 0 to {_LARGEST_SIZE:,}"
+                problems.append(f"{entry.hf} = {format_value(value)}: {wrong}")
             elif value is not None or entry.nullable:
                 megatron[entry.ours] = not value if entry.negated else value
         if not isinstance(hf.get("vocab_size"), int):
@@ -96,7 +101,7 @@ class Family:
             experts = self.read_pattern(hf)
             if not any(experts):
                 megatron = {k: v for k, v in megatron.items() if not k.startswith("moe_")}
-                megatron.pop("num_moe_experts")
+                megatron.pop("num_moe_experts", None)
             elif not all(experts):
                 megatron["moe_layer_freq"] = [int(flag) for flag in experts]
         preset = ModelPreset(
@@ -151,18 +156,24 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_dropout": (0.0,),
     "quantization_config": (None,),
+    "per_layer_config": (None, {}),
 }
 
-# What every family has: sizes, norms, positions.
+# What every family has: sizes, norms.
 SIZES = (
     Field("num_hidden_layers", "num_layers"),
     Field("hidden_size", "hidden_size"),
     Field("num_attention_heads", "num_attention_heads"),
-    Field("num_key_value_heads", "num_query_groups", None),
     Field("intermediate_size", "ffn_hidden_size"),
     Field("rms_norm_eps", "layernorm_epsilon", 1e-6),
     Field("hidden_act", "activation_func", "silu"),
 )
+
+
+def key_value_heads(default: int | None) -> Field:
+    """The number of key-value heads; `default` None stands for that of the attention heads."""
+    return Field("num_key_value_heads", "num_query_groups", default)
+
 
 # What routers have in common.
 LINEAR_ROUTER: dict[str, Any] = {
@@ -246,21 +257,72 @@ def _windows(hf: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def _is_size(value: Any) -> bool:
+    """Whether a value may be one of the sizes that config.json must have; 0 or null: of what the
+    model has none of, as a dense model of experts."""
+    return value is None or (type(value) is int and 0 <= value <= _LARGEST_SIZE)
+
+
+_LARGEST_SIZE = 10_000_000  # of a number of layers, a width, ...
+
+
+def _in_one_spelling(
+    hf: Mapping[str, Any], spellings: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The keys of a config.json under their usual names, and a line for each setting that two
+    spellings give different values."""
+    found, problems = dict(hf), []
+    for other, usual in spellings.items():
+        if other not in found:
+            continue
+        value = found.pop(other)
+        if usual in found and found[usual] != value:
+            problems.append(_two_values(other, value, usual, found[usual]))
+        found.setdefault(usual, value)
+    return found, problems
+
+
+def _two_values(key: str, value: Any, other: str, its: Any) -> str:
+    two = f"{key} = {format_value(value)}, but {other} = {format_value(its)}"
+    return f"{two}: two spellings of one setting; keep the right one"
+
+
 def _rope(hf: Mapping[str, Any], default: float) -> tuple[float, list[str]]:
-    """The rotary base; config.json of transformers 5 has it in `rope_parameters`, older ones in
-    `rope_theta` beside `rope_scaling`."""
-    key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    parameters = hf.get(key) or {}
-    if not isinstance(parameters, Mapping):
-        return default, [f"{key} = {format_value(parameters)}: must be a mapping"]
+    """The rotary base. config.json of transformers 5 has it in `rope_parameters`, older ones in
+    `rope_theta` beside `rope_scaling`; transformers reads all three, whichever are there."""
     problems = []
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        problems.append(f"{key}.rope_type = {format_value(kind)}: not supported; legal: default")
-    partial = parameters.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1, 1.0):
-        problems.append(f"partial_rotary_factor = {format_value(partial)}: not supported; legal: 1")
-    theta = parameters.get("rope_theta", hf.get("rope_theta", default))
-    if not isinstance(theta, int | float) or theta <= 0:
+    found: dict[str, dict[str, Any]] = {"": {}, "rope_scaling.": {}, "rope_parameters.": {}}
+    for where, values in found.items():
+        given = hf.get(where[:-1]) if where else hf
+        if given is not None and not isinstance(given, Mapping):
+            problems.append(f"{where[:-1]} = {format_value(given)}: must be a mapping")
+            continue
+        for key, value in (given or {}).items():
+            if where and isinstance(value, Mapping):  # of the layers of one type
+                wrong = "not supported; legal: one set of values for all layers"
+                problems.append(f"{where}{key} = {format_value(value)}: {wrong}")
+            elif key in _ROPE and (where or key in _ROPE_OUTSIDE) and value is not None:
+                values[key] = value
+    for where, values in found.items():
+        values, twice = _in_one_spelling(values, {"type": "rope_type"})
+        problems += [line.replace("type = ", f"{where}type = ", 1) for line in twice]
+        found[where] = values
+    settings: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for where, values in found.items():
+        for key, value in values.items():
+            if key in settings and settings[key] != value:
+                problems.append(_two_values(f"{where}{key}", value, names[key], settings[key]))
+            settings[key], names[key] = value, f"{where}{key}"
+    for key, legal in (("rope_type", "default"), ("partial_rotary_factor", 1)):
+        if (value := settings.get(key, legal)) != legal:
+            where = names[key]
+            problems.append(f"{where} = {format_value(value)}: not supported; legal: {legal}")
+    theta = settings.get("rope_theta", default)
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
         problems.append(f"rope_theta = {format_value(theta)}: must be a number above 0")
     return theta, problems
+
+
+_ROPE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+_ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # also beside the mappings

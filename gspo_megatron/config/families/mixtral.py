@@ -10,7 +10,8 @@ FAMILY = f.Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     fields=(
-        *f.SIZES[:4],
+        *f.SIZES[:3],
+        f.key_value_heads(8),
         # all layers have experts, of this width
         f.Field("intermediate_size", "moe_ffn_hidden_size"),
         f.Field("rms_norm_eps", "layernorm_epsilon", 1e-5),
@@ -27,6 +28,7 @@ FAMILY = f.Family(
         "moe_router_pre_softmax": False,
     },
     only={"router_jitter_noise": (0.0,), "sliding_window": (None,)},
+    spellings={"num_experts": "num_local_experts"},
     rope_theta=1_000_000.0,
     max_position_embeddings=131_072,
     names={

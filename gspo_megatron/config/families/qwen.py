@@ -12,7 +12,7 @@ def _read_pattern(hf: Mapping[str, Any]) -> list[bool]:
     """A layer has experts unless `mlp_only_layers` names it or `decoder_sparse_step` skips it."""
     dense = set(hf.get("mlp_only_layers") or ())
     step = hf.get("decoder_sparse_step", 1)
-    some = (hf.get("num_experts") or hf.get("num_local_experts") or 0) > 0
+    some = (hf.get("num_experts") or 0) > 0
     return [
         some and layer not in dense and (layer + 1) % step == 0
         for layer in range(hf["num_hidden_layers"])
@@ -27,7 +27,7 @@ def _write_pattern(experts: list[bool]) -> dict[str, Any]:
 _MOE_FIELDS = (
     *f.SIZES,
     f.Field("head_dim", "kv_channels", None),
-    f.Field("num_experts", "num_moe_experts", also="num_local_experts"),
+    f.Field("num_experts", "num_moe_experts"),
     f.Field("num_experts_per_tok", "moe_router_topk"),
     f.Field("moe_intermediate_size", "moe_ffn_hidden_size"),
     f.Field("norm_topk_prob", "moe_router_pre_softmax", False, negated=True),
@@ -40,7 +40,7 @@ _QWEN3_NAMES = {**f.EMBEDDINGS, **f.NORMS, **f.ATTENTION, **f.QK_NORMS, **f.DENS
 QWEN3 = f.Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    fields=(*f.SIZES, f.Field("head_dim", "kv_channels", 128)),
+    fields=(*f.SIZES, f.key_value_heads(32), f.Field("head_dim", "kv_channels", 128)),
     always=_QWEN3,
     only={"attention_bias": (False,)},
     names=_QWEN3_NAMES,
@@ -48,7 +48,8 @@ QWEN3 = f.Family(
 QWEN3_MOE = f.Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    fields=_MOE_FIELDS,
+    fields=(*_MOE_FIELDS, f.key_value_heads(4)),
+    spellings={"num_local_experts": "num_experts"},
     always=f.LINEAR_ROUTER | _QWEN3,
     only={"attention_bias": (False,)},
     read_pattern=_read_pattern,
@@ -60,6 +61,7 @@ QWEN2_MOE = f.Family(
     architecture="Qwen2MoeForCausalLM",
     fields=(
         *_MOE_FIELDS,
+        f.key_value_heads(16),
         f.Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
         f.Field("qkv_bias", "add_qkv_bias", True),
     ),

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import sync
+from gspo_megatron.files import WRONG_VALUES, make_folder, sync
 
 FOLDER = "rollouts"  # in the run folder
 SUFFIX = ".groups"
@@ -58,12 +59,13 @@ class DrawFile:
         self.finished: set[int] = set()
         wanted = json.dumps(request, sort_keys=True).encode()
         with _write_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             end = 0
             if path.exists():
                 damaged = set()
                 for number, content, after in _records(path):
-                    if content is None:
+                    is_request = number == _REQUEST
+                    if content is None or not (is_request or _columns_of(content)):
                         damaged.add(number)
                     elif end == 0 and (number, content) != (_REQUEST, wanted):
                         break
@@ -105,12 +107,21 @@ def read_groups(
     """
     try:
         records = _records(path, lambda n: n != _REQUEST and (wanted is None or n in wanted))
-        found = {number: load(content) for number, content, _ in records if content}
+        columns = {number: _columns_of(content) for number, content, _ in records if content}
+        found = {number: each for number, each in columns.items() if each is not None}
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     if missing := sorted(set(wanted or ()) - found.keys()):
         raise DataError(f"{path}: damaged since it was written: groups {missing} are missing")
     return found
+
+
+def _columns_of(content: bytes) -> dict[str, np.ndarray] | None:
+    """The columns in a record; None where it holds none, although its checksum is right."""
+    try:
+        return load(content)
+    except (SafetensorError, *WRONG_VALUES):
+        return None
 
 
 def _tell_damaged(path: Path, numbers: Collection[int]) -> None:

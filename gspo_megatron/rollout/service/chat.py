@@ -16,7 +16,7 @@ from gspo_megatron.config.schema import SuiteSection, suite_key
 from gspo_megatron.data.formats import suite_fields
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.errors import ConfigError, DataError, RolloutError, gathered_in
-from gspo_megatron.files import write_atomically
+from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json, write_atomically
 from gspo_megatron.observe.metrics_files import (
     EVALUATION_FILE,
     METRICS_FILE,
@@ -88,7 +88,7 @@ class ServerEvaluation:
     @contextlib.contextmanager
     def _files(self) -> Any:
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
+            make_folder(self.out)
             text = dump_yaml({"evaluation": self.section.model_dump()})
             write_atomically(self.out / "suites.yaml", text.encode())
         except OSError as error:
@@ -104,7 +104,7 @@ class ServerEvaluation:
             found = await _call(session, f"{self.url}/v1/models", None)
         try:
             return str(found["data"][0]["id"])
-        except (KeyError, IndexError, TypeError) as error:
+        except WRONG_VALUES as error:
             raise RolloutError(f"{self.url}: names no model; legal: --model NAME") from error
 
     async def _draw(
@@ -158,14 +158,14 @@ class ServerEvaluation:
             return Sample(
                 prompt=prompt.text,
                 answer=prompt.answer,
-                response=choice["message"].get("content") or "",  # null: it only thought
+                response=_text(choice["message"].get("content")),
                 truncated=choice["finish_reason"] == "length",
                 fields=prompt.fields,
                 num_tokens=int((found.get("usage") or {}).get("completion_tokens") or 0),
                 messages=prompt.messages,
                 row_id=prompt.row_id,
             )
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except WRONG_VALUES as error:
             raise RolloutError(
                 f"{self.url}: not an answer as OpenAI gives it: {error!r}"
             ) from error
@@ -212,6 +212,13 @@ def _load(name: str, suite: SuiteSection) -> list[Prompt]:
     return found[: suite.limit]
 
 
+def _text(content: Any) -> str:
+    """The content of a message; null where the model only thought. Raises TypeError."""
+    if not isinstance(content, str | None):
+        raise TypeError(f"content = {content!r:.60}: a text is wanted")
+    return content or ""
+
+
 def _session() -> aiohttp.ClientSession:
     key = os.environ.get(KEY_VARIABLE)
     return aiohttp.ClientSession(
@@ -230,7 +237,7 @@ async def _call(session: aiohttp.ClientSession, url: str, given: Any) -> Any:
             async with session.request("GET" if given is None else "POST", url, json=given) as told:
                 content = await told.read()
                 if told.status < 400:
-                    return await told.json(content_type=None)
+                    return parse_json(content)
                 text = " ".join(content.decode(errors="replace").split())[:300]
                 wrong = f"{url}: HTTP {told.status}: {text}"
                 if told.status < 500 and told.status != _BUSY:

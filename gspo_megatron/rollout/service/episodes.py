@@ -181,6 +181,9 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None = 
         future.set_exception(error)
 
 
+_END_SECONDS = 5.0  # for draws under way, where the service ends
+
+
 class RunningDraw:
     """A draw under way, or done."""
 
@@ -224,6 +227,7 @@ class Draws:
         self.stops, self.folder, self.origin = stops, folder, origin
         self.episodes = episodes
         self.running: dict[str, RunningDraw] = {}
+        self._are_over = False
 
     def begin(self, draw: Draw) -> RunningDraw:
         """Start a draw, or return the one that was started already. Its error is a DataError where
@@ -235,6 +239,15 @@ class Draws:
             running.task = asyncio.create_task(self._run(running))
         return running
 
+    async def close(self) -> None:
+        """End those under way: nobody waits for them any more."""
+        self._are_over = True
+        tasks = [each.task for each in self.running.values() if each.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:  # code of the user's environment may take its time
+            await asyncio.wait(tasks, timeout=_END_SECONDS)
+
     def path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
 
@@ -244,7 +257,9 @@ class Draws:
             await self._draw(running)
         except UserError as error:
             running.error = error
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 (of the user's code, too)
+        except (Exception, asyncio.CancelledError) as error:  # also of the user's code
+            if self._are_over and isinstance(error, asyncio.CancelledError):
+                raise  # by `close`
             traceback.print_exception(error)
             told = f"draw {running.draw.name} was ended by {type(error).__name__}: {error}"
             running.error = RolloutError(told)

@@ -94,6 +94,7 @@ class Service:
             try:
                 await self.ended.wait()
             finally:
+                await self.draws.close()
                 await self.pool.close()
                 await self.scorers.close()
                 letters.cancel()
@@ -229,8 +230,9 @@ class Service:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given, f"Bearer {self.settings['token']}"):
+        # as bytes: of texts it takes ASCII alone
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {self.settings['token']}".encode()):
             return web.json_response({"error": "token"}, status=401)
         return await handler(request)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from gspo_megatron.config.problems import problem
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.files import make_folder
 from gspo_megatron.rollout.service.client import MODEL, TOKEN_VARIABLE
 from gspo_megatron.rollout.vllm_worker.gspo_vllm_end import FOLDER_VARIABLE, kill_group
 
@@ -62,7 +63,7 @@ class ServerProcess:
         with contextlib.ExitStack() as stack:
             output: Any = sys.stderr
             if log is not None:
-                log.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(log.parent)
                 output = stack.enter_context(log.open("ab"))
             try:
                 self._process = subprocess.Popen(

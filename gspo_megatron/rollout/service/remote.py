@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import write_atomically
+from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
 from gspo_megatron.rollout.service.process import END_SECONDS, errors_of, last_lines_of
 
 FOLDER = "servers"  # in the bank's folder
@@ -61,16 +61,16 @@ class Letters:
 
     def read(self) -> None:
         try:
-            found = json.loads(self.path.read_bytes())
+            found = parse_json(self.path.read_bytes())
+            beat, servers, address = found["beat"], dict(found["servers"]), found.get("address")
         except FileNotFoundError:
             self.servers = {}
             return
-        except (OSError, ValueError):  # NFS, while it is replaced: the next look will tell
+        except (OSError, *WRONG_VALUES):  # NFS, while it is replaced: the next look will tell
             return
-        if self._beat not in (None, found["beat"]):
+        if self._beat not in (None, beat):
             self.heard = time.monotonic()
-        self._beat, self.servers = found["beat"], found["servers"]
-        self.address = found.get("address")
+        self._beat, self.servers, self.address = beat, servers, address
 
 
 class Node:

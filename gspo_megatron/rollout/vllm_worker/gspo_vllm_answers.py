@@ -55,6 +55,7 @@ MALFORMED = (
     OverflowError,
     EOFError,
     MemoryError,
+    RecursionError,
     BadZipFile,
     SafetensorError,
 )
@@ -357,7 +358,11 @@ class Answers:
         if path == PARTS:
             await self._generate(scope, receive, send)
         elif path == TAKE_BACK:
-            await _tell(send, self._take_back(from_json(await _body(receive))["names"]))
+            try:
+                told, status = self._take_back(_names(await _body(receive))), 200
+            except MALFORMED as error:
+                told, status = {"error": f"{type(error).__name__}: {error}"}, 400
+            await _tell(send, told, status=status)
         elif path == FIGURES:
             await _tell(send, await self._figures(scope))
         elif path == ABOUT:
@@ -473,6 +478,14 @@ class Answers:
 def parse_metrics(text: str) -> dict[str, float]:
     """vLLM's own metrics, by name without the prefix."""
     return {name: float(value) for name, value in _METRIC.findall(text)}
+
+
+def _names(body: bytes) -> list[str]:
+    """The names in a request to take responses back. Raises one of MALFORMED."""
+    names = list(from_json(body)["names"])
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError("names: texts are wanted")
+    return names
 
 
 async def _until_gone(receive: Receive, members: Iterable[_Member]) -> None:

@@ -30,7 +30,7 @@ def biases(policy: Policy) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_model_that_has_not_run_yet_takes_them_back(precision: str, tmp_path: Path) -> None:
-    """bf16 turns them into its own type until the first forward pass or checkpoint."""
+    """They are float32 in every precision."""
     saved = policy_of(precision)
     generator = torch.Generator().manual_seed(1)
     for bias in biases(saved).values():  # values that bf16 does not have

@@ -58,6 +58,23 @@ def test_cut_in_one_way_and_read_in_another(tmp_path: Path, dtype: torch.dtype) 
     assert torch.equal(found, whole) and number == 3.5
 
 
+def test_a_folder_that_another_rank_made_and_this_node_sees_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, is_dir, looks = tmp_path / "model", Path.is_dir, iter([False, False])
+    folder.mkdir()
+
+    def late(path: Path, **more: bool) -> bool:
+        return next(looks, True) if path == folder else is_dir(path, **more)
+
+    monkeypatch.setattr(Path, "is_dir", late)
+    whole = torch.randn(5, 3)
+    write_pieces(folder, halves("a", whole, 2))
+    found = torch.zeros_like(whole)
+    read_pieces(folder, halves("a", found, 4))
+    assert torch.equal(found, whole)
+
+
 @pytest.mark.parametrize("limit", [8, 30, 1000])
 def test_large_pieces_are_stored_in_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int

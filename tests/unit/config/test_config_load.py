@@ -19,7 +19,13 @@ from gspo_megatron.config import (
     recomputes_old_logprobs,
     to_yaml,
 )
-from gspo_megatron.config.load import load_any_config, stage_of
+from gspo_megatron.config.load import (
+    dump_yaml,
+    load_any_config,
+    override,
+    parse_yaml,
+    stage_of,
+)
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.errors import ConfigError
 
@@ -68,6 +74,7 @@ def test_run_folder_is_named_after_the_file_unless_given(tmp_path: Path) -> None
         ("a: !!timestamp 1", "not valid YAML"),
         (f"a: {'9' * 5000}", "not valid YAML"),
         (f"a: {'[' * 3000}", "not valid YAML"),
+        ("a: &x [*x]\n", ":1:4: not valid YAML: an alias inside of its own value"),
         ("# nothing but a comment\n", "empty"),
         ("[1, 2]\n", "must be a mapping of sections"),
         ("just words\n", "must be a mapping of sections"),
@@ -103,6 +110,41 @@ def test_anchors_and_merge_keys_work_and_are_no_duplicates(tmp_path: Path) -> No
         "a": {"k": 1, "l": 2},
         "b": {"k": 3, "l": 2},
     }
+
+
+def _laughs(first: str, each: str, levels: int) -> str:
+    """Each level names the one before it nine times."""
+    rows = [f"    x0: &a0 {first}"]
+    for level in range(1, levels):
+        rows.append(f"    x{level}: &a{level} " + each.replace("*", f"*a{level - 1}"))
+    return MINIMAL + "reward:\n  options:\n" + "\n".join(rows) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "each"),
+    [
+        ("[z, z, z, z, z, z, z, z, z]", f"[{', '.join('*' * 9)}]"),
+        ("{k: 1, l: 2}", f"{{<<: [{', '.join('*' * 9)}]}}"),
+        ("z" * 60_000, f"[{', '.join('*' * 9)}]"),
+    ],
+)
+def test_aliases_that_stand_for_very_much_are_refused_at_once(
+    tmp_path: Path, first: str, each: str
+) -> None:
+    start = time.process_time()
+    path = write(tmp_path, _laughs(first, each, 9))
+    (line,) = problems_of(path)
+    assert re.search(r":1:1: .* aliases stand for [\d,]+ values; legal: 100,000 at most", line)
+    assert time.process_time() - start < 5
+    options = load_config(write(tmp_path, _laughs(first, "[*]", 3))).reward.options
+    assert list(options) == ["x0", "x1", "x2"]
+
+
+def test_a_long_file_without_aliases_is_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gspo_megatron.config.load.MOST_VALUES", 1000)
+    assert len(parse_yaml("a: [" + "z, " * 2000 + "z]", "x")["a"]) == 2001
+    with pytest.raises(ConfigError, match=r"stand for 1,024 values; legal: 1,000 at most"):
+        parse_yaml("a: &a [" + "z, " * 100 + "z]\nb: [" + "*a, " * 8 + "*a]", "x")
 
 
 def test_scalars_are_read_as_people_mean_them(tmp_path: Path) -> None:
@@ -420,3 +462,67 @@ def test_old_logprobs_are_computed_again_where_the_engines_may_differ(
     path = write(tmp_path, MINIMAL)
     config = load_config(path, ("training.precision=fp32", *overrides))
     assert recomputes_old_logprobs(config) == recomputes
+
+
+def test_every_character_comes_back_from_yaml_and_from_overrides() -> None:
+    """Also those that YAML takes for the end of a line, and those beyond 16 bits."""
+    points = [*range(0x100), 0x3000, *range(0x2026, 0x202B), 0xFEFF, 0xFFFE, 0xFFFF, 0x1F600]
+    texts = [text for c in map(chr, points) for text in (c, f"a{c}b", f"{c} ", f"word {c}\n x")]
+    values = {"stop": texts, **{f"k{chr(c)}": c for c in points}}
+    assert parse_yaml(dump_yaml(values), "x") == values
+    written = override("rollout.stop", texts)
+    assert parse_yaml(written.partition("=")[2], "x") == texts
+    for text in ("a\x85b", "\U0001f600", "\\ud83d\\ude00", "\u2028"):
+        assert parse_yaml(override("a.b", text).partition("=")[2], "x") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "{a/b: {prompts: p}}",
+            "evaluation.suites: 'a/b' cannot be the name of a suite; legal: letters, digits, _ and "
+            "-, as in aime-24; a number in quotes",
+        ),
+        (
+            "{2024: {prompts: p}}",
+            "evaluation.suites: 2024 cannot be the name of a suite; legal: letters, digits, _ and "
+            "-, as in aime-24; a number in quotes",
+        ),
+        (
+            "{a: {prompts: p, filter: {field: d, last: 2024-1}}}",
+            "evaluation.suites.a.filter.last = '2024-1': not a date; legal: 2025-01-31, 2025-01 or "
+            "2025",
+        ),
+        (
+            "{a: {prompts: p, filter: {field: d, first: 2024-13}}}",
+            "evaluation.suites.a.filter.first = '2024-13': not a date; legal: 2025-01-31, 2025-01 "
+            "or 2025",
+        ),
+        (
+            "{a: {prompts: p, filter: {field: d, first: 20240101}}}",
+            "evaluation.suites.a.filter.first = 20240101: not a date; legal: 2025-01-31, 2025-01 "
+            "or 2025",
+        ),
+    ],
+)
+def test_names_of_suites_and_dates_that_are_none_are_told(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    path = write(tmp_path, MINIMAL)
+    assert problems_of(path, f"evaluation.suites={text}") == [problem]
+
+
+def test_dates_without_quotes_are_dates(tmp_path: Path) -> None:
+    """A year is a number in YAML; other readers of YAML make a date of a day."""
+    window = "{field: d, first: 2024, last: 2024-05-31}"
+    path = write(
+        tmp_path, MINIMAL + f"evaluation: {{suites: {{a: {{prompts: p, filter: {window}}}}}}}"
+    )
+    config = load_config(path)
+    found = config.evaluation.suites["a"].filter
+    assert (found.first, found.last) == ("2024", "2024-05-31")
+    assert (
+        load_config(write(tmp_path, to_yaml(config), "again.yaml")).evaluation == config.evaluation
+    )
+    assert parse_config(yaml.safe_load(path.read_text()), name="run") == config

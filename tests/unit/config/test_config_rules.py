@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
 from gspo_megatron.config import resolve_parallel
+from gspo_megatron.observe.suite_scores import Answers, suite_figures
+from tests.programs import ROOT
 from tests.unit.config.configs import config_with, problems_of
 
 
@@ -299,3 +302,46 @@ def test_each_running_server_is_named_once() -> None:
     twice = ["rollout.engine=vllm", "rollout.vllm.urls=[http://A:1,http://a:1/,http://b:1]"]
     [told] = [each for each in problems_of(1, *twice) if "urls" in each]
     assert told.endswith("http://a:1 is there 2 times; legal: each server once"), told
+
+
+EVALUATED = [
+    "checkpoint.keep_best=1", "checkpoint.interval=5", "training.evaluation_interval=5",
+    "data.eval_prompts=e.jsonl", "evaluation.interval=5",
+    "evaluation.suites={aime: {prompts: e.jsonl, samples: 6}}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("evaluation/acuracy", "did you mean evaluation/accuracy"),
+        ("evaluaton/accuracy", "did you mean evaluation/accuracy"),
+        ("accuracy", "did you mean evaluation/accuracy?"),
+        ("pass_at_4", "did you mean evaluation/aime/pass_at_4"),
+        ("evaluation/aime/pass_at_3", "did you mean evaluation/aime/pass_at_"),
+        ("evaluation/math/mean", "did you mean evaluation/aime/mean"),
+    ],
+)
+def test_a_slip_in_the_best_metric_is_told(name: str, meant: str) -> None:
+    [line] = problems_of(1, *EVALUATED, f"checkpoint.best_metric={name}")
+    assert line.startswith(f"checkpoint.best_metric = '{name}': no evaluation of this run has it")
+    assert meant in line
+
+
+def test_other_metrics_are_left_to_the_run() -> None:
+    """Those of the page about metrics, of custom rewards and objectives, and of all suites."""
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
+    names = {name for name in re.findall(r"`([^`]+)`", " ".join(cells)) if "evaluation" not in name}
+    assert len(names) > 40
+    names |= {"reward/format", "mine/figure", "evaluation/failed", "evaluation/aime/pass_at_6"}
+    names |= {f"evaluation/aime/pass_at_{k}" for k in (1, 2, 4)} | {"evaluation/aime/maj_at_6"}
+    for name in sorted(names):
+        assert problems_of(1, *EVALUATED, f'checkpoint.best_metric="{name}"') == [], name
+
+
+def test_the_figures_of_suites_are_those_that_a_suite_has() -> None:
+    answers = [Answers([1.0] * 6, [True] * 6, ["a"] * 6, [False] * 6, [3] * 6)] * 2
+    for figure in suite_figures(answers, 6):
+        name = f"evaluation/aime/{figure}"
+        assert problems_of(1, *EVALUATED, f"checkpoint.best_metric={name}") == []

@@ -102,6 +102,13 @@ def test_layers_with_experts(changes: dict[str, Any], frequency: list[int] | Non
     assert shape(written) == found
 
 
+@pytest.mark.parametrize("none", [0, None])
+def test_no_experts_at_all_are_a_dense_model(none: int | None) -> None:
+    sizes = {"num_experts": none, "num_experts_per_tok": none, "moe_intermediate_size": none}
+    found = shape(QWEN3_30B_A3B | {"num_hidden_layers": 2} | sizes)
+    assert found.num_moe_experts is None
+
+
 def test_no_layer_with_experts_is_a_dense_model() -> None:
     found = shape(QWEN3_30B_A3B | {"num_hidden_layers": 2, "mlp_only_layers": [0, 1]})
     assert found.num_moe_experts is None
@@ -239,8 +246,16 @@ def test_what_keeps_a_folder_from_being_read(tmp_path: Path) -> None:
     broken, listed = folder(tmp_path / "broken"), folder(tmp_path / "listed")
     (broken / "config.json").write_text("{")
     (listed / "config.json").write_text("[1]")
+    deep, texts = folder(tmp_path / "deep"), folder(tmp_path / "texts", num_hidden_layers="4")
+    (deep / "config.json").write_text('{"a":' * 5000 + "1" + "}" * 5000)
+    huge = folder(tmp_path / "huge", num_hidden_layers=10**12)
     for path, named in (
         (tmp_path / "absent", "no such folder"),
+        (deep, "cannot be read: nested more than 100 levels deep"),
+        (texts, "num_hidden_layers = '4': must be an integer"),
+        (folder(tmp_path / "heads", num_attention_heads=[4]), r"num_attention_heads = \[4\]"),
+        (huge, "num_hidden_layers = 1000000000000: must be an integer from 0 to"),
+        (folder(tmp_path / "layers", mlp_only_layers=3), "a value of a wrong type"),
         (folder(tmp_path / "llama", model_type="llama", architectures=["Llama"]), "Llama"),
         (broken, "cannot be read"),
         (listed, "not a JSON object"),

@@ -226,6 +226,29 @@ assert refused["error"]["code"] == "context_length_exceeded", refused
         ("chat([{'role': 'robot', 'content': ''}])", "a message of the role 'robot'"),
         ("chat([{'role': 'user', 'content': [{'type': 'image_url'}]}])", "parts of the type text"),
         ("chat([{'role': 'user', 'content': 'x' * 500}])", "data.max_prompt_tokens"),
+        ("chat([user], max_tokens='9')", "max_tokens = '9': a number is wanted"),
+        ("chat([user], max_tokens=-1)", "max_tokens = -1: legal: 1 or more"),
+        ("chat([user], tools={'a': 1})", "tools = {'a': 1}: a list is wanted"),
+        ("chat([user], stream=True, stream_options=[1])", "stream_options = [1]: an object is"),
+        ("post('/chat/completions', [1])", "the request is no JSON object"),
+        (
+            """
+deep = {"id": "a", "function": {"name": "f", "arguments": "[" * 9000 + "]" * 9000}}
+chat([user, {"role": "assistant", "content": None, "tool_calls": [deep]}, user])
+""",
+            "a tool call that is not as it was sent: nested more than 100 levels deep",
+        ),
+        (
+            """
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    b"[" * 200_000, {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+try:
+    urllib.request.urlopen(request)
+except urllib.error.HTTPError as error:
+    assert error.code == 400, error.code
+""",
+            "the request is no JSON object",
+        ),
         ("chat([user]); post('/reward', {'reward': 'a'})", None),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import warnings
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -11,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from gspo_megatron.models.build import Policy
 from gspo_megatron.platform import megatron_fixes
+from tests.unit.models.one_rank import tiny_policy
 from tests.unit.platform import stock
 
 # isort: split
 import megatron.core
+from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 from megatron.core.extensions import transformer_engine
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
@@ -128,6 +132,68 @@ def test_stock_routers_cannot_count_with_a_mask() -> None:
     native = TopKRouter._apply_expert_bias.__wrapped__
     with pytest.raises(RuntimeError, match="must match"):  # or the mending can go
         native(_router(3), ROUTES, padding_mask=PADDING)
+
+
+def _routers_in_bf16() -> tuple[Policy, list[TopKRouter]]:
+    megatron = {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
+        "moe_aux_loss_coeff": [0.01, 0.01],
+        "moe_router_bias_update_rate": 1e-3,
+    }
+    policy = tiny_policy(model={"megatron": megatron}, training={"precision": "bf16"})
+    return policy, [m for m in policy.models[0].modules() if isinstance(m, TopKRouter)]
+
+
+def test_counts_of_tokens_stay_exact_in_bf16(one_rank: None) -> None:
+    """The first expert gets one token more than the others, beyond what float32 can tell."""
+    policy, [first, *_] = _routers_in_bf16()
+    experts = len(first.expert_bias)
+    first.local_tokens_per_expert += 2**24
+    first._apply_expert_bias(torch.eye(experts, dtype=torch.bool)[:1])
+    assert first.local_tokens_per_expert.tolist() == [2**24 + 1] + [2**24] * (experts - 1)
+    _update_router_expert_bias(policy.models, first.config)
+    assert first.expert_bias.sign().tolist() == [-1] + [1] * (experts - 1)
+
+
+def test_no_counter_of_a_router_is_in_bf16_before_or_after_a_pass(one_rank: None) -> None:
+    policy, routers = _routers_in_bf16()
+    for steps in (300, 301):
+        for router in routers:
+            if steps == 300:
+                router.ga_steps += 300
+            kinds = {name: buffer.dtype for name, buffer in router.named_buffers()}
+            assert len(kinds) == 4 and torch.bfloat16 not in kinds.values(), kinds
+            assert router.ga_steps == steps  # in bf16 300 + 1 is 300
+            assert router.weight.dtype is torch.bfloat16
+        ids, positions = torch.arange(8)[None], torch.arange(8)[None]
+        policy.models[0].train()(input_ids=ids, position_ids=positions, attention_mask=None)
+
+
+def test_stock_routers_count_in_bf16(one_rank: None) -> None:
+    _, [router, *_] = _routers_in_bf16()
+    router.local_tokens_per_expert.fill_(256)
+    TopKRouter._apply.__wrapped__(router, torch.Tensor.bfloat16)
+    router._apply_expert_bias(torch.ones(1, len(router.expert_bias), dtype=torch.bool))
+    assert set(router.local_tokens_per_expert.tolist()) == {256}  # or the mending can go
+
+
+def test_the_z_loss_of_bf16_logits_is_no_bf16_sum(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens alike: the mean is one token's, however many there are."""
+    _, [router, *_] = _routers_in_bf16()
+    seen = SimpleNamespace(apply=lambda logits, loss: loss)
+    monkeypatch.setattr(moe_utils, "MoEAuxLossAutoScaler", seen)
+    router = SimpleNamespace(
+        config=SimpleNamespace(moe_z_loss_coeff=1.0),
+        training=True,
+        calculate_per_token_loss=False,
+        tp_cp_group=router.tp_cp_group,
+    )
+    loss = TopKRouter.apply_z_loss(router, torch.ones(257, 4, dtype=torch.bfloat16))
+    assert float(loss) == pytest.approx((1 + math.log(4)) ** 2, rel=1e-6)
 
 
 @needs_no_engine

@@ -118,3 +118,39 @@ def test_only_needed_draws_are_kept(tmp_path: Path) -> None:
         written(tmp_path / f"{name}.groups", 0)
     forget(tmp_path, lambda name: name == "step_00000002_0")
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002_0.groups"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no tensors",
+        b"\xff" * 8 + b"{}",
+        b"\x02\0\0\0\0\0\0\0[]",
+        b'\x40\0\0\0\0\0\0\0{"a":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'.ljust(72)
+        + b"00",
+    ],
+)
+def test_a_record_with_a_right_checksum_that_holds_no_group_is_drawn_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes,
+) -> None:
+    path = tmp_path / "a.groups"
+    file = DrawFile(path, REQUEST)
+    file.append(group(0))
+    with monkeypatch.context() as patched:
+        patched.setattr("gspo_megatron.rollout.service.bank.save", lambda _: content)
+        file.append(group(1))
+    file.append(group(2))
+    file.close()
+    with pytest.raises(DataError, match=r"damaged since it was written: groups \[1\] are missing"):
+        read_groups(path, {1, 2})
+    assert_holds(path, 0, 2)
+    file = DrawFile(path, REQUEST)
+    assert file.finished == {0, 2}
+    assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 1\n"
+    file.append(group(1))
+    file.close()
+    assert_holds(path, 0, 1, 2)

@@ -27,6 +27,7 @@ class Chat:
         self.requests: list[dict[str, Any]] = []
         self.failures = [503, 429]  # of the first requests
         self.refuses = False
+        self.says: str | bytes | None = None  # instead of an answer
         self.url = ""
 
     async def complete(self, request: web.Request) -> web.Response:
@@ -34,6 +35,8 @@ class Chat:
             return web.Response(status=self.failures.pop(), text="busy")
         if self.refuses:
             return web.Response(status=400, text="no such sampling")
+        if self.says is not None:
+            return web.Response(body=self.says, content_type="application/json", charset="utf-9")
         given = await request.json()
         given["key"] = request.headers.get("Authorization")
         self.requests.append(given)
@@ -142,6 +145,30 @@ def test_a_server_that_refuses_is_not_asked_again(
     assert main([*words, "evaluation.suites.sums.top_k=5", "--requests", "1"]) == 2
     assert "HTTP 400: no such sampling" in capsys.readouterr().err
     assert chat.requests == []
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b"[" * 200_000,
+        b"[]",
+        b'{"choices": []}',
+        b'{"choices": [{"message": {"content": ["a"]}, "finish_reason": "stop"}]}',
+        b'{"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}],'
+        b' "usage": {"completion_tokens": "many"}}',
+    ],
+)
+def test_an_answer_that_is_none_is_named_with_the_server(
+    chat: Chat, suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], says: bytes
+) -> None:
+    chat.says, chat.failures = says, []
+    words = ["evaluate", chat.url, "--suite", str(suite), "-o", str(tmp_path / "out")]
+    assert main([*words, "--requests", "1"]) == 2
+    told = capsys.readouterr().err
+    assert chat.url in told and "Traceback" not in told
+    assert "the answer is not JSON" in told or "not an answer as OpenAI gives it" in told
 
 
 def test_all_mistakes_are_told_before_the_server_is_asked(

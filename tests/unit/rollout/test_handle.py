@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import signal
 import socket
@@ -20,6 +21,8 @@ import pytest
 from gspo_megatron.config import parse_config
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.service.episodes import draw_to_json
 from gspo_megatron.rollout.service.handle import Handle
 from tests.programs import command_environment, wait_until
 
@@ -36,7 +39,15 @@ time.sleep(300)
 """
 
 
-def settings(folder: Path) -> dict[str, Any]:
+class Waiting:
+    """An environment whose episodes never ask the policy."""
+
+    async def rollout(self, client: Any, task: Any) -> None:
+        print("an episode has begun", file=sys.stderr, flush=True)
+        await asyncio.sleep(300)
+
+
+def settings(folder: Path, **sections: Any) -> dict[str, Any]:
     """Of a service that is told of no weights, so it starts no server."""
     write_toy_dataset(folder / "toy", "mixed", train=4, test=2, seed=1)
     config = parse_config(
@@ -47,6 +58,7 @@ def settings(folder: Path) -> dict[str, Any]:
             },
             "rollout": {"engine": "vllm", "vllm": {"servers": 1}},
             "logging": {"dir": str(folder / "run")},
+            **sections,
         }
     )
     return {
@@ -203,3 +215,38 @@ def test_the_service_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: P
     finally:
         rank_0.kill()
         rank_0.wait()
+
+
+def test_a_token_that_is_no_ascii_is_refused_as_any_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handle = Handle(settings(tmp_path), restarts=0)
+    try:
+        for word in ("Bearer schlüssel", "Bearer \N{PILE OF POO}", "Bearer \x80"):
+            told = b"GET /figures HTTP/1.1\r\nHost: a\r\nAuthorization: "
+            port = int(handle._url.rpartition(":")[2])
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+                client.sendall(told + word.encode() + b"\r\nConnection: close\r\n\r\n")
+                assert client.recv(1000).startswith(b"HTTP/1.1 401"), word
+    finally:
+        handle.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_service_that_ends_within_a_draw_says_nothing_of_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    waiting = {"import_path": f"{__name__}:Waiting"}
+    handle = Handle(settings(tmp_path, environment=waiting), restarts=0)
+    draw = Draw("step_00000001_0", "data.prompts", [0, 1], 0, 2, Sampling(4), seed=1, version=0)
+    told = ""
+
+    def all_have_begun() -> bool:
+        nonlocal told
+        told += capfd.readouterr().err
+        return told.count("an episode has begun") == 4
+
+    handle.begin_draw(draw_to_json(draw))
+    assert wait_until(all_have_begun, handle._process, seconds=60)
+    handle.close()
+    assert told + capfd.readouterr().err == 4 * "an episode has begun\n"

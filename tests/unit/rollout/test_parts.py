@@ -24,6 +24,7 @@ from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
     NOT_AS_VLLM,
     PARTS,
     TAKE_BACK,
+    Answers,
     Failure,
     Response,
     pack,
@@ -441,3 +442,21 @@ def test_a_server_without_our_middleware_gets_one_at_a_time(tmp_path: Path) -> N
         assert greedy(PROMPT, 6) == (await pool.generate(PROMPT, SAMPLING, 0)).token_ids.tolist()
 
     pooled(work, count=3)
+
+
+@pytest.mark.parametrize("body", [b"", b"[", b"[]", b'{"names": 5}', b'{"names": [[1]]}'])
+def test_a_request_to_take_back_that_is_none_is_refused(body: bytes) -> None:
+    """As one for a part is."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    for path in (TAKE_BACK, PARTS):
+        scope = {"type": "http", "path": path, "headers": []}
+        asyncio.run(Answers(None)(scope, receive, send))
+        start, told = sent[-2:]
+        assert start["status"] == 400 and b"error" in told["body"]

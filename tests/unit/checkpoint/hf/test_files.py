@@ -7,6 +7,7 @@ import os
 import random
 import re
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,37 @@ def test_an_index_without_a_map_of_its_folder(tmp_path: Path, content: str, expe
     folder = two_files(tmp_path / "hf")
     (folder / INDEX).write_text(content)
     assert problems_of(folder) == [f"{folder / INDEX}: {expected}"]
+
+
+def test_names_in_an_index_that_no_file_has(tmp_path: Path) -> None:
+    names = {"b": "x" * 300, "c": "a\0b", "d": "", "e": "\ud800"}
+    folder = two_files(tmp_path / "m", weight_map={"a": "one.safetensors"} | names)
+    (folder / "two.safetensors").unlink()
+    told = problems_of(folder)
+    assert sum("is longer than 255 bytes" in line for line in told) == 1
+    assert sum("holds a NUL" in line for line in told) == 1
+    assert sum("is not the name of a file in this folder" in line for line in told) == 1
+    assert sum("holds half a surrogate pair" in line for line in told) == 1
+    assert all(len(line) < 400 for line in told)
+
+
+def test_an_index_of_very_many_files_is_read_in_one_pass(tmp_path: Path) -> None:
+    files = {f"t{n}": f"f{n}.safetensors" for n in range(20_000)}
+    folder = two_files(tmp_path / "m", weight_map=files)
+    start = time.process_time()
+    assert problems_of(folder)[-1] == "... and 19,990 more"
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000])
+def test_config_json_that_is_nested_deep_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    folder = two_files(tmp_path / "m")
+    for name in ("config.json", "generation_config.json", INDEX):
+        before = (folder / name).read_text() if (folder / name).exists() else "{}"
+        (folder / name).write_text(content)
+        [line] = problems_of(folder)
+        assert f"{folder / name}: not JSON: nested more than 100 levels deep" in line
+        (folder / name).write_text(before)
 
 
 def test_only_pickles(tmp_path: Path) -> None:

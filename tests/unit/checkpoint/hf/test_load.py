@@ -67,6 +67,24 @@ def test_all_that_is_wrong_is_said_and_nothing_changed(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, _weights(policy), strict=True))
 
 
+def test_of_very_many_missing_tensors_some_are_named_and_all_counted(tmp_path: Path) -> None:
+    """And what else is wrong is not hidden behind them."""
+    policy = _random_policy(write_model(tmp_path / "one", "qwen3_moe", seed=1))
+    config = model_config("qwen3_moe")
+    name = "model.layers.0.input_layernorm.weight"
+    few = {name: torch.zeros(3), **{f"more.{n}": torch.zeros(1) for n in range(30)}}
+    bad = write_folder(tmp_path / "few", config, few)
+    with pytest.raises(DataError) as error:
+        load_hf(bad, policy)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 10 + 1 + 1 + 10 + 1
+    assert sum(line.endswith(" is missing") for line in lines) == 10
+    missing = len(random_tensors(config, seed=1)) - 1
+    assert f"{bad}: ... and {missing - 10} more" in lines
+    assert f"{bad}: {name} has the shape [3]; config.json says [44]" in lines
+    assert lines[-1] == f"{bad}: ... and 20 more"
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

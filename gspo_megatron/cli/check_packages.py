@@ -1,0 +1,68 @@
+"""Whether the packages that a run imports beside its own are here, before it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from gspo_megatron.errors import ConfigError, gathered_in
+
+if TYPE_CHECKING:
+    from gspo_megatron.config.stages import AnyConfig
+
+# A folder of that name beside the run, which is no package, has no origin.
+_FIND = """
+import importlib.util, sys
+found = importlib.util.find_spec(sys.argv[1])
+sys.exit(0 if found is not None and found.origin else 3)
+"""
+_MISSING = 3
+_SECONDS = 60.0  # for an interpreter on a file system over the network
+
+
+def check_packages(config: AnyConfig) -> None:
+    """Raise ConfigError where a package of the trackers, or vLLM for the servers that the run
+    starts on this node, cannot be imported."""
+    from gspo_megatron.config import Config
+    from gspo_megatron.config.rollout_nodes import rollout_nodes
+    from gspo_megatron.observe.trackers import require_packages
+
+    problems: list[str] = []
+    with gathered_in(problems):
+        require_packages(config.logging.trackers)
+    if isinstance(config, Config) and config.rollout.engine == "vllm":
+        section = config.rollout.vllm
+        if section.servers and not rollout_nodes():  # agents on those nodes start them there
+            problems += _lacks_vllm(section.python)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _lacks_vllm(python: str | None) -> list[str]:
+    """The problem with the interpreter that is to start vLLM; nothing where it has vLLM."""
+    from gspo_megatron.config.problems import problem
+
+    key, advice = "rollout.vllm.python", "legal: the interpreter of an environment that has vLLM"
+    program = shutil.which(python or sys.executable)
+    if program is None:
+        return []  # a rule of the configuration says so
+    ended = None
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        ended = subprocess.run(
+            [program, "-c", _FIND, "vllm"],
+            env={**os.environ, "PYTHONPATH": ""},  # as servers have it
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    if ended is not None and ended.returncode == 0:
+        return []
+    if ended is None or ended.returncode != _MISSING:
+        return [problem(key, python, f"is no Python interpreter; {advice}")]
+    if python is None:
+        return [problem(key, None, f"{program}, which runs this program, has no vLLM; {advice}")]
+    return [problem(key, python, f"has no package vllm; {advice}")]

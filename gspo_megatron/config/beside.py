@@ -1,0 +1,141 @@
+"""Paths of a configuration that are beside its file and not in the present folder.
+
+A relative path means the present folder, as in a shell. Where there is nothing, the folder of the
+configuration file is looked at too, so that `check task/config.yaml` works from anywhere; what was
+found there is told, once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.config.problems import problem
+from gspo_megatron.plugins import MODULES_VARIABLE
+
+# Keys of inputs. What a run writes is in the present folder, whoever reads the configuration.
+_PATHS = {
+    "data": ("tokenizer", "prompts", "eval_prompts", "examples", "eval_examples")
+    + ("train", "evaluation"),
+    "model": ("hf_path", "checkpoint_path"),
+}
+_OUTPUTS = {"logging": ("dir",), "export": ("hf_path",)}
+_ENDINGS = ("", ".idx")  # a corpus is named by what its files begin with
+
+
+def with_paths_beside(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The sections of a configuration file, in which paths that exist only beside the file are
+    made to lead there."""
+    found = dict(values)
+    for section, given in values.items():
+        if isinstance(given, Mapping):
+            keys = _PATHS.get(str(section), ())
+            found[section] = {
+                key: _of_key(f"{section}.{key}", value, file) if key in keys else value
+                for key, value in given.items()
+            }
+            _find_modules(section, given, file)
+    evaluation = found.get("evaluation")
+    if isinstance(evaluation, Mapping) and isinstance(evaluation.get("suites"), Mapping):
+        suites = suites_beside(evaluation["suites"], file, "evaluation.suites.")
+        found["evaluation"] = {**evaluation, "suites": suites}
+    return found
+
+
+def suites_beside(suites: Mapping[Any, Any], file: Path, above: str = "") -> dict[Any, Any]:
+    """The same for suites, by name; a suite may be the path of another file, too."""
+    found: dict[Any, Any] = {}
+    for name, suite in suites.items():
+        found[name] = suite
+        if isinstance(suite, str):
+            path, colon, inner = suite.rpartition(":")
+            if colon and not _is_there(Path(suite)) and not _is_there(file.parent / suite):
+                found[name] = f"{_of_path(f'{above}{name}', path, file)}:{inner}"
+            else:
+                found[name] = _of_path(f"{above}{name}", suite, file)
+        elif isinstance(suite, Mapping) and "prompts" in suite:
+            prompts = _of_key(f"{above}{name}.prompts", suite["prompts"], file)
+            found[name] = {**suite, "prompts": prompts}
+            if isinstance(suite.get("reward"), Mapping):
+                _find_modules(f"{above}{name}.reward", suite["reward"], file)
+    return found
+
+
+def nul_problems(values: Mapping[str, Any]) -> list[str]:
+    """A line for each path that no file can have; the system's own error has no name of a key."""
+    found: list[tuple[str, Any]] = []
+    for section, keys in {**_PATHS, **_OUTPUTS}.items():
+        given = values.get(section)
+        if isinstance(given, Mapping):
+            found += [(f"{section}.{key}", given.get(key)) for key in keys]
+    evaluation = values.get("evaluation")
+    suites = evaluation.get("suites") if isinstance(evaluation, Mapping) else None
+    for name, suite in suites.items() if isinstance(suites, Mapping) else ():
+        if isinstance(suite, Mapping):
+            found.append((f"evaluation.suites.{name}.prompts", suite.get("prompts")))
+    return [
+        problem(key, each, "no path holds a NUL")
+        for key, value in found
+        for each in (value if isinstance(value, list) else [value])
+        if isinstance(each, str) and "\0" in each
+    ]
+
+
+def _of_key(key: str, value: Any, file: Path) -> Any:
+    if isinstance(value, list):
+        return [_of_path(key, each, file) for each in value]
+    return _of_path(key, value, file)
+
+
+def _of_path(key: str, value: Any, file: Path) -> Any:
+    if not isinstance(value, str) or not value or Path(value).is_absolute():
+        return value
+    beside = file.parent / value
+    if _is_there(Path(value)) or not _is_there(beside):
+        return value
+    _tell(f"{key} = {value}: not in {os.getcwd()}; read beside {file}: {beside}")
+    return str(beside)
+
+
+def _find_modules(section: str, given: Mapping[str, Any], file: Path) -> None:
+    """Have modules of the user's that are beside the file found there, in all processes."""
+    for key in ("import_path", "advantage_import_path"):
+        value = given.get(key)
+        top = re.match(r"\w+", value) if isinstance(value, str) else None
+        if top is None or _has_module(Path(), top[0]) or not _has_module(file.parent, top[0]):
+            continue
+        if top[0] in sys.modules or importlib.util.find_spec(top[0]) is not None:
+            continue  # installed, or found there before
+        folder = str(file.parent.resolve())
+        known = filter(None, os.environ.get(MODULES_VARIABLE, "").split(os.pathsep))
+        os.environ[MODULES_VARIABLE] = os.pathsep.join(dict.fromkeys([*known, folder]))
+        _tell(f"{section}.{key} = {value}: {top[0]} is not in {os.getcwd()}; read beside {file}")
+
+
+def _has_module(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return any(path.with_name(path.name + ending).exists() for ending in _ENDINGS)
+    except (OSError, ValueError):  # no name that a file can have: told where it is read
+        return False
+
+
+def _tell(text: str) -> None:
+    """Once in a run: by the first rank, or by the process that starts the ranks here, from which
+    they inherit what was told."""
+    told = os.environ.get(_TOLD, "").split("\n")
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    if text not in told and rank == "0":
+        os.environ[_TOLD] = "\n".join([*told, text])
+        print(text, file=sys.stderr, flush=True)
+
+
+_TOLD = "GSPO_TOLD_PATHS"

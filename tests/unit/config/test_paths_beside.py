@@ -1,0 +1,145 @@
+"""Inputs beside the configuration file, read from another folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_megatron.checkpoint.run_state import fingerprints
+from gspo_megatron.config import load_config
+from gspo_megatron.config.load import load_any_config
+from gspo_megatron.data.toy import write_toy_dataset
+from gspo_megatron.errors import ConfigError, RewardError
+from gspo_megatron.rewards.registry import get_reward
+from tests.programs import command_environment
+
+TEXT = """
+data: {tokenizer: toy/tokenizer.model, prompts: [toy/train.jsonl], eval_prompts: toy/test.jsonl}
+evaluation:
+  suites: {here: {prompts: toy/test.jsonl}, there: more/suites.yaml, named: "more/suites.yaml:a"}
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a configuration and what it names; the present folder is the one above."""
+    for name in ("GSPO_TOLD_PATHS", "GSPO_MODULE_FOLDERS"):
+        monkeypatch.setenv(name, "")  # restored after the test
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "task"
+    write_toy_dataset(folder / "toy", "mixed", train=4, test=2, seed=1)
+    (folder / "more").mkdir()
+    (folder / "more" / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (folder / "more" / "suites.yaml").write_text("a: {prompts: rows.jsonl}\n")
+    (folder / "config.yaml").write_text(TEXT)
+    return folder
+
+
+def test_they_are_read_from_its_folder_and_that_is_told(
+    task: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config("task/config.yaml")
+    assert config.data.tokenizer == "task/toy/tokenizer.model"
+    assert config.data.prompts == ["task/toy/train.jsonl"]
+    suites = config.evaluation.suites
+    assert suites["here"].prompts == ["task/toy/test.jsonl"]
+    assert suites["there"].prompts == suites["named"].prompts == ["task/more/rows.jsonl"]
+    told = capsys.readouterr().err.splitlines()
+    assert (
+        f"data.tokenizer = toy/tokenizer.model: not in {task.parent}; read beside "
+        "task/config.yaml: task/toy/tokenizer.model"
+    ) in told
+    named = [line.split(" = ")[0] for line in told]
+    suite = "evaluation.suites."
+    assert named == [
+        *("data.tokenizer", "data.prompts", "data.eval_prompts"),
+        *(f"{suite}here.prompts", f"{suite}there", f"{suite}named", "a.prompts"),
+    ]
+    load_config("task/config.yaml")
+    assert capsys.readouterr().err == ""  # it was told
+
+
+def test_the_present_folder_comes_first_and_outputs_go_there(
+    task: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = task.parent / "toy"
+    here.mkdir()
+    for name in ("tokenizer.model", "train.jsonl", "test.jsonl"):
+        (here / name).write_text("")
+    config = load_config("task/config.yaml", ["evaluation.suites={}", "data.eval_prompts=b.jsonl"])
+    assert config.data.tokenizer == "toy/tokenizer.model"
+    assert config.data.prompts == ["toy/train.jsonl"]
+    assert config.data.eval_prompts == ["b.jsonl"]  # of the command line: the present folder's
+    assert config.logging.dir == "runs/config"
+    monkeypatch.chdir(task)
+    capsys.readouterr()
+    assert load_config("config.yaml").data.prompts == ["toy/train.jsonl"]
+    told = capsys.readouterr().err  # rows of a file of suites are looked for beside that file
+    assert told.count("\n") == 1 and "read beside more/suites.yaml: more/rows.jsonl" in told
+
+
+def test_what_is_nowhere_keeps_its_name(task: Path) -> None:
+    words: dict[str, Any] = {"absent": "x/y.jsonl", "nul": r'"a\0b"', "long": "z" * 300}
+    for value in words.values():
+        (task / "sft.yaml").write_text(f"data: {{tokenizer: t, examples: {value}}}\n")
+        if "0" in value:
+            with pytest.raises(ConfigError, match="data.examples = .*: no path holds a NUL"):
+                load_any_config("task/sft.yaml")
+        else:
+            assert load_any_config("task/sft.yaml").data.examples == value
+
+
+def test_prefixes_of_corpora_and_weights_are_found(task: Path) -> None:
+    (task / "corpus.idx").touch()
+    (task / "weights").mkdir()
+    (task / "pre.yaml").write_text(
+        "data: {tokenizer: toy/tokenizer.model, train: [corpus]}\n"
+        "model: {checkpoint_path: weights}\n"
+    )
+    config = load_any_config("task/pre.yaml")
+    assert config.data.train == ["task/corpus"]
+    assert config.model.checkpoint_path == "task/weights"
+
+
+def test_modules_are_found_by_all_processes_of_a_run(
+    task: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module = "a_reward_beside_its_configuration"
+    named = f"reward: {{import_path: {module}:score, workers: 1}}\n"
+    (task / "config.yaml").write_text(TEXT + named)
+    (task / f"{module}.py").write_text("def score(sample):\n    return float(len(sample.prompt))\n")
+    config = load_config("task/config.yaml")
+    told = capsys.readouterr().err
+    assert f"reward.import_path = {module}:score: {module} is not in {task.parent}; read" in told
+    assert "+" not in fingerprints(config)["reward.import_path"]
+    reward = get_reward("", config.reward.import_path, {}, 1)
+    try:
+        assert reward.function.__module__ == module
+    finally:
+        sys.modules.pop(module, None)
+    wrong = f"no module named nowhere, neither installed nor in {task.parent} nor in {task}"
+    with pytest.raises(RewardError, match=wrong):
+        get_reward("", "nowhere:score", {}, 0)
+
+
+def test_check_works_from_another_folder(task: Path) -> None:
+    (task / "mine.py").write_text("def reward(sample):\n    return 1.0\n")
+    (task / "config.yaml").write_text(f"{TEXT}reward: {{import_path: 'mine:reward'}}\n")
+    words = [sys.executable, "-m", "gspo_megatron", "check", "task/config.yaml"]
+    done = subprocess.run(
+        words, env=command_environment(), cwd=task.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("read beside task/config.yaml") == 7
+    (task / "toy" / "test.jsonl").unlink()
+    done = subprocess.run(
+        words, env=command_environment(), cwd=task.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    looked = f"toy/test.jsonl: no such prompt file; the present folder is {task.parent}"
+    assert looked in done.stderr
