@@ -18,6 +18,7 @@ from gspo_megatron.observe.metrics_files import (
     JsonLinesWriter,
     MetricsWriter,
     SampleWriter,
+    read_metrics,
 )
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.trackers import open_trackers
@@ -59,6 +60,8 @@ class RunLogger:
             self._metrics.truncate_after(step, phase)
             self._samples.truncate_after(step, phase)
             self._evaluation.truncate_after(step, phase)
+        if config.logging.trackers:
+            self._trackers.catch_up(read_metrics(self.folder))
         write_environment(self.folder)
         write_atomically(self.folder / "config.resolved.yaml", to_yaml(config).encode())
 
