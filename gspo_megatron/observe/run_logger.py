@@ -62,7 +62,9 @@ class RunLogger:
             self._evaluation.truncate_after(step, phase)
         if config.logging.trackers:
             self._trackers.catch_up(read_metrics(self.folder))
-        write_environment(self.folder)
+        rollout = getattr(config, "rollout", None)  # a fine-tuning or pre-training run has none
+        has_servers = rollout is not None and rollout.engine == "vllm"
+        write_environment(self.folder, rollout.vllm.python if has_servers else None)
         write_atomically(self.folder / "config.resolved.yaml", to_yaml(config).encode())
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:

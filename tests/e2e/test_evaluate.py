@@ -134,6 +134,33 @@ def test_a_source_must_be_one(gspo: Command, tmp_path: Path) -> None:
     assert "no such configuration file" in gspo("evaluate", "nothing", expect=2).stderr
 
 
+def test_a_fine_tuned_model_is_evaluated_as_it_is(
+    finished: Path, toy: Path, gspo: Command, tmp_path: Path
+) -> None:
+    """The newest checkpoint of the run: with its export a suite has the same figures."""
+    path, run, suite = tmp_path / "sft.yaml", tmp_path / "sft", finished.parent / "near.yaml"
+    tokenizer = str(toy / "tokenizer.model")
+    config = {
+        "data": {"examples": str(toy / "train.jsonl"), "tokenizer": tokenizer},
+        "training": {"steps": 2, "batch_size": 16, "precision": "fp32"},
+        "optimizer": {"learning_rate": 3e-3},
+        "checkpoint": {"interval": 1},
+        "logging": {"dir": str(run), "plots": False},
+        "export": {"hf_path": str(tmp_path / "hf")},
+    }
+    path.write_text(yaml.safe_dump(config))
+    gspo("sft", path)
+    told = gspo("evaluate", run, "--suite", suite, "rollout.max_response_tokens=6")
+    assert "near" in told.stdout and "0/0" not in told.stderr
+    assert (run / "evaluation" / "config.resolved.yaml").is_file()
+    (found,) = records(run / "evaluation")
+    model = ["rollout.max_response_tokens=6", "training.precision=fp32"]
+    gspo("evaluate", tmp_path / "hf", "--suite", suite, "-o", tmp_path / "out", *model)
+    (exported,) = records(tmp_path / "out")
+    assert figures(found, "near") == figures(exported, "near")
+    assert "names nothing to evaluate" in gspo("evaluate", run, expect=2).stderr
+
+
 def test_a_hugging_face_folder_is_evaluated(finished: Path, gspo: Command, tmp_path: Path) -> None:
     """The run's model, exported."""
     gspo("convert", "megatron-to-hf", finished, tmp_path / "hf")
