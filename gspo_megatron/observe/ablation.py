@@ -22,6 +22,7 @@ from gspo_megatron.observe.metrics_files import METRICS_FILE, Run, read_metrics,
 from gspo_megatron.observe.plots import ABLATION, Page, Panel, plot_comparison
 from gspo_megatron.observe.progress import MISSING, duration, fixed, number, percent, points
 from gspo_megatron.observe.report import (
+    SMALLEST_WINDOW,
     Picture,
     ReportSection,
     Table,
@@ -29,11 +30,10 @@ from gspo_megatron.observe.report import (
     mean_and_spread,
     render_html,
     warning_section,
+    window,
 )
 from gspo_megatron.observe.suite_scores import share_interval
 
-# A window is a tenth of the run, but at least so many steps: rewards are noisy.
-SMALLEST_WINDOW = 5
 COLLAPSED_BELOW = 0.5  # of the best
 LEAST_SEEDS = 3  # for a difference to be called significant
 LEAST_PROMPTS = 30  # of a held-out accuracy, for the same
@@ -139,11 +139,6 @@ def largest_fall(rewards: Sequence[float]) -> float:
     """The largest distance of the windowed mean reward below its best value so far."""
     means = np.array(running_means(rewards))
     return float(np.max(np.maximum.accumulate(means) - means))
-
-
-def window(steps: int) -> int:
-    """The number of steps in a window of a run of `steps`."""
-    return max(SMALLEST_WINDOW, math.ceil(steps / 10))
 
 
 def running_means(values: Sequence[float]) -> list[float]:
