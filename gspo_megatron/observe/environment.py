@@ -43,7 +43,7 @@ def describe_environment(vllm_python: str | None = None) -> dict[str, Any]:
         "versions": {
             "gspo-megatron": gspo_megatron.__version__,
             "python": platform.python_version(),
-            **{package: _version(package) for package in _PACKAGES},
+            **{package: installed_version(package) for package in _PACKAGES},
             **({} if vllm_python is None else {"vllm": version_in(vllm_python, "vllm")}),
         },
         "cpu": {"name": _cpu_name(), "count": os.cpu_count()},
@@ -60,7 +60,8 @@ def write_environment(run_dir: str | Path, vllm_python: str | None = None) -> Pa
     return write_atomically(Path(run_dir) / "environment.json", content.encode())
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of a package in this environment; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
