@@ -228,18 +228,15 @@ def _summary_table(folder: Path, records: Sequence[Record]) -> Table:
     rows = []
     for entry in summarize(records, main_phase(records)):
         name, write = _name(entry.metric, [folder]), entry.metric.write
-        last = write(entry.last)
         if entry.steps > 1:
             name += f", means of {entry.steps}"
-        if entry.metric is _ACCURACY and (interval := _last_interval(records)):
-            name, last = (
-                f"{name}, n = {interval[2]:.0f}",
-                f"{last} ({interval[0]} to {interval[1]})",
-            )
         if entry.not_finite:
             name += f" (not finite at {entry.not_finite} steps)"
         step = MISSING if entry.best_step is None else str(entry.best_step)
-        rows.append([name, write(entry.first), last, write(entry.best), step])
+        rows.append([name, write(entry.first), write(entry.last), write(entry.best), step])
+        if entry.metric is _ACCURACY and (interval := _last_interval(records)):
+            low, high, prompts = interval
+            rows.append([f"  95% interval, n = {prompts:.0f}", "", f"{low} to {high}", "", ""])
     return Table(["", "first", "last", "best", "at step"], rows)
 
 

@@ -232,7 +232,7 @@ def test_an_accuracy_has_its_interval_and_its_number_of_prompts(make_run: RunMak
         record = {"step": 7, "evaluation/accuracy": 0.55, "evaluation/prompts": 16}
         writer.write(record | interval)
     printed = " ".join(printed_at_the_end(run_dir).split())
-    assert "1), n = 16" in printed and "55.0% (30.0% to 80.0%)" in printed
+    assert "95% interval, n = 16 30.0% to 80.0%" in printed
     page = write_report([run_dir], run_dir).read_text()
     assert "first to last (n = 16, 95% of the last 30.0% to 80.0%)" in page
 
