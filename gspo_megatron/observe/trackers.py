@@ -118,7 +118,7 @@ _TRACKERS = {"tensorboard": _open_tensorboard, "wandb": _open_wandb, "mlflow": _
 _ADVICE = {
     "tensorboard": "see that the run folder can be written",
     "wandb": "log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline",
-    "mlflow": "set MLFLOW_TRACKING_URI to the server, or to a folder as file:/path/to/mlruns",
+    "mlflow": "set MLFLOW_TRACKING_URI to the server, or to a database, as sqlite:////path/mlflow.db",
 }
 
 

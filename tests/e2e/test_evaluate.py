@@ -111,7 +111,12 @@ def test_mistakes_in_suites_are_told_at_once(
     suites = {
         "a": {"prompts": str(rows), "template": "{q}", "samples": 2, "temperature": 0.0},
         "b": {"prompts": str(toy / "test.jsonl"), "reward": {"name": "exact", "scale": 2.0}},
-        "c": {"prompts": str(rows), "filter": {"last": "2024"}, "max_response_tokens": 10**6},
+        "c": {
+            "prompts": str(rows),
+            "filter": {"last": "2024"},
+            "max_response_tokens": 10**6,
+            "failed": "wrong",
+        },
     }
     (tmp_path / "bad.yaml").write_text(yaml.safe_dump(suites))
     told = gspo("evaluate", finished, "--suite", tmp_path / "bad.yaml", expect=2).stderr
@@ -121,6 +126,7 @@ def test_mistakes_in_suites_are_told_at_once(
         f"{rows}:3: field 'q' is an array; a string or a number is wanted",
         "evaluation.suites.b.reward.scale = 2.0: rewards of an evaluation are not shaped",
         "evaluation.suites.b: reward.name = exact: no such reward; legal: ",
+        "evaluation.suites.c.failed = 'wrong': nothing reads it: ",
         "evaluation.suites.c.filter.field = null: nothing tells which field has the date",
         "evaluation.suites.c.max_response_tokens = 1000000: 1000000 leave no room for a prompt",
     ):
