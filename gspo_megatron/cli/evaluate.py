@@ -104,6 +104,7 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
         values, out = _of_run(source)
     else:
         values, out = _read(source), f"runs/{source.stem}-evaluation"
+    values = _as_rl(values)
     for section in ("parallel", "data", "training", "evaluation", "checkpoint", "logging"):
         values[section] = dict(values.get(section) or {})
     values["parallel"]["data_parallel_size"] = None  # as many replicas as --nproc gives
@@ -136,6 +137,31 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
     values["model"]["hf_path"] = None
     run = folder.resolve().parents[1] if is_checkpoint else folder
     return values, str(run / "evaluation")
+
+
+def _as_rl(values: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a fine-tuning or pre-training run, as that of an RL run which has its
+    model: without what RL does not know. Others stay as they are, and so do their mistakes."""
+    from gspo_megatron.config import Config
+    from gspo_megatron.config.load import stage_of
+    from gspo_megatron.config.section import keys_of
+
+    try:
+        stage = stage_of(values)
+    except ConfigError:
+        return values
+    if stage == "rl":
+        return values
+    known = keys_of(Config)
+    found: dict[str, Any] = {}
+    for name in ("model", "parallel", "data", "training", "logging"):
+        section = values.get(name)
+        given = section if isinstance(section, dict) else {}
+        found[name] = {key: value for key, value in given.items() if f"{name}.{key}" in known}
+    data = values.get("data") or {}
+    if stage == "sft" and data.get("messages_field") is not None:
+        found["data"]["chat_template"] = True  # conversations are learned through it
+    return found
 
 
 def _of_hugging_face(folder: Path) -> dict[str, Any]:

@@ -15,10 +15,12 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report; print the settings that differ, the warnings and, last, its path."""
-    from gspo_megatron.observe.report import print_comparison, write_report
+    """Write the report; print the results, the settings that differ, the warnings and, last, its
+    path."""
+    from gspo_megatron.observe.report import print_comparison, print_results, write_report
 
     path = write_report(arguments.runs, arguments.output)
+    print_results(arguments.runs)
     print_comparison(arguments.runs)
     print(path)
     return 0

@@ -281,18 +281,27 @@ def _settings(values: dict[str, Any], servers_per_node: int) -> list[Setting]:
 
 def _show(compared: _Comparison, outcomes: Sequence[Outcome], chosen: Outcome) -> None:
     from gspo_megatron.cli.check_tables import console, new_table, print_lines
-    from gspo_megatron.estimate.rollout_plan import STEPS, WARM_UP
+    from gspo_megatron.estimate.rollout_plan import WARM_UP, steps_of
     from gspo_megatron.observe.progress import number, percent
 
     lengths, server = compared.lengths, compared.server
+    shown = [each.setting for each in outcomes]
+    counts = {steps_of(each, compared.responses) for each in shown}
+    span = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
     median, p90 = (number(float(value)) for value in _percentiles(lengths))
     rows = {
         "responses": f"{compared.responses:,} a step; median {median}, 90% up to {p90}, mean "
         f"{number(float(lengths.mean()))}, longest {number(float(lengths.max()))} tokens",
         "server": f"{number(server.sequence_speed)} tokens/s for a response alone, "
         f"{number(server.speed)} for {server.slots} together; it takes no more at a time",
-        "simulated": f"{STEPS} steps of each line; the first {WARM_UP} do not count",
+        "simulated": f"{span} steps of each line; the first {WARM_UP} do not count",
     }
+    if len(outcomes) < len(compared.settings):
+        every, some = ({each.servers for each in of} for of in (compared.settings, shown))
+        rows["compared"] = (
+            f"{len(some)} of {len(every)} numbers of servers: all would take minutes; fewer values "
+            "of --staleness leave room for more"
+        )
     print_lines(rows.items(), 12)
     split = [] if compared.nodes is None else ["trainer + rollout nodes"]
     shares = (">trainer idle", ">servers idle", ">load")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +48,10 @@ class PlannedRun:
 
 
 def default_variants(config: Config) -> list[Variant]:
-    """Both objectives, each without replay, with r2 and with r3. The objective of the configuration
-    keeps its clip range, the other one gets its default. Raises UserError for a custom objective.
+    """GRPO, GSPO and the objective of the configuration, each without replay, with r2 and with r3.
+    GSPO-token takes the place of GSPO where turns may have rewards of their own, which GSPO cannot
+    use: with a reward for each response the two are the same. The objective of the configuration
+    keeps its clip range, the others get their defaults. Raises UserError for a custom objective.
     """
     from gspo_megatron.config.load import override
 
@@ -57,10 +60,17 @@ def default_variants(config: Config) -> list[Variant]:
             f"objective.import_path = {config.objective.import_path!r}: replaces the objectives of "
             "the default variants; define other variants with --variants FILE.yaml"
         )
+    own, of_sequences = config.objective.name, {"gspo", "gspo_token"}
+    usual = [
+        "gspo_token" if name == "gspo" and _may_reward_turns(config) else name
+        for name in OBJECTIVES
+    ]
+    if own not in usual and not (own == "gspo" and "gspo_token" in usual):
+        usual.append(own)
     variants = []
-    for name in OBJECTIVES:
+    for name in usual:
         chosen = [override("objective.name", name)]
-        if config.objective.name != name:
+        if own != name and not {own, name} <= of_sequences:  # whose clip ranges mean the same
             chosen += ["objective.clip_low=null", "objective.clip_high=null"]
         for replay in REPLAYS:
             overrides = [*chosen, override("routing.replay", replay)]
@@ -70,6 +80,17 @@ def default_variants(config: Config) -> list[Variant]:
             full_name = name if replay == "off" else f"{name}+{replay}"
             variants.append(Variant(full_name, tuple(overrides)))
     return variants
+
+
+def _may_reward_turns(config: Config) -> bool:
+    """Whether the configuration is made for rewards of turns, or its environment gives rewards."""
+    from gspo_megatron.environments.registry import environment_of
+
+    if config.objective.name == "gspo_token":
+        return True
+    with contextlib.suppress(UserError):  # the check of the variants tells what is wrong with it
+        return bool(getattr(environment_of(config), "gives_rewards", False))
+    return False
 
 
 def read_variants(path: Path) -> list[Variant]:

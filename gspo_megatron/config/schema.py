@@ -439,6 +439,11 @@ class SuiteSection(Section):
     correct_at: float | None = harmless(
         None, "a response with at least this reward is correct; null: as evaluation.correct_at"
     )
+    failed: Literal["left_out", "wrong"] = harmless(
+        "left_out",
+        "a response whose reward fails, with reward.on_failure = drop_group: its problem is left "
+        "out of all figures, or it counts as wrong",
+    )
 
 
 class EvaluationSection(Section):

@@ -42,6 +42,11 @@ def suite_problems(section: EvaluationSection) -> Iterator[tuple[str, Any, str]]
             if value != shaping[each].default:
                 wrong = "rewards of an evaluation are not shaped; legal: leave it out"
                 yield f"{key}.reward.{each}", value, wrong
+        if suite.failed == "wrong" and suite.reward.on_failure != "drop_group":
+            wrong = (
+                f"nothing reads it: {key}.reward.on_failure = {suite.reward.on_failure} ends the "
+            )
+            yield f"{key}.failed", suite.failed, f"{wrong}evaluation; legal: drop_group there"
         window = suite.filter
         if window.field is None and (window.first or window.last):
             wrong = "nothing tells which field has the date; legal: the name of a field"

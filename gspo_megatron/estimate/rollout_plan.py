@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -22,6 +22,13 @@ from gspo_megatron.observe.metrics_files import read_metrics, series
 
 WARM_UP = 10  # steps that do not count: at the start nothing is in flight
 STEPS = WARM_UP + 60  # simulated. Steps may come in bunches of max_staleness + 1, which divides 60
+# Of steps with more responses fewer are simulated: chance weighs less in them.
+MANY_RESPONSES = 4096
+_FEWER_STEPS = 20
+# Responses that are simulated at most, in all: some 4 microseconds each. Beyond it not every number
+# of servers is compared, but never fewer than _LEAST_NUMBERS.
+BUDGET = 12_000_000
+_LEAST_NUMBERS = 3
 _AS_GOOD = 1.02  # a step may be this much longer for less staleness, or fewer servers
 _LAST_STEPS = 20  # of a run, whose lengths count: they change while it learns
 _LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 0.9995}  # of response/length_*
@@ -189,21 +196,30 @@ def simulate(lengths: np.ndarray, server: Server, setting: Setting, steps: int) 
     return Trace(starts, trainings, ends, np.array(tokens), np.array(idle))
 
 
+def steps_of(setting: Setting, responses: int) -> int:
+    """How many steps are simulated; those that count are whole bunches of max_staleness + 1."""
+    if responses <= MANY_RESPONSES:
+        return STEPS
+    bunch = setting.max_staleness + 1
+    return WARM_UP + bunch * max(1, _FEWER_STEPS // bunch)
+
+
 def outcome(lengths: np.ndarray, server: Server, setting: Setting) -> Outcome:
     """The steps of `simulate` after the first WARM_UP."""
-    trace = simulate(lengths, server, setting, STEPS)
+    steps = steps_of(setting, lengths.shape[1])
+    trace = simulate(lengths[: steps + setting.max_staleness], server, setting, steps)
     seconds = trace.ends[-1] - trace.ends[WARM_UP - 1]
     waits = trace.starts[WARM_UP:] - trace.ends[WARM_UP - 1 : -1]
-    # [STEPS, STEPS - WARM_UP]: of version and draw, from 0; draw d is trained on version d
-    tokens = np.maximum(trace.tokens[:, WARM_UP:STEPS], 0.0)
-    draws, versions = np.arange(WARM_UP, STEPS), np.arange(STEPS)[:, None]
+    # [steps, steps - WARM_UP]: of version and draw, from 0; draw d is trained on version d
+    tokens = np.maximum(trace.tokens[:, WARM_UP:steps], 0.0)
+    draws, versions = np.arange(WARM_UP, steps), np.arange(steps)[:, None]
     staleness = np.where(tokens > 1e-6 * lengths.mean(), draws - versions, 0)
-    speed = lengths[WARM_UP:STEPS].sum() / seconds
+    speed = lengths[WARM_UP:steps].sum() / seconds
     most = setting.servers * server.slots / server.token_seconds()[-1]
     idle = trace.idle[-1] - trace.idle[WARM_UP - 1]
     return Outcome(
         setting=setting,
-        step_seconds=float(seconds / (STEPS - WARM_UP)),
+        step_seconds=float(seconds / (steps - WARM_UP)),
         tokens_per_second=float(speed),
         trainer_idle=float(waits.sum() / seconds),
         servers_idle=float(idle / (seconds * setting.servers)),
@@ -216,11 +232,43 @@ def outcome(lengths: np.ndarray, server: Server, setting: Setting) -> Outcome:
 def plan(
     population: np.ndarray, responses: int, server: Server, settings: Sequence[Setting]
 ) -> list[Outcome]:
-    """The outcome of each setting with steps of so many responses, whose lengths are drawn from
-    `population` [any number]. All settings draw the same ones."""
-    draws = STEPS + max(setting.max_staleness for setting in settings)
+    """The outcomes of the settings, in their order, with steps of so many responses, whose lengths
+    are drawn from `population` [any number]. All settings draw the same ones.
+
+    Where all of them would take more than BUDGET, numbers of servers are left out: the smallest and
+    the largest are compared, and then again and again one halfway between the best and the next."""
+    draws = max(steps_of(each, responses) + each.max_staleness for each in settings)
     lengths = np.random.default_rng(0).choice(population, (draws, responses))
-    return [outcome(lengths, server, setting) for setting in settings]
+    numbers = sorted({setting.servers for setting in settings})
+    each = len(settings) * draws * responses // len(numbers)
+    affordable = max(_LEAST_NUMBERS, BUDGET // each)
+    found: dict[Setting, Outcome] = {}
+
+    def compare(chosen: Sequence[int]) -> None:
+        for setting in settings:
+            if setting.servers in chosen and setting not in found:
+                found[setting] = outcome(lengths, server, setting)
+
+    compare(numbers if affordable >= len(numbers) else [numbers[0], numbers[-1]])
+    known = {each.servers for each in found}
+    while len(known) < min(affordable, len(numbers)):
+        known.add(_between(numbers, known, best([*found.values()]).setting.servers))
+        compare(sorted(known))
+    return [found[setting] for setting in settings if setting in found]
+
+
+def _between(numbers: Sequence[int], known: Collection[int], chosen: int) -> int:
+    """Of `numbers`, in their order, one that is not known: halfway from `chosen` to the next known
+    one, on the side where that is farther; where there is none, the nearest to `chosen`."""
+    places = [place for place, number in enumerate(numbers) if number in known]
+    centre = numbers.index(chosen)
+    below = max((place for place in places if place < centre), default=centre)
+    above = min((place for place in places if place > centre), default=centre)
+    end = below if centre - below > above - centre else above
+    if abs(end - centre) > 1:
+        return numbers[(centre + end) // 2]
+    left = [place for place in range(len(numbers)) if place not in places]
+    return numbers[min(left, key=lambda place: abs(place - centre))]
 
 
 def best(outcomes: Sequence[Outcome]) -> Outcome:

@@ -22,6 +22,7 @@ from gspo_megatron.observe.metrics_files import METRICS_FILE, Run, read_metrics,
 from gspo_megatron.observe.plots import ABLATION, Page, Panel, plot_comparison
 from gspo_megatron.observe.progress import MISSING, duration, fixed, number, percent, points
 from gspo_megatron.observe.report import (
+    SMALLEST_WINDOW,
     Picture,
     ReportSection,
     Table,
@@ -29,11 +30,13 @@ from gspo_megatron.observe.report import (
     mean_and_spread,
     render_html,
     warning_section,
+    window,
 )
+from gspo_megatron.observe.suite_scores import share_interval
 
-# A window is a tenth of the run, but at least so many steps: rewards are noisy.
-SMALLEST_WINDOW = 5
 COLLAPSED_BELOW = 0.5  # of the best
+LEAST_SEEDS = 3  # for a difference to be called significant
+LEAST_PROMPTS = 30  # of a held-out accuracy, for the same
 
 _COLLAPSE_RULE = (
     "A run has collapsed when a reward, loss or gradient norm of its RL steps is not finite, or "
@@ -45,8 +48,15 @@ _SIGNIFICANCE_RULE = (
     "Two variants are compared seed by seed: runs of one seed start from the same weights and draw "
     "the same prompts. A cell is the mean difference ± half of its 95% interval (Student's t over "
     "the seeds that both have); the difference is significant when this interval does not include "
-    "0. There is no correction for the number of comparisons: of twenty without any true "
-    "difference, one is significant on average."
+    f"0, with at least {LEAST_SEEDS} seeds, and for the accuracy at least {LEAST_PROMPTS} held-out "
+    "prompts. Differences that are the same for all seeds have no interval, and are never "
+    "significant. Neither are those of token ratios: their quantiles are read from a histogram, "
+    "whose bins are 3.7% of the distance from 1 wide. There is no correction for the number of "
+    "comparisons: of twenty without any true difference, one is significant on average."
+)
+_ACCURACY_RULE = (
+    "Its 95% interval (Wilson's score interval) is that of the mean over seeds, over n held-out "
+    "prompts: all seeds answer the same prompts, so further seeds do not make it narrower."
 )
 _LAYER_KEY = re.compile(r"routing/layer_(\d+)/volatility")
 
@@ -101,6 +111,7 @@ class Measure(NamedTuple):
     reduce: Callable[[Sequence[float]], float]  # of at least one value
     write: Writer
     write_difference: Writer | None = None  # `write` unless given
+    is_binned: bool = False  # a quantile that was read from a histogram
 
     def of(self, variant: VariantRuns) -> dict[int, float]:
         """The values of the runs that have the metric, by seed."""
@@ -130,11 +141,6 @@ def largest_fall(rewards: Sequence[float]) -> float:
     return float(np.max(np.maximum.accumulate(means) - means))
 
 
-def window(steps: int) -> int:
-    """The number of steps in a window of a run of `steps`."""
-    return max(SMALLEST_WINDOW, math.ceil(steps / 10))
-
-
 def running_means(values: Sequence[float]) -> list[float]:
     """The means of all windows in order; of a run shorter than one, the mean of all of it."""
     size = min(window(len(values)), len(values))
@@ -157,10 +163,18 @@ def collapse(run: Run) -> str | None:
     return None
 
 
+def held_out_prompts(variant: VariantRuns) -> int | None:
+    """How many held-out prompts count in the accuracies of a variant's runs; the least of all. None
+    in runs of versions that did not write it down."""
+    counts = [run.series("evaluation/prompts")[1] for run in variant.runs.values()]
+    last = [int(values[-1]) for values in counts if values and math.isfinite(values[-1])]
+    return min(last) if last and len(last) == len(counts) else None
+
+
 _ACCURACY = Measure("held-out accuracy at the end", "evaluation/accuracy", _last, percent, points)
 _REWARD = Measure("reward at the end", "reward/mean", _last_window, fixed)
 _RATIOS = tuple(
-    Measure(f"{unit} ratio {name}", f"ratio/{unit}/{name}", _mean, fixed)
+    Measure(f"{unit} ratio {name}", f"ratio/{unit}/{name}", _mean, fixed, is_binned=unit == "token")
     for unit in ("token", "sequence")
     for name in ("p01", "p99")
 )
@@ -195,10 +209,14 @@ class Difference(NamedTuple):
     mean: float
     half_width: float | None  # of the 95% interval; None with one seed
     seeds: int
+    is_tested: bool = True  # whether these numbers can show a difference
 
     @property
     def significant(self) -> bool:
-        return self.half_width is not None and abs(self.mean) > self.half_width
+        """By the rule of the report."""
+        if not self.is_tested or self.seeds < LEAST_SEEDS or not self.half_width:
+            return False
+        return abs(self.mean) > self.half_width
 
 
 def difference(variant: VariantRuns, other: VariantRuns, measure: Measure) -> Difference | None:
@@ -213,7 +231,11 @@ def difference(variant: VariantRuns, other: VariantRuns, measure: Measure) -> Di
     half_width = None
     if count > 1:
         half_width = float(stats.t.ppf(0.975, count - 1) * stats.sem(differences))
-    return Difference(statistics.fmean(differences), half_width, count)
+    is_tested = not measure.is_binned
+    if measure is _ACCURACY:
+        prompts = [n for n in map(held_out_prompts, (variant, other)) if n is not None]
+        is_tested = min(prompts, default=LEAST_PROMPTS) >= LEAST_PROMPTS
+    return Difference(statistics.fmean(differences), half_width, count, is_tested)
 
 
 def pairs(variants: Sequence[VariantRuns]) -> list[tuple[VariantRuns, VariantRuns]]:
@@ -292,7 +314,9 @@ def _accuracy_rule(variants: Sequence[VariantRuns]) -> list[str]:
     if not any(map(_ACCURACY.of, variants)):
         return []
     least = correct_at([run.path for variant in variants for run in variant.runs.values()])
-    return [f"Held-out accuracy is the share of held-out responses with {least}."]
+    rule = f"Held-out accuracy is the share of held-out responses with {least}."
+    has_interval = any(map(held_out_prompts, variants))
+    return [f"{rule} {_ACCURACY_RULE}" if has_interval else rule]
 
 
 def findings(variants: Sequence[VariantRuns]) -> list[str]:
@@ -312,7 +336,9 @@ def findings(variants: Sequence[VariantRuns]) -> list[str]:
         worst, best = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
         low, high = outcome.write(means[worst]), outcome.write(means[best])
         span = f"{low} ({worst}) to {high} ({best})" if low != high else low
-        found.append(f"{outcome.name.capitalize()}, mean over seeds: {span}.")
+        prompts = [held_out_prompts(v) for v in present] if outcome is _ACCURACY else []
+        of = f" (n = {min(filter(None, prompts))} held-out prompts)" if any(prompts) else ""
+        found.append(f"{outcome.name.capitalize()}, mean over seeds: {span}{of}.")
     found += _significant_differences(present)
     collapses = [
         f"{v.name}, seed {seed} ({why})"
@@ -324,13 +350,24 @@ def findings(variants: Sequence[VariantRuns]) -> list[str]:
     if collapses:
         found.append(f"Collapsed, {len(collapses)} of {total} runs: {'; '.join(collapses)}.")
     else:
-        found.append(f"None of the {total} runs collapsed.")
+        found.append(f"None of the {total} runs collapsed{_too_short(present)}.")
     return found
+
+
+def _too_short(variants: Sequence[VariantRuns]) -> str:
+    """What has to be said where no reward can tell a collapse."""
+    lengths = [len(run.series("reward/mean")[1]) for v in variants for run in v.runs.values()]
+    if any(steps >= 2 * window(steps) for steps in lengths):
+        return ""
+    least = 2 * SMALLEST_WINDOW
+    return f"; in runs of fewer than {least} steps only values that are not finite would show it"
 
 
 def _significant_differences(variants: Sequence[VariantRuns]) -> list[str]:
     significant, others, seeds = [], [], 0
     for measure in _compared_measures(variants):
+        if measure.is_binned:
+            continue
         texts = []
         for one, other in pairs(variants):
             found = difference(one, other, measure)
@@ -340,6 +377,8 @@ def _significant_differences(variants: Sequence[VariantRuns]) -> list[str]:
                 side = "above" if found.mean > 0 else "below"
                 size = _interval(found._replace(mean=abs(found.mean)), measure)
                 texts.append(f"{one.name} is {side} {other.name} by {size}")
+        if measure is _ACCURACY and not _enough_prompts(variants):
+            continue
         if texts:
             significant.append(f"Significant differences in {measure.name}: {'; '.join(texts)}.")
         else:
@@ -348,12 +387,22 @@ def _significant_differences(variants: Sequence[VariantRuns]) -> list[str]:
         return []
     if not seeds:
         return ["With one seed nothing can be said about differences."]
+    if seeds < LEAST_SEEDS:
+        return [f"With {seeds} seeds no difference is tested; that takes {LEAST_SEEDS} at least."]
+    if not _enough_prompts(variants):
+        few = f"With fewer than {LEAST_PROMPTS} held-out prompts accuracies are not tested."
+        significant.append(few)
     if others:
         significant.append(
             f"With {seeds} seeds no difference in {', '.join(others)} is larger than its spread "
             "over the seeds. This does not show that the variants are equal."
         )
     return significant
+
+
+def _enough_prompts(variants: Sequence[VariantRuns]) -> bool:
+    counts = [n for n in map(held_out_prompts, variants) if n is not None]
+    return min(counts, default=LEAST_PROMPTS) >= LEAST_PROMPTS
 
 
 def _interval(found: Difference, measure: Measure) -> str:
@@ -375,11 +424,21 @@ def _table(variants: Sequence[VariantRuns], measures: Sequence[Measure]) -> Tabl
 
 def _outcome_table(variants: Sequence[VariantRuns]) -> Table:
     table = _table(variants, _OUTCOME)
-    rows = []
+    rows, has_prompts = [], any(map(held_out_prompts, variants))
     for row, variant in zip(table.rows, variants, strict=True):
         collapsed = sum(collapse(run) is not None for run in variant.runs.values())
-        rows.append([*row, f"{collapsed} of {len(variant.runs)}"])
-    return Table([*table.head, "collapsed"], rows)
+        interval = [_accuracy_interval(variant)] if has_prompts else []
+        rows.append([*row, *interval, f"{collapsed} of {len(variant.runs)}"])
+    interval_head = ["95% interval of the accuracy at the end"] if has_prompts else []
+    return Table([*table.head, *interval_head, "collapsed"], rows)
+
+
+def _accuracy_interval(variant: VariantRuns) -> str:
+    accuracies, count = list(_ACCURACY.of(variant).values()), held_out_prompts(variant)
+    if count is None or not accuracies or not all(map(math.isfinite, accuracies)):
+        return MISSING
+    low, high = share_interval(statistics.fmean(accuracies), count)
+    return f"{percent(low)} to {percent(high)}, n = {count}"
 
 
 def _difference_table(variants: Sequence[VariantRuns]) -> Table:

@@ -29,8 +29,9 @@ _SLURM_VARIABLES = {
 }
 
 
-def describe_environment() -> dict[str, Any]:
-    """Versions, processors, commit, world size and Slurm job of this process.
+def describe_environment(vllm_python: str | None = None) -> dict[str, Any]:
+    """Versions, processors, commit, world size and Slurm job of this process. `vllm_python`: the
+    interpreter that runs the run's vLLM servers, if it is another one.
 
     A value is None where there is no GPU, git checkout, Slurm job, or package of that name.
     """
@@ -42,7 +43,8 @@ def describe_environment() -> dict[str, Any]:
         "versions": {
             "gspo-megatron": gspo_megatron.__version__,
             "python": platform.python_version(),
-            **{package: _version(package) for package in _PACKAGES},
+            **{package: installed_version(package) for package in _PACKAGES},
+            **({} if vllm_python is None else {"vllm": version_in(vllm_python, "vllm")}),
         },
         "cpu": {"name": _cpu_name(), "count": os.cpu_count()},
         "gpu": _gpus(),
@@ -52,17 +54,24 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def write_environment(run_dir: str | Path) -> Path:
+def write_environment(run_dir: str | Path, vllm_python: str | None = None) -> Path:
     """Write environment.json into a run folder and return its path."""
-    content = json.dumps(describe_environment(), indent=2) + "\n"
+    content = json.dumps(describe_environment(vllm_python), indent=2) + "\n"
     return write_atomically(Path(run_dir) / "environment.json", content.encode())
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of a package in this environment; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def version_in(python: str, package: str) -> str | None:
+    """The version of a package that another interpreter has; None where it has none."""
+    program = f"import importlib.metadata as m; print(m.version({package!r}))"
+    return output_of(python, "-c", program) or None
 
 
 def _cpu_name() -> str | None:

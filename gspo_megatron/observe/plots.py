@@ -264,6 +264,9 @@ def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Pat
                 draw = {"lines": _draw_lines, "fan": _draw_fan, "stack": _draw_stack}[panel.kind]
                 finish_axes(axes, panel.title, draw(axes, run, panel, page.phase))
                 _add_legend(axes)
+            fans = [axes for axes, panel in zip(all_axes, panels) if panel.kind == "fan"]
+            if len(fans) > 1:
+                _share_scale(fans)
             path = Path(run_dir if out_dir is None else out_dir) / "plots" / f"{page.name}.png"
             written.append(save_figure(figure, path))
     return written
@@ -325,7 +328,9 @@ def _draw_fan(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
     """Median with the bands p01 to p99 and min to max, minus one."""
     names = ("min", "p01", "p50", "p99", "max")
     steps, values = _aligned([run.series(f"{panel.keys[0]}{name}", phase) for name in names])
-    scale, unit = small_unit((values - 1.0).ravel().tolist())
+    # The fans of a page have one axis, see _share_scale; a single one has a unit of its own.
+    lone = not (_has_fan(run, "sequence", phase) and _has_fan(run, "token", phase))
+    scale, unit = small_unit((values - 1.0).ravel().tolist()) if lone else (1.0, "")
     lowest, low, median, high, highest = (values - 1.0) * scale
     color = PALETTE[0]
     axes.fill_between(steps, lowest, highest, color=color, alpha=0.12, lw=0, label="min to max")
@@ -337,6 +342,23 @@ def _draw_fan(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
             heights = sign * np.asarray(floor) * scale
             axes.plot(floor_steps, heights, color=MUTED, lw=1, ls=(0, (3, 2)), label=label)
     return panel.ylabel + unit
+
+
+def _has_fan(run: Run, unit: str, phase: str) -> bool:
+    return bool(run.series(f"ratio/{unit}/p50", phase)[0])
+
+
+def _share_scale(all_axes: Sequence[Axes]) -> None:
+    """Give fans one vertical axis, so that a narrow one is seen to be narrow: linear near 0, as far
+    as the narrowest one reaches, and logarithmic beyond."""
+    widths = [max(map(abs, axes.dataLim.intervaly)) for axes in all_axes]
+    widths = [width for width in widths if math.isfinite(width) and width > 0]
+    if not widths:
+        return
+    for axes in all_axes:
+        axes.set_yscale("symlog", linthresh=min(widths))
+        axes.set_ylim(-1.1 * max(widths), 1.1 * max(widths))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 
 def _draw_stack(axes: Axes, run: Run, panel: Panel, phase: str) -> str:

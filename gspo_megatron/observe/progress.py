@@ -190,7 +190,8 @@ class Progress:
             last = max(self._started, self._line_time, self._doing_time)
             if now - last >= _SECONDS_BEFORE_DETAILS:
                 self._doing_time = now
-                self._attempt(lambda: self._write(f"{self._title}  step {self._step + 1}: {text}"))
+                step = f"step {self._step + 1}: " if self._total else ""
+                self._attempt(lambda: self._write(f"{self._title}  {step}{text}"))
 
     def note(self, text: str) -> None:
         """Show a line of text that stays, above the bar or between the lines."""
@@ -239,8 +240,9 @@ class Progress:
 
     def _write_line(self) -> None:
         pairs = [*self._shown_metrics(), *self._timing()]
-        count = f"{self._step:>{len(str(self._total))}}/{self._total}"
-        parts = [f"{self._title}  {count}", *(f"{name} {value}".strip() for name, value in pairs)]
+        # without steps, as in an evaluation, there is nothing to count
+        count = f"  {self._step:>{len(str(self._total))}}/{self._total}" if self._total else ""
+        parts = [f"{self._title}{count}", *(f"{name} {value}".strip() for name, value in pairs)]
         self._write("  ".join(parts))
         self._line_step, self._line_time = self._step, self._clock()
 
@@ -253,7 +255,8 @@ class Progress:
         for _ in range(3):
             bar.add_column(no_wrap=True)
         timing = Text("  ").join(_pair(name, value) for name, value in self._timing())
-        count = Text.assemble((f"{self._step}", "bold"), f"/{self._total}  ", timing)
+        counted = [(f"{self._step}", "bold"), f"/{self._total}  "] if self._total else []
+        count = Text.assemble(*counted, timing)
         progress_bar = ProgressBar(
             total=max(1, self._total),
             completed=self._step,

@@ -40,9 +40,16 @@ from gspo_megatron.observe.plots import COMPARISONS, plot_comparison, plot_run
 from gspo_megatron.observe.progress import MISSING, SafeStream, duration, fixed, number, percent
 from gspo_megatron.observe.suite_table import only_suites, print_suites
 from gspo_megatron.observe.timing_plots import plot_timeline
+from gspo_megatron.observe.trackers import flattened
 
 _logger = logging.getLogger(__name__)
 
+SMALLEST_WINDOW = 5  # steps that are averaged, at least: rewards are noisy
+_LONG_RUN = 2 * SMALLEST_WINDOW  # steps; of shorter runs single steps are shown
+_MEANS = (
+    f"Of runs of {_LONG_RUN} steps and more, what varies from step to step is shown as means of a "
+    f"tenth of the steps, at least {SMALLEST_WINDOW}: the first ones, the last ones and the best."
+)
 _SAMPLES_SHOWN = 12
 _CONFIG_FILE = "config.resolved.yaml"
 
@@ -98,12 +105,13 @@ class _Metric(NamedTuple):
     keys: tuple[str, ...]  # the first one that the run has
     best: Callable[..., int] | None  # max or min; None: neither high nor low is better
     write: Callable[[float | None], str]
+    is_noisy: bool = True  # of a long run, means over some steps are shown
 
 
 _REWARD = _Metric("reward", ("reward/mean",), max, fixed)
-_HELD_OUT_REWARD = _Metric("held-out reward", ("evaluation/reward",), max, fixed)
-_ACCURACY = _Metric("held-out accuracy", ("evaluation/accuracy",), max, percent)
-_HELD_OUT_LOSS = _Metric("held-out loss", ("evaluation/loss",), min, number)
+_HELD_OUT_REWARD = _Metric("held-out reward", ("evaluation/reward",), max, fixed, False)
+_ACCURACY = _Metric("held-out accuracy", ("evaluation/accuracy",), max, percent, False)
+_HELD_OUT_LOSS = _Metric("held-out loss", ("evaluation/loss",), min, number, False)
 _CLIPPED = _Metric("clip fraction", ("clip/sequence/binding", "clip/token/binding"), None, percent)
 _LOSS = _Metric("loss", ("loss",), None, number)
 _GRAD_NORM = _Metric("gradient norm", ("grad_norm",), None, number)
@@ -121,7 +129,8 @@ _RL_METRICS = (
 )
 _SUPERVISED_METRICS = (_HELD_OUT_LOSS, _LOSS, _GRAD_NORM, _THROUGHPUT, _STEP_TIME)
 
-# The columns of a comparison: which value of which metric.
+# The columns of a comparison: which value of which metric. A terminal has room for the first few.
+_IN_TERMINAL = 4
 _BOTH = ("last", "best")
 _RL_COLUMNS = (
     *((kind, metric) for metric in (_REWARD, _ACCURACY) for kind in _BOTH),
@@ -134,7 +143,8 @@ _SUPERVISED_COLUMNS = (
 
 
 class Summary(NamedTuple):
-    """A metric over a run; None where there is no value, or no value is the best."""
+    """A metric over a run; None where there is no value, or no value is the best. Of a noisy metric
+    of a long run, the means over `steps` steps: single steps would tell of chance."""
 
     metric: _Metric
     first: float | None
@@ -142,6 +152,7 @@ class Summary(NamedTuple):
     best: float | None  # of the finite values
     best_step: int | None
     not_finite: int  # number of steps at which the metric was NaN or infinite
+    steps: int = 1  # that are averaged
 
 
 def main_phase(records: Sequence[Record]) -> str:
@@ -159,13 +170,34 @@ def summarize(records: Sequence[Record], phase: str = RL) -> list[Summary]:
 def _summarize(records: Sequence[Record], metric: _Metric, phase: str) -> Summary:
     found = (series(records, key, phase) for key in metric.keys)
     steps, values = next((curve for curve in found if curve[0]), ([], []))
+    not_finite = sum(not math.isfinite(value) for value in values)
+    averaged = window(len(values)) if metric.is_noisy and len(values) >= _LONG_RUN else 1
+    steps, values = _means(steps, values, averaged)
     finite = {step: value for step, value in zip(steps, values) if math.isfinite(value)}
     best = best_step = None
     if metric.best is not None and finite:
         best_step = metric.best(finite, key=finite.__getitem__)
         best = finite[best_step]
     first, last = (values[0], values[-1]) if values else (None, None)
-    return Summary(metric, first, last, best, best_step, len(values) - len(finite))
+    return Summary(metric, first, last, best, best_step, not_finite, averaged)
+
+
+def window(steps: int) -> int:
+    """How many steps are averaged in a run of `steps`: a tenth of them, but at least 5."""
+    return max(SMALLEST_WINDOW, math.ceil(steps / 10))
+
+
+def _means(
+    steps: Sequence[int], values: Sequence[float], size: int
+) -> tuple[Sequence[int], Sequence[float]]:
+    """The means of the finite values in all windows of `size`, each at its last step."""
+    if size == 1:
+        return steps, values
+    means = []
+    for end in range(size, len(values) + 1):
+        finite = [value for value in values[end - size : end] if math.isfinite(value)]
+        means.append(statistics.fmean(finite) if finite else math.nan)
+    return steps[size - 1 :], means
 
 
 def wall_seconds(records: Sequence[Record]) -> float | None:
@@ -197,11 +229,27 @@ def _summary_table(folder: Path, records: Sequence[Record]) -> Table:
     rows = []
     for entry in summarize(records, main_phase(records)):
         name, write = _name(entry.metric, [folder]), entry.metric.write
+        if entry.steps > 1:
+            name += f", means of {entry.steps}"
         if entry.not_finite:
             name += f" (not finite at {entry.not_finite} steps)"
         step = MISSING if entry.best_step is None else str(entry.best_step)
         rows.append([name, write(entry.first), write(entry.last), write(entry.best), step])
+        if entry.metric is _ACCURACY and (interval := _last_interval(records)):
+            low, high, prompts = interval
+            rows.append([f"  95% interval, n = {prompts:.0f}", "", f"{low} to {high}", "", ""])
     return Table(["", "first", "last", "best", "at step"], rows)
+
+
+def _last_interval(records: Sequence[Record]) -> tuple[str, str, float] | None:
+    """The bounds of the last held-out accuracy, and over how many prompts; None in runs of versions
+    that did not write them down."""
+    names = ("evaluation/accuracy_low", "evaluation/accuracy_high", "evaluation/prompts")
+    curves = [series(records, name)[1] for name in names]
+    if not all(curves):
+        return None
+    low, high, prompts = (curve[-1] for curve in curves)
+    return percent(low), percent(high), prompts
 
 
 def _terminal_table(run_dir: str | Path) -> rich_table.Table:
@@ -217,7 +265,8 @@ def _terminal_table(run_dir: str | Path) -> rich_table.Table:
     )
     for name in summary.head:
         justify = "right" if name else "left"
-        table.add_column(name, justify=justify, style="bold" if name == "last" else None)
+        style = "bold" if name == "last" else None
+        table.add_column(name, justify=justify, style=style, no_wrap=bool(name))
     for row in summary.rows:
         table.add_row(*row)
     table.add_row("wall time", "", duration(wall_seconds(records)), "", "")
@@ -273,19 +322,58 @@ def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool
         console.print(line, soft_wrap=True, markup=False)
 
 
+def print_results(run_dirs: Sequence[str | Path], stream: TextIO | None = None) -> None:
+    """Print the main figures: those of one run, or a line for each of several."""
+    console = _console(stream)
+    if len(run_dirs) == 1:
+        console.print(_terminal_table(run_dirs[0]))
+        return
+    by_phase: dict[str, list[Run]] = {}
+    for run in load_runs(run_dirs):
+        by_phase.setdefault(main_phase(run.records), []).append(run)
+    for phase, members in by_phase.items():
+        columns = (_RL_COLUMNS if phase == RL else _SUPERVISED_COLUMNS)[:_IN_TERMINAL]
+        folders = [run.path for run in members]
+        names = [f"{kind} {_name(metric, folders)}" for kind, metric in columns]
+        table = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("run", overflow="fold")
+        for name in ("steps", *names, "wall time"):
+            table.add_column(name, justify="right")
+        for run in members:
+            found = [(kind, m.write, _summarize(run.records, m, phase)) for kind, m in columns]
+            cells = [write(getattr(summary, kind)) for kind, write, summary in found]
+            steps, wall = str(steps_done(run.records, phase)), duration(wall_seconds(run.records))
+            table.add_row(run.name, steps, *cells, wall)
+        console.print(table)
+    console.print(_MEANS)
+
+
 def print_comparison(run_dirs: Sequence[str | Path], stream: TextIO | None = None) -> None:
     """Print the settings that differ between the runs, if any do, and the warnings about them."""
     runs, console = load_runs(run_dirs), _console(stream)
     settings = _differing_settings(runs)
     if settings.rows:
-        table = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in settings.head:
-            table.add_column(name, no_wrap=name == settings.head[0], overflow="fold")
-        for row in settings.rows:
-            table.add_row(*row)
         console.print("settings that differ:")
-        console.print(table, markup=False)
+        _print_settings(console, settings)
     _print_warnings(console, runs)
+
+
+def _print_settings(console: Console, settings: Table) -> None:
+    """As a table, or, where that is wider than the console, a block of lines for each key: columns
+    of a few letters cannot be read."""
+    table = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in settings.head:
+        table.add_column(name, no_wrap=True)
+    for row in settings.rows:
+        table.add_row(*row)
+    wanted = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
+    if wanted <= console.width:
+        console.print(table)
+        return
+    for key, *values in settings.rows:
+        console.print(f"  {key}", soft_wrap=True)
+        for name, value in zip(settings.head[1:], values, strict=True):
+            console.print(f"    {name}: {value}", soft_wrap=True)
 
 
 def _print_warnings(console: Console, runs: Sequence[Run]) -> None:
@@ -296,14 +384,16 @@ def _print_warnings(console: Console, runs: Sequence[Run]) -> None:
 def _console(stream: TextIO | None) -> Console:
     """Prints to `stream`, or to stdout."""
     safe = SafeStream(sys.stdout if stream is None else stream)
-    return Console(file=safe, force_terminal=safe.isatty(), highlight=False)  # type: ignore[arg-type]
+    # no markup: a run may be called "a[red]"
+    options: dict[str, Any] = {"force_terminal": safe.isatty(), "highlight": False, "markup": False}
+    return Console(file=safe, **options)  # type: ignore[arg-type]
 
 
 def _report_one(run: Run, out: Path) -> str:
     records, phase = run.records, main_phase(run.records)
     tiles = [
         (
-            f"{_name(entry.metric, [run.path])}, first to last",
+            _headline(entry, run),
             f"{entry.metric.write(entry.first)} → {entry.metric.write(entry.last)}",
         )
         for entry in summarize(records, phase)[:2]
@@ -321,6 +411,17 @@ def _report_one(run: Run, out: Path) -> str:
         sections.append(ReportSection("Samples", [_sample_table(samples)]))
     sections.append(ReportSection("Details", _details(run)))
     return render_html(run.name, str(run.path), sections, tiles)
+
+
+def _headline(entry: Summary, run: Run) -> str:
+    """What a tile shows, and over how many steps or prompts."""
+    name = f"{_name(entry.metric, [run.path])}, first to last"
+    if entry.steps > 1:
+        return f"{name} {entry.steps} of {len(run.series(entry.metric.keys[0])[0])} steps"
+    interval = _last_interval(run.records) if entry.metric is _ACCURACY else None
+    if interval is None:
+        return name
+    return f"{name} (n = {interval[2]:.0f}, 95% of the last {interval[0]} to {interval[1]})"
 
 
 def _report_several(runs: Sequence[Run]) -> str:
@@ -369,7 +470,7 @@ def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[R
         steps, wall = str(steps_done(run.records, phase)), duration(wall_seconds(run.records))
         rows.append([run.name, steps, *cells([run]), wall])
     table = Table(["run", "steps", *names, "wall time"], rows)
-    return [*sections, ReportSection(f"Each run{suffix}", [table])]
+    return [*sections, ReportSection(f"Each run{suffix}", [_MEANS, table])]
 
 
 def mean_and_spread(values: Sequence[float | None], write: Callable[[float | None], str]) -> str:
@@ -417,10 +518,9 @@ def _differing_settings(runs: Sequence[Run]) -> Table:
     for run in runs:
         if sections := _config_of(run.path):
             configs[run.name] = {
-                f"{section}.{key}": str(value)
-                for section, keys in sections.items()
-                if section != "logging"
-                for key, value in keys.items()
+                key: str(value)
+                for key, value in flattened(sections).items()
+                if not key.startswith("logging.")
             }
     keys = dict.fromkeys(key for config in configs.values() for key in config)
     rows = []

@@ -18,6 +18,7 @@ from gspo_megatron.observe.metrics_files import (
     JsonLinesWriter,
     MetricsWriter,
     SampleWriter,
+    read_metrics,
 )
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.trackers import open_trackers
@@ -59,7 +60,11 @@ class RunLogger:
             self._metrics.truncate_after(step, phase)
             self._samples.truncate_after(step, phase)
             self._evaluation.truncate_after(step, phase)
-        write_environment(self.folder)
+        if config.logging.trackers:
+            self._trackers.catch_up(read_metrics(self.folder))
+        rollout = getattr(config, "rollout", None)  # a fine-tuning or pre-training run has none
+        has_servers = rollout is not None and rollout.engine == "vllm"
+        write_environment(self.folder, rollout.vllm.python if has_servers else None)
         write_atomically(self.folder / "config.resolved.yaml", to_yaml(config).encode())
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:

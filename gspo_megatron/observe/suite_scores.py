@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,17 @@ class Answers:
     answers: Sequence[str | None]  # [n], what the reward read in the response; None: no answer
     truncated: Sequence[bool]  # [n]
     lengths: Sequence[int]  # [n], tokens
+
+    def failures_wrong(self) -> Answers:
+        """The same, where a response whose reward failed is wrong, with a reward of 0 and no
+        answer."""
+        failed = [math.isnan(reward) for reward in self.rewards]
+        return replace(
+            self,
+            rewards=[0.0 if bad else x for x, bad in zip(self.rewards, failed, strict=True)],
+            correct=[x and not bad for x, bad in zip(self.correct, failed, strict=True)],
+            answers=[None if bad else x for x, bad in zip(self.answers, failed, strict=True)],
+        )
 
     def scored(self) -> Answers:
         """Those responses that have a reward."""
@@ -97,23 +109,41 @@ def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[flo
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
+def share_interval(share: float, count: int) -> tuple[float, float]:
+    """The 95% interval of a share of `count` independent trials: Wilson's score interval, which is
+    not a point where all trials were right, or none. Raises ValueError without trials."""
+    if count < 1:
+        raise ValueError(f"an interval of {count} trials")
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    shrunk = (share + z * z / (2 * count)) / (1 + z * z / count)
+    spread = share * (1 - share) / count + z * z / (4 * count * count)
+    half = z * math.sqrt(max(0.0, spread)) / (1 + z * z / count)
+    return max(0.0, shrunk - half), min(1.0, shrunk + half)
+
+
 def powers_of_two(most: int) -> list[int]:
     """1, 2, 4 … up to `most`, and `most` itself."""
     powers = [1 << exponent for exponent in range(most.bit_length())]
     return powers if powers[-1] == most else [*powers, most]
 
 
-def suite_figures(problems: Sequence[Answers], samples: int, seed: int = 0) -> dict[str, float]:
+def suite_figures(
+    problems: Sequence[Answers], samples: int, seed: int = 0, *, failed_is_wrong: bool = False
+) -> dict[str, float]:
     """The figures of a suite with `samples` responses to each problem, by name.
 
     mean (of the rewards, with ci_low and ci_high), pass_at_K for K = 1, 2, 4 … samples,
     maj_at_SAMPLES where samples > 1 and some response has an answer, truncated (share of
-    responses), length (mean, tokens), problems, and failed: calls of the reward that failed. A
-    problem that is left with fewer than `samples` rewards is left out of all figures.
+    responses), length (mean, tokens), problems, failed: calls of the reward that failed, and
+    left_out: problems without a figure. A problem with a failed call is left out of all figures,
+    or, with `failed_is_wrong`, that response counts as wrong.
 
-    Raises ValueError where no problem is left.
+    Raises ValueError where no problem is left, and where every call failed.
     """
     scored = [problem.scored() for problem in problems]
+    failed = sum(len(a.rewards) - len(b.rewards) for a, b in zip(problems, scored, strict=True))
+    if failed_is_wrong and any(problem.rewards for problem in scored):
+        scored = [problem.failures_wrong() for problem in problems]
     whole = [problem for problem in scored if len(problem.rewards) == samples]
     if not whole:
         raise ValueError(f"no problem has {samples} responses with rewards")
@@ -129,8 +159,7 @@ def suite_figures(problems: Sequence[Answers], samples: int, seed: int = 0) -> d
     found["truncated"] = float(np.mean([each.truncated for each in whole]))
     found["length"] = float(np.mean([each.lengths for each in whole]))
     found["problems"] = float(len(whole))
-    failed = sum(len(a.rewards) - len(b.rewards) for a, b in zip(problems, scored, strict=True))
-    return found | {"failed": float(failed)}
+    return found | {"failed": float(failed), "left_out": float(len(problems) - len(whole))}
 
 
 def suite_text(figures: Mapping[str, float]) -> str:
@@ -142,4 +171,15 @@ def suite_text(figures: Mapping[str, float]) -> str:
         if most > 1 and f"{name}{most}" in figures:
             found.append(f"{label}@{most} {figures[f'{name}{most}']:.3f}")
     found.append(f"truncated {figures['truncated']:.1%}, {figures['length']:.0f} tokens")
+    if figures.get("failed"):
+        found.append(failed_text(figures))
     return ", ".join(found)
+
+
+def failed_text(figures: Mapping[str, float]) -> str:
+    """How many calls of a suite's reward failed, and what became of their problems."""
+    calls, left_out = int(figures["failed"]), int(figures.get("left_out", 0))
+    told = f"{calls} call{'s' if calls > 1 else ''} of the reward failed"
+    if not left_out:
+        return f"{told}: counted as wrong"
+    return f"{told}: {left_out} problem{'s' if left_out > 1 else ''} left out"

@@ -10,10 +10,11 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gspo_megatron.observe.metrics_files import read_metrics
 from gspo_megatron.observe.progress import MISSING, SafeStream
-from gspo_megatron.observe.suite_scores import CONFIDENCE
+from gspo_megatron.observe.suite_scores import CONFIDENCE, failed_text
 
 _INTERVAL = f"{CONFIDENCE:.0%} interval"
 _COLUMNS = "suite", "problems", "k", "mean@k", _INTERVAL, "pass@k", "maj@k", "cut off", "tokens"
@@ -52,11 +53,14 @@ def print_suites(run_dir: str | Path, console: Console | None = None) -> None:
             name, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold"
         )
     for suite, of_suite in figures.items():
-        table.add_row(suite, *_row(of_suite))
+        table.add_row(Text(suite), *_row(of_suite))
     if console is None:
         stream = SafeStream(sys.stdout)
         console = Console(file=stream, force_terminal=stream.isatty(), highlight=False)  # type: ignore[arg-type]
     console.print(table)
+    for suite, of_suite in figures.items():
+        if of_suite.get("failed"):
+            console.print(f"{suite}: {failed_text(of_suite)}", markup=False, soft_wrap=True)
 
 
 def _row(figures: Mapping[str, float]) -> list[str]:

@@ -1,26 +1,29 @@
 """Experiment trackers behind one small interface: TensorBoard, Weights & Biases, MLflow.
 
 Trackers hold copies of metrics.jsonl. One that fails during a run is dropped with a warning. Steps
-that a resumed run repeats are not sent again: a tracker keeps their first metrics.
+that a resumed run repeats are not sent again: a tracker keeps their first metrics. A resumed run
+sends each tracker the kept records that it lacks: all of them where the tracker is new.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from gspo_megatron.errors import UserError, gathered_in
+from gspo_megatron.errors import DataError, UserError, gathered_in
 from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.metrics_files import (
+    METRICS_FILE,
     RL,
-    Record,
     jsonable,
     phase_of,
     position_of,
@@ -28,7 +31,10 @@ from gspo_megatron.observe.metrics_files import (
     read_metrics,
 )
 
-SENT_FILE = "trackers.json"  # in the run folder: phase and step of the last record that was sent
+# In the run folder: a line for each tracker, with phase and step of the last record that it has.
+SENT_FILE = "trackers.json"
+_AT_ONCE = 100  # parameters that MLflow takes in one request
+_LONGEST_PARAMETER = 500  # characters; MLflow's limit in all versions that are supported
 
 _logger = logging.getLogger(__name__)
 
@@ -74,48 +80,73 @@ def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
 def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     """An MLflow run; a resumed run goes on in the same one."""
     mlflow = _require("mlflow", "mlflow")
+    entities = importlib.import_module("mlflow.entities")
     remembered = run_dir / "mlflow_run_id"
     client = mlflow.tracking.MlflowClient()
     if remembered.exists():
         run_id = remembered.read_text().strip()
+        client.update_run(run_id, status="RUNNING")
     else:
         run_id = mlflow.start_run(run_name=run_dir.name).info.run_id
-        mlflow.end_run()  # logging goes through the client, so no global run needs to stay open
+        mlflow.end_run("RUNNING")  # logging goes through the client: no global run stays open
+        pairs = flattened(config).items()
+        params = [entities.Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in pairs]
+        for start in range(0, len(params), _AT_ONCE):
+            client.log_batch(run_id, params=params[start : start + _AT_ONCE])
         remembered.write_text(f"{run_id}\n")
-        for section, values in config.items():
-            client.log_param(run_id, section, str(values)[:500])  # MLflow's limit
 
     def log(step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in tracked_numbers(metrics).items():
-            client.log_metric(run_id, name, value, step=step)
+        now = int(time.time() * 1000)
+        numbers = tracked_numbers(metrics).items()
+        client.log_batch(run_id, [entities.Metric(key, value, now, step) for key, value in numbers])
 
     return Tracker(log, partial(client.set_terminated, run_id))
 
 
+def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """The keys of a configuration with their sections before them, as "rollout.group_size"."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            found |= flattened(value, f"{above}{key}.")
+        else:
+            found[f"{above}{key}"] = value
+    return found
+
+
 _TRACKERS = {"tensorboard": _open_tensorboard, "wandb": _open_wandb, "mlflow": _open_mlflow}
+_ADVICE = {
+    "tensorboard": "see that the run folder can be written",
+    "wandb": "log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline",
+    "mlflow": "set MLFLOW_TRACKING_URI to the server, or to a database, as sqlite:////path/mlflow.db",
+}
 
 
 class TrackerSet:
     """Several trackers as one; a tracker that raises is dropped and the others stay."""
 
     def __init__(
-        self, trackers: Mapping[str, Tracker], sent: Mapping[str, Any] | None = None
+        self,
+        trackers: Mapping[str, Tracker],
+        run_dir: Path | None = None,
+        sent: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """`sent`: phase and step of the last record that an earlier start has sent."""
+        """`sent`: phase and step of the last record that each tracker has from an earlier start;
+        SENT_FILE in `run_dir` keeps them."""
         self._trackers = dict(trackers)
-        self._sent = None if sent is None else position_of(sent)
+        self._run_dir = run_dir
+        self._sent = {name: dict(record) for name, record in (sent or {}).items()}
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send one step's metrics to every tracker, unless an earlier start has sent them."""
-        if self._sent is not None and position_of({**metrics, "step": step}) <= self._sent:
-            return
-        metrics = jsonable(metrics)
-        for name, tracker in list(self._trackers.items()):
-            try:
-                tracker.log(step, metrics)
-            except Exception:
-                del self._trackers[name]
-                _logger.warning("tracker %s failed and is no longer used", name, exc_info=True)
+        """Send one step's metrics to every tracker that does not have the step yet."""
+        self._send({**metrics, "step": step})
+        self._note()
+
+    def catch_up(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Send every tracker those of the records of earlier starts that it lacks."""
+        for record in sorted(records, key=position_of):
+            self._send(record)
+        self._note()
 
     def close(self) -> None:
         for name, tracker in self._trackers.items():
@@ -125,23 +156,51 @@ class TrackerSet:
                 _logger.warning("tracker %s could not be closed", name, exc_info=True)
         self._trackers.clear()
 
+    def _send(self, record: Mapping[str, Any]) -> None:
+        position, metrics = position_of(record), jsonable(record)
+        step = metrics.pop("step")
+        for name, tracker in list(self._trackers.items()):
+            if name in self._sent and position <= position_of(self._sent[name]):
+                continue
+            try:
+                tracker.log(step, metrics)
+            except Exception:
+                del self._trackers[name]
+                _logger.warning("tracker %s failed and is no longer used", name, exc_info=True)
+            else:
+                self._sent[name] = {"phase": phase_of(record), "step": step}
+
+    def _note(self) -> None:
+        """Keep what was sent for the next start; written after it, so that a run that is killed in
+        between sends a step twice rather than never."""
+        if self._run_dir is None or not self._sent:
+            return
+        lines = [json.dumps({"tracker": name, **last}) for name, last in self._sent.items()]
+        try:
+            write_atomically(self._run_dir / SENT_FILE, "".join(f"{x}\n" for x in lines).encode())
+        except DataError:
+            self._run_dir = None
+            _logger.warning("what trackers were sent is no longer kept", exc_info=True)
+
 
 def open_trackers(
     names: Sequence[str], run_dir: Path, config: Mapping[str, Any] | None = None
 ) -> TrackerSet:
-    """Open the named trackers ("tensorboard", "wandb", "mlflow"), which go on after the last step
-    of metrics.jsonl; to be called before a resumed run truncates that file.
+    """Open the named trackers ("tensorboard", "wandb", "mlflow"); to be called before a resumed
+    run truncates metrics.jsonl. Records that stay there are sent by `catch_up`.
 
-    `config` is the run's configuration as plain data. Raises UserError for an unknown name and for
-    one whose package is not installed, DataError where metrics.jsonl is damaged.
+    `config` is the run's configuration as plain data. Raises UserError for an unknown name, for one
+    whose package is not installed, and for one that a new run cannot open; a resumed run goes on
+    without that one, with a warning. Raises DataError where metrics.jsonl is damaged.
     """
     unknown = [name for name in names if name not in _TRACKERS]
     if unknown:
         raise UserError(
             f"logging.trackers = {', '.join(unknown)}: unknown; choose from {', '.join(_TRACKERS)}"
         )
-    trackers = {name: _TRACKERS[name](run_dir, config or {}) for name in names}
-    return TrackerSet(trackers, _last_sent(run_dir) if names else None)
+    opened = {name: _open(name, run_dir, config or {}) for name in names}
+    trackers = {name: tracker for name, tracker in opened.items() if tracker is not None}
+    return TrackerSet(trackers, run_dir, _sent_before(names, run_dir) if names else None)
 
 
 def require_packages(names: Sequence[str]) -> None:
@@ -154,15 +213,35 @@ def require_packages(names: Sequence[str]) -> None:
         raise UserError("\n".join(problems))
 
 
-def _last_sent(run_dir: Path) -> Record | None:
-    """The last record that earlier starts have sent; SENT_FILE remembers it for the next start."""
+def _open(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker | None:
+    try:
+        return _TRACKERS[name](run_dir, config)
+    except UserError:  # its package is missing
+        raise
+    except Exception as error:
+        if (run_dir / METRICS_FILE).exists():
+            _logger.warning("tracker %s cannot be opened and is not used", name, exc_info=True)
+            return None
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"logging.trackers = {name}: cannot be opened: {what}; {_ADVICE[name]}, or take {name} "
+            "off the list"
+        ) from error
+
+
+def _sent_before(names: Sequence[str], run_dir: Path) -> dict[str, Mapping[str, Any]]:
+    """The last record that each tracker has from earlier starts. Where SENT_FILE is damaged, all of
+    metrics.jsonl counts as sent. Raises DataError where that is damaged, too."""
     path = run_dir / SENT_FILE
-    earlier = read_json_lines(path) if path.exists() else []
-    last = max([*read_metrics(run_dir), *earlier], key=position_of, default=None)
-    if last is not None:
-        content = json.dumps({"phase": phase_of(last), "step": last["step"]}) + "\n"
-        write_atomically(path, content.encode())
-    return last
+    if not path.exists():
+        return {}
+    with contextlib.suppress(DataError, KeyError, ValueError):
+        lines = read_json_lines(path)
+        if lines:
+            position_of(max(lines, key=position_of))  # raises for what is no position
+            return {line["tracker"]: line for line in lines}
+    last = max(read_metrics(run_dir), key=position_of, default=None)
+    return {} if last is None else dict.fromkeys(names, last)
 
 
 def tracked_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

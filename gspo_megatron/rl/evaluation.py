@@ -8,7 +8,7 @@ from typing import Any
 
 from gspo_megatron.config.schema import Config, suite_key
 from gspo_megatron.errors import RewardError
-from gspo_megatron.observe.suite_scores import of_records, suite_figures, suite_text
+from gspo_megatron.observe.suite_scores import CONFIDENCE, of_records, suite_figures, suite_text
 from gspo_megatron.platform.collectives import gather_objects, on_main
 from gspo_megatron.rewards.registry import suite_rewards
 from gspo_megatron.rewards.scoring import PartNames, Scorer
@@ -103,12 +103,21 @@ class Suites:
         ]
 
     def _figures(self, name: str, records: Sequence[Record]) -> dict[str, float] | None:
-        """None where no problem has all its rewards."""
-        samples = self.config.evaluation.suites[name].samples
-        problems = of_records(records)
-        if not any(len(each.scored().rewards) == samples for each in problems):
+        """None where no problem is left."""
+        suite, seed = self.config.evaluation.suites[name], self.config.training.seed
+        try:
+            wrong = suite.failed == "wrong"
+            return suite_figures(of_records(records), suite.samples, seed, failed_is_wrong=wrong)
+        except ValueError:
             return None
-        return suite_figures(problems, samples, self.config.training.seed)
+
+
+def accuracy_text(metrics: Mapping[str, float], correct_at: float) -> str:
+    """The held-out accuracy of these metrics with its interval, for people."""
+    low, high = metrics["evaluation/accuracy_low"], metrics["evaluation/accuracy_high"]
+    interval = f"{CONFIDENCE:.0%} interval {low:.3f} to {high:.3f}"
+    of = f"of {metrics['evaluation/prompts']:.0f} prompts"
+    return f"{metrics['evaluation/accuracy']:.3f} (reward >= {correct_at:g}), {interval} {of}"
 
 
 def lines_of(config: Config, metrics: Mapping[str, float]) -> Iterator[str]:

@@ -39,7 +39,7 @@ from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.platform.reduce_metrics import StepMetrics
 from gspo_megatron.rl.dumps import StepDumps
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
-from gspo_megatron.rl.evaluation import Suites, lines_of
+from gspo_megatron.rl.evaluation import Suites, accuracy_text, lines_of
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
 from gspo_megatron.rl.rollouts import Collector, Experience
@@ -146,7 +146,8 @@ class ReinforcementLoop:
         then."""
         steps, run = self.config.training.steps, self.run_components
         sync = self.collector.take_weights(version=self.done)
-        progress_of_run = run.logger.progress(steps, run.objective.name, self.done)
+        title = run.objective.name if steps else "evaluation"
+        progress_of_run = run.logger.progress(steps, title, self.done)
         with contextlib.closing(self.suites), progress_of_run as progress:
             self.collector.tell = progress.doing
             if self.unevaluated is not None:
@@ -157,10 +158,9 @@ class ReinforcementLoop:
                 before = self.evaluate(0)
                 if before:
                     run.logger.write(RL, 0, before)
-                    accuracy, least = before.get("evaluation/accuracy"), self.config.evaluation
                     when = " before RL" if steps else ""
-                    if accuracy is not None:
-                        told = f"{accuracy:.3f} (reward >= {least.correct_at:g})"
+                    if "evaluation/accuracy" in before:
+                        told = accuracy_text(before, self.config.evaluation.correct_at)
                         progress.note(f"held-out accuracy{when}: {told}")
                     progress.update(0, before)
             for step in range(self.done + 1, steps + 1):

@@ -20,6 +20,7 @@ from gspo_megatron.errors import RewardError, UserError
 from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
 from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.observe.metrics_files import written_answer
+from gspo_megatron.observe.suite_scores import share_interval
 from gspo_megatron.platform.collectives import (
     all_gather_columns,
     all_gather_numbers,
@@ -384,9 +385,9 @@ class Collector:
 
     def evaluate(self, version: int = 0) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """One greedy response to each held-out prompt. Returns the mean reward as the reward
-        function gives it, and accuracy, the share with at least `evaluation.correct_at`; and on
-        the main rank the responses for evaluation.jsonl, in the prompts' order. Nothing without
-        prompts. `version`: steps that the policy has made.
+        function gives it, and accuracy, the share with at least `evaluation.correct_at`, with its
+        95% interval; and on the main rank the responses for evaluation.jsonl, in the prompts'
+        order. Nothing without prompts. `version`: steps that the policy has made.
 
         Raises RewardError, on all ranks, as `sample`, and where no call succeeded."""
         rollout, training, key = self.config.rollout, self.config.training, "data.eval_prompts"
@@ -412,6 +413,10 @@ class Collector:
             raise self.nothing_scored("of an evaluation")
         if self.config.reward.on_failure == "drop_group":
             reduced["evaluation/failed"] = round(failed_share * len(rows))
+        count = len(rows) - round(failed_share * len(rows))
+        low, high = share_interval(reduced["evaluation/accuracy"], count)
+        reduced |= {"evaluation/accuracy_low": low, "evaluation/accuracy_high": high}
+        reduced["evaluation/prompts"] = count
         told = gather_objects(self.responses(experience, correct_at)) or []
         numbered = sorted((pair for of_rank in told for pair in of_rank), key=lambda pair: pair[0])
         return reduced, [response for _, response in numbered]

@@ -111,7 +111,12 @@ def test_mistakes_in_suites_are_told_at_once(
     suites = {
         "a": {"prompts": str(rows), "template": "{q}", "samples": 2, "temperature": 0.0},
         "b": {"prompts": str(toy / "test.jsonl"), "reward": {"name": "exact", "scale": 2.0}},
-        "c": {"prompts": str(rows), "filter": {"last": "2024"}, "max_response_tokens": 10**6},
+        "c": {
+            "prompts": str(rows),
+            "filter": {"last": "2024"},
+            "max_response_tokens": 10**6,
+            "failed": "wrong",
+        },
     }
     (tmp_path / "bad.yaml").write_text(yaml.safe_dump(suites))
     told = gspo("evaluate", finished, "--suite", tmp_path / "bad.yaml", expect=2).stderr
@@ -121,6 +126,7 @@ def test_mistakes_in_suites_are_told_at_once(
         f"{rows}:3: field 'q' is an array; a string or a number is wanted",
         "evaluation.suites.b.reward.scale = 2.0: rewards of an evaluation are not shaped",
         "evaluation.suites.b: reward.name = exact: no such reward; legal: ",
+        "evaluation.suites.c.failed = 'wrong': nothing reads it: ",
         "evaluation.suites.c.filter.field = null: nothing tells which field has the date",
         "evaluation.suites.c.max_response_tokens = 1000000: 1000000 leave no room for a prompt",
     ):
@@ -132,6 +138,33 @@ def test_a_source_must_be_one(gspo: Command, tmp_path: Path) -> None:
     told = gspo("evaluate", tmp_path, expect=2).stderr
     assert told.startswith(f"{tmp_path}: neither a run folder, nor a checkpoint, nor")
     assert "no such configuration file" in gspo("evaluate", "nothing", expect=2).stderr
+
+
+def test_a_fine_tuned_model_is_evaluated_as_it_is(
+    finished: Path, toy: Path, gspo: Command, tmp_path: Path
+) -> None:
+    """The newest checkpoint of the run: with its export a suite has the same figures."""
+    path, run, suite = tmp_path / "sft.yaml", tmp_path / "sft", finished.parent / "near.yaml"
+    tokenizer = str(toy / "tokenizer.model")
+    config = {
+        "data": {"examples": str(toy / "train.jsonl"), "tokenizer": tokenizer},
+        "training": {"steps": 2, "batch_size": 16, "precision": "fp32"},
+        "optimizer": {"learning_rate": 3e-3},
+        "checkpoint": {"interval": 1},
+        "logging": {"dir": str(run), "plots": False},
+        "export": {"hf_path": str(tmp_path / "hf")},
+    }
+    path.write_text(yaml.safe_dump(config))
+    gspo("sft", path)
+    told = gspo("evaluate", run, "--suite", suite, "rollout.max_response_tokens=6")
+    assert "near" in told.stdout and "0/0" not in told.stderr
+    assert (run / "evaluation" / "config.resolved.yaml").is_file()
+    (found,) = records(run / "evaluation")
+    model = ["rollout.max_response_tokens=6", "training.precision=fp32"]
+    gspo("evaluate", tmp_path / "hf", "--suite", suite, "-o", tmp_path / "out", *model)
+    (exported,) = records(tmp_path / "out")
+    assert figures(found, "near") == figures(exported, "near")
+    assert "names nothing to evaluate" in gspo("evaluate", run, expect=2).stderr
 
 
 def test_a_hugging_face_folder_is_evaluated(finished: Path, gspo: Command, tmp_path: Path) -> None:

@@ -78,7 +78,9 @@ class ServerEvaluation:
                 for record in records:
                     responses.append({"phase": RL, "step": 0, **record})
                 try:
-                    found = suite_figures(of_records(records), suite.samples)
+                    wrong = suite.failed == "wrong"
+                    problems = of_records(records)
+                    found = suite_figures(problems, suite.samples, failed_is_wrong=wrong)
                 except ValueError as error:
                     raise RolloutError(f"{suite_key(name)}: {error}") from error
                 metrics |= {f"evaluation/{name}/{key}": value for key, value in found.items()}

@@ -39,6 +39,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save
 
 GENERATE = "/inference/v1/generate"  # vLLM's
+CHATS = "/v1/"  # its paths for clients of any kind
 PARTS = "/gspo/generate"
 TAKE_BACK = "/gspo/take_back"
 FIGURES = "/gspo/figures"
@@ -347,6 +348,8 @@ class Answers:
     POST /gspo/generate: a part of a group; answers with records as `pack` makes them
     POST /gspo/take_back: ends those of these responses that are still drawn
     GET /gspo/figures: the few of vLLM's metrics that the rollout service looks at
+
+    And vLLM's answers to chat clients lose the experts of each token.
     """
 
     def __init__(self, app: Any) -> None:
@@ -367,6 +370,8 @@ class Answers:
             await _tell(send, await self._figures(scope))
         elif path == ABOUT:
             await _tell(send, {"form": FORM})
+        elif path.startswith(CHATS):
+            await self._app(scope, receive, WithoutRoutes(send))
         else:
             await self._app(scope, receive, send)
 
@@ -473,6 +478,65 @@ class Answers:
         own = {"headers": kept, "state": dict(scope.get("state", {}))}
         await self._app({**scope, **changes, **own}, receive, send)
         return status, bytes(content)
+
+
+class WithoutRoutes:
+    """Sends an answer of vLLM's without the experts of each token, which a server with
+    `enable_return_routed_experts` adds to every choice: kilobytes of base64 a token that no chat
+    client reads. JSON is sent when it is whole, a stream event by event, and all else as it is."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None  # of JSON; held back until its length is known
+        self._is_stream = False
+        self._held = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            self._is_stream = kind.startswith(b"text/event-stream")
+            if kind.startswith(b"application/json"):
+                self._start = message
+            else:
+                await self._send(message)
+        elif message["type"] == "http.response.body" and self._start is not None:
+            self._held += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._send_json(self._start)
+        elif message["type"] == "http.response.body" and self._is_stream:
+            await self._send_events(message)
+        else:
+            await self._send(message)
+
+    async def _send_json(self, start: Message) -> None:
+        body = without_routes(self._held)
+        headers = [pair for pair in start.get("headers", ()) if pair[0] != b"content-length"]
+        await self._send({**start, "headers": [*headers, (b"content-length", b"%d" % len(body))]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _send_events(self, message: Message) -> None:
+        more = message.get("more_body", False)
+        whole, end, rest = (self._held + message.get("body", b"")).rpartition(b"\n\n")
+        self._held = rest if more else b""
+        lines = (whole + end + (b"" if more else rest)).split(b"\n")
+        body = b"\n".join(
+            b"data: " + without_routes(line[6:]) if line.startswith(b"data: {") else line
+            for line in lines
+        )
+        await self._send({**message, "body": body})
+
+
+def without_routes(content: bytes) -> bytes:
+    """JSON without the experts of the tokens; what has none, or is no JSON, as it is."""
+    if b'"routed_experts"' not in content:
+        return content
+    try:
+        found = from_json(content)
+        for choice in found["choices"]:
+            choice.pop("routed_experts", None)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return content
+    return json.dumps(found).encode()
 
 
 def parse_metrics(text: str) -> dict[str, float]:

@@ -109,6 +109,44 @@ def test_the_default_variants_are_both_objectives_by_replay(plan: Plan) -> None:
         assert (section.clip_low, section.clip_high) == clip_range
 
 
+GAME = """
+class Game:
+    gives_rewards = True
+
+    async def rollout(self, client, task): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "objectives"),
+    [
+        (["objective.name=cispo"], ["grpo", "gspo", "cispo"]),
+        (["objective.name=gspo_token"], ["grpo", "gspo_token"]),
+        (["environment.import_path=games:Game"], ["grpo", "gspo_token"]),
+        (["environment.import_path=games:Game", "objective.name=dapo"], None),
+    ],
+)
+def test_rewards_of_turns_and_the_own_objective_have_their_variants(
+    plan: Plan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: list[str],
+    objectives: list[str] | None,
+) -> None:
+    """GSPO cannot use rewards of turns: GSPO-token stands in its place, with its clip range."""
+    (tmp_path / "games.py").write_text(GAME)
+    monkeypatch.syspath_prepend(tmp_path)
+    runs = plan([], "objective.clip_low=0.01", "objective.clip_high=0.02", *given)
+    expected = objectives or ["grpo", "gspo_token", "dapo"]
+    assert names([run.variant for run in runs]) == [
+        name + replay for name in expected for replay in ("", "+r2", "+r3")
+    ]
+    own = given[-1].partition("=")[2] if given[-1].startswith("objective") else "gspo_token"
+    for run in runs:
+        section = run.config.objective
+        assert (section.clip_low == 0.01) is (section.name == own), section.name
+
+
 def test_without_replay_nothing_is_set_that_would_not_be_read(choose: Choose) -> None:
     [plain] = choose(["gspo"], "routing.replay=r2", "routing.store_on_host=true")
     assert "routing.store_on_host=false" in plain.overrides

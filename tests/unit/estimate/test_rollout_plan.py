@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gspo_megatron.errors import DataError
+from gspo_megatron.estimate import rollout_plan
 from gspo_megatron.estimate.rollout_plan import (
     STEPS,
     Outcome,
@@ -19,8 +20,10 @@ from gspo_megatron.estimate.rollout_plan import (
     best,
     log_normal_lengths,
     outcome,
+    plan,
     read_lengths,
     simulate,
+    steps_of,
     train_seconds,
 )
 from gspo_megatron.observe.metrics_files import MetricsWriter
@@ -255,3 +258,39 @@ def test_seconds_of_training_by_nodes() -> None:
     given = {2: 300.0, 4: 200.0}  # 600 and 800 node-seconds
     assert [train_seconds(given, n) for n in (1, 2, 3, 4)] == [600, 300, 700 / 3, 200]
     assert train_seconds(given, 8) == 100
+
+
+def test_a_plan_too_large_compares_some_numbers_of_servers_and_more_near_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    population, server = np.array([10.0, 20.0, 80.0]), Server(10, 80, 16)
+    settings = [
+        Setting(servers, bound, 200 / (50 - servers), 1)
+        for servers in range(1, 49)
+        for bound in (0, 1)
+    ]
+    whole = plan(population, 64, server, settings)
+    assert [each.setting for each in whole] == settings
+    monkeypatch.setattr(rollout_plan, "BUDGET", 12 * 2 * 71 * 64)  # of twelve numbers
+    some = plan(population, 64, server, settings)
+    numbers = sorted({each.setting.servers for each in some})
+    assert len(numbers) == 12 and {1, 48} <= set(numbers) and len(some) == 24
+    assert [each for each in whole if each.setting.servers in numbers] == some
+    chosen = best(some).setting.servers
+    assert {chosen - 1, chosen + 1} <= set(numbers)
+    assert best(some) == best(whole)
+    monkeypatch.setattr(rollout_plan, "BUDGET", 1)
+    assert len({each.setting.servers for each in plan(population, 64, server, settings)}) == 3
+
+
+def test_of_large_steps_fewer_are_simulated_in_whole_bunches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = [Setting(2, bound, 1, 1) for bound in range(5)]
+    assert {steps_of(each, 4096) for each in settings} == {STEPS}
+    assert [steps_of(each, 4097) for each in settings] == [30, 30, 28, 30, 30]
+    population, server = np.array([10.0, 20.0, 80.0]), Server(10, 80, 16)
+    whole = plan(population, 512, server, settings)
+    monkeypatch.setattr(rollout_plan, "MANY_RESPONSES", 100)
+    for few, many in zip(plan(population, 512, server, settings), whole, strict=True):
+        assert few.step_seconds == pytest.approx(many.step_seconds, rel=0.02)

@@ -13,6 +13,7 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.observe import ablation
 from gspo_megatron.observe.ablation import VariantRuns, findings, is_finished
 from gspo_megatron.observe.metrics_files import MetricsWriter, Run
+from gspo_megatron.observe.suite_scores import share_interval
 
 
 def run_of(rewards: Sequence[float | None], **others: Sequence[float | None]) -> Run:
@@ -250,6 +251,82 @@ def test_it_is_said_what_differs() -> None:
     assert "held-out accuracy at the end: gspo is above grpo by 20.3 ± 1.4 points." in said
     assert "cispo is" not in said and "no difference" not in said
     assert "Held-out accuracy at the end, mean over seeds: 55.0% (grpo) to 75.3% (gspo)." in said
+
+
+def with_metrics(name: str, key: str, values: Sequence[float], **more: float) -> VariantRuns:
+    """One run for each seed from 1 on, with this value of the metric at each of its two steps."""
+    others = {name: [value] * 2 for name, value in more.items()}
+    runs = {
+        seed: run_of([0.5] * 2, **{key: [value] * 2}, **others)
+        for seed, value in enumerate(values, start=1)
+    }
+    return VariantRuns(name, [], 2, {}, None, runs)
+
+
+def test_two_seeds_are_not_tested_however_alike_they_are() -> None:
+    key = "mismatch/abs_mean"
+    variants = [with_metrics("a", key, [0.5, 0.5]), with_metrics("b", key, [0.9001, 0.9])]
+    found = ablation.difference(variants[1], variants[0], ablation._MISMATCH)
+    assert found is not None and found.half_width is not None and not found.significant
+    assert found.mean > 100 * found.half_width
+    said = findings(variants)
+    assert "With 2 seeds no difference is tested; that takes 3 at least." in said
+    assert "ignificant" not in " ".join(said)
+
+
+@pytest.mark.parametrize(
+    ("key", "measure", "is_tested"),
+    [
+        ("ratio/token/p99", ablation._RATIOS[1], False),  # read from a histogram
+        ("ratio/sequence/p99", ablation._RATIOS[3], True),
+        ("mismatch/abs_mean", ablation._MISMATCH, True),
+    ],
+)
+def test_a_quantile_of_a_histogram_is_not_tested(
+    key: str, measure: ablation.Measure, is_tested: bool
+) -> None:
+    """A bin is wider than what the seeds differ by."""
+    one = with_metrics("gspo", key, [1.073, 1.0731, 1.0732])
+    other = with_metrics("gspo+r3", key, [1.0705, 1.0706, 1.0709])
+    found = ablation.difference(one, other, measure)
+    assert found is not None and found.significant is is_tested
+    said = " ".join(findings([one, other]))
+    assert "token ratio" not in said
+
+
+def test_differences_that_are_the_same_for_all_seeds_show_nothing() -> None:
+    """Of 8 prompts one more is right, whatever the seed: an interval of no width is none."""
+    one, other = with_accuracies("a", [0.5] * 3), with_accuracies("b", [0.375] * 3)
+    found = ablation.difference(one, other, ablation._ACCURACY)
+    assert found is not None and found.half_width == 0 and not found.significant
+
+
+@pytest.mark.parametrize(("prompts", "is_tested"), [(29, False), (30, True)])
+def test_an_accuracy_needs_prompts_and_has_an_interval_over_them(
+    tmp_path: Path, prompts: int, is_tested: bool
+) -> None:
+    more = {"evaluation/prompts": float(prompts)}
+    variants = [
+        written(tmp_path, "grpo", [0.5, 0.6, 0.55], **more),
+        written(tmp_path, "gspo", [0.7, 0.81, 0.75], **more),
+    ]
+    _, text, found = report_of(variants, tmp_path)
+    assert ("Significant differences in held-out accuracy" in text) is is_tested
+    few = "With fewer than 30 held-out prompts accuracies are not tested."
+    assert (few in found) is not is_tested
+    assert f"(n = {prompts} held-out prompts)." in found[0]
+    head, _, grpo, _ = rows(text, "Outcome")
+    low, high = share_interval(0.55, prompts)
+    interval = grpo[head.index("95% interval of the accuracy at the end")]
+    assert interval == f"{100 * low:.1f}% to {100 * high:.1f}%, n = {prompts}"
+    assert "all seeds answer the same prompts" in text
+
+
+def test_short_runs_are_not_said_to_be_stable() -> None:
+    short = VariantRuns("a", [], 9, {}, runs={1: run_of([0.5] * 9)})
+    assert "None of the 1 runs collapsed; in runs of fewer than 10 steps" in findings([short])[-1]
+    long = VariantRuns("a", [], 10, {}, runs={1: run_of([0.5] * 10)})
+    assert findings([long])[-1] == "None of the 1 runs collapsed."
 
 
 def test_values_that_are_not_finite_are_shown_and_break_nothing(tmp_path: Path) -> None:

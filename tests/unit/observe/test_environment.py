@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron.config.load import STAGES, parse_config
 from gspo_megatron.observe import environment
 from gspo_megatron.observe.environment import describe_environment, write_environment
+from gspo_megatron.observe.run_logger import RunLogger
 
 
 def test_versions_are_those_installed_and_none_where_not() -> None:
@@ -37,6 +39,32 @@ def test_it_is_written_as_json_into_the_run_folder(tmp_path: Path) -> None:
     path = write_environment(tmp_path / "run")
     assert path == tmp_path / "run" / "environment.json"
     assert json.loads(path.read_text())["world_size"] == 1
+
+
+def test_the_version_of_vllm_is_that_of_the_interpreter_that_runs_the_servers(
+    tmp_path: Path,
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.20.1\n")
+    python.chmod(0o755)
+    data = {"tokenizer": "t.model"}
+    for engine, version in (
+        ("vllm", "0.20.1"),
+        ("megatron", environment.installed_version("vllm")),
+    ):
+        rollout = {"engine": engine, "vllm": {"servers": 1, "python": str(python)}}
+        folder = tmp_path / engine
+        logging = {"dir": str(folder)}
+        config = parse_config({"data": data, "rollout": rollout, "logging": logging})
+        RunLogger(config, is_main=True).close()
+        assert json.loads((folder / "environment.json").read_text())["versions"]["vllm"] == version
+    stage = parse_config(
+        {"data": data, "logging": {"dir": str(tmp_path / "sft")}}, schema=STAGES["sft"]
+    )
+    RunLogger(stage, is_main=True).close()
+    assert (tmp_path / "sft" / "environment.json").is_file()
+    python.write_text("#!/bin/sh\nexit 1\n")  # it has no vLLM
+    assert describe_environment(str(python))["versions"]["vllm"] is None
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe import plots
@@ -135,3 +136,28 @@ def test_small_values_are_brought_to_order_one() -> None:
     factor, unit = small_unit([2e-4, -3e-5, math.nan])
     assert factor == pytest.approx(1e4) and "10^{-4}" in unit
     assert small_unit([0.5]) == (1.0, "") and small_unit([0.0]) == (1.0, "")
+
+
+def test_the_ratios_of_tokens_and_sequences_are_drawn_on_one_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of sequences are a hundred times closer to 1, which has to be seen."""
+    drawn: dict[str, Figure] = {}
+
+    def keep(figure: Figure, path: Path) -> Path:
+        drawn[path.name] = figure
+        return path
+
+    monkeypatch.setattr(plots, "save_figure", keep)
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            record = {"step": step}
+            for unit, width in (("sequence", 1e-3), ("token", 0.1)):
+                for name, place in (("min", -2), ("p01", -1), ("p50", 0), ("p99", 1), ("max", 2)):
+                    record[f"ratio/{unit}/{name}"] = 1 + place * width
+            writer.write(record)
+    plots.plot_run(tmp_path)
+    sequence, token = drawn["ratios.png"].axes
+    assert sequence.get_ylim() == token.get_ylim() == pytest.approx((-0.22, 0.22))
+    assert sequence.get_yscale() == token.get_yscale() == "symlog"
+    assert sequence.get_ylabel() == token.get_ylabel() == "ratio − 1"

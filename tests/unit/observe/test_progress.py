@@ -172,3 +172,20 @@ def test_an_encoding_without_the_characters_gets_replacements() -> None:
     with Progress(1, "Übung", stream) as progress:
         progress.update(1, {"loss": 1.0})
     assert raw.getvalue().startswith(b"?bung  1/1  loss 1.00")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_has_no_steps_shows_no_count(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation of a model that is not trained."""
+    monkeypatch.setenv("TERM", "xterm")
+    stream, clock = Terminal() if terminal else io.StringIO(), Clock()
+    with Progress(0, "evaluation", stream, clock=clock) as progress:
+        clock.now += 40
+        progress.doing("rewards 1/8")
+        clock.now += 1
+        progress.update(0, {"evaluation/accuracy": 0.5})
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", stream.getvalue())
+    assert "evaluation" in text and "accuracy 0.500" in text
+    assert "0/0" not in text and "step 1" not in text
+    if not terminal:
+        assert text.splitlines()[0] == "evaluation  rewards 1/8"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import statistics
 import subprocess
@@ -194,6 +195,93 @@ def test_first_last_and_best_of_what_has_a_best(make_run: RunMaker) -> None:
     assert rows["loss"].best is None and rows["loss"].not_finite == 1
     assert rows["gradient norm"].best is None and rows["gradient norm"].last == 9.0
     assert rows["clip fraction"].best is None and rows["clip fraction"].last == 0.1
+
+
+def test_a_long_run_is_told_by_means_and_not_by_its_first_and_last_step(tmp_path: Path) -> None:
+    """A rising reward whose last step happens to be low."""
+    rewards = [0.9] + [0.2] * 4 + [0.5] * 10 + [0.8] * 4 + [0.1]
+    with MetricsWriter(tmp_path) as writer:
+        for step, reward in enumerate(rewards, 1):
+            held_out = {"evaluation/accuracy": reward} if step in (1, 20) else {}
+            writer.write({"step": step, "reward/mean": reward, **held_out})
+    rows = {row.metric.name: row for row in summarize(read_metrics(tmp_path))}
+    reward, accuracy = rows["reward"], rows["held-out accuracy"]
+    assert reward.steps == 5
+    assert (reward.first, reward.last) == pytest.approx((0.34, 0.66))
+    assert reward.best == pytest.approx(0.74) and reward.best_step == 19
+    # an evaluation is a mean over prompts already
+    assert (accuracy.first, accuracy.last, accuracy.steps) == (0.9, 0.1, 1)
+    page = write_report([tmp_path], tmp_path).read_text()
+    assert "reward, first to last 5 of 20 steps</span><b>0.340 → 0.660" in page
+    assert "reward, means of 5" in printed_at_the_end(tmp_path)
+
+
+def test_means_leave_out_what_is_not_finite_and_say_so(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 11):
+            writer.write({"step": step, "reward/mean": math.nan if step == 8 else 0.5})
+    [reward, *_] = summarize(read_metrics(tmp_path))
+    assert (reward.last, reward.not_finite) == (0.5, 1)
+    assert "(not finite at 1 steps)" in " ".join(printed_at_the_end(tmp_path).split())
+
+
+def test_an_accuracy_has_its_interval_and_its_number_of_prompts(make_run: RunMaker) -> None:
+    run_dir = make_run("run")
+    with MetricsWriter(run_dir) as writer:
+        interval = {"evaluation/accuracy_low": 0.3, "evaluation/accuracy_high": 0.8}
+        record = {"step": 7, "evaluation/accuracy": 0.55, "evaluation/prompts": 16}
+        writer.write(record | interval)
+    printed = " ".join(printed_at_the_end(run_dir).split())
+    assert "95% interval, n = 16 30.0% to 80.0%" in printed
+    page = write_report([run_dir], run_dir).read_text()
+    assert "first to last (n = 16, 95% of the last 30.0% to 80.0%)" in page
+
+
+def configured(run_dir: Path, config: str) -> Path:
+    (run_dir / "config.resolved.yaml").write_text(config)
+    return run_dir
+
+
+def printed_comparison(runs: list[Path], monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = io.StringIO()
+    report.print_results(runs, stream)
+    report.print_comparison(runs, stream)
+    return stream.getvalue()
+
+
+def test_the_results_of_several_runs_are_printed(
+    make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [make_run("a[red]"), make_run("b", bonus=0.3), tmp_path / "sft"]
+    make_stage_run(runs[2], "sft", [3.0, 2.0])
+    lines = printed_comparison(runs, monkeypatch, 100).splitlines()
+    rows = [line.split() for line in lines]
+    assert ["a[red]", "6", "0.600", "0.600", "55.0%", "55.0%", "12", "s"] in rows
+    assert ["b", "6", "0.900", "0.900", "85.0%", "85.0%", "12", "s"] in rows
+    assert ["sft", "2", "2.50", "2.50", "2.00", "4.00", "3.00", "s"] in rows
+    one = io.StringIO()
+    report.print_results(runs[:1], one)
+    assert one.getvalue().splitlines()[0].rstrip() == "a[red]: 6 steps"
+
+
+def test_settings_that_differ_are_whole_words_one_key_each(
+    make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapping is shown key by key; what does not fit beside each other stands below."""
+    config = "rollout: {{vllm: {{servers: {0}, options: {{max_num_seqs: {0}}}}}, engine: vllm}}\n"
+    runs = [configured(make_run(f"[bold]_{n}"), config.format(n)) for n in range(2)]
+    wide = printed_comparison(runs, monkeypatch, 100)
+    rows = [line.split() for line in wide.splitlines()]
+    assert ["rollout.vllm.servers", "0", "1"] in rows
+    assert ["rollout.vllm.options.max_num_seqs", "0", "1"] in rows
+    assert ["key", "[bold]_0", "[bold]_1"] in rows and "{" not in wide
+    runs += [configured(make_run("x" * 40 + str(n)), config.format(n)) for n in range(5)]
+    narrow = printed_comparison(runs, monkeypatch, 80).partition("settings that differ:")[2]
+    assert "  rollout.vllm.servers\n    [bold]_0: 0\n    [bold]_1: 1\n" in narrow
+    assert all(f"    {'x' * 40}{n}: {n}\n" in narrow for n in range(5))
+    page = write_report(runs, tmp_path / "out").read_text()
+    assert "rollout.vllm.options.max_num_seqs" in page and "{&#39;" not in page
 
 
 def test_every_table_says_from_which_reward_a_response_is_correct(

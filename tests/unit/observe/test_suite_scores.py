@@ -17,7 +17,9 @@ from gspo_megatron.observe.suite_scores import (
     majority_at_k,
     pass_at_k,
     powers_of_two,
+    share_interval,
     suite_figures,
+    suite_text,
 )
 
 
@@ -122,6 +124,35 @@ def test_a_problem_with_a_failed_reward_is_left_out_and_counted() -> None:
     assert found["mean"] == 1.0 and found["problems"] == 1 and found["failed"] == 3
     with pytest.raises(ValueError, match="no problem has 2 responses"):
         suite_figures([answers("1n")], samples=2)
+
+
+def test_a_failed_reward_may_count_as_wrong() -> None:
+    problems = [answers("11"), answers("1n", "ab"), answers("nn", "cc")]
+    found = suite_figures(problems, samples=2, failed_is_wrong=True)
+    assert found["problems"] == 3 and found["failed"] == 3 and found["left_out"] == 0
+    assert found["mean"] == found["pass_at_1"] == pytest.approx((1 + 0.5 + 0) / 3)
+    assert found["pass_at_2"] == pytest.approx(2 / 3)
+    assert found["maj_at_2"] == pytest.approx(2 / 3)  # "b" and "c" have no vote
+    with pytest.raises(ValueError, match="no problem has 2 responses"):
+        suite_figures([answers("nn")], samples=2, failed_is_wrong=True)
+
+
+def test_the_line_of_a_suite_says_what_failed_and_what_became_of_it() -> None:
+    problems = [answers("11"), answers("0n"), answers("nn")]
+    left_out = suite_text(suite_figures(problems, samples=2))
+    assert left_out.endswith("3 calls of the reward failed: 2 problems left out")
+    wrong = suite_text(suite_figures(problems, samples=2, failed_is_wrong=True))
+    assert wrong.endswith("3 calls of the reward failed: counted as wrong")
+    assert "failed" not in suite_text(suite_figures([answers("10")], samples=2))
+
+
+@pytest.mark.parametrize("count", [1, 5, 8, 40, 1000])
+def test_the_interval_of_a_share_is_wilsons(count: int) -> None:
+    for right in {0, 1, count // 3, count}:
+        result = stats.binomtest(right, count).proportion_ci(0.95, method="wilson")
+        assert share_interval(right / count, count) == pytest.approx(tuple(result), abs=1e-12)
+    with pytest.raises(ValueError, match="0 trials"):
+        share_interval(0.5, 0)
 
 
 def test_partial_rewards_have_a_mean_that_is_not_their_accuracy() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import types
@@ -16,6 +17,7 @@ from gspo_megatron.observe.trackers import (
     SENT_FILE,
     Tracker,
     TrackerSet,
+    flattened,
     open_trackers,
     tracked_numbers,
 )
@@ -132,6 +134,63 @@ def test_a_run_that_goes_back_into_an_earlier_phase_sends_what_is_new(crashing: 
     crashing.go_on(None, ("sft", 1), ("sft", 2))
     crashing.go_on(("sft", 1), ("sft", 2), ("sft", 3), ("rl", 1))
     assert crashing.steps == [("sft/loss", n) for n in (1, 2, 3)] + [("loss", 1)]
+
+
+def test_a_record_that_was_never_sent_is_sent_by_the_next_start(crashing: Run) -> None:
+    """Of those that a resumed run keeps: the others it makes again."""
+    crashing.go_on(None, ("rl", 1))
+    with MetricsWriter(crashing.folder) as writer:
+        for step in (2, 3):
+            writer.write({"phase": "rl", "step": step, "loss": 0.5})
+    trackers = open_trackers(["tensorboard"], crashing.folder)
+    trackers.catch_up([{"phase": "rl", "step": step, "loss": 0.5} for step in (1, 2)])
+    trackers.log(3, {"phase": "rl", "loss": 0.5})
+    assert crashing.steps == [("loss", step) for step in (1, 2, 3)]
+
+
+def test_a_tracker_that_failed_gets_what_it_missed_at_the_next_start(tmp_path: Path) -> None:
+    got: dict[str, list[int]] = {"good": [], "bad": []}
+
+    def fail_at_2(step: int, metrics: Mapping[str, Any]) -> None:
+        if step == 2:
+            raise ConnectionError("gone")
+        got["bad"].append(step)
+
+    good = Tracker(lambda step, metrics: got["good"].append(step), lambda: None)
+    records = [{"phase": "rl", "step": step} for step in range(4)]
+    first = TrackerSet({"good": good, "bad": Tracker(fail_at_2, lambda: None)}, tmp_path)
+    for record in records:
+        first.log(record["step"], {"phase": "rl"})
+    sent = {line["tracker"]: line for line in map(json.loads, (tmp_path / SENT_FILE).open())}
+    assert {name: line["step"] for name, line in sent.items()} == {"good": 3, "bad": 1}
+    mended = Tracker(lambda step, metrics: got["bad"].append(step), lambda: None)
+    TrackerSet({"good": good, "bad": mended}, tmp_path, sent).catch_up(records)
+    assert got == {"good": [0, 1, 2, 3], "bad": [0, 1, 2, 3]}
+
+
+def test_a_tracker_that_cannot_be_opened_ends_a_new_run_and_not_a_resumed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def init(**arguments: Any) -> None:
+        raise RuntimeError("no API key")
+
+    fake_module(monkeypatch, "wandb", init=init)
+    wrong = (
+        r"logging.trackers = wandb: cannot be opened: RuntimeError: no API key; .*=offline, or take"
+    )
+    with pytest.raises(UserError, match=wrong):
+        open_trackers(["wandb"], tmp_path)
+    MetricsWriter(tmp_path).close()
+    with caplog.at_level(logging.WARNING):
+        trackers = open_trackers(["wandb"], tmp_path)
+    trackers.log(1, {"loss": 0.5})
+    assert caplog.messages == ["tracker wandb cannot be opened and is not used"]
+
+
+def test_the_keys_of_a_configuration_are_flat_for_mlflow() -> None:
+    config = {"rollout": {"group_size": 8, "vllm": {"options": {}}}, "a": 1}
+    flat = {"rollout.group_size": 8, "rollout.vllm.options": {}, "a": 1}
+    assert flattened(config) == flat
 
 
 def test_half_a_note_of_what_was_sent_counts_for_nothing(crashing: Run) -> None:

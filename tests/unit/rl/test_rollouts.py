@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from scipy import stats
 
 from gspo_megatron.batching.redistribute import gather_index
 from gspo_megatron.config import Config, parse_config
@@ -322,6 +323,17 @@ def test_rewards_of_turns_with_an_objective_of_sequences() -> None:
         token_advantages(collected(Prompts(), in_turns))
 
 
+def accuracy_of(share: float, count: int) -> dict[str, object]:
+    """The accuracy over so many prompts, with its interval."""
+    interval = stats.binomtest(round(share * count), count).proportion_ci(method="wilson")
+    return {
+        "evaluation/accuracy": pytest.approx(share),
+        "evaluation/accuracy_low": pytest.approx(interval.low),
+        "evaluation/accuracy_high": pytest.approx(interval.high),
+        "evaluation/prompts": count,
+    }
+
+
 def test_an_evaluation_takes_the_sum_and_no_shaping() -> None:
     sections = {"reward": {"scale": 9.0, "overlong_buffer": 2}}
     found = collector(in_turns, **sections)
@@ -329,14 +341,14 @@ def test_an_evaluation_takes_the_sum_and_no_shaping() -> None:
     # one response a prompt, of 1, 2 and 3 tokens: 1, 1 and 1 + 2
     assert metrics == {
         "evaluation/reward": pytest.approx(5 / 3),
-        "evaluation/accuracy": 1.0,
+        **accuracy_of(1.0, 3),
     }
 
 
 def test_a_held_out_response_is_correct_from_a_reward_on() -> None:
     found = collector(evaluation={"correct_at": 0.25})
     metrics, responses = evaluated(found)
-    assert metrics == {"evaluation/reward": 0.25, "evaluation/accuracy": pytest.approx(2 / 3)}
+    assert metrics == {"evaluation/reward": 0.25, **accuracy_of(2 / 3, 3)}
     told = [(r["prompt"], r["response"], r["reward"], r["correct"]) for r in responses]
     assert told == [
         ("prompt 0", "", 0.125, False),
@@ -432,7 +444,7 @@ def test_an_evaluation_leaves_failed_calls_out() -> None:
     metrics, responses = evaluated(found)
     assert metrics == {
         "evaluation/reward": 0.25,  # 1/8 and 3/8
-        "evaluation/accuracy": 0.5,
+        **accuracy_of(0.5, 2),
         "evaluation/failed": 1,
     }
     assert [r["reward"] for r in responses] == [0.125, None, 0.375]

@@ -1,0 +1,51 @@
+"""What `evaluate` makes of the configurations that it finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_megatron.cli.evaluate import _values
+from gspo_megatron.config.load import STAGES, parse_config, to_yaml
+
+SUITES = {"near": {"prompts": "test.jsonl"}}
+RUNS: dict[str, dict[str, Any]] = {
+    "sft": {"data": {"examples": "a.jsonl", "messages_field": "messages"}},
+    "pretrain": {"data": {"train": ["a", "b"], "weights": [1, 2], "sequence_length": 16}},
+    "rl": {"data": {"prompts": "a.jsonl", "chat_template": True}},
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_of_any_stage_is_evaluated_with_its_model_and_tokenizer(
+    stage: str, tmp_path: Path
+) -> None:
+    """With the suites that are given, and with every key of its stage written down."""
+    values = {
+        "model": {"preset": "tiny", "megatron": {"num_layers": 2}},
+        "parallel": {"layout": "tp=2"},
+        "training": {"precision": "fp32", "seed": 7},
+        **RUNS[stage],
+    }
+    values["data"] = {"tokenizer": "t.model", **values["data"]}
+    config = parse_config(values, schema=STAGES[stage])  # type: ignore[type-var]
+    (tmp_path / "config.resolved.yaml").write_text(to_yaml(config))
+    found, out = _values(tmp_path, SUITES)
+    evaluated = parse_config(found)
+    assert out == str(tmp_path / "evaluation")
+    assert evaluated.model.checkpoint_path == str(tmp_path)
+    assert evaluated.model.megatron == {"num_layers": 2}
+    assert evaluated.parallel.tensor_model_parallel_size == 2
+    assert (evaluated.training.precision, evaluated.training.seed) == ("fp32", 7)
+    assert evaluated.training.steps == 0 and evaluated.data.tokenizer == "t.model"
+    assert evaluated.data.chat_template is (stage != "pretrain")
+    assert [*evaluated.evaluation.suites] == ["near"]
+
+
+def test_a_mistake_in_a_configuration_is_told_and_not_dropped(tmp_path: Path) -> None:
+    source = tmp_path / "my.yaml"
+    source.write_text("data: {tokenizer: t, examples: a, prompts: b}\nnonsense: {}\n")
+    found, _ = _values(source, SUITES)
+    assert "nonsense" in found
