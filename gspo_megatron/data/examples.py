@@ -17,7 +17,13 @@ from gspo_megatron.data.chat import (
     plain_message,
 )
 from gspo_megatron.data.formats import FieldMap
-from gspo_megatron.data.prompts import IDLE_OPTIONS, UnknownCharacters, encode_text, read_prompts
+from gspo_megatron.data.prompts import (
+    IDLE_OPTIONS,
+    QuotedControls,
+    UnknownCharacters,
+    encode_text,
+    read_prompts,
+)
 from gspo_megatron.data.rows import Problems, find_field, read_rows, text_fault
 from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.errors import DataError
@@ -37,11 +43,13 @@ class Example:
 
 @dataclass
 class Counts:
-    """Rows that were too long, and texts with unknown characters among the other rows."""
+    """Rows that were too long, and among the other rows texts with unknown characters and texts
+    that spell control tokens."""
 
     dropped: int = 0
     truncated: int = 0
     unknown: UnknownCharacters = field(default_factory=UnknownCharacters)
+    quoted: QuotedControls = field(default_factory=QuotedControls)
 
 
 class SupervisedData:
@@ -188,4 +196,6 @@ def _fitting(
             counts.truncated += 1
             example = Example(example.token_ids[:most], example.loss_mask[:most], example.source)
         counts.unknown.add(tokenizer, example.source, example.token_ids, text)
+        is_plain = form.messages_field is None and not form.chat_template
+        counts.quoted.add(tokenizer, example.source, text, is_plain)
         yield example

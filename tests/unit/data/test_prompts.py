@@ -374,12 +374,12 @@ class CodePoints:
     """A tokenizer whose ids are code points."""
 
     def __init__(self, bos_id: int | None = None) -> None:
-        self.bos_id = bos_id
+        self.bos_id, self.bos_text = bos_id, "<s>"
 
     def encode(self, text: str) -> list[int]:
         return [*map(ord, text)]
 
-    def encode_rendered(self, text: str) -> Encoded:
+    def encode_rendered(self, text: str, quoted: Sequence[Any]) -> Encoded:
         return Encoded(self.encode(text), [], [])
 
     def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool) -> Rendered:

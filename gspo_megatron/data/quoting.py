@@ -1,0 +1,214 @@
+"""Which characters of a rendered conversation are its data, and the control tokens that are not.
+
+A user, a tool or a response may quote the marks of a chat template ("<|im_end|>"). Such a quotation
+is text: only what the template itself writes becomes a control token. To tell one from the other,
+the conversation is rendered a second time with other characters in place of the data's; what comes
+out as one of these is data.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from gspo_megatron.errors import DataError
+
+Span = tuple[int, int]  # [start, end) of characters
+# Renders messages and tools: the text, and the spans of the answers where the template marks them.
+Render = Callable[[Sequence[Any], Sequence[Any]], tuple[str, "list[Span] | None"]]
+Shade = Callable[[str], str]
+
+# The private planes of Unicode: no template, and hardly any data, has characters of these.
+_PRIVATE = range(0xF0000, 0x110000)
+_SHADED = re.compile("[\U000f0000-\U0010ffff]+")
+_HIDDEN = "\U000f0000"
+_GENERATION_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+# What templates trim, and what `tojson` changes.
+_CHANGED = r'[\s"\\\x00-\x1f]+'
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A conversation as a chat template writes it."""
+
+    text: str
+    answers: list[Span] | None
+    quoted: list[Span]  # the data in `text`, as far as it matters for control tokens
+
+
+@dataclass(frozen=True)
+class Controls:
+    """The control tokens of a tokenizer."""
+
+    ids: Mapping[str, int]  # by their texts
+    # Those that take the spaces before or after them into their token.
+    strips_before: frozenset[str] = frozenset()
+    strips_after: frozenset[str] = frozenset()
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        return {number: name for name, number in self.ids.items()}
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(filter(None, self.ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # never
+
+    def among(self, ids: Iterable[int], unk_id: int | None) -> bool:
+        """Whether `ids` have a control token; the unknown one stands for unknown characters."""
+        return any(each != unk_id for each in self.names.keys() & set(ids))
+
+    def quotations(self, text: str) -> list[Span]:
+        """All places of `text` that spell a control token, also where they overlap."""
+        spans, start = [], 0
+        while match := self._pattern.search(text, start):
+            spans.append(match.span())
+            start = match.start() + 1
+        return spans
+
+    def pieces(self, text: str, quoted: Sequence[Span]) -> Iterator[tuple[Span, int | None]]:
+        """`text` in pieces: control tokens without a character of `quoted`, with their ids, and
+        what stands between them, which is to be encoded without any, with None."""
+        end, hidden = 0, text
+        if quoted:
+            letters = list(text)
+            for start, stop in quoted:
+                letters[start:stop] = _HIDDEN * (stop - start)
+            hidden = "".join(letters)
+        for match in self._pattern.finditer(hidden):
+            (start, stop), name = match.span(), match[0]
+            if name in self.strips_before:
+                start = end + len(text[end:start].rstrip())
+            if start > end:
+                yield (end, start), None
+            if name in self.strips_after:
+                stop = len(text) - len(text[stop:].lstrip())
+            yield (start, stop), self.ids[name]
+            end = stop
+        if end < len(text):
+            yield (end, len(text)), None
+
+
+def touches(span: Span, quoted: Sequence[Span]) -> bool:
+    """Whether a span has a character of `quoted`, which are in order and apart."""
+    after = bisect.bisect_left(quoted, (span[1], span[1]))  # the first that begins behind it
+    return after > 0 and quoted[after - 1][1] > span[0]
+
+
+def trace(
+    render: Render,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    template: str,
+    controls: Controls,
+) -> Traced:
+    """The conversation as `render` writes it, and which of its characters are data.
+
+    Most templates only copy the data, so that the text with all its characters exchanged tells
+    exactly what is data. Others look into it (trim it, search it for "</think>", write it as JSON):
+    for them the characters that they may look for stay, but not where data spells a control token.
+    If even that changes what the template does, it reacts to such a quotation; the result is then
+    what it writes where there is none, with the quotation as text.
+
+    Raises what `render` raises for the messages as they are.
+    """
+    text, answers = render(messages, tools)
+    words, looked_for = _looks(template)
+    texts = [*_strings(messages, words), *_strings(tools, words)]
+    letters = sorted(map(ord, set().union(*texts)))
+    free = (n for n in _PRIVATE if n not in letters)
+    # In the order of the letters, so that sorted data stays sorted.
+    table = dict(zip((n for n in letters if n not in _PRIVATE), free))
+    back = {other: n for n, other in table.items()}
+
+    def shade_all(part: str) -> str:
+        return part.translate(table)
+
+    def shade_quotations(part: str) -> str:
+        spans = controls.quotations(part)
+        return _mixed(part, part.translate(table), spans) if spans else part
+
+    def shade_most(part: str) -> str:
+        shaded = part.translate(table)
+        kept = [match.span() for match in looked_for.finditer(part)]
+        shaded = _mixed(shaded, part, kept)
+        return _mixed(shaded, part.translate(table), controls.quotations(part))
+
+    def traced_with(shade: Shade) -> Traced:
+        written, spans = render(
+            [_shaded(message, shade, words, is_message=True) for message in messages],
+            [_shaded(tool, shade, words) for tool in tools],
+        )
+        quoted = [match.span() for match in _SHADED.finditer(written)]
+        return Traced(written.translate(back), spans, quoted)
+
+    for shade in (shade_all, shade_most):
+        with contextlib.suppress(DataError):  # it refuses the strange text
+            found = traced_with(shade)
+            if (found.text, found.answers) == (text, answers):
+                return found
+    return traced_with(shade_quotations)
+
+
+def _mixed(text: str, other: str, spans: Sequence[Span]) -> str:
+    """`text` with the characters of `other` in these spans."""
+    letters = list(text)
+    for start, end in spans:
+        letters[start:end] = other[start:end]
+    return "".join(letters)
+
+
+@lru_cache(maxsize=16)
+def _looks(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
+    """The words of a template, among which are the keys that it reads; and what it may look for in
+    data: the texts that it names, and what trimming and JSON change."""
+    from jinja2 import Environment, nodes
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    tree = environment.parse(_GENERATION_MARKS.sub("", template))
+    named = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    longest_first = sorted(filter(None, named), key=len, reverse=True)
+    looked_for = re.compile("|".join([*map(re.escape, longest_first), _CHANGED]))
+    return frozenset(re.findall(r"\w+", template)), looked_for
+
+
+def _is_clear(key: object, words: frozenset[str]) -> bool:
+    """Whether a template may read this key by its name."""
+    return not isinstance(key, str) or key in words
+
+
+def _strings(value: Any, words: frozenset[str]) -> Iterator[str]:
+    """The texts of JSON values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            if not _is_clear(key, words):
+                yield key
+            yield from _strings(each, words)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _strings(each, words)
+
+
+def _shaded(value: Any, shade: Shade, words: frozenset[str], is_message: bool = False) -> Any:
+    """A JSON value with its texts shaded. The role of a message stays: templates write some marks
+    with its name."""
+    if isinstance(value, str):
+        return shade(value)
+    if isinstance(value, Mapping):
+        shaded = {
+            key if _is_clear(key, words) else shade(key): _shaded(each, shade, words)
+            for key, each in value.items()
+        }
+        if is_message and re.fullmatch(r"\w+", str(value.get("role"))):
+            shaded["role"] = value["role"]
+        return shaded
+    if isinstance(value, (list, tuple)):
+        return [_shaded(each, shade, words) for each in value]
+    return value
