@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -28,8 +29,8 @@ _PRIVATE = range(0xF0000, 0x110000)
 _SHADED = re.compile("[\U000f0000-\U0010ffff]+")
 _HIDDEN = "\U000f0000"
 _GENERATION_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-# What templates trim, and what `tojson` changes.
-_CHANGED = r'[\s"\\\x00-\x1f]+'
+# Beside spaces and control characters, which templates trim, what `tojson` changes.
+_CHANGED = '"\\'
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class Controls:
             spans.append(match.span())
             start = match.start() + 1
         return spans
+
+    def of(self, traced: Traced) -> list[str]:
+        """The control tokens that the template writes."""
+        found = self.pieces(traced.text, traced.quoted)
+        return [self.names[number] for _, number in found if number is not None]
 
     def pieces(self, text: str, quoted: Sequence[Span]) -> Iterator[tuple[Span, int | None]]:
         """`text` in pieces: control tokens without a character of `quoted`, with their ids, and
@@ -133,11 +139,12 @@ def trace(
         spans = controls.quotations(part)
         return _mixed(part, part.translate(table), spans) if spans else part
 
+    few = {n: m for n, m in table.items() if n >= 32 and not _is_changed(chr(n))}
+
     def shade_most(part: str) -> str:
-        shaded = part.translate(table)
         kept = [match.span() for match in looked_for.finditer(part)]
-        shaded = _mixed(shaded, part, kept)
-        return _mixed(shaded, part.translate(table), controls.quotations(part))
+        shaded, spans = _mixed(part.translate(few), part, kept), controls.quotations(part)
+        return _mixed(shaded, part.translate(table), spans) if spans else shaded
 
     def traced_with(shade: Shade) -> Traced:
         written, spans = render(
@@ -147,12 +154,22 @@ def trace(
         quoted = [match.span() for match in _SHADED.finditer(written)]
         return Traced(written.translate(back), spans, quoted)
 
+    safe: Traced | None = None
     for shade in (shade_all, shade_most):
         with contextlib.suppress(DataError):  # it refuses the strange text
-            found = traced_with(shade)
-            if (found.text, found.answers) == (text, answers):
-                return found
-    return traced_with(shade_quotations)
+            safe = traced_with(shade)
+            if (safe.text, safe.answers) == (text, answers):
+                return safe
+    found = traced_with(shade_quotations)
+    # The rest of the data is not followed any more. Where it could have become a mark (a template
+    # that writes small letters), the text without such changes is the one to take.
+    of_data = set("".join(texts).casefold())
+    more = Counter(controls.of(found)) - Counter(controls.of(safe) if safe is not None else ())
+    if any(of_data >= set(name.casefold()) for name in more):
+        if safe is None:
+            raise DataError(f"the chat template makes {', '.join(more)} of the text of messages")
+        return safe
+    return found
 
 
 def _mixed(text: str, other: str, spans: Sequence[Span]) -> str:
@@ -165,16 +182,20 @@ def _mixed(text: str, other: str, spans: Sequence[Span]) -> str:
 
 @lru_cache(maxsize=16)
 def _looks(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
-    """The words of a template, among which are the keys that it reads; and what it may look for in
-    data: the texts that it names, and what trimming and JSON change."""
+    """The words of a template, among which are the keys that it reads; and the texts that it names
+    and may look for in data."""
     from jinja2 import Environment, nodes
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     tree = environment.parse(_GENERATION_MARKS.sub("", template))
     named = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     longest_first = sorted(filter(None, named), key=len, reverse=True)
-    looked_for = re.compile("|".join([*map(re.escape, longest_first), _CHANGED]))
+    looked_for = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
     return frozenset(re.findall(r"\w+", template)), looked_for
+
+
+def _is_changed(letter: str) -> bool:
+    return letter.isspace() or letter in _CHANGED
 
 
 def _is_clear(key: object, words: frozenset[str]) -> bool:
