@@ -16,7 +16,7 @@ from gspo_megatron.data.chat import (
     message_fault,
     plain_message,
 )
-from gspo_megatron.data.formats import FieldMap
+from gspo_megatron.data.formats import FieldMap, with_system
 from gspo_megatron.data.prompts import (
     IDLE_OPTIONS,
     QuotedControls,
@@ -110,7 +110,14 @@ def _from_prompts(
     path: Path, tokenizer: Tokenizer, form: FineTuningDataSection, problems: Problems
 ) -> Iterator[tuple[Example, str]]:
     """Examples, each with the text of its prompt and answer."""
-    fields, is_checked = FieldMap(form.prompt_field, form.answer_field, id=None), form.chat_template
+    fields = FieldMap(
+        form.prompt_field,
+        form.answer_field,
+        id=None,
+        template=form.template,
+        system=form.system_prompt,
+    )
+    is_checked = form.chat_template
     for prompt in read_prompts(path, fields, problems, form.chat_template):
         if prompt.messages and not is_checked:
             check_template(tokenizer)
@@ -147,7 +154,8 @@ def _from_messages(
         if fault is not None:
             problems.add(where, fault)
         else:
-            yield from _conversation(where, [*map(plain_message, messages)], tokenizer, problems)
+            conversation = with_system([*map(plain_message, messages)], form.system_prompt)
+            yield from _conversation(where, conversation, tokenizer, problems)
 
 
 def _conversation(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.data.chat import ASSISTANT, USER, message_fault, plain_message
-from gspo_megatron.data.formats import FieldMap
+from gspo_megatron.data.formats import FieldMap, with_system
 from gspo_megatron.data.rows import (
     Problems,
     find_field,
@@ -71,7 +71,8 @@ def read_prompts(
     """The prompts of a file one by one; bad rows go to `problems`.
 
     A prompt is a string, which must not be empty, or a list of messages, the last of which is not
-    the assistant's. With `chat_template` a string becomes one message of the user. The answer is
+    the assistant's. With `chat_template` a string becomes one message of the user; messages without
+    one get the system message of the `fields`. The answer is
     any JSON value. Fields that are neither prompt nor answer are kept in `Prompt.fields`, and so is
     a field of which only a part is the answer. `source` is "path:line", counted from 1 (for
     Parquet: the row).
@@ -94,6 +95,9 @@ def read_prompts(
                 answer, fault = _read_answer(fields, answer)
             faults.append(fault)
         row_id, fault = _row_id(row, fields, where)
+        if fields.system is not None and isinstance(text, str) and not chat_template:
+            what = f"needs messages, or {fields.section}.chat_template = true for strings"
+            faults.append(f"the prompt is a string: {fields.section}.system_prompt {what}")
         wrong = list(dict.fromkeys(filter(None, (*faults, fault))))
         for fault in wrong:
             problems.add(where, fault)
@@ -106,6 +110,8 @@ def read_prompts(
             text = asked[-1]["content"]
         elif chat_template:
             messages = ({"role": USER, "content": text},)
+        if messages:
+            messages = with_system(messages, fields.system)
         others = {key: value for key, value in row.items() if key not in whole}
         yield Prompt(text, answer, where, others, messages=messages, row_id=row_id)
 
